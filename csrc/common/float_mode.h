@@ -1,0 +1,26 @@
+// IEEE arithmetic for the time of a kernel, whatever torch.set_flush_denormal or the caller has set on this thread.
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace lmdecode {
+
+class ScopedIeeeMode {
+ public:
+#if defined(__x86_64__)
+  ScopedIeeeMode() : saved_(_mm_getcsr()) {
+    if (saved_ & kNotIeee) _mm_setcsr(saved_ & ~kNotIeee);
+  }
+  ~ScopedIeeeMode() {
+    if (saved_ & kNotIeee) _mm_setcsr(saved_);
+  }
+
+ private:
+  static constexpr unsigned kNotIeee = 0x8000u | 0x0040u | 0x6000u;  // flush to zero, denormals are zero, rounding
+  unsigned saved_;
+#endif
+};
+
+}  // namespace lmdecode

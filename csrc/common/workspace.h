@@ -1,0 +1,34 @@
+// Scratch memory of a thread, kept between calls: a fresh allocation of this size would be mapped, and fault, each time.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace lmdecode {
+
+class Workspace {
+ public:
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() { std::free(memory_); }
+
+  // Makes room for `bytes`, aligned to 64. Contents are lost. Throws std::bad_alloc.
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(memory_);
+      size_ = 0;
+      memory_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+      if (memory_ == nullptr) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return memory_;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace lmdecode

@@ -1,0 +1,85 @@
+// The parameters of one row after every rule of its dialect: what CPU and CUDA kernels follow.
+#pragma once
+
+#include "common/exp_weight.h"
+#include "common/log.h"
+#include "sampling/top_k_top_p_sample.h"
+
+namespace lmdecode {
+
+enum class TopPMode : uint8_t { kOff, kOneToken, kMass };
+enum class MinPMode : uint8_t { kOff, kThreshold, kMaximum, kOneToken };
+enum class NoiseMode : uint8_t { kNone, kByToken, kByRank, kInternal };
+
+struct RowPlan {
+  bool greedy = false;  // temperature 0: the rest is unused
+  uint8_t status = 0;   // kStatusParameter or 0
+  int64_t top_k = 0;    // 0: off, else 1 <= top_k <= vocab
+  TopPMode top_p_mode = TopPMode::kOff;
+  MinPMode min_p_mode = MinPMode::kOff;
+  NoiseMode noise = NoiseMode::kNone;
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+  double log_min_p = 0.0;   // kThreshold
+  float temperature = 1.0f;
+  float factor = 0.0f;      // exponent_factor(temperature)
+  int fraction_bits = 43;   // mass_fraction_bits(vocab)
+  int64_t seed = -1;
+  int64_t position = 0;
+};
+
+LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const DialectRules& rules, int64_t row) {
+  RowPlan plan;
+  const float temperature = params.temperature.at(row);
+  const float top_p = params.top_p.at(row);
+  const float min_p = params.min_p.at(row);
+  const int64_t k = params.top_k.at(row);
+  plan.fraction_bits = mass_fraction_bits(params.vocab);
+  if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) plan.status = kStatusParameter;
+  // A temperature that is no number draws nothing at random: it is taken as 0. NaN in top_p or min_p: the stage is off.
+  if (!(temperature > 0.0f)) {
+    plan.greedy = true;
+    return plan;
+  }
+  plan.temperature = temperature;
+  plan.factor = exponent_factor(temperature);
+
+  const bool in_range = k > 0 && (rules.max_k == 0 || k <= rules.max_k);
+  const bool k_on = in_range && (rules.k_is_on_at_vocab_size ? k <= params.vocab : k < params.vocab);
+  plan.top_k = k_on ? k : 0;
+
+  plan.top_p = top_p;
+  if (top_p <= 0.0f) {
+    plan.top_p_mode = rules.skip_nonpositive_top_p ? TopPMode::kOff : TopPMode::kOneToken;
+  } else if (top_p < 1.0f) {
+    plan.top_p_mode = TopPMode::kMass;
+  }
+
+  plan.min_p = min_p;
+  if (min_p >= 1.0f) {
+    plan.min_p_mode = rules.min_p_one_keeps_ties ? MinPMode::kMaximum : MinPMode::kOneToken;
+  } else if (min_p > 0.0f) {
+    plan.min_p_mode = MinPMode::kThreshold;
+    plan.log_min_p = log_f64(static_cast<double>(min_p));
+  }
+
+  if (params.q != nullptr) {
+    const bool ranked = rules.rank_noise && (k_on || plan.top_p_mode != TopPMode::kOff);
+    plan.noise = ranked ? NoiseMode::kByRank : NoiseMode::kByToken;
+  } else if (params.has_seed) {
+    plan.seed = params.seed.at(row);
+    plan.position = params.position.at(row);
+    if (plan.seed >= 0) plan.noise = NoiseMode::kInternal;
+  }
+  return plan;
+}
+
+// Smallest value that min-p keeps, where max is the largest of the row, after the temperature: exp(value - max) >= min_p
+// in f64. The set { v : v >= result } is the same on every device.
+LMD_HOST_DEVICE double min_p_bound(const RowPlan& plan, float max, bool probabilities) {
+  if (plan.min_p_mode == MinPMode::kMaximum || plan.min_p_mode == MinPMode::kOneToken) return static_cast<double>(max);
+  if (probabilities) return static_cast<double>(max) * static_cast<double>(plan.min_p);
+  return static_cast<double>(max) + plan.log_min_p;
+}
+
+}  // namespace lmdecode

@@ -1,0 +1,39 @@
+// Rows to threads.
+#include "common/float_mode.h"
+#include "common/parallel.h"
+#include "common/workspace.h"
+#include "sampling/sampling_tuning.h"
+#include "sampling/sampling_workspace.h"
+#include "sampling/top_k_top_p_sample.h"
+#include "simd/cpu_capability.h"
+
+namespace lmdecode {
+
+namespace default_ {
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+}
+#if defined(LMD_HAS_X86_KERNELS)
+namespace avx2 {
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+}
+namespace avx512 {
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+}
+#endif
+
+void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
+#if defined(LMD_HAS_X86_KERNELS)
+  const auto rows = select_kernel(&default_::top_k_top_p_sample_rows, &avx2::top_k_top_p_sample_rows,
+                                  &avx512::top_k_top_p_sample_rows);
+#else
+  const auto rows = &default_::top_k_top_p_sample_rows;
+#endif
+  const int64_t grain = (sampling_tuning::kMinTaskSize + params.vocab - 1) / params.vocab;
+  parallel_for(params.batch, grain, [&](int64_t begin, int64_t end) {
+    thread_local Workspace workspace;
+    const ScopedIeeeMode ieee;
+    rows(params, begin, end, workspace.reserve(sampling_workspace_bytes(params.vocab)));
+  });
+}
+
+}  // namespace lmdecode

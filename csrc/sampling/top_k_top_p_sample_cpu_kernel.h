@@ -1,0 +1,426 @@
+// One row of top_k_top_p_sample on the CPU, compiled once for each CPU capability. See simd/vec.h.
+//
+// Two ways lead to the kept set. With top-k (and in a few rare cases) the row is streamed once into a short list of
+// candidates, and the other stages work on the list. Top-p alone streams twice, for the maximum and for the masses, and
+// lists only the band of tokens around the cut. Thresholds are guessed from a sample of the row and verified exactly
+// afterwards; a wrong guess costs another pass and changes nothing else.
+#pragma once
+
+#include "sampling/row_passes.h"
+#include "sampling/row_plan.h"
+#include "sampling/token_choice.h"
+
+namespace lmdecode::LMD_SIMD {
+
+template <class T>
+class RowSampler {
+ public:
+  RowSampler(const TopKTopPSampleParams& params, const DialectRules& rules, CandidateList list)
+      : params_(params), rules_(rules), list_(list), n_(params.vocab) {}
+
+  void run(const T* x, int64_t row) {
+    x_ = x;
+    row_ = row;
+    plan_ = make_row_plan(params_, rules_, row);
+    status_ = plan_.status;
+    out_ = params_.kept_logits ? params_.kept_logits + row * n_ : nullptr;
+    list_.size = 0;
+    if (plan_.greedy) {
+      greedy();
+    } else {
+      filtered();
+    }
+    params_.status[row] = status_;
+  }
+
+ private:
+  float filler() const { return rules_.probabilities ? 0.0f : minus_infinity(); }
+
+  void finish(int64_t index, int64_t kept, float logprob) {
+    params_.index[row_] = index;
+    params_.kept_count[row_] = static_cast<int32_t>(kept);
+    if (params_.logprob) params_.logprob[row_] = logprob;
+  }
+
+  void finish_empty() {
+    status_ |= kStatusEmpty;
+    if (out_) fill(out_, n_, filler());
+    finish(0, 0, minus_infinity());
+  }
+
+  void note_nan(bool has_nan) {
+    if (has_nan) status_ |= kStatusNan;
+  }
+
+  void greedy() {
+    const RowMax scan = scan_max(x_, n_);
+    note_nan(scan.has_nan);
+    if (!(scan.max > minus_infinity())) return finish_empty();
+    const int64_t index = find_first(x_, n_, scan.max, kept_from(scan.max));
+    if (out_) {
+      fill(out_, n_, filler());
+      out_[index] = to_float(x_[index]);
+    }
+    finish(index, 1, 0.0f);
+  }
+
+  void filtered() {
+    // The lowest logit that is above -inf after the temperature.
+    floor_ = lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
+    rule_.factor = plan_.factor;
+    rule_.fraction_bits = plan_.fraction_bits;
+    rule_.uniform = false;
+    rule_.probabilities = rules_.probabilities;
+
+    const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
+    if (plan_.top_k > 0 && !min_p_first) {
+      collect_top_k();
+      if (list_.size == 0) return finish_empty();
+      return filter_list(/*min_p_left=*/true);
+    }
+    const RowMax scan = scan_max(x_, n_);
+    note_nan(scan.has_nan);
+    if (!(scan.max >= floor_)) return finish_empty();
+    max_ = tempered(scan.max, plan_.temperature);
+    if (max_ == plus_infinity() || min_p_first || rules_.probabilities) {
+      float bound = max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
+      if (min_p_first) bound = larger(bound, min_p_logit());
+      collect_set(x_, n_, kept_from(bound), &list_);
+      if (min_p_first && plan_.min_p_mode == MinPMode::kOneToken) list_.size = 1;
+      if (plan_.top_k > 0 && plan_.top_k < list_.size) {
+        make_keys(&list_, plan_.temperature);
+        select_top_k(&list_, plan_.top_k, rules_.keep_top_k_ties);
+      }
+      return filter_list(/*min_p_left=*/!min_p_first);
+    }
+    rule_.max = scan.max;
+    filter_row();
+  }
+
+  static float larger(float a, float b) { return a > b ? a : b; }
+
+  // The lowest logit that min-p keeps.
+  float min_p_logit() const {
+    const double bound = min_p_bound(plan_, max_, rules_.probabilities);
+    float value = static_cast<float>(bound);  // nearest; the next one up where that is below
+    uint32_t key = order_key(value);
+    if (static_cast<double>(value) < bound) ++key;
+    return larger(lowest_logit(key, plan_.temperature), floor_);
+  }
+
+  // ---- candidates of top-k
+
+  void collect_top_k() {
+    using namespace sampling_tuning;
+    const int64_t k = plan_.top_k;
+    float threshold = floor_;
+    float safe_threshold = floor_;
+    if (n_ >= kMinSampledVocab && k <= n_ / 4) {
+      alignas(64) float sample[kSampleSize];
+      sample_row(x_, n_, sample);
+      const float expected = static_cast<float>(k) * kSampleSize / static_cast<float>(n_);
+      const int rank = static_cast<int>(expected + 3.0f * square_root(expected) + 5.0f);
+      threshold = larger(sample_quantile(sample, rank), floor_);
+      // At least k elements of the row are at or above the k-th of any part of it.
+      if (k <= kSampleSize) safe_threshold = larger(sample_quantile(sample, static_cast<int>(k)), floor_);
+    }
+    threshold = class_bottom(threshold);
+    stream_top_k(threshold);
+    if (list_.size < k && threshold > floor_) {
+      list_.size = 0;
+      stream_top_k(class_bottom(safe_threshold < threshold ? safe_threshold : floor_));
+    }
+    make_keys(&list_, plan_.temperature);
+    if (k < list_.size) select_top_k(&list_, k, rules_.keep_top_k_ties);
+  }
+
+  // The lowest logit that the temperature maps to the same value: thresholds never part such a class.
+  float class_bottom(float logit) const {
+    if (plan_.temperature == 1.0f) return logit;
+    return lowest_logit(order_key(tempered(logit, plan_.temperature)), plan_.temperature);
+  }
+
+  void stream_top_k(float threshold) {
+    const int64_t k = plan_.top_k;
+    int64_t limit = sampling_tuning::kShrinkFactor * k + sampling_tuning::kShrinkSlack;
+    note_nan(collect(x_, n_, &threshold, &limit, &list_, [&](CandidateList* list) {
+      make_keys(list, plan_.temperature);
+      const uint32_t key = select_top_k(list, k, rules_.keep_top_k_ties);
+      // A later token with the key of the k-th has lost its place already, unless ties are kept.
+      const float raised = key == kPlusInfinityKey && !rules_.keep_top_k_ties
+                               ? plus_infinity()
+                               : lowest_logit(rules_.keep_top_k_ties ? key : key + 1, plan_.temperature);
+      if (raised > threshold) threshold = raised;
+      if (list->size > limit / 2) limit = 2 * list->size;
+    }));
+  }
+
+  static float square_root(float a) { return __builtin_sqrtf(a); }
+
+  // About the rank-th largest element of the sample, never above it by more than the search's resolution; -inf where
+  // there are fewer numbers than that.
+  static float sample_quantile(const float* sample, int rank) {
+    using namespace sampling_tuning;
+    F32 top = splat(minus_infinity());
+    for (int i = 0; i < kSampleSize; i += kLanes) top = max(load(sample + i), top);
+    const uint32_t high_key = order_key(reduce_max(top));
+    // count(>= low) >= rank (or low is -inf), count(>= high) < rank unless high is the maximum
+    uint64_t low = kMinusInfinityKey, high = static_cast<uint64_t>(high_key) + 1;
+    for (int step = 0; step < 32 && high - low > 1; ++step) {
+      // Halves of the key range first cut exponents: 12 steps leave a relative resolution of a few percent.
+      if (step >= kSampleSteps && low != kMinusInfinityKey) break;
+      const uint64_t middle = (low + high) / 2;
+      const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
+      int n = 0;
+      for (int i = 0; i < kSampleSize; i += kLanes) n += count(bits(load(sample + i) >= b));
+      (n >= rank ? low : high) = middle;
+    }
+    return value_of_key(static_cast<uint32_t>(low));
+  }
+
+  // ---- the stages after top-k, on the list
+
+  void filter_list(bool min_p_left) {
+    float top = list_.value[0];
+    for (int64_t i = 1; i < list_.size; ++i) top = larger(list_.value[i], top);
+    rule_.max = top;
+    max_ = tempered(top, plan_.temperature);
+    if (max_ == plus_infinity()) {  // infinite logits are the support
+      rule_.uniform = true;
+      keep_set(&list_, kept_from(lowest_logit(kPlusInfinityKey, plan_.temperature)));
+    }
+    if (plan_.top_p_mode == TopPMode::kOneToken) {
+      keep_one(rules_.high_index_first);
+    } else if (plan_.top_p_mode == TopPMode::kMass) {
+      make_keys(&list_, plan_.temperature);
+      make_masses(&list_, rule_);
+      const uint64_t total = total_mass(list_);
+      const uint64_t whole = rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : total;
+      const uint64_t target = mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
+      if (target <= total) keep_set(&list_, cut_list(target).set);
+    }
+    if (min_p_left && plan_.min_p_mode != MinPMode::kOff) keep_min_p();
+    finish_list();
+  }
+
+  struct Cut {
+    KeptSet set;
+    int64_t ties;
+    uint32_t key;
+  };
+
+  // The prefix of the list whose mass reaches target. Needs keys and masses.
+  Cut cut_list(uint64_t target) {
+    const MassCut cut = find_mass_cut(list_, target);
+    const TieCut ties = cut_ties(list_, cut.key, target - cut.mass_above, rules_.high_index_first);
+    const float lowest = lowest_logit(cut.key, plan_.temperature);
+    const float above = cut.key == kPlusInfinityKey ? __builtin_nanf("") : lowest_logit(cut.key + 1, plan_.temperature);
+    return {{lowest, above, ties.first_token, ties.last_token}, ties.kept, cut.key};
+  }
+
+  void keep_one(bool last) {
+    const float best = list_.value[choose_largest(list_, plan_.temperature)];
+    keep_set(&list_, kept_from(class_bottom(best)));
+    const int64_t at = last ? list_.size - 1 : 0;
+    list_.value[0] = list_.value[at];
+    list_.token[0] = list_.token[at];
+    list_.size = 1;
+  }
+
+  void keep_min_p() {
+    if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
+    keep_set(&list_, kept_from(min_p_logit()));
+  }
+
+  // ---- top-p or no filter at all, on the row
+
+  void filter_row() {
+    if (plan_.top_p_mode == TopPMode::kOneToken) {
+      const float bound = class_bottom(rule_.max);
+      const int64_t token = rules_.high_index_first ? find_last(x_, n_, bound) : find_first(x_, n_, bound, kept_from(bound));
+      list_.value[0] = to_float(x_[token]);
+      list_.token[0] = static_cast<uint32_t>(token);
+      list_.size = 1;
+      return finish_list();
+    }
+    KeptSet set = kept_from(floor_);
+    int64_t kept = -1;  // not counted
+    bool listed = false;
+    if (plan_.top_p_mode == TopPMode::kMass) cut_row(&set, &kept, &listed);
+    if (plan_.min_p_mode != MinPMode::kOff || plan_.noise != NoiseMode::kNone || params_.logprob || listed) {
+      if (listed) {
+        keep_set(&list_, set);
+      } else {
+        list_.size = 0;
+        const float bound = plan_.min_p_mode != MinPMode::kOff ? larger(set.lowest, min_p_logit()) : set.lowest;
+        if (bound > set.lowest) set.lowest = bound;  // ties at the old cut are below, or stay ties
+        collect_set(x_, n_, set, &list_);
+      }
+      if (plan_.min_p_mode != MinPMode::kOff) keep_min_p();
+      return finish_list(&set);
+    }
+    // No noise: the first of the largest that the set contains.
+    const int64_t index = find_first(x_, n_, class_bottom(rule_.max), set);
+    if (kept < 0) kept = count_from(x_, n_, floor_);
+    if (out_) write_kept(x_, n_, set, plan_.temperature, out_);
+    finish(index, kept, 0.0f);
+  }
+
+  struct Band {
+    float lower, upper;
+    bool bounded;
+  };
+
+  // Finds the set that top-p keeps. *listed: the list holds all of it.
+  void cut_row(KeptSet* set, int64_t* kept, bool* listed) {
+    Band band = n_ < sampling_tuning::kMinSampledVocab ? Band{floor_, 0.0f, false} : guess_band();
+    for (;;) {
+      list_.size = 0;
+      const MassScan scan = band.bounded ? scan_band<true>(band) : scan_band<false>(band);
+      const uint64_t target = mass_threshold(plan_.top_p, scan.total, rules_.strict_top_p);
+      if (scan.above < target) {
+        make_masses(&list_, rule_);
+        if (scan.above + total_mass(list_) >= target) {
+          make_keys(&list_, plan_.temperature);
+          const Cut cut = cut_list(target - scan.above);
+          *set = cut.set;
+          *kept = scan.count_above + cut.ties +
+                  (cut.key == 0xffffffffu ? 0 : lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1));
+          *listed = !band.bounded;
+          return;
+        }
+        band.lower = floor_;
+        band.bounded = false;
+      } else {
+        band.bounded = false;  // the cut is above the band
+      }
+    }
+  }
+
+  template <bool kBounded>
+  MassScan scan_band(const Band& band) {
+    return scan_masses<kBounded>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits, band.lower, band.upper, &list_);
+  }
+
+  // Logits between which the cut of top-p lies, by a sample.
+  Band guess_band() {
+    using namespace sampling_tuning;
+    alignas(64) float sample[kSampleSize], weight[kSampleSize];
+    sample_row(x_, n_, sample);
+    const F32 m = splat(rule_.max), f = splat(rule_.factor);
+    float sum = 0.0f, squares = 0.0f, largest = 0.0f;
+    for (int i = 0; i < kSampleSize; i += kLanes) {
+      // -inf and NaN come to 2^-125 here: nothing.
+      store(weight + i, scaled_weight(load(sample + i), m, f, 0.0f));
+    }
+    for (int i = 0; i < kSampleSize; ++i) {
+      sum += weight[i];
+      squares += weight[i] * weight[i];
+      largest = larger(weight[i], largest);
+    }
+    const float scale = static_cast<float>(n_) / kSampleSize;
+    // A sampled token stands for `scale` tokens: one large weight would overstate the total, so it is left out.
+    const float total = larger(scale * (sum - largest), 1.0f);
+    const float sigma = square_root(squares) / larger(sum, 0x1p-100f) * 0.5f;
+    const float tail = 1.0f - plan_.top_p;
+    float share = tail - kSampleSigmas * sigma;
+    if (share < kTailShare * tail) share = kTailShare * tail;
+    Band band{floor_, 0.0f, false};
+    band.lower = larger(class_bottom(weighted_quantile(sample, weight, share * total / scale)), floor_);
+    const float head = plan_.top_p - kSampleSigmas * sigma;
+    if (head > 0.0f) {
+      // Below `upper` lies 1 - head of the mass.
+      const float upper = weighted_quantile(sample, weight, (1.0f - head) * sum);
+      int above = 0;
+      for (int i = 0; i < kSampleSize; ++i) above += sample[i] >= upper;
+      if (above >= kMinSampledAbove && upper > band.lower) {
+        band.upper = class_bottom(upper);
+        band.bounded = band.upper > band.lower;
+      }
+    }
+    return band;
+  }
+
+  // A logit, about the largest, below which the sampled weights sum to at most `mass`.
+  static float weighted_quantile(const float* sample, const float* weight, float mass) {
+    F32 top = splat(minus_infinity());
+    for (int i = 0; i < sampling_tuning::kSampleSize; i += kLanes) top = max(load(sample + i), top);
+    uint64_t low = kMinusInfinityKey, high = order_key(reduce_max(top));
+    for (int step = 0; step < sampling_tuning::kSampleSteps + 8 && high - low > 1; ++step) {
+      const uint64_t middle = (low + high) / 2;
+      const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
+      F32 sums = splat(0.0f);
+      for (int i = 0; i < sampling_tuning::kSampleSize; i += kLanes) {
+        sums = sums + select(load(sample + i) >= b, splat(0.0f), load(weight + i));
+      }
+      alignas(64) float lane[kLanes];
+      store(lane, sums);
+      float below = 0.0f;
+      for (int i = 0; i < kLanes; ++i) below += lane[i];
+      (below <= mass ? low : high) = middle;
+    }
+    return value_of_key(static_cast<uint32_t>(low));
+  }
+
+  // ---- the draw and the outputs, from the list of kept tokens
+
+  void finish_list(const KeptSet* set = nullptr) {
+    int64_t chosen = 0;
+    bool nan = false;
+    switch (plan_.noise) {
+      case NoiseMode::kNone:
+        chosen = choose_largest(list_, plan_.temperature);
+        break;
+      case NoiseMode::kByRank:
+        make_keys(&list_, plan_.temperature);
+        sort_by_key(&list_);
+        [[fallthrough]];
+      case NoiseMode::kByToken:
+        chosen = choose_by_noise(list_, rule_, params_.q + row_ * params_.q_row_stride, params_.q_vocab_stride,
+                                 params_.eps, plan_.noise == NoiseMode::kByRank, &nan);
+        break;
+      case NoiseMode::kInternal:
+        chosen = choose_by_seed(list_, rule_, plan_.seed, plan_.position, reinterpret_cast<float*>(list_.spare_key));
+        break;
+    }
+    note_nan(nan);
+    float logprob = 0.0f;
+    if (params_.logprob) {
+      make_masses(&list_, rule_);
+      const double weight = static_cast<double>(rule_.weight(list_.value[chosen]));
+      const double mass = static_cast<double>(total_mass(list_)) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
+      logprob = weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass)) : minus_infinity();
+    }
+    if (out_) {
+      const bool dense = set != nullptr && list_.size > n_ / sampling_tuning::kDenseWriteShare &&
+                         plan_.min_p_mode == MinPMode::kOff;
+      if (dense) {
+        write_kept(x_, n_, *set, plan_.temperature, out_);
+      } else {
+        fill(out_, n_, filler());
+        for (int64_t i = 0; i < list_.size; ++i) {
+          out_[list_.token[i]] = rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
+        }
+      }
+    }
+    finish(list_.token[chosen], list_.size, logprob);
+  }
+
+  const TopKTopPSampleParams& params_;
+  const DialectRules& rules_;
+  CandidateList list_;
+  const int64_t n_;
+  const T* x_ = nullptr;
+  int64_t row_ = 0;
+  RowPlan plan_;
+  WeightRule rule_;
+  uint8_t status_ = 0;
+  float* out_ = nullptr;
+  float floor_ = 0.0f;  // the lowest logit that counts
+  float max_ = 0.0f;    // the largest value after the temperature
+};
+
+// Rows [begin, end) of the batch. `workspace` has top_k_top_p_sample_workspace() bytes, aligned to 64.
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+
+}  // namespace lmdecode::LMD_SIMD

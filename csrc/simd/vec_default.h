@@ -1,0 +1,184 @@
+// simd/vec.h in plain C++: runs anywhere; compilers turn the loops over lanes into whatever vectors they have.
+#pragma once
+
+#include <cstdint>
+
+#include "common/exp_weight.h"
+#include "common/half.h"
+
+namespace lmdecode::LMD_SIMD {
+
+constexpr int kLanes = 8;
+
+struct F32 {
+  float v[kLanes];
+};
+struct U32 {
+  uint32_t v[kLanes];
+};
+struct Mask {
+  uint32_t v[kLanes];  // 0 or 1
+};
+
+#define LMD_EACH_LANE for (int i = 0; i < kLanes; ++i)
+
+template <class T>
+inline F32 load(const T* p) {
+  F32 r;
+  LMD_EACH_LANE r.v[i] = to_float(p[i]);
+  return r;
+}
+inline void store(float* p, F32 a) { LMD_EACH_LANE p[i] = a.v[i]; }
+inline F32 splat(float a) {
+  F32 r;
+  LMD_EACH_LANE r.v[i] = a;
+  return r;
+}
+#define LMD_BINARY(Result, Type, name, expression) \
+  inline Result name(Type a, Type b) {             \
+    Result r;                                      \
+    LMD_EACH_LANE r.v[i] = expression;             \
+    return r;                                      \
+  }
+LMD_BINARY(F32, F32, operator+, a.v[i] + b.v[i])
+LMD_BINARY(F32, F32, operator-, a.v[i] - b.v[i])
+LMD_BINARY(F32, F32, operator*, a.v[i] * b.v[i])
+LMD_BINARY(F32, F32, operator/, a.v[i] / b.v[i])
+LMD_BINARY(F32, F32, max, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+LMD_BINARY(Mask, F32, operator>=, a.v[i] >= b.v[i])
+LMD_BINARY(Mask, F32, operator>, a.v[i] > b.v[i])
+LMD_BINARY(Mask, F32, operator==, a.v[i] == b.v[i])
+LMD_BINARY(Mask, F32, is_nan, a.v[i] != a.v[i] || b.v[i] != b.v[i])
+LMD_BINARY(U32, U32, operator+, a.v[i] + b.v[i])
+LMD_BINARY(U32, U32, operator^, a.v[i] ^ b.v[i])
+LMD_BINARY(U32, U32, operator&, a.v[i] & b.v[i])
+LMD_BINARY(U32, U32, operator|, a.v[i] | b.v[i])
+LMD_BINARY(Mask, U32, operator>=, a.v[i] >= b.v[i])
+LMD_BINARY(Mask, U32, operator==, a.v[i] == b.v[i])
+LMD_BINARY(Mask, Mask, operator_or, a.v[i] | b.v[i])
+#undef LMD_BINARY
+
+inline F32 abs(F32 a) {
+  LMD_EACH_LANE a.v[i] = float_of(bits_of(a.v[i]) & 0x7fffffffu);
+  return a;
+}
+inline F32 round_even(F32 a) {  // |a| < 2^22
+  LMD_EACH_LANE a.v[i] = (a.v[i] + kRoundMagic) - kRoundMagic;
+  return a;
+}
+inline F32 multiply_power_of_two(F32 a, F32 exponent) {
+  LMD_EACH_LANE a.v[i] = float_of(bits_of(a.v[i]) + (static_cast<uint32_t>(static_cast<int32_t>(exponent.v[i])) << 23));
+  return a;
+}
+inline F32 select(Mask m, F32 a, F32 b) {
+  LMD_EACH_LANE a.v[i] = m.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline float reduce_max(F32 a) {
+  float r = a.v[0];
+  for (int i = 1; i < kLanes; ++i) r = a.v[i] > r ? a.v[i] : r;
+  return r;
+}
+
+inline U32 load(const uint32_t* p) {
+  U32 r;
+  LMD_EACH_LANE r.v[i] = p[i];
+  return r;
+}
+inline void store(uint32_t* p, U32 a) { LMD_EACH_LANE p[i] = a.v[i]; }
+inline U32 splat_u32(uint32_t a) {
+  U32 r;
+  LMD_EACH_LANE r.v[i] = a;
+  return r;
+}
+inline U32 iota_u32() {
+  U32 r;
+  LMD_EACH_LANE r.v[i] = static_cast<uint32_t>(i);
+  return r;
+}
+template <int N>
+inline U32 shift_right(U32 a) {
+  LMD_EACH_LANE a.v[i] >>= N;
+  return a;
+}
+inline U32 sign_mask(U32 a) {
+  LMD_EACH_LANE a.v[i] = static_cast<uint32_t>(static_cast<int32_t>(a.v[i]) >> 31);
+  return a;
+}
+inline U32 select(Mask m, U32 a, U32 b) {
+  LMD_EACH_LANE a.v[i] = m.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline U32 bit_cast_u32(F32 a) {
+  U32 r;
+  LMD_EACH_LANE r.v[i] = bits_of(a.v[i]);
+  return r;
+}
+inline F32 convert_u32(U32 a) {
+  F32 r;
+  LMD_EACH_LANE r.v[i] = static_cast<float>(a.v[i]);
+  return r;
+}
+inline U32 gather(const uint32_t* p, U32 index) {
+  LMD_EACH_LANE index.v[i] = p[index.v[i]];
+  return index;
+}
+inline void multiply(U32 a, uint32_t m, U32* high, U32* low) {
+  LMD_EACH_LANE {
+    const uint64_t product = static_cast<uint64_t>(a.v[i]) * m;
+    high->v[i] = static_cast<uint32_t>(product >> 32);
+    low->v[i] = static_cast<uint32_t>(product);
+  }
+}
+
+inline uint32_t bits(Mask m) {
+  uint32_t r = 0;
+  LMD_EACH_LANE r |= m.v[i] << i;
+  return r;
+}
+inline int count(uint32_t mask_bits) { return __builtin_popcount(mask_bits); }
+
+inline void compress_store(float* p, uint32_t mask, F32 a) {
+  LMD_EACH_LANE {
+    *p = a.v[i];
+    p += mask >> i & 1;
+  }
+}
+inline void compress_store(uint32_t* p, uint32_t mask, U32 a) {
+  LMD_EACH_LANE {
+    *p = a.v[i];
+    p += mask >> i & 1;
+  }
+}
+inline void compress_store(uint64_t* p, uint32_t mask, const uint64_t* from) {
+  LMD_EACH_LANE {
+    *p = from[i];
+    p += mask >> i & 1;
+  }
+}
+
+class MassSum {
+ public:
+  void add(F32 a) { LMD_EACH_LANE sum_[i] += static_cast<uint64_t>(a.v[i]); }
+  void add(F32 a, Mask m, MassSum* masked) {
+    LMD_EACH_LANE {
+      const uint64_t mass = static_cast<uint64_t>(a.v[i]);
+      sum_[i] += mass;
+      masked->sum_[i] += m.v[i] ? mass : 0;
+    }
+  }
+  void add(const uint64_t* p, Mask m) { LMD_EACH_LANE sum_[i] += m.v[i] ? p[i] : 0; }
+  uint64_t total() const {
+    uint64_t r = 0;
+    LMD_EACH_LANE r += sum_[i];
+    return r;
+  }
+  static void store_masses(uint64_t* p, F32 a) { LMD_EACH_LANE p[i] = static_cast<uint64_t>(a.v[i]); }
+
+ private:
+  uint64_t sum_[kLanes] = {};
+};
+
+#undef LMD_EACH_LANE
+
+}  // namespace lmdecode::LMD_SIMD

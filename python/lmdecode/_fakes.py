@@ -1,0 +1,47 @@
+"""Fake (shape-only) implementations of every op, for torch.compile and export."""
+
+from __future__ import annotations
+
+import torch
+
+from lmdecode import _library  # noqa: F401  the schemas must be there first
+
+
+@torch.library.register_fake("lmdecode::top_k_top_p_sample")
+def _top_k_top_p_sample(
+    logits,
+    top_k,
+    top_k_rows,
+    top_p,
+    top_p_rows,
+    min_p,
+    min_p_rows,
+    temperature,
+    temperature_rows,
+    q,
+    seed,
+    position,
+    eps,
+    return_logits,
+    return_logprob,
+    dialect,
+):
+    torch._check(logits.dim() == 2, lambda: f"logits has shape {list(logits.shape)}")
+    batch, vocab = logits.shape
+    return (
+        logits.new_empty((batch,), dtype=torch.int64),
+        logits.new_empty((batch if return_logits else 0, vocab), dtype=torch.float32),
+        logits.new_empty((batch if return_logprob else 0,), dtype=torch.float32),
+        logits.new_empty((batch,), dtype=torch.int32),
+        logits.new_empty((batch,), dtype=torch.uint8),
+    )
+
+
+@torch.library.register_fake("lmdecode::top_k_top_p_sample.out")
+def _top_k_top_p_sample_out(*args, **kwargs):
+    return None
+
+
+@torch.library.register_fake("lmdecode::cpu_capability")
+def _cpu_capability():
+    return 0

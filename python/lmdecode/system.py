@@ -1,0 +1,26 @@
+"""What this installation runs on."""
+
+from __future__ import annotations
+
+from lmdecode import _library
+
+_CAPABILITIES = ("default", "avx2", "avx512")
+
+
+def cpu_capability() -> str:
+    """The build of the CPU kernels in use: "default", "avx2" or "avx512".
+
+    The best that the machine has; the environment variable ``LMDECODE_CPU_CAPABILITY``, read once,
+    chooses a lower one. Results are the same at each.
+
+    Raises
+    ------
+    ValueError
+        The variable holds another word, or a level that the machine lacks.
+    """
+    return _CAPABILITIES[_library.ops.cpu_capability()]
+
+
+def has_cuda() -> bool:
+    """Whether the CUDA kernels are loaded: they were built, and this torch has CUDA."""
+    return _library.has_cuda
