@@ -121,13 +121,11 @@ struct SampleOp {
       const std::optional<Tensor>& position, double eps, bool return_logits, bool return_logprob, int64_t dialect) {
     TopKTopPSampleParams p = sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
                                             temperature_rows, q, seed, position, eps, dialect});
-    const auto make = [&](std::initializer_list<int64_t> shape, ScalarType type) {
-      return torch::stable::new_empty(logits, {shape.begin(), shape.size()}, type);
-    };
-    SampleOutputs out{make({p.batch}, ScalarType::Long), std::nullopt, std::nullopt, make({p.batch}, ScalarType::Int),
-                      make({p.batch}, ScalarType::Byte)};
-    Tensor kept = return_logits ? make({p.batch, p.vocab}, ScalarType::Float) : make({0, p.vocab}, ScalarType::Float);
-    Tensor logprob = make({return_logprob ? p.batch : 0}, ScalarType::Float);
+    SampleOutputs out{new_tensor(logits, {p.batch}, ScalarType::Long), std::nullopt, std::nullopt,
+                      new_tensor(logits, {p.batch}, ScalarType::Int), new_tensor(logits, {p.batch}, ScalarType::Byte)};
+    Tensor kept, logprob;  // undefined, None in Python, where not asked for
+    if (return_logits) kept = new_tensor(logits, {p.batch, p.vocab}, ScalarType::Float);
+    if (return_logprob) logprob = new_tensor(logits, {p.batch}, ScalarType::Float);
     if (return_logits) out.kept_logits = kept;
     if (return_logprob) out.logprob = logprob;
     set_outputs(out, logits, &p);

@@ -91,6 +91,24 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
   }
 }
 
+// A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the dispatcher takes longer
+// than a small row.
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
+  int64_t strides[4] = {1, 1, 1, 1};
+  const int64_t rank = static_cast<int64_t>(shape.size());
+  for (int64_t i = rank - 2; i >= 0; --i) {
+    const int64_t inner = shape.begin()[i + 1];
+    strides[i] = strides[i + 1] * (inner > 0 ? inner : 1);
+  }
+  int32_t device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape.begin(), strides, static_cast<int32_t>(type), device_type,
+                                                  device_index, &handle));
+  return Tensor(handle);
+}
+
 inline DType float_dtype(const char* op, const char* name, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:

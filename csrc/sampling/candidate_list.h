@@ -132,48 +132,60 @@ struct MassCut {
   uint64_t mass_above = 0;  // of the candidates with a larger key
 };
 
-// The key at which the masses, added in descending order of keys, reach `target`: 1 <= target <= mass of all. Narrows
-// copies in the spare arrays; the list stays as it is.
+// The key at which the masses, added in descending order of keys, reach `target`: 1 <= target <= mass of all. Long lists
+// are cut by histograms of 8 bits of the key at a time, so at most four passes over what is left; short ones by bisection.
+// Narrows copies in the spare arrays; the list stays as it is.
 inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   const uint32_t* key = list.key;
   const uint64_t* mass = list.mass;
   int64_t size = list.size;
   const KeyRange range = key_range(key, size);
-  // mass(>= low) >= target, mass(>= high) < target
-  uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1;
-  uint64_t above = 0;        // mass of what narrowing dropped at the top
-  uint64_t mass_high = 0;  // mass(>= high)
-  while (high - low > 1) {
-    for (int step = 0; step < sampling_tuning::kNarrowSteps && high - low > 1; ++step) {
-      const uint64_t middle = (low + high) / 2;
-      const uint64_t m = above + mass_from(key, mass, size, static_cast<uint32_t>(middle));
-      if (m >= target) {
-        low = middle;
-      } else {
-        high = middle;
-        mass_high = m;
-      }
+  // mass(>= low) >= target, mass(>= high) < target; `above` is the mass of what narrowing dropped at the top.
+  uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1, above = 0;
+  while (size > sampling_tuning::kNarrowSize && high - low > 1) {
+    const int width = 64 - leading_zeros(high - low - 1);  // bits of key - low
+    const int shift = width > 8 ? width - 8 : 0;
+    uint64_t bucket[2][256] = {};  // two copies: neighbours in a row often share a bucket
+    for (int64_t i = 0; i < size; ++i) bucket[i & 1][(key[i] - static_cast<uint32_t>(low)) >> shift] += mass[i];
+    int b = static_cast<int>((high - low - 1) >> shift);
+    for (; b > 0; --b) {
+      const uint64_t m = bucket[0][b] + bucket[1][b];
+      if (above + m >= target) break;
+      above += m;
     }
-    if (size > sampling_tuning::kNarrowSize && high - low > 1) {
-      const U32 from = splat_u32(static_cast<uint32_t>(low)), to = splat_u32(static_cast<uint32_t>(high - 1));
-      int64_t out = 0;
-      for (int64_t i = 0; i < size; i += kLanes) {
-        const U32 k = load(key + i);
-        const uint32_t mask = bits(k >= from) & bits(to >= k);
-        if (mask == 0) continue;
-        compress_store(list.spare_mass + out, mask, mass + i);
-        compress_store(list.spare_key + out, mask, k);
-        out += count(mask);
-      }
-      const int64_t padded = round_up_to_lanes(out);
-      for (int64_t i = out; i < padded; ++i) {
-        list.spare_key[i] = 0;
-        list.spare_mass[i] = 0;
-      }
-      key = list.spare_key;
-      mass = list.spare_mass;
-      size = out;
-      above = mass_high;
+    const uint64_t bottom = low + (static_cast<uint64_t>(b) << shift);
+    const uint64_t top = bottom + (uint64_t{1} << shift);
+    low = bottom;
+    high = top < high ? top : high;
+    if (high - low == 1) return {static_cast<uint32_t>(low), above};
+    const U32 from = splat_u32(static_cast<uint32_t>(low)), to = splat_u32(static_cast<uint32_t>(high - 1));
+    int64_t out = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const U32 k = load(key + i);
+      const uint32_t mask = bits(k >= from) & bits(to >= k);
+      if (mask == 0) continue;
+      compress_store(list.spare_mass + out, mask, mass + i);
+      compress_store(list.spare_key + out, mask, k);
+      out += count(mask);
+    }
+    const int64_t padded = round_up_to_lanes(out);
+    for (int64_t i = out; i < padded; ++i) {
+      list.spare_key[i] = 0;
+      list.spare_mass[i] = 0;
+    }
+    key = list.spare_key;
+    mass = list.spare_mass;
+    size = out;
+  }
+  uint64_t mass_high = above;  // mass(>= high)
+  while (high - low > 1) {
+    const uint64_t middle = (low + high) / 2;
+    const uint64_t m = above + mass_from(key, mass, size, static_cast<uint32_t>(middle));
+    if (m >= target) {
+      low = middle;
+    } else {
+      high = middle;
+      mass_high = m;
     }
   }
   return {static_cast<uint32_t>(low), mass_high};
@@ -190,13 +202,18 @@ struct TieCut {
 // `target`.
 inline TieCut cut_ties(const CandidateList& list, uint32_t key, uint64_t target, bool high_index_first) {
   TieCut cut;
-  const int64_t n = list.size;
-  for (int64_t j = 0; j < n && (cut.mass < target || cut.kept == 0); ++j) {
-    const int64_t i = high_index_first ? n - 1 - j : j;
-    if (list.key[i] != key) continue;
-    cut.mass += list.mass[i];
-    ++cut.kept;
-    (high_index_first ? cut.first_token : cut.last_token) = list.token[i];
+  const U32 k = splat_u32(key);
+  const int64_t vectors = round_up_to_lanes(list.size) / kLanes;
+  for (int64_t j = 0; j < vectors; ++j) {
+    const int64_t i = (high_index_first ? vectors - 1 - j : j) * kLanes;
+    for (uint32_t mask = bits(load(list.key + i) == k); mask != 0;) {
+      const int lane = high_index_first ? 31 - __builtin_clz(mask) : __builtin_ctz(mask);
+      mask &= ~(1u << lane);
+      cut.mass += list.mass[i + lane];
+      ++cut.kept;
+      (high_index_first ? cut.first_token : cut.last_token) = list.token[i + lane];
+      if (cut.mass >= target) return cut;
+    }
   }
   return cut;
 }

@@ -79,13 +79,13 @@ int64_t find_last(const T* x, int64_t n, float bound) {
   return n;
 }
 
-// kSampleSize elements of a row of at least as many, in runs spread evenly over it.
+// `size` elements of a row of at least as many, in runs spread evenly over it; size is a multiple of 2 * kSampleRun.
 template <class T>
-void sample_row(const T* x, int64_t n, float* sample) {
-  using namespace sampling_tuning;
-  constexpr int kRun = kSampleSize / kSampleSegments;
-  for (int s = 0; s < kSampleSegments; ++s) {
-    const T* from = x + (n - kRun) * s / (kSampleSegments - 1);
+void sample_row(const T* x, int64_t n, int size, float* sample) {
+  constexpr int kRun = sampling_tuning::kSampleRun;
+  const int runs = size / kRun;
+  for (int s = 0; s < runs; ++s) {
+    const T* from = x + (n - kRun) * s / (runs - 1);
     for (int j = 0; j < kRun; j += kLanes) store(sample + s * kRun + j, load(from + j));
   }
 }

@@ -5,9 +5,12 @@
 
 namespace lmdecode::sampling_tuning {
 
-// Elements read to guess a first threshold, in kSampleSegments runs spread over the row.
+// Elements read to guess thresholds, in runs of kSampleRun spread over the row: for top-k, and at most for top-p, which
+// samples one element in kMassSampleShare.
 constexpr int kSampleSize = 1024;
-constexpr int kSampleSegments = 32;
+constexpr int kMaxMassSampleSize = 4096;
+constexpr int kMassSampleShare = 16;
+constexpr int kSampleRun = 32;
 // Rows shorter than this are not sampled: every element is a candidate.
 constexpr int64_t kMinSampledVocab = 4096;
 // Bisection steps for a quantile of the sample: an approximate one will do.
@@ -18,17 +21,20 @@ constexpr int64_t kShrinkFactor = 4;
 constexpr int64_t kShrinkSlack = 4096;
 
 // top-p: the share of the tail, 1 - p, that may be left out of the candidates by estimate.
-constexpr float kTailShare = 0.5f;
+constexpr float kTailShare = 0.7f;
 // Standard deviations between the estimated and the assumed position of the cut.
-constexpr float kSampleSigmas = 4.0f;
+constexpr float kSampleSigmas = 3.0f;
 // Fewer sampled elements above the upper bound than this: the bound is not used.
-constexpr int kMinSampledAbove = 48;
-// Lists longer than this are narrowed by compression while a cut is searched, after kNarrowSteps bisections.
-constexpr int64_t kNarrowSize = 512;
-constexpr int kNarrowSteps = 3;
+constexpr int kMinSampledAbove = 128;
+// Bisection steps over kQuantileRange powers of two below the maximum.
+constexpr int kQuantileSteps = 13;
+constexpr float kQuantileRange = 48.0f;
 
-// Kept tokens beyond vocab / kDenseWriteShare are written by a pass over the row, fewer by fill and scatter.
-constexpr int64_t kDenseWriteShare = 16;
+// Lists longer than this are narrowed by histograms while a cut of masses is searched.
+constexpr int64_t kNarrowSize = 512;
+
+// Kept tokens beyond vocab / kDenseNoiseShare draw their noise in a pass over the row, fewer from a list.
+constexpr int64_t kDenseNoiseShare = 8;
 
 // Logits that make a parallel task worth its start.
 constexpr int64_t kMinTaskSize = 32768;

@@ -99,64 +99,158 @@ inline int64_t choose_by_noise(const CandidateList& list, const WeightRule& rule
   return best;
 }
 
-// The high words of the noise of kLanes tokens.
-inline U32 noise_words(U32 token, uint64_t seed, uint64_t position) {
-  U32 c0 = shift_right<2>(token), c1 = splat_u32(static_cast<uint32_t>(position));
-  U32 c2 = splat_u32(static_cast<uint32_t>(position >> 32)), c3 = splat_u32(0);
+// Philox, lane by lane, with counters (c0, position, 0): the high words of the noise of four tokens a lane.
+inline void philox_lanes(U32 counter, uint64_t seed, uint64_t position, U32 (&word)[4]) {
+  U64 c0[2] = {even_lanes(counter), odd_lanes(counter)}, c1[2], c2[2], c3[2];
+  for (int h = 0; h < 2; ++h) {
+    c1[h] = splat_u64(position & 0xffffffffu);
+    c2[h] = splat_u64(position >> 32);
+    c3[h] = splat_u64(0);
+  }
+  const U64 m0 = splat_u64(kPhiloxM0), m1 = splat_u64(kPhiloxM1);
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    U32 high0, low0, high1, low1;
-    multiply(c0, kPhiloxM0, &high0, &low0);
-    multiply(c2, kPhiloxM1, &high1, &low1);
-    c0 = high1 ^ c1 ^ splat_u32(k0);
-    c1 = low1;
-    c2 = high0 ^ c3 ^ splat_u32(k1);
-    c3 = low0;
+    const U64 key0 = splat_u64(k0), key1 = splat_u64(k1);
+    for (int h = 0; h < 2; ++h) {
+      const U64 p0 = multiply_low(c0[h], m0), p1 = multiply_low(c2[h], m1);
+      c0[h] = xor3(high_half(p1), c1[h], key0);
+      c1[h] = p1;  // its low half; nothing looks at the high halves
+      c2[h] = xor3(high_half(p0), c3[h], key1);
+      c3[h] = p0;
+    }
     k0 += kPhiloxW0;
     k1 += kPhiloxW1;
   }
-  const U32 word = token & splat_u32(3);
-  return select(word == splat_u32(0), c0,
-                select(word == splat_u32(1), c1, select(word == splat_u32(2), c2, c3)));
+  word[0] = merge_lanes(c0[0], c0[1]);
+  word[1] = merge_lanes(c1[0], c1[1]);
+  word[2] = merge_lanes(c2[0], c2[1]);
+  word[3] = merge_lanes(c3[0], c3[1]);
 }
 
-// score = weight / token_noise(seed, position, token) in f64. The noise e of a uniform v lies in [v, v / (1 - v)], so the
-// high words alone bound every score; only the few tokens whose upper bound reaches the best lower bound are computed.
+// The high words of kLanes tokens, anywhere in the row.
+inline U32 noise_words(U32 token, uint64_t seed, uint64_t position) {
+  U32 word[4];
+  philox_lanes(shift_right<2>(token), seed, position, word);
+  const U32 which = token & splat_u32(3);
+  return select(which == splat_u32(0), word[0],
+                select(which == splat_u32(1), word[1], select(which == splat_u32(2), word[2], word[3])));
+}
+
+// The draw by internal noise: score = weight / token_noise(seed, position, token) in f64. The noise of a uniform v lies in
+// [v, v / (1 - v)], so the high words alone bound every score; only the few tokens whose upper bound reaches the best
+// lower bound are computed.
+class ScoreBounds {
+ public:
+  // Stores upper bounds of the scores of kLanes tokens; lanes outside `valid` get -1.
+  void add(F32 weight, U32 word, uint32_t valid, float* upper) {
+    const F32 one = splat(1.0f), none = splat(-1.0f);
+    // v lies in [r, r + 1] * 2^-32; 2^-10 covers every rounding below, where v is not tiny.
+    const F32 v = convert_u32(word) * splat(0x1p-32f);
+    const F32 ratio = weight * approximate_reciprocal(v);  // v = 0: +inf
+    F32 high = ratio * splat(1.0f + 0x1p-10f);
+    F32 low = ratio * (one - v) * splat(1.0f - 0x1p-10f) - weight * splat(0x1p-10f);
+    low = select(v > splat(0x1p-20f), low, none);
+    if (valid != kAllLanes) {
+      const Mask mask = mask_of(valid);
+      high = select(mask, high, none);
+      low = select(mask, low, none);
+    }
+    store(upper, high);
+    best_ = max(low, best_);
+  }
+  float best() const { return reduce_max(best_); }
+
+  static constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
+
+ private:
+  static Mask mask_of(uint32_t valid) {
+    // Bit i of valid to lane i.
+    const U32 lane_bit = shift_left_one(iota_u32());
+    return (splat_u32(valid) & lane_bit) == lane_bit;
+  }
+  F32 best_ = splat(-1.0f);
+};
+
+class ScoreMaximum {
+ public:
+  ScoreMaximum(int64_t seed, int64_t position) : seed_(seed), position_(position) {}
+
+  void add(int64_t at, float weight, uint32_t token) {
+    const double score = static_cast<double>(weight) / token_noise(seed_, position_, token);
+    if (at_ < 0 || score > score_) {
+      at_ = at;
+      score_ = score;
+    }
+  }
+  int64_t at() const { return at_ < 0 ? 0 : at_; }
+
+ private:
+  int64_t seed_, position_, at_ = -1;
+  double score_ = 0.0;
+};
+
 // `upper` is scratch for the list's size rounded up to kLanes.
 inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule, int64_t seed, int64_t position,
                               float* upper) {
-  const F32 ulp_up = splat(1.0f + 0x1p-18f), ulp_down = splat(1.0f - 0x1p-18f), one = splat(1.0f);
-  const F32 unit = splat(0x1p-32f);
-  F32 best_lower = splat(-1.0f);
+  ScoreBounds bounds;
   for (int64_t i = 0; i < list.size; i += kLanes) {
     const U32 word = noise_words(load(list.token + i), static_cast<uint64_t>(seed), static_cast<uint64_t>(position));
-    const F32 weight = weights(rule, load(list.value + i));
-    const F32 v = convert_u32(word) * unit;
-    store(upper + i, weight * ulp_up / v);  // v = 0: +inf
-    const F32 v_up = (convert_u32(word) + one) * unit * ulp_up;
-    F32 lower = weight * (one - v_up) * ulp_down / v_up;
-    if (i + kLanes > list.size) {
-      const U32 lane = iota_u32();
-      lower = select(lane >= splat_u32(static_cast<uint32_t>(list.size - i)), splat(-1.0f), lower);
-    }
-    best_lower = max(lower, best_lower);
+    const int64_t left = list.size - i;
+    const uint32_t valid = left < kLanes ? (1u << left) - 1 : ScoreBounds::kAllLanes;
+    bounds.add(weights(rule, load(list.value + i)), word, valid, upper + i);
   }
-  const F32 bound = splat(reduce_max(best_lower));
-  int64_t best = -1;
-  double best_score = 0.0;
+  const F32 bound = splat(bounds.best());
+  ScoreMaximum best(seed, position);
   for (int64_t i = 0; i < list.size; i += kLanes) {
-    uint32_t mask = bits(load(upper + i) >= bound);
-    if (i + kLanes > list.size) mask &= (1u << (list.size - i)) - 1;
-    for (; mask != 0; mask &= mask - 1) {
+    for (uint32_t mask = bits(load(upper + i) >= bound); mask != 0; mask &= mask - 1) {
       const int64_t j = i + __builtin_ctz(mask);
-      const double score = static_cast<double>(rule.weight(list.value[j])) / token_noise(seed, position, list.token[j]);
-      if (best < 0 || score > best_score) {
-        best = j;
-        best_score = score;
-      }
+      if (j < list.size) best.add(j, rule.weight(list.value[j]), list.token[j]);
     }
   }
-  return best < 0 ? 0 : best;
+  return best.at();
+}
+
+// The same over a whole row: the chosen token among those of the set, and their number. One Philox block serves four
+// neighbouring tokens.
+struct RowChoice {
+  int64_t token;
+  int64_t kept;
+};
+
+template <class T>
+RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const WeightRule& rule, int64_t seed,
+                         int64_t position, float* upper) {
+  const F32 lowest = splat(set.lowest), above = splat(set.above_ties);
+  const U32 first = splat_u32(set.first_tie), last = splat_u32(set.last_tie);
+  const bool has_ties = set.above_ties > set.lowest;
+  ScoreBounds bounds;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += 4 * kLanes) {
+    U32 word[4];
+    philox_lanes(order4() + splat_u32(static_cast<uint32_t>(i >> 2)), static_cast<uint64_t>(seed),
+                 static_cast<uint64_t>(position), word);
+    transpose4(word);
+    for (int j = 0; j < 4 && i + j * kLanes < n; ++j) {
+      const int64_t at = i + j * kLanes;
+      const F32 a = at + kLanes <= n ? load(x + at) : load_part(x + at, static_cast<int>(n - at), minus_infinity());
+      uint32_t valid = bits(a >= lowest);
+      if (has_ties) {
+        const U32 token = iota_u32() + splat_u32(static_cast<uint32_t>(at));
+        valid &= bits(a >= above) | (bits(token >= first) & bits(last >= token));
+      }
+      kept += count(valid);
+      bounds.add(weights(rule, a), word[j], valid, upper + at);
+    }
+  }
+  const F32 bound = splat(bounds.best());
+  ScoreMaximum best(seed, position);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    for (uint32_t mask = bits(load(upper + i) >= bound); mask != 0; mask &= mask - 1) {
+      const int64_t j = i + __builtin_ctz(mask);
+      if (j < n) best.add(j, rule.weight(to_float(x[j])), static_cast<uint32_t>(j));
+    }
+  }
+  return {best.at(), kept};
 }
 
 }  // namespace lmdecode::LMD_SIMD

@@ -117,7 +117,7 @@ class RowSampler {
     float safe_threshold = floor_;
     if (n_ >= kMinSampledVocab && k <= n_ / 4) {
       alignas(64) float sample[kSampleSize];
-      sample_row(x_, n_, sample);
+      sample_row(x_, n_, kSampleSize, sample);
       const float expected = static_cast<float>(k) * kSampleSize / static_cast<float>(n_);
       const int rank = static_cast<int>(expected + 3.0f * square_root(expected) + 5.0f);
       threshold = larger(sample_quantile(sample, rank), floor_);
@@ -203,19 +203,24 @@ class RowSampler {
     finish_list();
   }
 
-  struct Cut {
+  struct ListCut {
     KeptSet set;
-    int64_t ties;
-    uint32_t key;
+    int64_t kept;
+    uint64_t mass;
   };
 
   // The prefix of the list whose mass reaches target. Needs keys and masses.
-  Cut cut_list(uint64_t target) {
+  ListCut cut_list(uint64_t target) {
     const MassCut cut = find_mass_cut(list_, target);
     const TieCut ties = cut_ties(list_, cut.key, target - cut.mass_above, rules_.high_index_first);
     const float lowest = lowest_logit(cut.key, plan_.temperature);
-    const float above = cut.key == kPlusInfinityKey ? __builtin_nanf("") : lowest_logit(cut.key + 1, plan_.temperature);
-    return {{lowest, above, ties.first_token, ties.last_token}, ties.kept, cut.key};
+    if (cut.key == kPlusInfinityKey) {
+      // Nothing is above these ties: a comparison with NaN is never true.
+      return {{lowest, __builtin_nanf(""), ties.first_token, ties.last_token}, ties.kept, ties.mass};
+    }
+    return {{lowest, lowest_logit(cut.key + 1, plan_.temperature), ties.first_token, ties.last_token},
+            ties.kept + lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1),
+            ties.mass + cut.mass_above};
   }
 
   void keep_one(bool last) {
@@ -243,27 +248,62 @@ class RowSampler {
       list_.size = 1;
       return finish_list();
     }
-    KeptSet set = kept_from(floor_);
-    int64_t kept = -1;  // not counted
-    bool listed = false;
-    if (plan_.top_p_mode == TopPMode::kMass) cut_row(&set, &kept, &listed);
-    if (plan_.min_p_mode != MinPMode::kOff || plan_.noise != NoiseMode::kNone || params_.logprob || listed) {
-      if (listed) {
-        keep_set(&list_, set);
-      } else {
-        list_.size = 0;
-        const float bound = plan_.min_p_mode != MinPMode::kOff ? larger(set.lowest, min_p_logit()) : set.lowest;
-        if (bound > set.lowest) set.lowest = bound;  // ties at the old cut are below, or stay ties
-        collect_set(x_, n_, set, &list_);
-      }
-      if (plan_.min_p_mode != MinPMode::kOff) keep_min_p();
-      return finish_list(&set);
+    RowCut cut{kept_from(floor_), -1, 0, false};
+    if (plan_.top_p_mode == TopPMode::kMass) cut = cut_row();
+    const bool min_p = plan_.min_p_mode != MinPMode::kOff;
+    const bool many = cut.kept < 0 || cut.kept > n_ / sampling_tuning::kDenseNoiseShare;
+    if (!min_p && many && (plan_.noise == NoiseMode::kNone || plan_.noise == NoiseMode::kInternal)) {
+      return finish_row(cut);
     }
-    // No noise: the first of the largest that the set contains.
-    const int64_t index = find_first(x_, n_, class_bottom(rule_.max), set);
-    if (kept < 0) kept = count_from(x_, n_, floor_);
-    if (out_) write_kept(x_, n_, set, plan_.temperature, out_);
-    finish(index, kept, 0.0f);
+    if (cut.listed) {
+      keep_set(&list_, cut.set);
+    } else {
+      list_.size = 0;
+      const float bound = min_p ? larger(cut.set.lowest, min_p_logit()) : cut.set.lowest;
+      cut.set.lowest = bound;  // where min-p raises it, the ties at the old cut are below
+      collect_set(x_, n_, cut.set, &list_);
+    }
+    if (min_p) keep_min_p();
+    finish_list();
+  }
+
+  // What top-p keeps of the row.
+  struct RowCut {
+    KeptSet set;
+    int64_t kept;   // tokens, -1 where not counted
+    uint64_t mass;  // of the kept tokens, 0 where not summed
+    bool listed;    // the list holds all of them
+  };
+
+  // Draws from a kept set too large to be listed.
+  void finish_row(RowCut cut) {
+    int64_t index;
+    if (plan_.noise == NoiseMode::kInternal) {
+      const RowChoice choice = choose_by_seed(x_, n_, cut.set, rule_, plan_.seed, plan_.position,
+                                              reinterpret_cast<float*>(list_.spare_key));
+      index = choice.token;
+      cut.kept = choice.kept;
+    } else {
+      index = find_first(x_, n_, class_bottom(rule_.max), cut.set);
+      if (cut.kept < 0) cut.kept = count_from(x_, n_, floor_);
+    }
+    float logprob = 0.0f;
+    if (params_.logprob) {
+      if (cut.mass == 0) {
+        list_.size = 0;
+        cut.mass = scan_masses<false>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits, plus_infinity(), 0.0f, &list_)
+                       .total;
+      }
+      logprob = log_probability(to_float(x_[index]), cut.mass);
+    }
+    if (out_) write_kept(x_, n_, cut.set, plan_.temperature, out_);
+    finish(index, cut.kept, logprob);
+  }
+
+  float log_probability(float value, uint64_t kept_mass) const {
+    const double weight = static_cast<double>(rule_.weight(value));
+    const double mass = static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
+    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass)) : minus_infinity();
   }
 
   struct Band {
@@ -271,8 +311,7 @@ class RowSampler {
     bool bounded;
   };
 
-  // Finds the set that top-p keeps. *listed: the list holds all of it.
-  void cut_row(KeptSet* set, int64_t* kept, bool* listed) {
+  RowCut cut_row() {
     Band band = n_ < sampling_tuning::kMinSampledVocab ? Band{floor_, 0.0f, false} : guess_band();
     for (;;) {
       list_.size = 0;
@@ -282,18 +321,12 @@ class RowSampler {
         make_masses(&list_, rule_);
         if (scan.above + total_mass(list_) >= target) {
           make_keys(&list_, plan_.temperature);
-          const Cut cut = cut_list(target - scan.above);
-          *set = cut.set;
-          *kept = scan.count_above + cut.ties +
-                  (cut.key == 0xffffffffu ? 0 : lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1));
-          *listed = !band.bounded;
-          return;
+          const ListCut cut = cut_list(target - scan.above);
+          return {cut.set, scan.count_above + cut.kept, scan.above + cut.mass, !band.bounded};
         }
-        band.lower = floor_;
-        band.bounded = false;
-      } else {
-        band.bounded = false;  // the cut is above the band
+        band.lower = floor_;  // the cut is below the band
       }
+      band.bounded = false;  // or above it
     }
   }
 
@@ -303,36 +336,36 @@ class RowSampler {
   }
 
   // Logits between which the cut of top-p lies, by a sample.
-  Band guess_band() {
+  Band guess_band() const {
     using namespace sampling_tuning;
-    alignas(64) float sample[kSampleSize], weight[kSampleSize];
-    sample_row(x_, n_, sample);
+    alignas(64) float sample[kMaxMassSampleSize], weight[kMaxMassSampleSize];
+    int size = kMaxMassSampleSize;
+    while (size > kSampleSize && size > n_ / kMassSampleShare) size /= 2;
+    sample_row(x_, n_, size, sample);
     const F32 m = splat(rule_.max), f = splat(rule_.factor);
-    float sum = 0.0f, squares = 0.0f, largest = 0.0f;
-    for (int i = 0; i < kSampleSize; i += kLanes) {
-      // -inf and NaN come to 2^-125 here: nothing.
-      store(weight + i, scaled_weight(load(sample + i), m, f, 0.0f));
+    F32 sums = splat(0.0f), squares = splat(0.0f), top = splat(0.0f);
+    for (int i = 0; i < size; i += kLanes) {
+      const F32 w = scaled_weight(load(sample + i), m, f, 0.0f);  // -inf and NaN come to 2^-125: nothing
+      store(weight + i, w);
+      sums = sums + w;
+      squares = squares + w * w;
+      top = max(w, top);
     }
-    for (int i = 0; i < kSampleSize; ++i) {
-      sum += weight[i];
-      squares += weight[i] * weight[i];
-      largest = larger(weight[i], largest);
-    }
-    const float scale = static_cast<float>(n_) / kSampleSize;
+    const float sum = reduce_sum(sums);
+    const float scale = static_cast<float>(n_) / static_cast<float>(size);
     // A sampled token stands for `scale` tokens: one large weight would overstate the total, so it is left out.
-    const float total = larger(scale * (sum - largest), 1.0f);
-    const float sigma = square_root(squares) / larger(sum, 0x1p-100f) * 0.5f;
+    const float total = larger(scale * (sum - reduce_max(top)), 1.0f);
+    const float sigma = 0.5f * square_root(reduce_sum(squares)) / larger(sum, 0x1p-100f);
     const float tail = 1.0f - plan_.top_p;
-    float share = tail - kSampleSigmas * sigma;
-    if (share < kTailShare * tail) share = kTailShare * tail;
+    const float share = larger(tail - kSampleSigmas * sigma, kTailShare * tail);
     Band band{floor_, 0.0f, false};
-    band.lower = larger(class_bottom(weighted_quantile(sample, weight, share * total / scale)), floor_);
+    band.lower = larger(class_bottom(weighted_quantile(sample, weight, size, share * total / scale)), floor_);
     const float head = plan_.top_p - kSampleSigmas * sigma;
     if (head > 0.0f) {
       // Below `upper` lies 1 - head of the mass.
-      const float upper = weighted_quantile(sample, weight, (1.0f - head) * sum);
+      const float upper = weighted_quantile(sample, weight, size, (1.0f - head) * sum);
       int above = 0;
-      for (int i = 0; i < kSampleSize; ++i) above += sample[i] >= upper;
+      for (int i = 0; i < size; i += kLanes) above += count(bits(load(sample + i) >= splat(upper)));
       if (above >= kMinSampledAbove && upper > band.lower) {
         band.upper = class_bottom(upper);
         band.bounded = band.upper > band.lower;
@@ -341,30 +374,35 @@ class RowSampler {
     return band;
   }
 
+  static float reduce_sum(F32 a) {
+    alignas(64) float lane[kLanes];
+    store(lane, a);
+    float sum = 0.0f;
+    for (int i = 0; i < kLanes; ++i) sum += lane[i];
+    return sum;
+  }
+
   // A logit, about the largest, below which the sampled weights sum to at most `mass`.
-  static float weighted_quantile(const float* sample, const float* weight, float mass) {
-    F32 top = splat(minus_infinity());
-    for (int i = 0; i < sampling_tuning::kSampleSize; i += kLanes) top = max(load(sample + i), top);
-    uint64_t low = kMinusInfinityKey, high = order_key(reduce_max(top));
-    for (int step = 0; step < sampling_tuning::kSampleSteps + 8 && high - low > 1; ++step) {
-      const uint64_t middle = (low + high) / 2;
-      const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
-      F32 sums = splat(0.0f);
-      for (int i = 0; i < sampling_tuning::kSampleSize; i += kLanes) {
+  float weighted_quantile(const float* sample, const float* weight, int size, float mass) const {
+    using namespace sampling_tuning;
+    float low = rule_.max - kQuantileRange / rule_.factor, high = rule_.max;
+    if (!(low > -kMaxFloat)) return minus_infinity();
+    for (int step = 0; step < kQuantileSteps; ++step) {
+      const float middle = low + 0.5f * (high - low);
+      const F32 b = splat(middle);
+      F32 sums = splat(0.0f), more = splat(0.0f);
+      for (int i = 0; i < size; i += 2 * kLanes) {
         sums = sums + select(load(sample + i) >= b, splat(0.0f), load(weight + i));
+        more = more + select(load(sample + i + kLanes) >= b, splat(0.0f), load(weight + i + kLanes));
       }
-      alignas(64) float lane[kLanes];
-      store(lane, sums);
-      float below = 0.0f;
-      for (int i = 0; i < kLanes; ++i) below += lane[i];
-      (below <= mass ? low : high) = middle;
+      (reduce_sum(sums + more) <= mass ? low : high) = middle;
     }
-    return value_of_key(static_cast<uint32_t>(low));
+    return low;
   }
 
   // ---- the draw and the outputs, from the list of kept tokens
 
-  void finish_list(const KeptSet* set = nullptr) {
+  void finish_list() {
     int64_t chosen = 0;
     bool nan = false;
     switch (plan_.noise) {
@@ -387,20 +425,12 @@ class RowSampler {
     float logprob = 0.0f;
     if (params_.logprob) {
       make_masses(&list_, rule_);
-      const double weight = static_cast<double>(rule_.weight(list_.value[chosen]));
-      const double mass = static_cast<double>(total_mass(list_)) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
-      logprob = weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass)) : minus_infinity();
+      logprob = log_probability(list_.value[chosen], total_mass(list_));
     }
     if (out_) {
-      const bool dense = set != nullptr && list_.size > n_ / sampling_tuning::kDenseWriteShare &&
-                         plan_.min_p_mode == MinPMode::kOff;
-      if (dense) {
-        write_kept(x_, n_, *set, plan_.temperature, out_);
-      } else {
-        fill(out_, n_, filler());
-        for (int64_t i = 0; i < list_.size; ++i) {
-          out_[list_.token[i]] = rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
-        }
+      fill(out_, n_, filler());
+      for (int64_t i = 0; i < list_.size; ++i) {
+        out_[list_.token[i]] = rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
       }
     }
     finish(list_.token[chosen], list_.size, logprob);

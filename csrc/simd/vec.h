@@ -4,11 +4,14 @@
 // lies in namespace lmdecode::LMD_SIMD, so that no instruction of one level can be linked into another. Kernel files
 // hold no std containers and throw nothing, for the same reason.
 //
-// Every operation gives the same bits at every level: no fused multiply-add, no approximate instruction.
+// Every operation gives the same bits at every level: no fused multiply-add. The exception is approximate_reciprocal,
+// within 2^-11 of 1 / a, relative; +inf for 0: for bounds alone.
 //
 //   F32  load(p) for float, BFloat16, Half (exact); splat; + - * /; max(a, b) = a > b ? a : b, so b where a is NaN;
 //        round_even; a >= b, a > b, a == b, is_nan(a, b) -> Mask; select(mask, a, b)
-//   U32  load, store, splat, iota, + ^ & | >>, a >= b (unsigned), a == b; multiply(a, m) -> high and low words
+//   U32  load, store, splat, iota, + ^ & | >>, a >= b (unsigned), a == b
+//   U64  pairs of 32-bit lanes: even_lanes, odd_lanes, merge_lanes, multiply_low, high_half, xor3
+//        order4, transpose4: words of groups of four to token order
 //   Mask bits(mask): bit i is lane i
 //   compress_store(p, mask, v): the lanes of the mask, in order; writes kLanes elements or fewer at p: p must have room
 //        for kLanes more

@@ -48,6 +48,7 @@ inline Mask operator>(F32 a, F32 b) { return {_mm256_castps_si256(_mm256_cmp_ps(
 inline Mask operator==(F32 a, F32 b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ))}; }
 inline Mask is_nan(F32 a, F32 b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_UNORD_Q))}; }
 inline F32 select(Mask m, F32 a, F32 b) { return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(m.v))}; }
+inline F32 approximate_reciprocal(F32 a) { return {_mm256_rcp_ps(a.v)}; }
 inline float reduce_max(F32 a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -66,6 +67,7 @@ template <int N>
 inline U32 shift_right(U32 a) {
   return {_mm256_srli_epi32(a.v, N)};
 }
+inline U32 shift_left_one(U32 n) { return {_mm256_sllv_epi32(_mm256_set1_epi32(1), n.v)}; }
 inline U32 sign_mask(U32 a) { return {_mm256_srai_epi32(a.v, 31)}; }
 inline Mask operator>=(U32 a, U32 b) { return {_mm256_cmpeq_epi32(_mm256_max_epu32(a.v, b.v), a.v)}; }
 inline Mask operator==(U32 a, U32 b) { return {_mm256_cmpeq_epi32(a.v, b.v)}; }
@@ -77,16 +79,27 @@ inline F32 convert_u32(U32 a) {
   const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(a.v, 16));
   return {_mm256_add_ps(_mm256_mul_ps(high, _mm256_set1_ps(65536.0f)), low)};
 }
-inline U32 gather(const uint32_t* p, U32 index) {
-  return {_mm256_i32gather_epi32(reinterpret_cast<const int*>(p), index.v, 4)};
-}
 
-inline void multiply(U32 a, uint32_t m, U32* high, U32* low) {
-  const __m256i factor = _mm256_set1_epi64x(static_cast<long long>(m));
-  const __m256i even = _mm256_mul_epu32(a.v, factor);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v, 32), factor);
-  high->v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-  low->v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+// 64-bit lanes: the even 32-bit lanes of a vector are their low halves.
+struct U64 {
+  __m256i v;
+};
+inline U64 even_lanes(U32 a) { return {a.v}; }  // the high halves are left as they are: multiply_low ignores them
+inline U64 odd_lanes(U32 a) { return {_mm256_srli_epi64(a.v, 32)}; }
+inline U32 merge_lanes(U64 even, U64 odd) { return {_mm256_blend_epi32(even.v, _mm256_slli_epi64(odd.v, 32), 0xaa)}; }
+inline U64 splat_u64(uint64_t a) { return {_mm256_set1_epi64x(static_cast<long long>(a))}; }
+inline U64 multiply_low(U64 a, U64 m) { return {_mm256_mul_epu32(a.v, m.v)}; }  // of the low halves, 64 bits
+inline U64 high_half(U64 a) { return {_mm256_srli_epi64(a.v, 32)}; }
+inline U64 xor3(U64 a, U64 b, U64 c) { return {_mm256_xor_si256(_mm256_xor_si256(a.v, b.v), c.v)}; }
+
+inline U32 order4() { return {_mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0)}; }
+inline void transpose4(U32 (&w)[4]) {
+  const __m256i a = _mm256_unpacklo_epi32(w[0].v, w[1].v), b = _mm256_unpackhi_epi32(w[0].v, w[1].v);
+  const __m256i c = _mm256_unpacklo_epi32(w[2].v, w[3].v), d = _mm256_unpackhi_epi32(w[2].v, w[3].v);
+  w[0].v = _mm256_unpacklo_epi64(a, c);
+  w[1].v = _mm256_unpackhi_epi64(a, c);
+  w[2].v = _mm256_unpacklo_epi64(b, d);
+  w[3].v = _mm256_unpackhi_epi64(b, d);
 }
 
 inline uint32_t bits(Mask m) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(m.v))); }

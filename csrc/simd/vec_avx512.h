@@ -46,6 +46,7 @@ inline Mask operator>(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_G
 inline Mask operator==(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline Mask is_nan(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q); }
 inline F32 select(Mask m, F32 a, F32 b) { return {_mm512_mask_blend_ps(m, b.v, a.v)}; }
+inline F32 approximate_reciprocal(F32 a) { return {_mm512_rcp14_ps(a.v)}; }
 inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 
 inline U32 load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -60,21 +61,38 @@ template <int N>
 inline U32 shift_right(U32 a) {
   return {_mm512_srli_epi32(a.v, N)};
 }
+inline U32 shift_left_one(U32 n) { return {_mm512_sllv_epi32(_mm512_set1_epi32(1), n.v)}; }
 inline U32 sign_mask(U32 a) { return {_mm512_srai_epi32(a.v, 31)}; }
 inline Mask operator>=(U32 a, U32 b) { return _mm512_cmpge_epu32_mask(a.v, b.v); }
 inline Mask operator==(U32 a, U32 b) { return _mm512_cmpeq_epi32_mask(a.v, b.v); }
 inline U32 select(Mask m, U32 a, U32 b) { return {_mm512_mask_blend_epi32(m, b.v, a.v)}; }
 inline U32 bit_cast_u32(F32 a) { return {_mm512_castps_si512(a.v)}; }
 inline F32 convert_u32(U32 a) { return {_mm512_cvtepu32_ps(a.v)}; }
-inline U32 gather(const uint32_t* p, U32 index) { return {_mm512_i32gather_epi32(index.v, p, 4)}; }
 
-// The two halves of the 64-bit products a * m.
-inline void multiply(U32 a, uint32_t m, U32* high, U32* low) {
-  const __m512i factor = _mm512_set1_epi64(static_cast<long long>(m));
-  const __m512i even = _mm512_mul_epu32(a.v, factor);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), factor);
-  high->v = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-  low->v = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+// 64-bit lanes: the even 32-bit lanes of a vector are their low halves.
+struct U64 {
+  __m512i v;
+};
+inline U64 even_lanes(U32 a) { return {a.v}; }  // the high halves are left as they are: multiply_low ignores them
+inline U64 odd_lanes(U32 a) { return {_mm512_srli_epi64(a.v, 32)}; }
+inline U32 merge_lanes(U64 even, U64 odd) {
+  return {_mm512_mask_blend_epi32(0xaaaa, even.v, _mm512_slli_epi64(odd.v, 32))};
+}
+inline U64 splat_u64(uint64_t a) { return {_mm512_set1_epi64(static_cast<long long>(a))}; }
+inline U64 multiply_low(U64 a, U64 m) { return {_mm512_mul_epu32(a.v, m.v)}; }  // of the low halves, 64 bits
+inline U64 high_half(U64 a) { return {_mm512_srli_epi64(a.v, 32)}; }
+inline U64 xor3(U64 a, U64 b, U64 c) { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
+
+// A 4 x 4 transposition within each 128 bits: with lane i of w[j] holding word j of group order4()[i], w becomes the
+// words of groups 0, 1, 2, ... in their order.
+inline U32 order4() { return {_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0)}; }
+inline void transpose4(U32 (&w)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(w[0].v, w[1].v), b = _mm512_unpackhi_epi32(w[0].v, w[1].v);
+  const __m512i c = _mm512_unpacklo_epi32(w[2].v, w[3].v), d = _mm512_unpackhi_epi32(w[2].v, w[3].v);
+  w[0].v = _mm512_unpacklo_epi64(a, c);
+  w[1].v = _mm512_unpackhi_epi64(a, c);
+  w[2].v = _mm512_unpacklo_epi64(b, d);
+  w[3].v = _mm512_unpackhi_epi64(b, d);
 }
 
 inline uint32_t bits(Mask m) { return m; }

@@ -74,6 +74,7 @@ inline F32 select(Mask m, F32 a, F32 b) {
   LMD_EACH_LANE a.v[i] = m.v[i] ? a.v[i] : b.v[i];
   return a;
 }
+inline F32 approximate_reciprocal(F32 a) { return splat(1.0f) / a; }
 inline float reduce_max(F32 a) {
   float r = a.v[0];
   for (int i = 1; i < kLanes; ++i) r = a.v[i] > r ? a.v[i] : r;
@@ -101,6 +102,10 @@ inline U32 shift_right(U32 a) {
   LMD_EACH_LANE a.v[i] >>= N;
   return a;
 }
+inline U32 shift_left_one(U32 n) {
+  LMD_EACH_LANE n.v[i] = 1u << n.v[i];
+  return n;
+}
 inline U32 sign_mask(U32 a) {
   LMD_EACH_LANE a.v[i] = static_cast<uint32_t>(static_cast<int32_t>(a.v[i]) >> 31);
   return a;
@@ -119,16 +124,53 @@ inline F32 convert_u32(U32 a) {
   LMD_EACH_LANE r.v[i] = static_cast<float>(a.v[i]);
   return r;
 }
-inline U32 gather(const uint32_t* p, U32 index) {
-  LMD_EACH_LANE index.v[i] = p[index.v[i]];
-  return index;
+
+struct U64 {
+  uint64_t v[kLanes / 2];
+};
+#define LMD_EACH_PAIR for (int i = 0; i < kLanes / 2; ++i)
+inline U64 even_lanes(U32 a) {
+  U64 r;
+  LMD_EACH_PAIR r.v[i] = a.v[2 * i];
+  return r;
 }
-inline void multiply(U32 a, uint32_t m, U32* high, U32* low) {
-  LMD_EACH_LANE {
-    const uint64_t product = static_cast<uint64_t>(a.v[i]) * m;
-    high->v[i] = static_cast<uint32_t>(product >> 32);
-    low->v[i] = static_cast<uint32_t>(product);
+inline U64 odd_lanes(U32 a) {
+  U64 r;
+  LMD_EACH_PAIR r.v[i] = a.v[2 * i + 1];
+  return r;
+}
+inline U32 merge_lanes(U64 even, U64 odd) {
+  U32 r;
+  LMD_EACH_PAIR {
+    r.v[2 * i] = static_cast<uint32_t>(even.v[i]);
+    r.v[2 * i + 1] = static_cast<uint32_t>(odd.v[i]);
   }
+  return r;
+}
+inline U64 splat_u64(uint64_t a) {
+  U64 r;
+  LMD_EACH_PAIR r.v[i] = a;
+  return r;
+}
+inline U64 multiply_low(U64 a, U64 m) {
+  LMD_EACH_PAIR a.v[i] = (a.v[i] & 0xffffffffu) * (m.v[i] & 0xffffffffu);
+  return a;
+}
+inline U64 high_half(U64 a) {
+  LMD_EACH_PAIR a.v[i] >>= 32;
+  return a;
+}
+inline U64 xor3(U64 a, U64 b, U64 c) {
+  LMD_EACH_PAIR a.v[i] ^= b.v[i] ^ c.v[i];
+  return a;
+}
+#undef LMD_EACH_PAIR
+
+inline U32 order4() { return iota_u32(); }
+inline void transpose4(U32 (&w)[4]) {
+  uint32_t out[4 * kLanes];
+  for (int j = 0; j < 4; ++j) LMD_EACH_LANE out[4 * i + j] = w[j].v[i];
+  for (int j = 0; j < 4; ++j) w[j] = load(out + j * kLanes);
 }
 
 inline uint32_t bits(Mask m) {

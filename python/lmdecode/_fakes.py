@@ -30,8 +30,8 @@ def _top_k_top_p_sample(
     batch, vocab = logits.shape
     return (
         logits.new_empty((batch,), dtype=torch.int64),
-        logits.new_empty((batch if return_logits else 0, vocab), dtype=torch.float32),
-        logits.new_empty((batch if return_logprob else 0,), dtype=torch.float32),
+        logits.new_empty((batch, vocab), dtype=torch.float32) if return_logits else None,
+        logits.new_empty((batch,), dtype=torch.float32) if return_logprob else None,
         logits.new_empty((batch,), dtype=torch.int32),
         logits.new_empty((batch,), dtype=torch.uint8),
     )

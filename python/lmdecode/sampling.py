@@ -12,6 +12,7 @@ from lmdecode.sampling_types import DIALECTS, SampleOutput
 __all__ = ["DIALECTS", "SampleOutput", "top_k_top_p_sample"]
 
 _OP = "top_k_top_p_sample"
+_sample = ops.top_k_top_p_sample.default
 _DIALECT_NUMBERS = {name: number for number, name in enumerate(DIALECTS)}
 # Row seeds of an int seed are this far apart, modulo 2^63. As a signed 64-bit integer.
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -186,14 +187,9 @@ def top_k_top_p_sample(
         position = torch.full((logits.size(0),), position, device=logits.device)
     elif isinstance(position, Tensor) and position.dtype is torch.int32:
         position = position.to(torch.int64)
-    index, kept_logits, logprob, kept_count, status = ops.top_k_top_p_sample(
-        logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, position, eps,
-        return_logits, return_logprob, dialect_number,
-    )  # fmt: skip
     return SampleOutput(
-        index,
-        kept_logits if return_logits else None,
-        logprob if return_logprob else None,
-        kept_count,
-        status,
-    )
+        *_sample(
+            logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, position, eps,
+            return_logits, return_logprob, dialect_number,
+        )
+    )  # fmt: skip
