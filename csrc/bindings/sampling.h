@@ -26,17 +26,17 @@ struct SampleArguments {
 };
 
 struct SampleOutputs {
-  Tensor index;                        // [batch] int64
+  Tensor index;                       // [batch] int64
   std::optional<Tensor> kept_logits;  // [batch, vocab] f32
   std::optional<Tensor> logprob;      // [batch] f32
-  Tensor kept_count;                   // [batch] int32
-  Tensor status;                       // [batch] uint8
+  Tensor kept_count;                  // [batch] int32
+  Tensor status;                      // [batch] uint8
 };
 
 constexpr const char* kSampleOp = "top_k_top_p_sample";
 
-inline PerRow<int64_t> integer_rows(const char* name, int64_t value, const std::optional<Tensor>& rows,
-                                    const Tensor& logits) {
+inline PerRow<int64_t> integer_rows(const char* name, int64_t value,
+                                    const std::optional<Tensor>& rows, const Tensor& logits) {
   if (!rows) return {value, nullptr, 0};
   check_same_device(kSampleOp, name, *rows, "logits", logits);
   check_shape(kSampleOp, name, *rows, logits.size(0));
@@ -60,7 +60,8 @@ inline TopKTopPSampleParams sample_params(const SampleArguments& a) {
   p.batch = a.logits.size(0);
   p.vocab = a.logits.size(1);
   if (p.vocab < 1 || p.vocab >= (int64_t{1} << 31)) {
-    fail(kSampleOp, "logits has shape ", shape_text(a.logits), "; expected a vocabulary of 1 to 2^31 - 1 tokens");
+    fail(kSampleOp, "logits has shape ", shape_text(a.logits),
+         "; expected a vocabulary of 1 to 2^31 - 1 tokens");
   }
   p.logits = a.logits.const_data_ptr();
   p.logits_row_stride = a.logits.stride(0);
@@ -78,7 +79,8 @@ inline TopKTopPSampleParams sample_params(const SampleArguments& a) {
     p.q_row_stride = a.q->stride(0);
     p.q_vocab_stride = a.q->stride(1);
   }
-  if (!(a.eps >= 0.0) || std::isinf(a.eps)) fail(kSampleOp, "eps is ", a.eps, "; expected a finite number >= 0");
+  if (!(a.eps >= 0.0) || std::isinf(a.eps))
+    fail(kSampleOp, "eps is ", a.eps, "; expected a finite number >= 0");
   p.eps = static_cast<float>(a.eps);
   p.has_seed = a.seed.has_value();
   p.seed = integer_rows("seed", -1, a.seed, a.logits);
@@ -90,19 +92,21 @@ inline TopKTopPSampleParams sample_params(const SampleArguments& a) {
   return p;
 }
 
-inline void check_output(const char* name, const Tensor& out, ScalarType type, const TopKTopPSampleParams& p,
-                         const Tensor& logits, bool is_matrix) {
+inline void check_output(const char* name, const Tensor& out, ScalarType type,
+                         const TopKTopPSampleParams& p, const Tensor& logits, bool is_matrix) {
   check_same_device(kSampleOp, name, out, "logits", logits);
   check_shape(kSampleOp, name, out, p.batch, is_matrix ? p.vocab : -1);
   check_dtype(kSampleOp, name, out, type);
-  if (!out.is_contiguous()) fail(kSampleOp, name, " is not contiguous; expected a contiguous tensor");
+  if (!out.is_contiguous())
+    fail(kSampleOp, name, " is not contiguous; expected a contiguous tensor");
 }
 
 inline void set_outputs(const SampleOutputs& out, const Tensor& logits, TopKTopPSampleParams* p) {
   check_output("index", out.index, ScalarType::Long, *p, logits, false);
   check_output("kept_count", out.kept_count, ScalarType::Int, *p, logits, false);
   check_output("status", out.status, ScalarType::Byte, *p, logits, false);
-  if (out.kept_logits) check_output("kept_logits", *out.kept_logits, ScalarType::Float, *p, logits, true);
+  if (out.kept_logits)
+    check_output("kept_logits", *out.kept_logits, ScalarType::Float, *p, logits, true);
   if (out.logprob) check_output("logprob", *out.logprob, ScalarType::Float, *p, logits, false);
   p->index = out.index.mutable_data_ptr<int64_t>();
   p->kept_count = out.kept_count.mutable_data_ptr<int32_t>();
@@ -116,13 +120,17 @@ template <auto run>
 struct SampleOp {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> call(
       const Tensor& logits, int64_t top_k, const std::optional<Tensor>& top_k_rows, double top_p,
-      const std::optional<Tensor>& top_p_rows, double min_p, const std::optional<Tensor>& min_p_rows, double temperature,
-      const std::optional<Tensor>& temperature_rows, const std::optional<Tensor>& q, const std::optional<Tensor>& seed,
-      const std::optional<Tensor>& position, double eps, bool return_logits, bool return_logprob, int64_t dialect) {
-    TopKTopPSampleParams p = sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
-                                            temperature_rows, q, seed, position, eps, dialect});
+      const std::optional<Tensor>& top_p_rows, double min_p,
+      const std::optional<Tensor>& min_p_rows, double temperature,
+      const std::optional<Tensor>& temperature_rows, const std::optional<Tensor>& q,
+      const std::optional<Tensor>& seed, const std::optional<Tensor>& position, double eps,
+      bool return_logits, bool return_logprob, int64_t dialect) {
+    TopKTopPSampleParams p =
+        sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
+                       temperature_rows, q, seed, position, eps, dialect});
     SampleOutputs out{new_tensor(logits, {p.batch}, ScalarType::Long), std::nullopt, std::nullopt,
-                      new_tensor(logits, {p.batch}, ScalarType::Int), new_tensor(logits, {p.batch}, ScalarType::Byte)};
+                      new_tensor(logits, {p.batch}, ScalarType::Int),
+                      new_tensor(logits, {p.batch}, ScalarType::Byte)};
     Tensor kept, logprob;  // undefined, None in Python, where not asked for
     if (return_logits) kept = new_tensor(logits, {p.batch, p.vocab}, ScalarType::Float);
     if (return_logprob) logprob = new_tensor(logits, {p.batch}, ScalarType::Float);
@@ -133,14 +141,17 @@ struct SampleOp {
     return {out.index, kept, logprob, out.kept_count, out.status};
   }
 
-  static void call_out(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& top_k_rows, double top_p,
-                       const std::optional<Tensor>& top_p_rows, double min_p, const std::optional<Tensor>& min_p_rows,
-                       double temperature, const std::optional<Tensor>& temperature_rows, const std::optional<Tensor>& q,
-                       const std::optional<Tensor>& seed, const std::optional<Tensor>& position, double eps,
-                       int64_t dialect, Tensor index, std::optional<Tensor> kept_logits, std::optional<Tensor> logprob,
-                       Tensor kept_count, Tensor status) {
-    TopKTopPSampleParams p = sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
-                                            temperature_rows, q, seed, position, eps, dialect});
+  static void call_out(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& top_k_rows,
+                       double top_p, const std::optional<Tensor>& top_p_rows, double min_p,
+                       const std::optional<Tensor>& min_p_rows, double temperature,
+                       const std::optional<Tensor>& temperature_rows,
+                       const std::optional<Tensor>& q, const std::optional<Tensor>& seed,
+                       const std::optional<Tensor>& position, double eps, int64_t dialect,
+                       Tensor index, std::optional<Tensor> kept_logits,
+                       std::optional<Tensor> logprob, Tensor kept_count, Tensor status) {
+    TopKTopPSampleParams p =
+        sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
+                       temperature_rows, q, seed, position, eps, dialect});
     set_outputs({index, kept_logits, logprob, kept_count, status}, logits, &p);
     run(p, logits);
   }

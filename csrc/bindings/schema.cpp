@@ -1,18 +1,24 @@
-// The schema of every op. python/lmdecode/_fakes.py has a fake for each, tests/test_registration.py checks that.
+// The schema of every op. python/lmdecode/_fakes.py has a fake for each, tests/test_registration.py
+// checks that.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(lmdecode, m) {
-  // Parameters come as one number for all rows and, instead of it, as a tensor of one number a row. `seed` rows < 0
-  // draw no noise. kept_logits and logprob are None where not asked for.
+  // Parameters come as one number for all rows and, instead of it, as a tensor of one number a row.
+  // `seed` rows < 0 draw no noise. kept_logits and logprob are None where not asked for.
   m.def(
-      "top_k_top_p_sample(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? top_p_rows, "
-      "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, Tensor? seed, "
+      "top_k_top_p_sample(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? "
+      "top_p_rows, "
+      "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, "
+      "Tensor? seed, "
       "Tensor? position, float eps, bool return_logits, bool return_logprob, int dialect) "
       "-> (Tensor index, Tensor kept_logits, Tensor logprob, Tensor kept_count, Tensor status)");
   m.def(
-      "top_k_top_p_sample.out(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? top_p_rows, "
-      "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, Tensor? seed, "
-      "Tensor? position, float eps, int dialect, *, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, "
+      "top_k_top_p_sample.out(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? "
+      "top_p_rows, "
+      "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, "
+      "Tensor? seed, "
+      "Tensor? position, float eps, int dialect, *, Tensor(a!) index, Tensor(b!)? kept_logits, "
+      "Tensor(c!)? logprob, "
       "Tensor(d!) kept_count, Tensor(e!) status) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");

@@ -1,5 +1,6 @@
-// Checks of op arguments, and tensors to plain pointers. Every failure is a std::invalid_argument, ValueError in Python,
-// which names the argument, what came and what was expected. All checks run before anything is written.
+// Checks of op arguments, and tensors to plain pointers. Every failure is a std::invalid_argument,
+// ValueError in Python, which names the argument, what came and what was expected. All checks run
+// before anything is written.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -62,24 +63,28 @@ inline const char* device_name(const Tensor& tensor) {
   return tensor.is_cpu() ? "cpu" : tensor.is_cuda() ? "cuda" : "another device";
 }
 
-inline void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank, const char* shape) {
+inline void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank,
+                       const char* shape) {
   if (tensor.dim() != rank) {
     fail(op, name, " has shape ", shape_text(tensor), "; expected ", rank, " dimensions, ", shape);
   }
 }
 
-inline void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
-                              const Tensor& other) {
+inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                              const char* other_name, const Tensor& other) {
   if (tensor.is_cpu() != other.is_cpu() || tensor.is_cuda() != other.is_cuda() ||
       (tensor.is_cuda() && tensor.get_device_index() != other.get_device_index())) {
-    fail(op, name, " is on ", device_name(tensor), "; expected the device of ", other_name, ", ", device_name(other));
+    fail(op, name, " is on ", device_name(tensor), "; expected the device of ", other_name, ", ",
+         device_name(other));
   }
 }
 
 // [batch] or [batch, columns]
-inline void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t batch, int64_t columns = -1) {
-  const bool ok = columns < 0 ? tensor.dim() == 1 && tensor.size(0) == batch
-                              : tensor.dim() == 2 && tensor.size(0) == batch && tensor.size(1) == columns;
+inline void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t batch,
+                        int64_t columns = -1) {
+  const bool ok = columns < 0
+                      ? tensor.dim() == 1 && tensor.size(0) == batch
+                      : tensor.dim() == 2 && tensor.size(0) == batch && tensor.size(1) == columns;
   if (ok) return;
   if (columns < 0) fail(op, name, " has shape ", shape_text(tensor), "; expected [", batch, "]");
   fail(op, name, " has shape ", shape_text(tensor), "; expected [", batch, ", ", columns, "]");
@@ -87,13 +92,15 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType type) {
   if (tensor.scalar_type() != type) {
-    fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()), "; expected ", dtype_name(type));
+    fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()), "; expected ",
+         dtype_name(type));
   }
 }
 
-// A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the dispatcher takes longer
-// than a small row.
-inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
+// A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
+// dispatcher takes longer than a small row.
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape,
+                         ScalarType type) {
   int64_t strides[4] = {1, 1, 1, 1};
   const int64_t rank = static_cast<int64_t>(shape.size());
   for (int64_t i = rank - 2; i >= 0; --i) {
@@ -104,8 +111,9 @@ inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shap
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape.begin(), strides, static_cast<int32_t>(type), device_type,
-                                                  device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape.begin(), strides,
+                                                         static_cast<int32_t>(type), device_type,
+                                                         device_index, &handle));
   return Tensor(handle);
 }
 
@@ -118,7 +126,8 @@ inline DType float_dtype(const char* op, const char* name, const Tensor& tensor)
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()), "; expected float32, float16 or bfloat16");
+      fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()),
+           "; expected float32, float16 or bfloat16");
   }
 }
 

@@ -39,8 +39,8 @@ LMD_HOST_DEVICE double double_of(uint64_t bits) {
 #endif
 }
 
-// A number that orders f32 values as unsigned integers: a < b  <=>  order_key(a) < order_key(b), and -0.0 has the key
-// of +0.0. NaN has no place in this order: callers replace it by -inf first.
+// A number that orders f32 values as unsigned integers: a < b  <=>  order_key(a) < order_key(b),
+// and -0.0 has the key of +0.0. NaN has no place in this order: callers replace it by -inf first.
 LMD_HOST_DEVICE uint32_t order_key(float value) {
   const uint32_t bits = bits_of(value + 0.0f);  // -0.0 + 0.0 is +0.0
   return (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;

@@ -1,9 +1,11 @@
-// The weight of a token, exp((logit - max) / temperature), and its mass, the weight in 64-bit fixed point.
+// The weight of a token, exp((logit - max) / temperature), and its mass, the weight in 64-bit fixed
+// point.
 //
-// Sums of masses are integer sums: they do not depend on the order of summation, so neither on the thread count, nor on
-// the batch, nor on the SIMD width, nor on the device. For the same reason the weight is one fixed sequence of f32
-// operations, each rounded to nearest, with no fused multiply-add: simd/vec_*.h and the CUDA kernels repeat exactly this
-// sequence. The polynomial is within 1.9e-7 of exp2, relative.
+// Sums of masses are integer sums: they do not depend on the order of summation, so neither on the
+// thread count, nor on the batch, nor on the SIMD width, nor on the device. For the same reason the
+// weight is one fixed sequence of f32 operations, each rounded to nearest, with no fused
+// multiply-add: simd/vec_*.h and the CUDA kernels repeat exactly this sequence. The polynomial is
+// within 1.9e-7 of exp2, relative.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +14,18 @@
 
 namespace lmdecode {
 
-// 2^f on [-0.5, 0.5] = 1 + f * (kExp2C1 + f * (kExp2C2 + ...)); minimax in relative error, p(0) = 1.
+// 2^f on [-0.5, 0.5] = 1 + f * (kExp2C1 + f * (kExp2C2 + ...)); minimax in relative error, p(0)
+// = 1.
 constexpr float kExp2C1 = 0x1.62e42ap-1f;
 constexpr float kExp2C2 = 0x1.ebf9bcp-3f;
 constexpr float kExp2C3 = 0x1.c6b752p-5f;
 constexpr float kExp2C4 = 0x1.3cea88p-7f;
 constexpr float kExp2C5 = 0x1.5bba14p-10f;
-// Exponents below this are raised to it: a weight is never zero nor subnormal, its mass is zero long before.
+// Exponents below this are raised to it: a weight is never zero nor subnormal, its mass is zero
+// long before.
 constexpr float kMinExponent = -125.0f;
-// value + kRoundMagic - kRoundMagic rounds to the nearest integer, ties to even, for |value| < 2^22.
+// value + kRoundMagic - kRoundMagic rounds to the nearest integer, ties to even, for |value| <
+// 2^22.
 constexpr float kRoundMagic = 12582912.0f;
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr float kMaxFloat = 0x1.fffffep127f;
@@ -50,10 +55,12 @@ LMD_HOST_DEVICE float token_weight(float value, float max, float factor) {
   return scaled_weight(value, max, factor, 0);
 }
 
-// Fraction bits of a mass: the masses of vocab_size tokens fit 63 bits. 43 up to a vocabulary of 2^20.
+// Fraction bits of a mass: the masses of vocab_size tokens fit 63 bits. 43 up to a vocabulary of
+// 2^20.
 LMD_HOST_DEVICE int mass_fraction_bits(int64_t vocab_size) {
   int bits = 43;
-  for (int64_t capacity = int64_t{1} << 20; capacity < vocab_size && bits > 1; capacity *= 2) --bits;
+  for (int64_t capacity = int64_t{1} << 20; capacity < vocab_size && bits > 1; capacity *= 2)
+    --bits;
   return bits;
 }
 
@@ -65,7 +72,8 @@ LMD_HOST_DEVICE uint64_t token_mass(float value, float max, float factor, int fr
 // The mass of a probability given as such: floor(min(max(p, 0), 1) * 2^fraction_bits).
 LMD_HOST_DEVICE uint64_t probability_mass(float probability, int fraction_bits) {
   const float clamped = probability > 0.0f ? (probability < 1.0f ? probability : 1.0f) : 0.0f;
-  return static_cast<uint64_t>(clamped * float_of(static_cast<uint32_t>(127 + fraction_bits) << 23));
+  return static_cast<uint64_t>(clamped *
+                               float_of(static_cast<uint32_t>(127 + fraction_bits) << 23));
 }
 
 }  // namespace lmdecode

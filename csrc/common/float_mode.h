@@ -1,4 +1,5 @@
-// IEEE arithmetic for the time of a kernel, whatever torch.set_flush_denormal or the caller has set on this thread.
+// IEEE arithmetic for the time of a kernel, whatever torch.set_flush_denormal or the caller has set
+// on this thread.
 #pragma once
 
 #if defined(__x86_64__)
@@ -18,7 +19,8 @@ class ScopedIeeeMode {
   }
 
  private:
-  static constexpr unsigned kNotIeee = 0x8000u | 0x0040u | 0x6000u;  // flush to zero, denormals are zero, rounding
+  static constexpr unsigned kNotIeee =
+      0x8000u | 0x0040u | 0x6000u;  // flush to zero, denormals are zero, rounding
   unsigned saved_;
 #endif
 };

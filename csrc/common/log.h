@@ -1,4 +1,5 @@
-// Natural logarithm in f64 from +, -, *, / alone, so that every compiler and device gives the same bits.
+// Natural logarithm in f64 from +, -, *, / alone, so that every compiler and device gives the same
+// bits.
 #pragma once
 
 #include <cstdint>

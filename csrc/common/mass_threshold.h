@@ -7,13 +7,14 @@
 
 namespace lmdecode {
 
-// Smallest integer mass m with m >= p * total (or m > p * total where strict), and at least 1; total >= 1 and 0 < p < 1.
-// Then 1 <= m <= total.
+// Smallest integer mass m with m >= p * total (or m > p * total where strict), and at least 1;
+// total >= 1 and 0 < p < 1. Then 1 <= m <= total.
 LMD_HOST_DEVICE uint64_t mass_threshold(float p, uint64_t total, bool strict) {
   const uint32_t bits = bits_of(p);
   const uint32_t field = bits >> 23;
   const uint64_t mantissa = (bits & 0x7fffffu) | (field ? 0x800000u : 0u);
-  const int shift = 150 - static_cast<int>(field ? field : 1);  // p = mantissa * 2^-shift, 24 <= shift <= 149
+  const int shift =
+      150 - static_cast<int>(field ? field : 1);  // p = mantissa * 2^-shift, 24 <= shift <= 149
   // mantissa * total as high * 2^32 + low: 24 + 32 bits each.
   const uint64_t low = mantissa * (total & 0xffffffffu);
   const uint64_t high = mantissa * (total >> 32) + (low >> 32);

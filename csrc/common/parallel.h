@@ -7,8 +7,8 @@
 
 namespace lmdecode {
 
-// Calls body(begin, end) for parts of [0, size) on torch's threads, in parts of at least `grain`. The body must not
-// throw: an exception could not cross the library boundary as itself.
+// Calls body(begin, end) for parts of [0, size) on torch's threads, in parts of at least `grain`.
+// The body must not throw: an exception could not cross the library boundary as itself.
 template <class Body>
 void parallel_for(int64_t size, int64_t grain, const Body& body) {
   if (size <= 0) return;

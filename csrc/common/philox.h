@@ -1,4 +1,5 @@
-// Philox 4x32-10 (Salmon et al., SC 2011): a counter-based generator, the same bits wherever it runs.
+// Philox 4x32-10 (Salmon et al., SC 2011): a counter-based generator, the same bits wherever it
+// runs.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ struct PhiloxBlock {
   uint32_t word[4];
 };
 
-LMD_HOST_DEVICE PhiloxBlock philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key) {
+LMD_HOST_DEVICE PhiloxBlock philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
+                                   uint64_t key) {
   uint32_t k0 = static_cast<uint32_t>(key);
   uint32_t k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {

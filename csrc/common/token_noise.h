@@ -1,9 +1,11 @@
-// The internal noise of sampling: one standard exponential variable a token, a function of (seed, position, token id)
-// alone. The token with the largest weight / noise is a draw from the distribution of the weights.
+// The internal noise of sampling: one standard exponential variable a token, a function of (seed,
+// position, token id) alone. The token with the largest weight / noise is a draw from the
+// distribution of the weights.
 //
 // The 64 random bits of a token are r = high * 2^32 + low, high = word[token % 4] of Philox block
-// (token / 4, position, 0) and low the same word of block (token / 4, position, 1); the key is the seed. The uniform is
-// u = 1 - (r + 1/2) / 2^64 and the noise -log(u): it is resolved to 2^-65 near zero, where rare tokens win.
+// (token / 4, position, 0) and low the same word of block (token / 4, position, 1); the key is the
+// seed. The uniform is u = 1 - (r + 1/2) / 2^64 and the noise -log(u): it is resolved to 2^-65 near
+// zero, where rare tokens win.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +16,9 @@
 namespace lmdecode {
 
 LMD_HOST_DEVICE uint32_t noise_word(int64_t seed, int64_t position, uint32_t token, uint32_t half) {
-  const PhiloxBlock block =
-      philox(token >> 2, static_cast<uint32_t>(position),
-             static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32), half, static_cast<uint64_t>(seed));
+  const PhiloxBlock block = philox(token >> 2, static_cast<uint32_t>(position),
+                                   static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32),
+                                   half, static_cast<uint64_t>(seed));
   return block.word[token & 3];
 }
 
@@ -35,7 +37,8 @@ LMD_HOST_DEVICE double exponential_noise(uint32_t high, uint32_t low) {
 }
 
 LMD_HOST_DEVICE double token_noise(int64_t seed, int64_t position, uint32_t token) {
-  return exponential_noise(noise_word(seed, position, token, 0), noise_word(seed, position, token, 1));
+  return exponential_noise(noise_word(seed, position, token, 0),
+                           noise_word(seed, position, token, 1));
 }
 
 }  // namespace lmdecode

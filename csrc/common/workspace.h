@@ -1,4 +1,5 @@
-// Scratch memory of a thread, kept between calls: a fresh allocation of this size would be mapped, and fault, each time.
+// Scratch memory of a thread, kept between calls: a fresh allocation of this size would be mapped,
+// and fault, each time.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Candidates of a row in ascending token order, and searches in them: bisections over order keys with counts or masses,
-// never a sort. A kernel header: see simd/vec.h.
+// Candidates of a row in ascending token order, and searches in them: bisections over order keys
+// with counts or masses, never a sort. A kernel header: see simd/vec.h.
 #pragma once
 
 #include "common/mass_threshold.h"
@@ -9,12 +9,14 @@
 
 namespace lmdecode::LMD_SIMD {
 
-// Arrays have room for `capacity` elements, a multiple of kLanes that exceeds the vocabulary by at least 2 * kLanes.
+// Arrays have room for `capacity` elements, a multiple of kLanes that exceeds the vocabulary by at
+// least 2 * kLanes.
 struct CandidateList {
   float* value;     // [capacity] logits
   uint32_t* token;  // [capacity] ascending
-  uint32_t* key;    // [capacity] order_key(tempered(value)), 0 from size to the next multiple of kLanes
-  uint64_t* mass;   // [capacity] 0 likewise
+  uint32_t*
+      key;  // [capacity] order_key(tempered(value)), 0 from size to the next multiple of kLanes
+  uint64_t* mass;        // [capacity] 0 likewise
   uint32_t* spare_key;   // [capacity] scratch
   uint64_t* spare_mass;  // [capacity] scratch
   int64_t size = 0;
@@ -32,7 +34,8 @@ inline void make_keys(CandidateList* list, float temperature) {
   const int64_t padded = round_up_to_lanes(list->size);
   for (int64_t i = list->size; i < padded; ++i) list->value[i] = minus_infinity();
   if (temperature == 1.0f) {
-    for (int64_t i = 0; i < padded; i += kLanes) store(list->key + i, order_keys(load(list->value + i)));
+    for (int64_t i = 0; i < padded; i += kLanes)
+      store(list->key + i, order_keys(load(list->value + i)));
   } else {
     const F32 t = splat(temperature), infinity = splat(plus_infinity());
     for (int64_t i = 0; i < padded; i += kLanes) {
@@ -100,8 +103,8 @@ inline void keep_from(CandidateList* list, uint32_t bound, int64_t ties) {
   for (int64_t i = out; i < padded; ++i) list->key[i] = 0;
 }
 
-// Cuts the list to its first k candidates in the order key descending, token ascending; keeps all that tie with the
-// k-th where keep_ties. Returns the key of the k-th. Needs keys; 1 <= k <= size.
+// Cuts the list to its first k candidates in the order key descending, token ascending; keeps all
+// that tie with the k-th where keep_ties. Returns the key of the k-th. Needs keys; 1 <= k <= size.
 inline uint32_t select_top_k(CandidateList* list, int64_t k, bool keep_ties) {
   const KeyRange range = key_range(list->key, list->size);
   if (list->size == k) return range.low;
@@ -128,25 +131,28 @@ inline uint32_t select_top_k(CandidateList* list, int64_t k, bool keep_ties) {
 }
 
 struct MassCut {
-  uint32_t key;            // of the last token of the prefix
+  uint32_t key;             // of the last token of the prefix
   uint64_t mass_above = 0;  // of the candidates with a larger key
 };
 
-// The key at which the masses, added in descending order of keys, reach `target`: 1 <= target <= mass of all. Long lists
-// are cut by histograms of 8 bits of the key at a time, so at most four passes over what is left; short ones by bisection.
-// Narrows copies in the spare arrays; the list stays as it is.
+// The key at which the masses, added in descending order of keys, reach `target`: 1 <= target <=
+// mass of all. Long lists are cut by histograms of 8 bits of the key at a time, so at most four
+// passes over what is left; short ones by bisection. Narrows copies in the spare arrays; the list
+// stays as it is.
 inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   const uint32_t* key = list.key;
   const uint64_t* mass = list.mass;
   int64_t size = list.size;
   const KeyRange range = key_range(key, size);
-  // mass(>= low) >= target, mass(>= high) < target; `above` is the mass of what narrowing dropped at the top.
+  // mass(>= low) >= target, mass(>= high) < target; `above` is the mass of what narrowing dropped
+  // at the top.
   uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1, above = 0;
   while (size > sampling_tuning::kNarrowSize && high - low > 1) {
     const int width = 64 - leading_zeros(high - low - 1);  // bits of key - low
     const int shift = width > 8 ? width - 8 : 0;
     uint64_t bucket[2][256] = {};  // two copies: neighbours in a row often share a bucket
-    for (int64_t i = 0; i < size; ++i) bucket[i & 1][(key[i] - static_cast<uint32_t>(low)) >> shift] += mass[i];
+    for (int64_t i = 0; i < size; ++i)
+      bucket[i & 1][(key[i] - static_cast<uint32_t>(low)) >> shift] += mass[i];
     int b = static_cast<int>((high - low - 1) >> shift);
     for (; b > 0; --b) {
       const uint64_t m = bucket[0][b] + bucket[1][b];
@@ -158,7 +164,8 @@ inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
     low = bottom;
     high = top < high ? top : high;
     if (high - low == 1) return {static_cast<uint32_t>(low), above};
-    const U32 from = splat_u32(static_cast<uint32_t>(low)), to = splat_u32(static_cast<uint32_t>(high - 1));
+    const U32 from = splat_u32(static_cast<uint32_t>(low)),
+              to = splat_u32(static_cast<uint32_t>(high - 1));
     int64_t out = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
       const U32 k = load(key + i);
@@ -198,9 +205,10 @@ struct TieCut {
   uint64_t mass = 0;
 };
 
-// Of the candidates with this key, the first in token order (the last ones where high_index_first) whose masses reach
-// `target`.
-inline TieCut cut_ties(const CandidateList& list, uint32_t key, uint64_t target, bool high_index_first) {
+// Of the candidates with this key, the first in token order (the last ones where high_index_first)
+// whose masses reach `target`.
+inline TieCut cut_ties(const CandidateList& list, uint32_t key, uint64_t target,
+                       bool high_index_first) {
   TieCut cut;
   const U32 k = splat_u32(key);
   const int64_t vectors = round_up_to_lanes(list.size) / kLanes;
@@ -227,7 +235,8 @@ inline void keep_set(CandidateList* list, const KeptSet& set) {
   for (int64_t i = 0; i < size; i += kLanes) {
     const F32 value = load(list->value + i);
     const U32 token = load(list->token + i);
-    uint32_t mask = bits(value >= lowest) & (bits(value >= above) | (bits(token >= first) & bits(last >= token)));
+    uint32_t mask = bits(value >= lowest) &
+                    (bits(value >= above) | (bits(token >= first) & bits(last >= token)));
     if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
     compress_store(list->value + out, mask, value);
     compress_store(list->token + out, mask, token);
@@ -255,9 +264,15 @@ inline void sort_by_key(CandidateList* list) {
       other_token[to] = token[i];
       other_value[to] = value[i];
     }
-    uint32_t* k = key; key = other_key; other_key = k;
-    uint32_t* t = token; token = other_token; other_token = t;
-    float* v = value; value = other_value; other_value = v;
+    uint32_t* k = key;
+    key = other_key;
+    other_key = k;
+    uint32_t* t = token;
+    token = other_token;
+    other_token = t;
+    float* v = value;
+    value = other_value;
+    other_value = v;
   }
 }  // four passes: the result is back in the list's own arrays
 

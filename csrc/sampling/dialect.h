@@ -1,4 +1,5 @@
-// What the systems that top_k_top_p_sample can imitate do differently, point by point. docs/sampling.md has the table.
+// What the systems that top_k_top_p_sample can imitate do differently, point by point.
+// docs/sampling.md has the table.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +20,18 @@ enum class Dialect : int64_t {
 constexpr int64_t kDialectCount = 6;
 
 struct DialectRules {
-  bool keep_top_k_ties = false;       // every logit equal to the k-th value survives, not the lowest indices only
-  bool high_index_first = false;      // order of equal logits within top-p
-  bool strict_top_p = false;          // the prefix is full once mass > p, not once mass >= p
-  bool skip_nonpositive_top_p = false;  // p <= 0 switches the stage off instead of keeping one token
+  bool keep_top_k_ties =
+      false;  // every logit equal to the k-th value survives, not the lowest indices only
+  bool high_index_first = false;  // order of equal logits within top-p
+  bool strict_top_p = false;      // the prefix is full once mass > p, not once mass >= p
+  bool skip_nonpositive_top_p =
+      false;                          // p <= 0 switches the stage off instead of keeping one token
   bool min_p_first = false;           // min-p before top-k and top-p
   bool min_p_one_keeps_ties = false;  // min_p >= 1 keeps every logit equal to the maximum
-  bool rank_noise = false;            // external noise is indexed by rank where top-k or top-p is on
-  bool probabilities = false;         // logits are probabilities: no softmax, filler 0
+  bool rank_noise = false;     // external noise is indexed by rank where top-k or top-p is on
+  bool probabilities = false;  // logits are probabilities: no softmax, filler 0
   bool k_is_on_at_vocab_size = false;  // k == V counts as on (it matters to rank_noise only)
-  int64_t max_k = 0;                  // 0: no limit; a larger k switches the stage off
+  int64_t max_k = 0;                   // 0: no limit; a larger k switches the stage off
 };
 
 LMD_HOST_DEVICE DialectRules dialect_rules(Dialect dialect) {

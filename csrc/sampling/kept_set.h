@@ -11,13 +11,13 @@ LMD_HOST_DEVICE float tempered(float logit, float temperature) {
   return magnitude == 0x7f800000u ? logit : logit / temperature;
 }
 
-// The smallest logit, finite or infinite, with order_key(tempered(logit)) >= key. Division is monotone, so
-// { logit >= result } is exactly the set of logits that come to `key` or above it: thresholds are compared with raw
-// logits and rows need no division.
+// The smallest logit, finite or infinite, with order_key(tempered(logit)) >= key. Division is
+// monotone, so { logit >= result } is exactly the set of logits that come to `key` or above it:
+// thresholds are compared with raw logits and rows need no division.
 LMD_HOST_DEVICE float lowest_logit(uint32_t key, float temperature) {
   if (temperature == 1.0f) return value_of_key(key);
-  uint32_t low = kMinusInfinityKey;       // below, or the result
-  uint32_t high = kPlusInfinityKey;       // its key is >= any key asked for
+  uint32_t low = kMinusInfinityKey;  // below, or the result
+  uint32_t high = kPlusInfinityKey;  // its key is >= any key asked for
   if (order_key(tempered(value_of_key(low), temperature)) >= key) return value_of_key(low);
   while (high - low > 1) {
     const uint32_t middle = low + (high - low) / 2;

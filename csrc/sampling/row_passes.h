@@ -1,7 +1,8 @@
 // The streaming passes over a row of logits. A kernel header: see simd/vec.h.
 //
-// Rows are contiguous: x[0 .. n) of float, BFloat16 or Half. NaN never passes a comparison nor a maximum, so it is
-// treated as -inf without being looked for; the passes that come first also report it.
+// Rows are contiguous: x[0 .. n) of float, BFloat16 or Half. NaN never passes a comparison nor a
+// maximum, so it is treated as -inf without being looked for; the passes that come first also
+// report it.
 #pragma once
 
 #include "sampling/candidate_list.h"
@@ -15,7 +16,8 @@ template <class T>
 inline void prefetch_ahead(const T* p) {
   constexpr int kAhead = 1024;  // bytes
   const char* at = reinterpret_cast<const char*>(p) + kAhead;
-  for (int line = 0; line < static_cast<int>(kBlock * sizeof(T)); line += 64) __builtin_prefetch(at + line);
+  for (int line = 0; line < static_cast<int>(kBlock * sizeof(T)); line += 64)
+    __builtin_prefetch(at + line);
 }
 
 struct RowMax {
@@ -39,7 +41,8 @@ RowMax scan_max(const T* x, int64_t n) {
     }
   }
   for (; i < n; i += kLanes) {
-    const F32 a = i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
+    const F32 a =
+        i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     nan |= bits(is_nan(a, zero));
     best[0] = max(a, best[0]);
   }
@@ -79,7 +82,8 @@ int64_t find_last(const T* x, int64_t n, float bound) {
   return n;
 }
 
-// `size` elements of a row of at least as many, in runs spread evenly over it; size is a multiple of 2 * kSampleRun.
+// `size` elements of a row of at least as many, in runs spread evenly over it; size is a multiple
+// of 2 * kSampleRun.
 template <class T>
 void sample_row(const T* x, int64_t n, int size, float* sample) {
   constexpr int kRun = sampling_tuning::kSampleRun;
@@ -90,10 +94,11 @@ void sample_row(const T* x, int64_t n, int size, float* sample) {
   }
 }
 
-// Appends the candidates with logit >= *threshold, in token order. When the list holds *limit, on_full(list) may cut it
-// and raise *threshold and *limit. Reports NaN.
+// Appends the candidates with logit >= *threshold, in token order. When the list holds *limit,
+// on_full(list) may cut it and raise *threshold and *limit. Reports NaN.
 template <class T, class OnFull>
-bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateList* list, OnFull on_full) {
+bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateList* list,
+             OnFull on_full) {
   F32 bound = splat(*threshold);
   const F32 zero = splat(0.0f);
   const U32 iota = iota_u32();
@@ -105,7 +110,8 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
     for (int j = 0; j < kBlockVectors; ++j) a[j] = load(x + i + j * kLanes);
     F32 best = a[0];
     Mask unordered = is_nan(a[0], a[1]);
-    for (int j = 2; j < kBlockVectors; j += 2) unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
+    for (int j = 2; j < kBlockVectors; j += 2)
+      unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
     // A NaN in a[0] hides its lane of the maximum, so a block with NaN is always looked at.
     for (int j = 1; j < kBlockVectors; ++j) best = max(a[j], best);
     const uint32_t block_nan = bits(unordered);
@@ -113,7 +119,8 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
     if ((bits(best >= bound) | block_nan) == 0) continue;
     for (int j = 0; j < kBlockVectors; ++j) {
       const uint32_t mask = bits(a[j] >= bound);
-      if (mask != 0) push(list, mask, a[j], iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
+      if (mask != 0)
+        push(list, mask, a[j], iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
     }
     if (list->size >= *limit) {
       on_full(list);
@@ -121,7 +128,8 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
     }
   }
   for (; i < n; i += kLanes) {
-    const F32 a = i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
+    const F32 a =
+        i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     nan |= bits(is_nan(a, zero));
     push(list, bits(a >= bound), a, iota + splat_u32(static_cast<uint32_t>(i)));
   }
@@ -138,16 +146,17 @@ void collect_set(const T* x, int64_t n, const KeptSet& set, CandidateList* list)
 }
 
 struct MassScan {
-  uint64_t total = 0;        // of all logits
-  uint64_t above = 0;        // of those >= upper
+  uint64_t total = 0;  // of all logits
+  uint64_t above = 0;  // of those >= upper
   int64_t count_above = 0;
 };
 
-// Sums the masses of a row whose largest logit is max_value, and appends the candidates in [lower, upper). Without
-// kBounded, upper is not looked at: all from lower on are appended and `above` stays 0.
+// Sums the masses of a row whose largest logit is max_value, and appends the candidates in [lower,
+// upper). Without kBounded, upper is not looked at: all from lower on are appended and `above`
+// stays 0.
 template <bool kBounded, class T>
-MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int fraction_bits, float lower, float upper,
-                     CandidateList* list) {
+MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int fraction_bits,
+                     float lower, float upper, CandidateList* list) {
   const F32 m = splat(max_value), f = splat(factor), from = splat(lower), to = splat(upper);
   const float scale = static_cast<float>(fraction_bits);
   const U32 iota = iota_u32();
@@ -178,11 +187,13 @@ MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int f
     for (int j = 0; j < kBlockVectors; ++j) {
       const uint32_t mask = static_cast<uint32_t>(word >> (j * kLanes)) & ((1u << kLanes) - 1);
       if (mask == 0) continue;
-      push(list, mask, load(x + i + j * kLanes), iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
+      push(list, mask, load(x + i + j * kLanes),
+           iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
     }
   }
   for (; i < n; i += kLanes) {
-    const F32 a = i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
+    const F32 a =
+        i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     push(list, step(a), a, iota + splat_u32(static_cast<uint32_t>(i)));
   }
   return {total.total(), above.total(), count_above};

@@ -20,15 +20,16 @@ struct RowPlan {
   NoiseMode noise = NoiseMode::kNone;
   float top_p = 1.0f;
   float min_p = 0.0f;
-  double log_min_p = 0.0;   // kThreshold
+  double log_min_p = 0.0;  // kThreshold
   float temperature = 1.0f;
-  float factor = 0.0f;      // exponent_factor(temperature)
-  int fraction_bits = 43;   // mass_fraction_bits(vocab)
+  float factor = 0.0f;     // exponent_factor(temperature)
+  int fraction_bits = 43;  // mass_fraction_bits(vocab)
   int64_t seed = -1;
   int64_t position = 0;
 };
 
-LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const DialectRules& rules, int64_t row) {
+LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const DialectRules& rules,
+                                      int64_t row) {
   RowPlan plan;
   const float temperature = params.temperature.at(row);
   const float top_p = params.top_p.at(row);
@@ -36,7 +37,8 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
   const int64_t k = params.top_k.at(row);
   plan.fraction_bits = mass_fraction_bits(params.vocab);
   if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) plan.status = kStatusParameter;
-  // A temperature that is no number draws nothing at random: it is taken as 0. NaN in top_p or min_p: the stage is off.
+  // A temperature that is no number draws nothing at random: it is taken as 0. NaN in top_p or
+  // min_p: the stage is off.
   if (!(temperature > 0.0f)) {
     plan.greedy = true;
     return plan;
@@ -45,7 +47,8 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
   plan.factor = exponent_factor(temperature);
 
   const bool in_range = k > 0 && (rules.max_k == 0 || k <= rules.max_k);
-  const bool k_on = in_range && (rules.k_is_on_at_vocab_size ? k <= params.vocab : k < params.vocab);
+  const bool k_on =
+      in_range && (rules.k_is_on_at_vocab_size ? k <= params.vocab : k < params.vocab);
   plan.top_k = k_on ? k : 0;
 
   plan.top_p = top_p;
@@ -74,10 +77,11 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
   return plan;
 }
 
-// Smallest value that min-p keeps, where max is the largest of the row, after the temperature: exp(value - max) >= min_p
-// in f64. The set { v : v >= result } is the same on every device.
+// Smallest value that min-p keeps, where max is the largest of the row, after the temperature:
+// exp(value - max) >= min_p in f64. The set { v : v >= result } is the same on every device.
 LMD_HOST_DEVICE double min_p_bound(const RowPlan& plan, float max, bool probabilities) {
-  if (plan.min_p_mode == MinPMode::kMaximum || plan.min_p_mode == MinPMode::kOneToken) return static_cast<double>(max);
+  if (plan.min_p_mode == MinPMode::kMaximum || plan.min_p_mode == MinPMode::kOneToken)
+    return static_cast<double>(max);
   if (probabilities) return static_cast<double>(max) * static_cast<double>(plan.min_p);
   return static_cast<double>(max) + plan.log_min_p;
 }

@@ -5,8 +5,8 @@
 
 namespace lmdecode::sampling_tuning {
 
-// Elements read to guess thresholds, in runs of kSampleRun spread over the row: for top-k, and at most for top-p, which
-// samples one element in kMassSampleShare.
+// Elements read to guess thresholds, in runs of kSampleRun spread over the row: for top-k, and at
+// most for top-p, which samples one element in kMassSampleShare.
 constexpr int kSampleSize = 1024;
 constexpr int kMaxMassSampleSize = 4096;
 constexpr int kMassSampleShare = 16;
@@ -33,7 +33,8 @@ constexpr float kQuantileRange = 48.0f;
 // Lists longer than this are narrowed by histograms while a cut of masses is searched.
 constexpr int64_t kNarrowSize = 512;
 
-// Kept tokens beyond vocab / kDenseNoiseShare draw their noise in a pass over the row, fewer from a list.
+// Kept tokens beyond vocab / kDenseNoiseShare draw their noise in a pass over the row, fewer from a
+// list.
 constexpr int64_t kDenseNoiseShare = 8;
 
 // Logits that make a parallel task worth its start.

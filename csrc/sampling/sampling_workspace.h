@@ -19,10 +19,13 @@ struct SamplingWorkspace {
 };
 
 // Elements of each array: whole vectors are stored at any element, whatever the SIMD width.
-LMD_HOST_DEVICE int64_t sampling_workspace_capacity(int64_t vocab) { return (vocab + 63) / 64 * 64 + 128; }
+LMD_HOST_DEVICE int64_t sampling_workspace_capacity(int64_t vocab) {
+  return (vocab + 63) / 64 * 64 + 128;
+}
 
 LMD_HOST_DEVICE size_t sampling_workspace_bytes(int64_t vocab) {
-  return static_cast<size_t>(sampling_workspace_capacity(vocab)) * (2 * sizeof(uint64_t) + 5 * sizeof(uint32_t));
+  return static_cast<size_t>(sampling_workspace_capacity(vocab)) *
+         (2 * sizeof(uint64_t) + 5 * sizeof(uint32_t));
 }
 
 LMD_HOST_DEVICE SamplingWorkspace split_sampling_workspace(void* memory, int64_t vocab) {

@@ -1,4 +1,5 @@
-// Draws one of the kept tokens: the largest weight / noise, at ties the first in list order. A kernel header.
+// Draws one of the kept tokens: the largest weight / noise, at ties the first in list order. A
+// kernel header.
 #pragma once
 
 #include "common/token_noise.h"
@@ -41,7 +42,8 @@ inline void make_masses(CandidateList* list, const WeightRule& rule) {
       const F32 p = max(value, splat(0.0f));
       scaled = max(select(p >= one, one, p) * scales, tiny);
     } else {
-      scaled = scaled_weight(value, splat(rule.max), splat(rule.factor), static_cast<float>(rule.fraction_bits));
+      scaled = scaled_weight(value, splat(rule.max), splat(rule.factor),
+                             static_cast<float>(rule.fraction_bits));
     }
     MassSum::store_masses(list->mass + i, scaled);
   }
@@ -61,7 +63,8 @@ inline int64_t choose_largest(const CandidateList& list, float temperature) {
   float best_value = tempered(list.value[0], temperature);
   for (int64_t i = 1; i < list.size; ++i) {
     if (!(list.value[i] > list.value[best])) continue;
-    const float value = tempered(list.value[i], temperature);  // different logits may come to the same value
+    const float value =
+        tempered(list.value[i], temperature);  // different logits may come to the same value
     if (value > best_value) {
       best = i;
       best_value = value;
@@ -70,16 +73,17 @@ inline int64_t choose_largest(const CandidateList& list, float temperature) {
   return best;
 }
 
-// score = weight / (|q| + eps). q of the i-th candidate is q[token * stride], or q[i * stride] where by_rank; -1 where it
-// is NaN.
-inline int64_t choose_by_noise(const CandidateList& list, const WeightRule& rule, const float* q, int64_t stride,
-                               float eps, bool by_rank, bool* has_nan) {
+// score = weight / (|q| + eps). q of the i-th candidate is q[token * stride], or q[i * stride]
+// where by_rank; -1 where it is NaN.
+inline int64_t choose_by_noise(const CandidateList& list, const WeightRule& rule, const float* q,
+                               int64_t stride, float eps, bool by_rank, bool* has_nan) {
   alignas(64) float noise[kLanes], score[kLanes];
   int64_t best = 0;
   float best_score = -2.0f;
   for (int64_t i = 0; i < list.size; i += kLanes) {
     const int n = static_cast<int>(list.size - i < kLanes ? list.size - i : kLanes);
-    for (int j = 0; j < n; ++j) noise[j] = q[(by_rank ? i + j : static_cast<int64_t>(list.token[i + j])) * stride];
+    for (int j = 0; j < n; ++j)
+      noise[j] = q[(by_rank ? i + j : static_cast<int64_t>(list.token[i + j])) * stride];
     for (int j = n; j < kLanes; ++j) noise[j] = 1.0f;
     const F32 a = load(noise);
     const Mask nan = is_nan(a, a);
@@ -99,7 +103,8 @@ inline int64_t choose_by_noise(const CandidateList& list, const WeightRule& rule
   return best;
 }
 
-// Philox, lane by lane, with counters (c0, position, 0): the high words of the noise of four tokens a lane.
+// Philox, lane by lane, with counters (c0, position, 0): the high words of the noise of four tokens
+// a lane.
 inline void philox_lanes(U32 counter, uint64_t seed, uint64_t position, U32 (&word)[4]) {
   U64 c0[2] = {even_lanes(counter), odd_lanes(counter)}, c1[2], c2[2], c3[2];
   for (int h = 0; h < 2; ++h) {
@@ -132,13 +137,14 @@ inline U32 noise_words(U32 token, uint64_t seed, uint64_t position) {
   U32 word[4];
   philox_lanes(shift_right<2>(token), seed, position, word);
   const U32 which = token & splat_u32(3);
-  return select(which == splat_u32(0), word[0],
-                select(which == splat_u32(1), word[1], select(which == splat_u32(2), word[2], word[3])));
+  return select(
+      which == splat_u32(0), word[0],
+      select(which == splat_u32(1), word[1], select(which == splat_u32(2), word[2], word[3])));
 }
 
-// The draw by internal noise: score = weight / token_noise(seed, position, token) in f64. The noise of a uniform v lies in
-// [v, v / (1 - v)], so the high words alone bound every score; only the few tokens whose upper bound reaches the best
-// lower bound are computed.
+// The draw by internal noise: score = weight / token_noise(seed, position, token) in f64. The noise
+// of a uniform v lies in [v, v / (1 - v)], so the high words alone bound every score; only the few
+// tokens whose upper bound reaches the best lower bound are computed.
 class ScoreBounds {
  public:
   // Stores upper bounds of the scores of kLanes tokens; lanes outside `valid` get -1.
@@ -190,11 +196,12 @@ class ScoreMaximum {
 };
 
 // `upper` is scratch for the list's size rounded up to kLanes.
-inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule, int64_t seed, int64_t position,
-                              float* upper) {
+inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule, int64_t seed,
+                              int64_t position, float* upper) {
   ScoreBounds bounds;
   for (int64_t i = 0; i < list.size; i += kLanes) {
-    const U32 word = noise_words(load(list.token + i), static_cast<uint64_t>(seed), static_cast<uint64_t>(position));
+    const U32 word = noise_words(load(list.token + i), static_cast<uint64_t>(seed),
+                                 static_cast<uint64_t>(position));
     const int64_t left = list.size - i;
     const uint32_t valid = left < kLanes ? (1u << left) - 1 : ScoreBounds::kAllLanes;
     bounds.add(weights(rule, load(list.value + i)), word, valid, upper + i);
@@ -210,16 +217,16 @@ inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule,
   return best.at();
 }
 
-// The same over a whole row: the chosen token among those of the set, and their number. One Philox block serves four
-// neighbouring tokens.
+// The same over a whole row: the chosen token among those of the set, and their number. One Philox
+// block serves four neighbouring tokens.
 struct RowChoice {
   int64_t token;
   int64_t kept;
 };
 
 template <class T>
-RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const WeightRule& rule, int64_t seed,
-                         int64_t position, float* upper) {
+RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const WeightRule& rule,
+                         int64_t seed, int64_t position, float* upper) {
   const F32 lowest = splat(set.lowest), above = splat(set.above_ties);
   const U32 first = splat_u32(set.first_tie), last = splat_u32(set.last_tie);
   const bool has_ties = set.above_ties > set.lowest;
@@ -232,7 +239,9 @@ RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const Weight
     transpose4(word);
     for (int j = 0; j < 4 && i + j * kLanes < n; ++j) {
       const int64_t at = i + j * kLanes;
-      const F32 a = at + kLanes <= n ? load(x + at) : load_part(x + at, static_cast<int>(n - at), minus_infinity());
+      const F32 a = at + kLanes <= n
+                        ? load(x + at)
+                        : load_part(x + at, static_cast<int>(n - at), minus_infinity());
       uint32_t valid = bits(a >= lowest);
       if (has_ties) {
         const U32 token = iota_u32() + splat_u32(static_cast<uint32_t>(at));

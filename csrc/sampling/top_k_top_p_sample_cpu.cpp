@@ -10,21 +10,24 @@
 namespace lmdecode {
 
 namespace default_ {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
+                             void* workspace);
 }
 #if defined(LMD_HAS_X86_KERNELS)
 namespace avx2 {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
+                             void* workspace);
 }
 namespace avx512 {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
+                             void* workspace);
 }
 #endif
 
 void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
 #if defined(LMD_HAS_X86_KERNELS)
-  const auto rows = select_kernel(&default_::top_k_top_p_sample_rows, &avx2::top_k_top_p_sample_rows,
-                                  &avx512::top_k_top_p_sample_rows);
+  const auto rows = select_kernel(&default_::top_k_top_p_sample_rows,
+                                  &avx2::top_k_top_p_sample_rows, &avx512::top_k_top_p_sample_rows);
 #else
   const auto rows = &default_::top_k_top_p_sample_rows;
 #endif

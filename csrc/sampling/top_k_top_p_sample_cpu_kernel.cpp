@@ -14,21 +14,24 @@ void run_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, vo
   const T* logits = static_cast<const T*>(params.logits);
   if (params.logits_vocab_stride == 1) {
     RowSampler<T> sampler(params, rules, list);
-    for (int64_t row = begin; row < end; ++row) sampler.run(logits + row * params.logits_row_stride, row);
+    for (int64_t row = begin; row < end; ++row)
+      sampler.run(logits + row * params.logits_row_stride, row);
     return;
   }
   // Strided rows are gathered first, as f32: exact.
   RowSampler<float> sampler(params, rules, list);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = logits + row * params.logits_row_stride;
-    for (int64_t i = 0; i < params.vocab; ++i) w.row[i] = to_float(x[i * params.logits_vocab_stride]);
+    for (int64_t i = 0; i < params.vocab; ++i)
+      w.row[i] = to_float(x[i * params.logits_vocab_stride]);
     sampler.run(w.row, row);
   }
 }
 
 }  // namespace
 
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace) {
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
+                             void* workspace) {
   switch (params.dtype) {
     case DType::kFloat32:
       return run_rows<float>(params, begin, end, workspace);

@@ -1,9 +1,10 @@
 // One row of top_k_top_p_sample on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
-// Two ways lead to the kept set. With top-k (and in a few rare cases) the row is streamed once into a short list of
-// candidates, and the other stages work on the list. Top-p alone streams twice, for the maximum and for the masses, and
-// lists only the band of tokens around the cut. Thresholds are guessed from a sample of the row and verified exactly
-// afterwards; a wrong guess costs another pass and changes nothing else.
+// Two ways lead to the kept set. With top-k (and in a few rare cases) the row is streamed once into
+// a short list of candidates, and the other stages work on the list. Top-p alone streams twice, for
+// the maximum and for the masses, and lists only the band of tokens around the cut. Thresholds are
+// guessed from a sample of the row and verified exactly afterwards; a wrong guess costs another
+// pass and changes nothing else.
 #pragma once
 
 #include "sampling/row_passes.h"
@@ -83,7 +84,8 @@ class RowSampler {
     if (!(scan.max >= floor_)) return finish_empty();
     max_ = tempered(scan.max, plan_.temperature);
     if (max_ == plus_infinity() || min_p_first || rules_.probabilities) {
-      float bound = max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
+      float bound =
+          max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
       if (min_p_first) bound = larger(bound, min_p_logit());
       collect_set(x_, n_, kept_from(bound), &list_);
       if (min_p_first && plan_.min_p_mode == MinPMode::kOneToken) list_.size = 1;
@@ -122,7 +124,8 @@ class RowSampler {
       const int rank = static_cast<int>(expected + 3.0f * square_root(expected) + 5.0f);
       threshold = larger(sample_quantile(sample, rank), floor_);
       // At least k elements of the row are at or above the k-th of any part of it.
-      if (k <= kSampleSize) safe_threshold = larger(sample_quantile(sample, static_cast<int>(k)), floor_);
+      if (k <= kSampleSize)
+        safe_threshold = larger(sample_quantile(sample, static_cast<int>(k)), floor_);
     }
     threshold = class_bottom(threshold);
     stream_top_k(threshold);
@@ -134,7 +137,8 @@ class RowSampler {
     if (k < list_.size) select_top_k(&list_, k, rules_.keep_top_k_ties);
   }
 
-  // The lowest logit that the temperature maps to the same value: thresholds never part such a class.
+  // The lowest logit that the temperature maps to the same value: thresholds never part such a
+  // class.
   float class_bottom(float logit) const {
     if (plan_.temperature == 1.0f) return logit;
     return lowest_logit(order_key(tempered(logit, plan_.temperature)), plan_.temperature);
@@ -147,9 +151,10 @@ class RowSampler {
       make_keys(list, plan_.temperature);
       const uint32_t key = select_top_k(list, k, rules_.keep_top_k_ties);
       // A later token with the key of the k-th has lost its place already, unless ties are kept.
-      const float raised = key == kPlusInfinityKey && !rules_.keep_top_k_ties
-                               ? plus_infinity()
-                               : lowest_logit(rules_.keep_top_k_ties ? key : key + 1, plan_.temperature);
+      const float raised =
+          key == kPlusInfinityKey && !rules_.keep_top_k_ties
+              ? plus_infinity()
+              : lowest_logit(rules_.keep_top_k_ties ? key : key + 1, plan_.temperature);
       if (raised > threshold) threshold = raised;
       if (list->size > limit / 2) limit = 2 * list->size;
     }));
@@ -157,8 +162,8 @@ class RowSampler {
 
   static float square_root(float a) { return __builtin_sqrtf(a); }
 
-  // About the rank-th largest element of the sample, never above it by more than the search's resolution; -inf where
-  // there are fewer numbers than that.
+  // About the rank-th largest element of the sample, never above it by more than the search's
+  // resolution; -inf where there are fewer numbers than that.
   static float sample_quantile(const float* sample, int rank) {
     using namespace sampling_tuning;
     F32 top = splat(minus_infinity());
@@ -167,7 +172,8 @@ class RowSampler {
     // count(>= low) >= rank (or low is -inf), count(>= high) < rank unless high is the maximum
     uint64_t low = kMinusInfinityKey, high = static_cast<uint64_t>(high_key) + 1;
     for (int step = 0; step < 32 && high - low > 1; ++step) {
-      // Halves of the key range first cut exponents: 12 steps leave a relative resolution of a few percent.
+      // Halves of the key range first cut exponents: 12 steps leave a relative resolution of a few
+      // percent.
       if (step >= kSampleSteps && low != kMinusInfinityKey) break;
       const uint64_t middle = (low + high) / 2;
       const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
@@ -216,11 +222,13 @@ class RowSampler {
     const float lowest = lowest_logit(cut.key, plan_.temperature);
     if (cut.key == kPlusInfinityKey) {
       // Nothing is above these ties: a comparison with NaN is never true.
-      return {{lowest, __builtin_nanf(""), ties.first_token, ties.last_token}, ties.kept, ties.mass};
+      return {
+          {lowest, __builtin_nanf(""), ties.first_token, ties.last_token}, ties.kept, ties.mass};
     }
-    return {{lowest, lowest_logit(cut.key + 1, plan_.temperature), ties.first_token, ties.last_token},
-            ties.kept + lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1),
-            ties.mass + cut.mass_above};
+    return {
+        {lowest, lowest_logit(cut.key + 1, plan_.temperature), ties.first_token, ties.last_token},
+        ties.kept + lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1),
+        ties.mass + cut.mass_above};
   }
 
   void keep_one(bool last) {
@@ -242,7 +250,8 @@ class RowSampler {
   void filter_row() {
     if (plan_.top_p_mode == TopPMode::kOneToken) {
       const float bound = class_bottom(rule_.max);
-      const int64_t token = rules_.high_index_first ? find_last(x_, n_, bound) : find_first(x_, n_, bound, kept_from(bound));
+      const int64_t token = rules_.high_index_first ? find_last(x_, n_, bound)
+                                                    : find_first(x_, n_, bound, kept_from(bound));
       list_.value[0] = to_float(x_[token]);
       list_.token[0] = static_cast<uint32_t>(token);
       list_.size = 1;
@@ -252,7 +261,8 @@ class RowSampler {
     if (plan_.top_p_mode == TopPMode::kMass) cut = cut_row();
     const bool min_p = plan_.min_p_mode != MinPMode::kOff;
     const bool many = cut.kept < 0 || cut.kept > n_ / sampling_tuning::kDenseNoiseShare;
-    if (!min_p && many && (plan_.noise == NoiseMode::kNone || plan_.noise == NoiseMode::kInternal)) {
+    if (!min_p && many &&
+        (plan_.noise == NoiseMode::kNone || plan_.noise == NoiseMode::kInternal)) {
       return finish_row(cut);
     }
     if (cut.listed) {
@@ -291,7 +301,8 @@ class RowSampler {
     if (params_.logprob) {
       if (cut.mass == 0) {
         list_.size = 0;
-        cut.mass = scan_masses<false>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits, plus_infinity(), 0.0f, &list_)
+        cut.mass = scan_masses<false>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits,
+                                      plus_infinity(), 0.0f, &list_)
                        .total;
       }
       logprob = log_probability(to_float(x_[index]), cut.mass);
@@ -302,8 +313,10 @@ class RowSampler {
 
   float log_probability(float value, uint64_t kept_mass) const {
     const double weight = static_cast<double>(rule_.weight(value));
-    const double mass = static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
-    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass)) : minus_infinity();
+    const double mass =
+        static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
+    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass))
+                                      : minus_infinity();
   }
 
   struct Band {
@@ -332,7 +345,8 @@ class RowSampler {
 
   template <bool kBounded>
   MassScan scan_band(const Band& band) {
-    return scan_masses<kBounded>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits, band.lower, band.upper, &list_);
+    return scan_masses<kBounded>(x_, n_, rule_.max, rule_.factor, rule_.fraction_bits, band.lower,
+                                 band.upper, &list_);
   }
 
   // Logits between which the cut of top-p lies, by a sample.
@@ -345,7 +359,8 @@ class RowSampler {
     const F32 m = splat(rule_.max), f = splat(rule_.factor);
     F32 sums = splat(0.0f), squares = splat(0.0f), top = splat(0.0f);
     for (int i = 0; i < size; i += kLanes) {
-      const F32 w = scaled_weight(load(sample + i), m, f, 0.0f);  // -inf and NaN come to 2^-125: nothing
+      const F32 w =
+          scaled_weight(load(sample + i), m, f, 0.0f);  // -inf and NaN come to 2^-125: nothing
       store(weight + i, w);
       sums = sums + w;
       squares = squares + w * w;
@@ -353,13 +368,15 @@ class RowSampler {
     }
     const float sum = reduce_sum(sums);
     const float scale = static_cast<float>(n_) / static_cast<float>(size);
-    // A sampled token stands for `scale` tokens: one large weight would overstate the total, so it is left out.
+    // A sampled token stands for `scale` tokens: one large weight would overstate the total, so it
+    // is left out.
     const float total = larger(scale * (sum - reduce_max(top)), 1.0f);
     const float sigma = 0.5f * square_root(reduce_sum(squares)) / larger(sum, 0x1p-100f);
     const float tail = 1.0f - plan_.top_p;
     const float share = larger(tail - kSampleSigmas * sigma, kTailShare * tail);
     Band band{floor_, 0.0f, false};
-    band.lower = larger(class_bottom(weighted_quantile(sample, weight, size, share * total / scale)), floor_);
+    band.lower = larger(
+        class_bottom(weighted_quantile(sample, weight, size, share * total / scale)), floor_);
     const float head = plan_.top_p - kSampleSigmas * sigma;
     if (head > 0.0f) {
       // Below `upper` lies 1 - head of the mass.
@@ -393,7 +410,8 @@ class RowSampler {
       F32 sums = splat(0.0f), more = splat(0.0f);
       for (int i = 0; i < size; i += 2 * kLanes) {
         sums = sums + select(load(sample + i) >= b, splat(0.0f), load(weight + i));
-        more = more + select(load(sample + i + kLanes) >= b, splat(0.0f), load(weight + i + kLanes));
+        more =
+            more + select(load(sample + i + kLanes) >= b, splat(0.0f), load(weight + i + kLanes));
       }
       (reduce_sum(sums + more) <= mass ? low : high) = middle;
     }
@@ -414,11 +432,13 @@ class RowSampler {
         sort_by_key(&list_);
         [[fallthrough]];
       case NoiseMode::kByToken:
-        chosen = choose_by_noise(list_, rule_, params_.q + row_ * params_.q_row_stride, params_.q_vocab_stride,
-                                 params_.eps, plan_.noise == NoiseMode::kByRank, &nan);
+        chosen = choose_by_noise(list_, rule_, params_.q + row_ * params_.q_row_stride,
+                                 params_.q_vocab_stride, params_.eps,
+                                 plan_.noise == NoiseMode::kByRank, &nan);
         break;
       case NoiseMode::kInternal:
-        chosen = choose_by_seed(list_, rule_, plan_.seed, plan_.position, reinterpret_cast<float*>(list_.spare_key));
+        chosen = choose_by_seed(list_, rule_, plan_.seed, plan_.position,
+                                reinterpret_cast<float*>(list_.spare_key));
         break;
     }
     note_nan(nan);
@@ -430,7 +450,8 @@ class RowSampler {
     if (out_) {
       fill(out_, n_, filler());
       for (int64_t i = 0; i < list_.size; ++i) {
-        out_[list_.token[i]] = rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
+        out_[list_.token[i]] =
+            rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
       }
     }
     finish(list_.token[chosen], list_.size, logprob);
@@ -450,7 +471,9 @@ class RowSampler {
   float max_ = 0.0f;    // the largest value after the temperature
 };
 
-// Rows [begin, end) of the batch. `workspace` has top_k_top_p_sample_workspace() bytes, aligned to 64.
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, void* workspace);
+// Rows [begin, end) of the batch. `workspace` has top_k_top_p_sample_workspace() bytes, aligned
+// to 64.
+void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
+                             void* workspace);
 
 }  // namespace lmdecode::LMD_SIMD

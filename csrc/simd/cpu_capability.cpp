@@ -12,8 +12,9 @@ CpuCapability max_cpu_capability() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
                     __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
   if (avx512) return CpuCapability::kAvx512;
   if (avx2) return CpuCapability::kAvx2;
 #endif
@@ -37,11 +38,12 @@ CpuCapability detect() {
   const CpuCapability best = max_cpu_capability();
   const char* forced = std::getenv("LMDECODE_CPU_CAPABILITY");
   if (forced == nullptr || *forced == '\0') return best;
-  for (const CpuCapability level : {CpuCapability::kDefault, CpuCapability::kAvx2, CpuCapability::kAvx512}) {
+  for (const CpuCapability level :
+       {CpuCapability::kDefault, CpuCapability::kAvx2, CpuCapability::kAvx512}) {
     if (std::string(forced) != cpu_capability_name(level)) continue;
     if (level > best) {
-      throw std::invalid_argument(std::string("LMDECODE_CPU_CAPABILITY is ") + forced + ", but this machine has at most " +
-                                  cpu_capability_name(best));
+      throw std::invalid_argument(std::string("LMDECODE_CPU_CAPABILITY is ") + forced +
+                                  ", but this machine has at most " + cpu_capability_name(best));
     }
     return level;
   }
@@ -52,7 +54,8 @@ CpuCapability detect() {
 }  // namespace
 
 CpuCapability cpu_capability() {
-  static const CpuCapability capability = detect();  // a throw leaves it unset: the next call tries again
+  static const CpuCapability capability =
+      detect();  // a throw leaves it unset: the next call tries again
   return capability;
 }
 

@@ -7,8 +7,8 @@ namespace lmdecode {
 
 enum class CpuCapability : int32_t { kDefault = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// The level in use. Throws std::invalid_argument where the environment variable holds another word than default, avx2
-// or avx512, or a level that this machine lacks.
+// The level in use. Throws std::invalid_argument where the environment variable holds another word
+// than default, avx2 or avx512, or a level that this machine lacks.
 CpuCapability cpu_capability();
 
 // The best level of this machine.

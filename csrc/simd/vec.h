@@ -1,19 +1,23 @@
-// The vectors of the build of this file: kLanes floats or 32-bit integers, the same operations at every level.
+// The vectors of the build of this file: kLanes floats or 32-bit integers, the same operations at
+// every level.
 //
-// A kernel file is compiled once for each CPU capability, with LMD_SIMD set to default_, avx2 or avx512; all of its code
-// lies in namespace lmdecode::LMD_SIMD, so that no instruction of one level can be linked into another. Kernel files
-// hold no std containers and throw nothing, for the same reason.
+// A kernel file is compiled once for each CPU capability, with LMD_SIMD set to default_, avx2 or
+// avx512; all of its code lies in namespace lmdecode::LMD_SIMD, so that no instruction of one level
+// can be linked into another. Kernel files hold no std containers and throw nothing, for the same
+// reason.
 //
-// Every operation gives the same bits at every level: no fused multiply-add. The exception is approximate_reciprocal,
-// within 2^-11 of 1 / a, relative; +inf for 0: for bounds alone.
+// Every operation gives the same bits at every level: no fused multiply-add. The exception is
+// approximate_reciprocal, within 2^-11 of 1 / a, relative; +inf for 0: for bounds alone.
 //
-//   F32  load(p) for float, BFloat16, Half (exact); splat; + - * /; max(a, b) = a > b ? a : b, so b where a is NaN;
+//   F32  load(p) for float, BFloat16, Half (exact); splat; + - * /; max(a, b) = a > b ? a : b, so b
+//   where a is NaN;
 //        round_even; a >= b, a > b, a == b, is_nan(a, b) -> Mask; select(mask, a, b)
 //   U32  load, store, splat, iota, + ^ & | >>, a >= b (unsigned), a == b
 //   U64  pairs of 32-bit lanes: even_lanes, odd_lanes, merge_lanes, multiply_low, high_half, xor3
 //        order4, transpose4: words of groups of four to token order
 //   Mask bits(mask): bit i is lane i
-//   compress_store(p, mask, v): the lanes of the mask, in order; writes kLanes elements or fewer at p: p must have room
+//   compress_store(p, mask, v): the lanes of the mask, in order; writes kLanes elements or fewer at
+//   p: p must have room
 //        for kLanes more
 //   MassSum: sums of floor(x) as 64-bit integers, 2^-126 <= x < 2^55 (no subnormals)
 #pragma once

@@ -22,7 +22,8 @@ using Mask = __mmask16;
 
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline F32 load(const BFloat16* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i wide =
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline F32 load(const Half* p) {
@@ -40,7 +41,9 @@ inline F32 round_even(F32 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 // a * 2^exponent; exponent a whole number; neither a nor the result subnormal.
-inline F32 multiply_power_of_two(F32 a, F32 exponent) { return {_mm512_scalef_ps(a.v, exponent.v)}; }
+inline F32 multiply_power_of_two(F32 a, F32 exponent) {
+  return {_mm512_scalef_ps(a.v, exponent.v)};
+}
 inline Mask operator>=(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline Mask operator>(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 inline Mask operator==(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
@@ -52,7 +55,9 @@ inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline U32 load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(uint32_t* p, U32 a) { _mm512_storeu_si512(p, a.v); }
 inline U32 splat_u32(uint32_t a) { return {_mm512_set1_epi32(static_cast<int>(a))}; }
-inline U32 iota_u32() { return {_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)}; }
+inline U32 iota_u32() {
+  return {_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)};
+}
 inline U32 operator+(U32 a, U32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U32 operator^(U32 a, U32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline U32 operator&(U32 a, U32 b) { return {_mm512_and_si512(a.v, b.v)}; }
@@ -73,22 +78,30 @@ inline F32 convert_u32(U32 a) { return {_mm512_cvtepu32_ps(a.v)}; }
 struct U64 {
   __m512i v;
 };
-inline U64 even_lanes(U32 a) { return {a.v}; }  // the high halves are left as they are: multiply_low ignores them
+inline U64 even_lanes(U32 a) {
+  return {a.v};
+}  // the high halves are left as they are: multiply_low ignores them
 inline U64 odd_lanes(U32 a) { return {_mm512_srli_epi64(a.v, 32)}; }
 inline U32 merge_lanes(U64 even, U64 odd) {
   return {_mm512_mask_blend_epi32(0xaaaa, even.v, _mm512_slli_epi64(odd.v, 32))};
 }
 inline U64 splat_u64(uint64_t a) { return {_mm512_set1_epi64(static_cast<long long>(a))}; }
-inline U64 multiply_low(U64 a, U64 m) { return {_mm512_mul_epu32(a.v, m.v)}; }  // of the low halves, 64 bits
+inline U64 multiply_low(U64 a, U64 m) {
+  return {_mm512_mul_epu32(a.v, m.v)};
+}  // of the low halves, 64 bits
 inline U64 high_half(U64 a) { return {_mm512_srli_epi64(a.v, 32)}; }
 inline U64 xor3(U64 a, U64 b, U64 c) { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
 
-// A 4 x 4 transposition within each 128 bits: with lane i of w[j] holding word j of group order4()[i], w becomes the
-// words of groups 0, 1, 2, ... in their order.
-inline U32 order4() { return {_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0)}; }
+// A 4 x 4 transposition within each 128 bits: with lane i of w[j] holding word j of group
+// order4()[i], w becomes the words of groups 0, 1, 2, ... in their order.
+inline U32 order4() {
+  return {_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0)};
+}
 inline void transpose4(U32 (&w)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(w[0].v, w[1].v), b = _mm512_unpackhi_epi32(w[0].v, w[1].v);
-  const __m512i c = _mm512_unpacklo_epi32(w[2].v, w[3].v), d = _mm512_unpackhi_epi32(w[2].v, w[3].v);
+  const __m512i a = _mm512_unpacklo_epi32(w[0].v, w[1].v),
+                b = _mm512_unpackhi_epi32(w[0].v, w[1].v);
+  const __m512i c = _mm512_unpacklo_epi32(w[2].v, w[3].v),
+                d = _mm512_unpackhi_epi32(w[2].v, w[3].v);
   w[0].v = _mm512_unpacklo_epi64(a, c);
   w[1].v = _mm512_unpackhi_epi64(a, c);
   w[2].v = _mm512_unpacklo_epi64(b, d);
@@ -125,12 +138,14 @@ class MassSum {
     low_ = _mm512_add_epi64(low_, low);
     high_ = _mm512_add_epi64(high_, high);
     masked->low_ = _mm512_mask_add_epi64(masked->low_, static_cast<__mmask8>(m), masked->low_, low);
-    masked->high_ = _mm512_mask_add_epi64(masked->high_, static_cast<__mmask8>(m >> 8), masked->high_, high);
+    masked->high_ =
+        _mm512_mask_add_epi64(masked->high_, static_cast<__mmask8>(m >> 8), masked->high_, high);
   }
   // Adds the lanes of the mask of masses p[0 .. kLanes).
   void add(const uint64_t* p, Mask m) {
     low_ = _mm512_mask_add_epi64(low_, static_cast<__mmask8>(m), low_, _mm512_loadu_si512(p));
-    high_ = _mm512_mask_add_epi64(high_, static_cast<__mmask8>(m >> 8), high_, _mm512_loadu_si512(p + 8));
+    high_ = _mm512_mask_add_epi64(high_, static_cast<__mmask8>(m >> 8), high_,
+                                  _mm512_loadu_si512(p + 8));
   }
   uint64_t total() const {
     return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(low_, high_)));

@@ -1,4 +1,5 @@
-// simd/vec.h in plain C++: runs anywhere; compilers turn the loops over lanes into whatever vectors they have.
+// simd/vec.h in plain C++: runs anywhere; compilers turn the loops over lanes into whatever vectors
+// they have.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +68,8 @@ inline F32 round_even(F32 a) {  // |a| < 2^22
   return a;
 }
 inline F32 multiply_power_of_two(F32 a, F32 exponent) {
-  LMD_EACH_LANE a.v[i] = float_of(bits_of(a.v[i]) + (static_cast<uint32_t>(static_cast<int32_t>(exponent.v[i])) << 23));
+  LMD_EACH_LANE a.v[i] = float_of(
+      bits_of(a.v[i]) + (static_cast<uint32_t>(static_cast<int32_t>(exponent.v[i])) << 23));
   return a;
 }
 inline F32 select(Mask m, F32 a, F32 b) {
@@ -215,7 +217,9 @@ class MassSum {
     LMD_EACH_LANE r += sum_[i];
     return r;
   }
-  static void store_masses(uint64_t* p, F32 a) { LMD_EACH_LANE p[i] = static_cast<uint64_t>(a.v[i]); }
+  static void store_masses(uint64_t* p, F32 a) {
+    LMD_EACH_LANE p[i] = static_cast<uint64_t>(a.v[i]);
+  }
 
  private:
   uint64_t sum_[kLanes] = {};

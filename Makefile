@@ -1,0 +1,90 @@
+# make demo      set up, then run the main job on the shipped model
+# make test      set up, then every test, Python and C++
+# make lint      formatting, ruff, mypy
+# make bench     the benchmarks (ARGS="..." is passed on)
+# make gpu       on a machine with a GPU and its own torch: build, test, benchmark
+# make clean     remove everything that the other targets made
+#
+# Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
+# network. Variables: PYTHON (3.10 or later), VENV, CXX, JOBS.
+
+PYTHON ?= python3
+VENV ?= .venv
+CXX ?= c++
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# What the build itself needs, beside torch: installed once, so that builds need no network.
+BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13 cmake>=3.25 ninja
+SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
+CPP_TESTS := build/cpp_tests
+
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: demo test test-python test-cpp lint bench gpu setup clean
+
+demo: setup
+	$(BIN)/python -m lmdecode.demo $(ARGS)
+
+test: setup test-python test-cpp
+
+test-python: setup
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-cpp: setup
+	@mkdir -p build
+	$(BIN)/cmake -S tests/cpp -B $(CPP_TESTS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >$(CPP_TESTS).log 2>&1 \
+	  || { cat $(CPP_TESTS).log; exit 1; }
+	$(BIN)/cmake --build $(CPP_TESTS) -j $(JOBS)
+	$(BIN)/ctest --test-dir $(CPP_TESTS) --output-on-failure -j $(JOBS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# With the torch and nvcc of this machine: nothing is fetched.
+gpu:
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu .
+	PYTHONPATH=build/gpu $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+setup: $(VENV)/.built
+
+# ---- one clear line where something is missing
+
+define CHECK_TOOLS
+command -v $(PYTHON) >/dev/null || { echo "lmdecode: no $(PYTHON): install Python 3.10 or later, or set PYTHON"; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "lmdecode: $(PYTHON) is too old: Python 3.10 or later is needed, set PYTHON"; exit 1; }; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "lmdecode: $(PYTHON) has no venv module: on Debian or Ubuntu, apt install python3-venv"; exit 1; }; \
+command -v $(CXX) >/dev/null || { echo "lmdecode: no C++ compiler '$(CXX)': on Debian or Ubuntu, apt install g++, or set CXX"; exit 1; }; \
+printf '%s\n' '\#include <bit>' '\#include <concepts>' 'int main() { return std::popcount(0u); }' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
+  || { echo "lmdecode: '$(CXX)' cannot compile C++20 with its standard headers: g++ 11 or clang 14 with libstdc++ headers is needed"; exit 1; }
+endef
+
+$(VENV)/.python:
+	@$(CHECK_TOOLS)
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and pinned: anything else that asks for torch then finds it.
+$(VENV)/.deps: $(VENV)/.python
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet $(foreach tool,$(BUILD_TOOLS),"$(tool)")
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.deps $(SOURCES)
+	@$(CHECK_TOOLS)
+	CXX=$(CXX) $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo,lint]"
+	@touch $@
+
+clean:
+	rm -rf build dist $(VENV)
