@@ -1,0 +1,1 @@
+"""lmdecode inside other libraries: a subpackage a library, which it imports."""

@@ -1,0 +1,86 @@
+"""The optional outputs of ``generate()``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.utils import (
+    ALL_CACHE_NAMES,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers._typing import GenerativePreTrainedModel
+
+
+class Recorder:
+    """What ``return_dict_in_generate`` asks for, collected over the steps."""
+
+    def __init__(
+        self,
+        model: GenerativePreTrainedModel,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.is_encoder_decoder = model.config.is_encoder_decoder
+        self.returns_dict = bool(config.return_dict_in_generate)
+
+        def wanted(flag: bool | None) -> tuple | None:
+            return () if self.returns_dict and flag else None
+
+        self.scores = wanted(config.output_scores)
+        self.logits = wanted(config.output_logits)
+        self.attentions = wanted(config.output_attentions)
+        self.cross_attentions = wanted(config.output_attentions and self.is_encoder_decoder)
+        self.hidden_states = wanted(config.output_hidden_states)
+        self.encoder: dict[str, Any] = {}
+        if self.returns_dict and self.is_encoder_decoder:
+            encoder_outputs = model_kwargs["encoder_outputs"]
+            if config.output_attentions:
+                self.encoder["encoder_attentions"] = encoder_outputs.get("attentions")
+            if config.output_hidden_states:
+                self.encoder["encoder_hidden_states"] = encoder_outputs.get("hidden_states")
+
+    def record(
+        self, outputs: Any, scores: torch.Tensor | None, logits: torch.Tensor | None
+    ) -> None:
+        """Add one step; scores and logits are [B, V] float32, or None where not asked for."""
+        prefix = "decoder_" if self.is_encoder_decoder else ""
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self.attentions is not None:
+            self.attentions += (getattr(outputs, f"{prefix}attentions"),)
+        if self.cross_attentions is not None:
+            self.cross_attentions += (outputs.cross_attentions,)
+        if self.hidden_states is not None:
+            self.hidden_states += (getattr(outputs, f"{prefix}hidden_states"),)
+
+    def result(
+        self, sequences: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+        """Return what ``generate()`` returns; ``sequences`` is [B, length] int64."""
+        if not self.returns_dict:
+            return sequences
+        cache_name = next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
+        common: dict[str, Any] = {
+            "sequences": sequences,
+            "scores": self.scores,
+            "logits": self.logits,
+            "past_key_values": model_kwargs[cache_name] if cache_name else None,
+        }
+        if not self.is_encoder_decoder:
+            return GenerateDecoderOnlyOutput(
+                **common, attentions=self.attentions, hidden_states=self.hidden_states
+            )
+        return GenerateEncoderDecoderOutput(
+            **common,
+            **self.encoder,
+            decoder_attentions=self.attentions,
+            cross_attentions=self.cross_attentions,
+            decoder_hidden_states=self.hidden_states,
+        )

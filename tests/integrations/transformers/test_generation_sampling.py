@@ -1,0 +1,363 @@
+"""``generate(do_sample=True, custom_generate=sample)``: noise, distribution, scores, fusion."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from lmdecode.integrations.transformers import sample
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+PAD, EOS = 0, 2
+STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+EVERYTHING = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
+assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+class Forbid(LogitsProcessor):
+    """A user's processor: these tokens are never chosen."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, self.tokens] = -math.inf
+        return scores
+
+
+def processed_by_transformers(
+    processors: list[LogitsProcessor], sequences: torch.Tensor, logits: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Return the scores that transformers' processors give along ``sequences``."""
+    prompt_length = sequences.shape[1] - len(logits)
+    chain = LogitsProcessorList(processors)
+    return [chain(sequences[:, : prompt_length + i], x) for i, x in enumerate(logits)]
+
+
+# --- Noise ---------------------------------------------------------------------------------------
+
+
+def test_manual_seed_repeats_a_run(model, prompts):
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model.generate(
+            prompts, do_sample=True, max_new_tokens=12, **STAGES, custom_generate=sample
+        )
+
+    first = run(1)
+    assert torch.equal(run(1), first)
+    assert not torch.equal(run(2), first)
+
+
+def test_rows_do_not_depend_on_the_batch(model, prompts):
+    """A row alone draws the tokens that it draws in a batch, also where others end early."""
+    seeds = torch.tensor([7, 1 << 40, 12345])
+
+    def run(rows: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return model.generate(
+            rows, do_sample=True, max_new_tokens=30, **STAGES, custom_generate=sample, seed=seed
+        )
+
+    together = run(prompts, seeds)
+    for row in range(3):
+        alone = run(prompts[row : row + 1], seeds[row : row + 1])[0]
+        assert torch.equal(together[row, : len(alone)], alone)
+        assert (together[row, len(alone) :] == PAD).all()
+
+
+def test_rows_do_not_depend_on_padding(decoder_model, padded_prompts):
+    seeds = torch.tensor([3, 4, 5])
+
+    def run(ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        return decoder_model.generate(
+            ids,
+            do_sample=True,
+            max_new_tokens=12,
+            eos_token_id=None,
+            custom_generate=sample,
+            **kwargs,
+        )
+
+    together = run(
+        padded_prompts["input_ids"], attention_mask=padded_prompts["attention_mask"], seed=seeds
+    )
+    for row, mask in enumerate(padded_prompts["attention_mask"].bool()):
+        prompt = padded_prompts["input_ids"][row][mask]
+        alone = run(prompt[None], seed=seeds[row : row + 1])[0]
+        assert torch.equal(together[row, len(mask) :], alone[len(prompt) :])
+
+
+def test_noise_goes_on_where_a_cache_is_continued(llama, prompts):
+    """Positions count from the start of the sequence, not of the call."""
+    # Without a mask, generate() takes generated padding tokens for padding.
+    arguments = {"do_sample": True, "eos_token_id": None, "seed": torch.arange(3)}
+    arguments["suppress_tokens"] = [PAD]
+    whole = llama.generate(prompts, max_new_tokens=12, **arguments, custom_generate=sample)
+    first = llama.generate(prompts, max_new_tokens=5, **arguments, custom_generate=sample)
+    assert torch.equal(first, whole[:, : first.shape[1]])
+    rest = llama.generate(first, max_new_tokens=7, **arguments, custom_generate=sample)
+    assert torch.equal(rest, whole)
+
+    embeddings = llama.get_input_embeddings()(prompts)
+    generated = llama.generate(
+        inputs_embeds=embeddings, max_new_tokens=12, **arguments, custom_generate=sample
+    )
+    assert torch.equal(generated, whole[:, prompts.shape[1] :])
+
+
+def test_seed_may_be_an_int(llama, prompts):
+    def run(seed: int) -> torch.Tensor:
+        return llama.generate(
+            prompts[:1].repeat(3, 1),
+            do_sample=True,
+            max_new_tokens=8,
+            custom_generate=sample,
+            seed=seed,
+        )
+
+    assert torch.equal(run(4), run(4))
+    assert len({tuple(row) for row in run(4).tolist()}) == 3
+
+
+def test_top_k_1_is_greedy(model, prompts):
+    greedy = model.generate(prompts, do_sample=False, max_new_tokens=12)
+    got = model.generate(
+        prompts, do_sample=True, top_k=1, max_new_tokens=12, custom_generate=sample
+    )
+    assert torch.equal(got, greedy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, STAGES, {"temperature": 1.7, "typical_p": 0.8}, {"top_h": 0.6, "top_k": 9}],
+    ids=["unfiltered", "fused", "typical_p", "top_h"],
+)
+def test_first_token_has_the_distribution_of_transformers(make_model, arguments):
+    vocab_size, copies, runs = 17, 512, 8
+    model = make_model("gpt2", vocab_size=vocab_size)
+    prompt = torch.tensor([[5, 9, 3, 12]])
+    arguments = {"top_k": 0} | arguments | {"do_sample": True, "max_new_tokens": 1}
+    expected = model.generate(prompt, **arguments, output_scores=True, return_dict_in_generate=True)
+    probability = expected.scores[0][0].double().softmax(-1)
+
+    torch.manual_seed(0)
+    observed = torch.zeros(vocab_size, dtype=torch.float64)
+    for _ in range(runs):
+        ids = model.generate(
+            prompt, **arguments, num_return_sequences=copies, custom_generate=sample
+        )
+        assert ids.shape == (copies, 5)
+        observed += torch.bincount(ids[:, -1], minlength=vocab_size)
+
+    assert (observed[probability == 0] == 0).all()
+    kept = probability > 0
+    wanted = probability[kept] * copies * runs
+    assert wanted.min() > 5  # else chi-square does not apply
+    chi_square = ((observed[kept] - wanted) ** 2 / wanted).sum().item()
+    freedom = int(kept.sum()) - 1
+    assert freedom >= 3
+    # Wilson-Hilferty: the cube root is near normal. Four standard deviations.
+    z = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert z < 4
+
+
+# --- Processors and scores -----------------------------------------------------------------------
+
+
+def test_scores_are_those_of_transformers(model, prompts):
+    torch.manual_seed(3)
+    got = model.generate(
+        prompts,
+        do_sample=True,
+        max_new_tokens=10,
+        repetition_penalty=1.4,
+        **STAGES,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        custom_generate=sample,
+    )
+    expected = processed_by_transformers(
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(STAGES["temperature"]),
+            TopKLogitsWarper(STAGES["top_k"]),
+            TopPLogitsWarper(STAGES["top_p"]),
+            MinPLogitsWarper(STAGES["min_p"]),
+        ],
+        got.sequences,
+        got.logits,
+    )
+    assert_identical(list(got.scores), expected)
+
+
+def test_scores_without_any_processor_are_the_logits(llama, prompts):
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 3}
+    got = llama.generate(
+        prompts,
+        **arguments,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        custom_generate=sample,
+    )
+    assert_identical(got.scores, got.logits)
+
+
+def test_attentions_and_hidden_states_of_a_sampled_run(model, prompts):
+    """Teacher-forced: the model's outputs are those of transformers along the same tokens."""
+    torch.manual_seed(4)
+    got = model.generate(
+        prompts,
+        do_sample=True,
+        max_new_tokens=6,
+        eos_token_id=None,
+        **EVERYTHING,
+        custom_generate=sample,
+    )
+
+    class Follow(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            forced = got.sequences[:, input_ids.shape[1]]
+            return torch.full_like(scores, -math.inf).scatter(1, forced[:, None], 0.0)
+
+    expected = model.generate(
+        prompts,
+        do_sample=False,
+        max_new_tokens=6,
+        eos_token_id=None,
+        **EVERYTHING,
+        logits_processor=LogitsProcessorList([Follow()]),
+    )
+    for name in expected:
+        if name not in ("past_key_values", "scores"):
+            assert_identical(got[name], expected[name])
+
+
+def test_user_processor_before_the_op(model, prompts):
+    free = model.generate(
+        prompts, do_sample=True, max_new_tokens=12, **STAGES, custom_generate=sample, seed=1
+    )
+    forbidden = sorted(set(free[:, -12:].flatten().tolist()) - {EOS, PAD})[:4]
+    got = model.generate(
+        prompts,
+        do_sample=True,
+        max_new_tokens=12,
+        **STAGES,
+        custom_generate=sample,
+        seed=1,
+        logits_processor=LogitsProcessorList([Forbid(*forbidden)]),
+    )
+    generated = got if model.config.is_encoder_decoder else got[:, prompts.shape[1] :]
+    assert not torch.isin(generated[:, 1:], torch.tensor(forbidden)).any()
+
+
+def test_processors_are_given_float32_and_the_sequence_so_far(make_model, prompts):
+    seen = []
+
+    class Look(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append((input_ids.clone(), scores.dtype))
+            return scores
+
+    model = make_model("llama", dtype=torch.bfloat16)
+    ids = model.generate(
+        prompts,
+        do_sample=True,
+        max_new_tokens=3,
+        eos_token_id=None,
+        custom_generate=sample,
+        logits_processor=LogitsProcessorList([Look()]),
+    )
+    assert [dtype for _, dtype in seen] == [torch.float32] * 3
+    for step, (input_ids, _) in enumerate(seen):
+        assert torch.equal(input_ids, ids[:, : prompts.shape[1] + step])
+
+
+# --- What is called -------------------------------------------------------------------------------
+
+
+def test_one_op_call_a_step_replaces_the_warpers(model, prompts, spy):
+    model.generate(
+        prompts,
+        do_sample=True,
+        max_new_tokens=7,
+        eos_token_id=None,
+        **STAGES,
+        custom_generate=sample,
+    )
+    assert len(spy.op_calls) == 7
+    assert spy.multinomial_calls == 0
+    assert spy.warper_calls == 0
+    for _, arguments in spy.op_calls:
+        assert {name: arguments[name] for name in STAGES} == STAGES
+        assert arguments["dialect"] == "transformers"
+        assert not arguments["return_logits"]
+
+
+def test_softmax_is_not_called(llama, prompts, monkeypatch):
+    """With the op replaced by its index, no softmax of torch runs between two forward passes."""
+    import lmdecode.sampling
+    from lmdecode.sampling_types import SampleOutput
+
+    def op(logits, **arguments):
+        zeros = torch.zeros(len(logits), dtype=torch.int64)
+        return SampleOutput(logits.argmax(-1), None, None, zeros.int(), zeros.to(torch.uint8))
+
+    def no_softmax(*args, **kwargs):
+        raise AssertionError("softmax was called")
+
+    monkeypatch.setattr(lmdecode.sampling, "top_k_top_p_sample", op)
+    monkeypatch.setattr(torch, "softmax", no_softmax)
+    monkeypatch.setattr(torch.nn.functional, "softmax", no_softmax)
+    monkeypatch.setattr(torch.Tensor, "softmax", no_softmax)
+    llama.generate(prompts, do_sample=True, max_new_tokens=3, **STAGES, custom_generate=sample)
+
+
+def test_noise_arguments(llama, padded_prompts, spy):
+    """Row seeds are drawn once, positions are those of the tokens."""
+    llama.generate(
+        **padded_prompts,
+        do_sample=True,
+        max_new_tokens=4,
+        eos_token_id=None,
+        custom_generate=sample,
+    )
+    seeds = [arguments["seed"] for _, arguments in spy.op_calls]
+    assert all(seed is seeds[0] for seed in seeds)
+    assert (
+        seeds[0].dtype == torch.int64 and (seeds[0] >= 0).all() and len(set(seeds[0].tolist())) == 3
+    )
+    for step, (_, arguments) in enumerate(spy.op_calls):
+        assert arguments["position"].tolist() == [6 + step, 4 + step, 1 + step]
+
+
+def test_the_op_reads_the_models_logits_in_place(make_model, prompts, spy):
+    model = make_model("llama", dtype=torch.bfloat16)
+    storages = []
+    hook = model.register_forward_hook(
+        lambda module, inputs, outputs: storages.append(outputs.logits.untyped_storage())
+    )
+    try:
+        model.generate(prompts, do_sample=True, max_new_tokens=3, **STAGES, custom_generate=sample)
+    finally:
+        hook.remove()
+    for (logits, _), storage in zip(spy.op_calls, storages, strict=True):
+        assert logits.dtype == torch.bfloat16
+        assert logits.untyped_storage().data_ptr() == storage.data_ptr()
