@@ -150,12 +150,12 @@ inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   while (size > sampling_tuning::kNarrowSize && high - low > 1) {
     const int width = 64 - leading_zeros(high - low - 1);  // bits of key - low
     const int shift = width > 8 ? width - 8 : 0;
-    uint64_t bucket[2][256] = {};  // two copies: neighbours in a row often share a bucket
+    uint64_t bucket[4][256] = {};  // four copies: neighbours often share a bucket
     for (int64_t i = 0; i < size; ++i)
-      bucket[i & 1][(key[i] - static_cast<uint32_t>(low)) >> shift] += mass[i];
+      bucket[i & 3][(key[i] - static_cast<uint32_t>(low)) >> shift] += mass[i];
     int b = static_cast<int>((high - low - 1) >> shift);
     for (; b > 0; --b) {
-      const uint64_t m = bucket[0][b] + bucket[1][b];
+      const uint64_t m = bucket[0][b] + bucket[1][b] + bucket[2][b] + bucket[3][b];
       if (above + m >= target) break;
       above += m;
     }
@@ -209,17 +209,34 @@ struct TieCut {
 // whose masses reach `target`.
 inline TieCut cut_ties(const CandidateList& list, uint32_t key, uint64_t target,
                        bool high_index_first) {
+  constexpr int64_t kChunk = 16 * kLanes;
   TieCut cut;
   const U32 k = splat_u32(key);
-  const int64_t vectors = round_up_to_lanes(list.size) / kLanes;
-  for (int64_t j = 0; j < vectors; ++j) {
-    const int64_t i = (high_index_first ? vectors - 1 - j : j) * kLanes;
-    for (uint32_t mask = bits(load(list.key + i) == k); mask != 0;) {
-      const int lane = high_index_first ? 31 - __builtin_clz(mask) : __builtin_ctz(mask);
-      mask &= ~(1u << lane);
-      cut.mass += list.mass[i + lane];
+  const int64_t padded = round_up_to_lanes(list.size);
+  const int64_t chunks = (padded + kChunk - 1) / kChunk;
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t begin = (high_index_first ? chunks - 1 - c : c) * kChunk;
+    const int64_t end = begin + kChunk < padded ? begin + kChunk : padded;
+    MassSum sum;
+    int64_t ties = 0;
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const Mask equal = load(list.key + i) == k;
+      sum.add(list.mass + i, equal);
+      ties += count(bits(equal));
+    }
+    const uint64_t mass = sum.total();
+    if (ties == 0) continue;
+    if (cut.mass + mass < target) {  // all of the chunk, and more
+      cut.mass += mass;
+      cut.kept += ties;
+      continue;
+    }
+    for (int64_t j = 0; j < end - begin; ++j) {
+      const int64_t i = high_index_first ? end - 1 - j : begin + j;
+      if (list.key[i] != key) continue;
+      cut.mass += list.mass[i];
       ++cut.kept;
-      (high_index_first ? cut.first_token : cut.last_token) = list.token[i + lane];
+      (high_index_first ? cut.first_token : cut.last_token) = list.token[i];
       if (cut.mass >= target) return cut;
     }
   }

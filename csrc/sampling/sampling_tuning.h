@@ -10,7 +10,7 @@ namespace lmdecode::sampling_tuning {
 constexpr int kSampleSize = 1024;
 constexpr int kMaxMassSampleSize = 4096;
 constexpr int kMassSampleShare = 16;
-constexpr int kSampleRun = 32;
+constexpr int kSampleRun = 16;
 // Rows shorter than this are not sampled: every element is a candidate.
 constexpr int64_t kMinSampledVocab = 4096;
 // Bisection steps for a quantile of the sample: an approximate one will do.
@@ -21,9 +21,15 @@ constexpr int64_t kShrinkFactor = 4;
 constexpr int64_t kShrinkSlack = 4096;
 
 // top-p: the share of the tail, 1 - p, that may be left out of the candidates by estimate.
-constexpr float kTailShare = 0.7f;
+constexpr float kTailShare = 0.85f;
 // Standard deviations between the estimated and the assumed position of the cut.
 constexpr float kSampleSigmas = 3.0f;
+// The lower bound has at least this many sampled elements above it: fewer say little about a heavy
+// tail.
+constexpr int kMinSampledCandidates = 48;
+// A lower bound that was too high is lowered by this many powers of two of the weight, and again.
+constexpr float kRetryExponents = 4.0f;
+constexpr int kRetries = 3;
 // Fewer sampled elements above the upper bound than this: the bound is not used.
 constexpr int kMinSampledAbove = 128;
 // Bisection steps over kQuantileRange powers of two below the maximum.

@@ -154,7 +154,7 @@ class ScoreBounds {
     const F32 v = convert_u32(word) * splat(0x1p-32f);
     const F32 ratio = weight * approximate_reciprocal(v);  // v = 0: +inf
     F32 high = ratio * splat(1.0f + 0x1p-10f);
-    F32 low = ratio * (one - v) * splat(1.0f - 0x1p-10f) - weight * splat(0x1p-10f);
+    F32 low = ratio * ((one - v) * splat(1.0f - 0x1p-10f) - splat(0x1p-10f));
     low = select(v > splat(0x1p-20f), low, none);
     if (valid != kAllLanes) {
       const Mask mask = mask_of(valid);
@@ -246,6 +246,10 @@ RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const Weight
       if (has_ties) {
         const U32 token = iota_u32() + splat_u32(static_cast<uint32_t>(at));
         valid &= bits(a >= above) | (bits(token >= first) & bits(last >= token));
+      }
+      if (valid == 0) {
+        store(upper + at, splat(-1.0f));
+        continue;
       }
       kept += count(valid);
       bounds.add(weights(rule, a), word[j], valid, upper + at);

@@ -100,6 +100,7 @@ class RowSampler {
   }
 
   static float larger(float a, float b) { return a > b ? a : b; }
+  static float smaller(float a, float b) { return a < b ? a : b; }
 
   // The lowest logit that min-p keeps.
   float min_p_logit() const {
@@ -115,26 +116,40 @@ class RowSampler {
   void collect_top_k() {
     using namespace sampling_tuning;
     const int64_t k = plan_.top_k;
-    float threshold = floor_;
-    float safe_threshold = floor_;
+    // Thresholds to try: by the expected rank in a sample, by a generous one, and one that is safe.
+    float threshold[3] = {floor_, floor_, floor_};
     if (n_ >= kMinSampledVocab && k <= n_ / 4) {
       alignas(64) float sample[kSampleSize];
       sample_row(x_, n_, kSampleSize, sample);
       const float expected = static_cast<float>(k) * kSampleSize / static_cast<float>(n_);
       const int rank = static_cast<int>(expected + 3.0f * square_root(expected) + 5.0f);
-      threshold = larger(sample_quantile(sample, rank), floor_);
+      threshold[0] = class_bottom(larger(sample_quantile(sample, kSampleSize, rank), floor_));
+      if (threshold[0] > floor_) {
+        stream_top_k(threshold[0]);
+        if (list_.size >= k) return cut_top_k();
+      }
+      threshold[1] =
+          class_bottom(larger(sample_quantile(sample, kSampleSize, 4 * rank + 64), floor_));
       // At least k elements of the row are at or above the k-th of any part of it.
-      if (k <= kSampleSize)
-        safe_threshold = larger(sample_quantile(sample, static_cast<int>(k)), floor_);
+      if (k <= kSampleSize) {
+        threshold[2] =
+            class_bottom(larger(sample_quantile(sample, kSampleSize, static_cast<int>(k)), floor_));
+      }
+      if (threshold[1] < threshold[0] && threshold[1] > threshold[2]) {
+        list_.size = 0;
+        stream_top_k(threshold[1]);
+        if (list_.size >= k) return cut_top_k();
+      }
+      if (!(threshold[2] < threshold[0])) threshold[2] = floor_;
     }
-    threshold = class_bottom(threshold);
-    stream_top_k(threshold);
-    if (list_.size < k && threshold > floor_) {
-      list_.size = 0;
-      stream_top_k(class_bottom(safe_threshold < threshold ? safe_threshold : floor_));
-    }
+    list_.size = 0;
+    stream_top_k(threshold[2]);
+    cut_top_k();
+  }
+
+  void cut_top_k() {
     make_keys(&list_, plan_.temperature);
-    if (k < list_.size) select_top_k(&list_, k, rules_.keep_top_k_ties);
+    if (plan_.top_k < list_.size) select_top_k(&list_, plan_.top_k, rules_.keep_top_k_ties);
   }
 
   // The lowest logit that the temperature maps to the same value: thresholds never part such a
@@ -164,10 +179,10 @@ class RowSampler {
 
   // About the rank-th largest element of the sample, never above it by more than the search's
   // resolution; -inf where there are fewer numbers than that.
-  static float sample_quantile(const float* sample, int rank) {
+  static float sample_quantile(const float* sample, int size, int rank) {
     using namespace sampling_tuning;
     F32 top = splat(minus_infinity());
-    for (int i = 0; i < kSampleSize; i += kLanes) top = max(load(sample + i), top);
+    for (int i = 0; i < size; i += kLanes) top = max(load(sample + i), top);
     const uint32_t high_key = order_key(reduce_max(top));
     // count(>= low) >= rank (or low is -inf), count(>= high) < rank unless high is the maximum
     uint64_t low = kMinusInfinityKey, high = static_cast<uint64_t>(high_key) + 1;
@@ -178,7 +193,7 @@ class RowSampler {
       const uint64_t middle = (low + high) / 2;
       const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
       int n = 0;
-      for (int i = 0; i < kSampleSize; i += kLanes) n += count(bits(load(sample + i) >= b));
+      for (int i = 0; i < size; i += kLanes) n += count(bits(load(sample + i) >= b));
       (n >= rank ? low : high) = middle;
     }
     return value_of_key(static_cast<uint32_t>(low));
@@ -325,8 +340,9 @@ class RowSampler {
   };
 
   RowCut cut_row() {
-    Band band = n_ < sampling_tuning::kMinSampledVocab ? Band{floor_, 0.0f, false} : guess_band();
-    for (;;) {
+    using namespace sampling_tuning;
+    Band band = n_ < kMinSampledVocab ? Band{floor_, 0.0f, false} : guess_band();
+    for (int retry = 0;; ++retry) {
       list_.size = 0;
       const MassScan scan = band.bounded ? scan_band<true>(band) : scan_band<false>(band);
       const uint64_t target = mass_threshold(plan_.top_p, scan.total, rules_.strict_top_p);
@@ -337,7 +353,9 @@ class RowSampler {
           const ListCut cut = cut_list(target - scan.above);
           return {cut.set, scan.count_above + cut.kept, scan.above + cut.mass, !band.bounded};
         }
-        band.lower = floor_;  // the cut is below the band
+        // The cut is below the band.
+        const float lowered = band.lower - kRetryExponents / rule_.factor;
+        band.lower = retry < kRetries ? larger(class_bottom(lowered), floor_) : floor_;
       }
       band.bounded = false;  // or above it
     }
@@ -377,6 +395,9 @@ class RowSampler {
     Band band{floor_, 0.0f, false};
     band.lower = larger(
         class_bottom(weighted_quantile(sample, weight, size, share * total / scale)), floor_);
+    band.lower =
+        smaller(band.lower,
+                class_bottom(larger(sample_quantile(sample, size, kMinSampledCandidates), floor_)));
     const float head = plan_.top_p - kSampleSigmas * sigma;
     if (head > 0.0f) {
       // Below `upper` lies 1 - head of the mass.
