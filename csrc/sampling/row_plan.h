@@ -82,7 +82,12 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
 LMD_HOST_DEVICE double min_p_bound(const RowPlan& plan, float max, bool probabilities) {
   if (plan.min_p_mode == MinPMode::kMaximum || plan.min_p_mode == MinPMode::kOneToken)
     return static_cast<double>(max);
-  if (probabilities) return static_cast<double>(max) * static_cast<double>(plan.min_p);
+  if (probabilities) {
+    const double bound = static_cast<double>(max) * static_cast<double>(plan.min_p);
+    return bound < static_cast<double>(max)
+               ? bound
+               : static_cast<double>(max);  // the maximum stays, be it negative
+  }
   return static_cast<double>(max) + plan.log_min_p;
 }
 

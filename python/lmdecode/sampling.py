@@ -143,12 +143,11 @@ def top_k_top_p_sample(
     p, p_rows = _split("top_p", top_p, 1.0, torch.float32)
     m, m_rows = _split("min_p", min_p, 0.0, torch.float32)
     t, t_rows = _split("temperature", temperature, 1.0, torch.float32)
-    if not torch.compiler.is_compiling():
-        _check_number("top_p", p, float("-inf"), "a number")
-        _check_number("min_p", m, float("-inf"), "a number")
-        _check_number("temperature", t, 0.0, "a number >= 0")
-        if abs(k) > _MAX_SEED:
-            raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
+    _check_number("top_p", p, float("-inf"), "a number")
+    _check_number("min_p", m, float("-inf"), "a number")
+    _check_number("temperature", t, 0.0, "a number >= 0")
+    if abs(k) > _MAX_SEED:
+        raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
         if not isinstance(q, Tensor):
             raise TypeError(f"{_OP}: q is of type {type(q).__name__}; expected a tensor or None")

@@ -1,0 +1,1 @@
+"""The ops under the names and rules of other libraries: ``ascend``."""

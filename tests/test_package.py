@@ -1,0 +1,159 @@
+"""The wheel: it builds from a copy of the sources, and runs from anywhere without them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "cmake", "csrc", "pyproject.toml", "python")
+
+OP_CALL = """
+import lmdecode, pathlib, sys, torch
+assert pathlib.Path(lmdecode.__file__).is_relative_to(sys.argv[1]), lmdecode.__file__
+out = lmdecode.top_k_top_p_sample(torch.tensor([[1.0, 3.0, 2.0]]), 2, return_logits=True)
+print(out.index.tolist(), out.kept_logits.tolist())
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run from a folder, with nothing of Python's or lmdecode's in the environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LMDECODE"))}
+    return subprocess.run(
+        command, cwd=cwd, env={**env, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def run_installed(target: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with lmdecode from a folder, be it installed in this environment or not.
+
+    -S skips the import hook of an editable install, which goes before PYTHONPATH.
+    """
+    paths = dict.fromkeys((str(target), *(sysconfig.get_path(p) for p in ("purelib", "platlib"))))
+    return run(sys.executable, "-S", *arguments, cwd=cwd, PYTHONPATH=os.pathsep.join(paths))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources with the packages that are installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        path = ROOT / name
+        if path.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(path, source / name, ignore=ignore)
+        elif path.is_file():
+            shutil.copy(path, source / name)
+    for module in ("pip", "scikit_build_core"):
+        if run(sys.executable, "-c", f"import {module}", cwd=folder).returncode != 0:
+            pytest.skip(f"cannot build without an index: {module} is not installed")
+    command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+    done = run(*command, "--no-index", ".", "-w", str(folder / "dist"), cwd=source)
+    if done.returncode != 0 and re.search(r"BackendUnavailable|No module named", done.stderr):
+        pytest.skip(f"cannot build without an index: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (wheel,) = (folder / "dist").glob("lmdecode-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    command = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target")
+    done = run(*command, str(target), str(wheel), cwd=target)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    """The package, its libraries, its types and its licence; no sources of C++, no tests."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert re.fullmatch(r"lmdecode-[\d.]+-py3-none-\w+\.whl", wheel.name)
+    for name in ("__init__.py", "py.typed", "_C.so", "compat/ascend.py", "reference/sampling.py"):
+        assert f"lmdecode/{name}" in names
+    top = {name.split("/")[0] for name in names}
+    assert {folder for folder in top if not folder.endswith(".dist-info")} == {"lmdecode"}
+    assert any(re.search(r"\.dist-info/.*LICENSE", name) for name in names)
+    suffixes = {Path(name).suffix for name in names if name.startswith("lmdecode/")}
+    assert suffixes <= {".py", ".typed", ".so"}
+
+
+def test_report(installed: Path, tmp_path: Path) -> None:
+    """``python -m lmdecode`` from an unrelated folder."""
+    done = run_installed(installed, "-m", "lmdecode", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", lines["lmdecode"])
+    assert lines["torch"] == torch.__version__
+    assert lines["CPU capability"] in ("default", "avx2", "avx512")
+    assert re.match(r"off: .+|kernels loaded, .+", lines["CUDA"])
+    ops = lines["ops"].split(", ")
+    assert {"cpu_capability", "top_k_top_p_sample", "top_k_top_p_sample.out"} <= set(ops)
+
+
+def test_op_call(installed: Path, tmp_path: Path) -> None:
+    done = run_installed(installed, "-c", OP_CALL, str(installed), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[1] [[-inf, 3.0, 2.0]]"
+
+
+def test_the_version_is_one(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    code = "import lmdecode; print(lmdecode.__version__)"
+    done = run_installed(installed, "-c", code, cwd=tmp_path)
+    assert wheel.name.split("-")[1] == done.stdout.strip()
+
+
+# --- The installed package ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_capability_can_be_forced(capability: str, tmp_path: Path) -> None:
+    code = "import lmdecode; print(lmdecode.cpu_capability())"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, LMDECODE_CPU_CAPABILITY=capability)
+    if done.returncode == 0:
+        assert done.stdout.strip() == capability
+    else:  # the machine lacks it
+        assert "ValueError" in done.stderr and capability in done.stderr
+        assert capability != "default"
+
+
+WRONG_CAPABILITY = """
+import lmdecode, lmdecode.__main__, torch
+for call in (
+    lmdecode.cpu_capability,
+    lambda: lmdecode.top_k_top_p_sample(torch.zeros(1, 4)),
+    lmdecode.__main__.main,
+):
+    try:
+        call()
+    except ValueError as error:
+        print("ValueError:", error)
+"""
+
+
+@pytest.mark.parametrize("word", ["bogus", "AVX2", " avx2"])
+def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
+    """Importing works, every use raises."""
+    command = (sys.executable, "-c", WRONG_CAPABILITY)
+    done = run(*command, cwd=tmp_path, LMDECODE_CPU_CAPABILITY=word)
+    assert done.returncode == 0, done.stderr
+    messages = [line for line in done.stdout.splitlines() if line.startswith("ValueError: ")]
+    assert len(messages) == 3, done.stdout
+    for message in messages:
+        for text in ("LMDECODE_CPU_CAPABILITY", word, "default", "avx2", "avx512"):
+            assert text in message
+
+
+def test_an_empty_capability_is_none(tmp_path: Path) -> None:
+    code = "import lmdecode; print(lmdecode.cpu_capability())"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, LMDECODE_CPU_CAPABILITY="")
+    assert done.returncode == 0, done.stderr
