@@ -6,14 +6,14 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   // Parameters come as one number for all rows and, instead of it, as a tensor of one number a row.
   // `seed` rows < 0 draw no noise. kept_logits and logprob are None where not asked for.
   m.def(
-      "top_k_top_p_sample(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? "
+      "top_k_top_p_sample(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, Tensor? "
       "top_p_rows, "
       "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, "
       "Tensor? seed, "
       "Tensor? position, float eps, bool return_logits, bool return_logprob, int dialect) "
       "-> (Tensor index, Tensor kept_logits, Tensor logprob, Tensor kept_count, Tensor status)");
   m.def(
-      "top_k_top_p_sample.out(Tensor logits, int top_k, Tensor? top_k_rows, float top_p, Tensor? "
+      "top_k_top_p_sample.out(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, Tensor? "
       "top_p_rows, "
       "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, "
       "Tensor? seed, "

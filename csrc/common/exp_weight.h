@@ -30,6 +30,15 @@ constexpr float kRoundMagic = 12582912.0f;
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr float kMaxFloat = 0x1.fffffep127f;
 
+// a * b + c, rounded once: everywhere, by the library where the processor has no such instruction.
+LMD_HOST_DEVICE float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 // Factor from logits to exponents of two: log2(e) / temperature, finite, so that 0 * factor is 0.
 LMD_HOST_DEVICE float exponent_factor(float temperature) {
   const double factor = kLog2E / static_cast<double>(temperature);
@@ -43,11 +52,11 @@ LMD_HOST_DEVICE float scaled_weight(float value, float max, float factor, int sc
   const float whole = (exponent + kRoundMagic) - kRoundMagic;
   const float f = exponent - whole;
   float p = kExp2C5;
-  p = p * f + kExp2C4;
-  p = p * f + kExp2C3;
-  p = p * f + kExp2C2;
-  p = p * f + kExp2C1;
-  p = p * f + 1.0f;
+  p = fused_multiply_add(p, f, kExp2C4);
+  p = fused_multiply_add(p, f, kExp2C3);
+  p = fused_multiply_add(p, f, kExp2C2);
+  p = fused_multiply_add(p, f, kExp2C1);
+  p = fused_multiply_add(p, f, 1.0f);
   return float_of(bits_of(p) + (static_cast<uint32_t>(static_cast<int32_t>(whole) + scale) << 23));
 }
 
@@ -55,7 +64,7 @@ LMD_HOST_DEVICE float token_weight(float value, float max, float factor) {
   return scaled_weight(value, max, factor, 0);
 }
 
-// Fraction bits of a mass: the masses of vocab_size tokens fit 63 bits. 43 up to a vocabulary of
+// Fraction bits of a mass: the masses of vocab_size tokens sum to at most 2^63. 43 up to a vocabulary of
 // 2^20.
 LMD_HOST_DEVICE int mass_fraction_bits(int64_t vocab_size) {
   int bits = 43;

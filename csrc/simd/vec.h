@@ -6,7 +6,8 @@
 // can be linked into another. Kernel files hold no std containers and throw nothing, for the same
 // reason.
 //
-// Every operation gives the same bits at every level: no fused multiply-add. The exception is
+// Every operation gives the same bits at every level: multiply_add is fused at each, and
+// nothing else is. The exception is
 // approximate_reciprocal, within 2^-11 of 1 / a, relative; +inf for 0: for bounds alone.
 //
 //   F32  load(p) for float, BFloat16, Half (exact); splat; + - * /; max(a, b) = a > b ? a : b, so b
@@ -50,11 +51,11 @@ inline F32 scaled_weight(F32 value, F32 max_value, F32 factor, float scale) {
   const F32 whole = round_even(exponent);
   const F32 f = exponent - whole;
   F32 p = splat(kExp2C5);
-  p = p * f + splat(kExp2C4);
-  p = p * f + splat(kExp2C3);
-  p = p * f + splat(kExp2C2);
-  p = p * f + splat(kExp2C1);
-  p = p * f + splat(1.0f);
+  p = multiply_add(p, f, splat(kExp2C4));
+  p = multiply_add(p, f, splat(kExp2C3));
+  p = multiply_add(p, f, splat(kExp2C2));
+  p = multiply_add(p, f, splat(kExp2C1));
+  p = multiply_add(p, f, splat(1.0f));
   return multiply_power_of_two(p, whole + splat(scale));
 }
 

@@ -59,6 +59,10 @@ LMD_BINARY(Mask, U32, operator==, a.v[i] == b.v[i])
 LMD_BINARY(Mask, Mask, operator_or, a.v[i] | b.v[i])
 #undef LMD_BINARY
 
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+  LMD_EACH_LANE a.v[i] = fused_multiply_add(a.v[i], b.v[i], c.v[i]);
+  return a;
+}
 inline F32 abs(F32 a) {
   LMD_EACH_LANE a.v[i] = float_of(bits_of(a.v[i]) & 0x7fffffffu);
   return a;

@@ -26,7 +26,17 @@ def _top_k_top_p_sample(
     return_logprob,
     dialect,
 ):
-    torch._check(logits.dim() == 2, lambda: f"logits has shape {list(logits.shape)}")
+    # CPU logits with a meta tensor beside them end up here, and not in the CPU op.
+    others = dict(
+        top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
+        q=q, seed=seed, position=position,
+    )  # fmt: skip
+    for name, other in others.items():
+        if other is not None and other.device != logits.device:
+            raise ValueError(
+                f"top_k_top_p_sample: {name} is on {other.device}; "
+                f"expected the device of logits, {logits.device}"
+            )
     batch, vocab = logits.shape
     return (
         logits.new_empty((batch,), dtype=torch.int64),

@@ -1,0 +1,114 @@
+// The one header CUDA kernels include. Under nvcc the CUDA names are the compiler's own and this
+// adds thin wrappers for what CUDA C++ spells in PTX; under LMDECODE_CUDA_EMULATION all of them
+// come from tests/cpp/cuda_emulation.
+//
+// A kernel keeps to these rules, so that it can be run on the CPU:
+//   - shared memory is one struct in dynamic shared memory, reached by shared_storage<S>(); no
+//   __shared__ variables;
+//   - warp intrinsics name their mask; no __activemask, no reliance on lockstep between lanes;
+//   - nothing waits by reading memory in a loop; threads wait at barriers and warp exchanges.
+#pragma once
+
+#if defined(LMDECODE_CUDA_EMULATION)
+#include "cuda_emulation.h"
+#elif defined(__CUDACC__)
+#include <cuda_runtime.h>
+
+namespace lmdecode::cuda {
+
+// The block's dynamic shared memory as one struct. Contents are undefined at kernel start: S must
+// not need constructing.
+template <class S>
+__device__ __forceinline__ S& shared_storage() {
+  static_assert(alignof(S) <= 128);
+  extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];
+  return *reinterpret_cast<S*>(dynamic_shared_memory);
+}
+
+// Lets the emulation switch threads here; costs nothing on a GPU.
+__device__ __forceinline__ void schedule_point() {}
+
+// Thread block clusters. Below sm_90 a block is a cluster of one, so one source serves both.
+
+__device__ __forceinline__ unsigned cluster_rank() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return 0;
+#endif
+}
+
+__device__ __forceinline__ unsigned cluster_size() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+#else
+  return 1;
+#endif
+}
+
+// All threads of the cluster meet; what any of them wrote before, all of them see after. Not
+// `.aligned`: that would ask for converged warps, which CUDA C++ does not promise after a branch.
+__device__ __forceinline__ void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// The address in block `rank`'s shared memory of what `pointer` is in this block's. Valid between a
+// first cluster_sync (the other block runs) and a last one (it has not left yet).
+template <class T>
+__device__ __forceinline__ T* map_shared_rank(T* pointer, unsigned rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  T* mapped;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(pointer), "r"(rank));
+  return mapped;
+#else
+  return pointer;
+#endif
+}
+
+// Asynchronous 16-byte copy, global to shared, both 16-byte aligned; bytes past `valid_bytes`
+// (0..16) become zero and are not read. The data is there for this thread after copy_async_wait,
+// for others after a barrier behind that.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global,
+                                              unsigned valid_bytes = 16) {
+  const unsigned destination = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const size_t source = __cvta_generic_to_global(global);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(valid_bytes)
+               : "memory");
+}
+
+// Closes the group of the copies issued since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's latest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace lmdecode::cuda
+#else
+#error "compile with nvcc, or define LMDECODE_CUDA_EMULATION (tests/cpp/cuda_emulation)"
+#endif
+
+namespace lmdecode::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr unsigned kFullMask = 0xffffffffu;
+
+// Of blocks that are one-dimensional.
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarpSize); }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / kWarpSize); }
+
+}  // namespace lmdecode::cuda

@@ -1,0 +1,192 @@
+// Where a sum over the tokens of a row, taken in descending order of a key, reaches a target: a
+// descent over the digits of the key, one histogram a digit. Amounts are integers, so the order in
+// which they are added does not matter.
+#pragma once
+
+#include "sampling/row_cluster.cuh"
+#include "sampling/row_slice.cuh"
+#include "sampling/token_weight.cuh"
+#include "sampling/value_class.cuh"
+
+namespace lmdecode::sampling_cuda {
+
+// Tokens of a row: those of `set`, below the value `below` (NaN: no limit), without those of `done`
+// if there is such a set.
+struct TokenRange {
+  KeptSet set;
+  float below = float_of(0x7fc00000u);
+  bool has_done = false;
+  KeptSet done{};
+
+  __device__ bool contains(float logit, uint32_t token) const {
+    return set.contains(logit, token) && !(logit >= below) &&
+           !(has_done && done.contains(logit, token));
+  }
+};
+
+// Keys of values are the order keys of logits, without the bits that T leaves no choice of.
+template <class T>
+constexpr int kUnusedKeyBits = 0;
+template <>
+inline constexpr int kUnusedKeyBits<Half> = 13;
+template <>
+inline constexpr int kUnusedKeyBits<BFloat16> = 16;
+
+template <class T>
+__device__ float value_of_short_key(uint32_t key) {
+  constexpr int kUnused = kUnusedKeyBits<T>;
+  const uint32_t high = key << kUnused;
+  // A negative value's key is the complement of its bits.
+  return value_of_key(high & 0x80000000u ? high : high | ((1u << kUnused) - 1));
+}
+
+enum class Order { kValue, kLowTokenFirst, kHighTokenFirst };
+
+struct Descent {
+  bool reached = false;  // false: the target was 0 or above the total
+  uint32_t key = 0;      // at which the sum reaches the target
+  Word above = 0;        // the sum over larger keys
+  Word at = 0;           // over this key
+  Word target = 0;
+};
+
+__device__ inline void add_to_bin(RowStorage::Histogram& histogram, uint32_t bin, Word amount) {
+#if defined(LMD_PLANT_RACE)  // tests plant it to see that it is noticed
+  const uint32_t old = histogram.low[bin];
+  cuda::schedule_point();
+  histogram.low[bin] = old + static_cast<uint32_t>(amount);
+#else
+  const uint32_t old = atomicAdd(&histogram.low[bin], static_cast<uint32_t>(amount));
+#endif
+  const uint32_t sum = old + static_cast<uint32_t>(amount);
+  const uint32_t carried = static_cast<uint32_t>(amount >> 32) + (sum < old);
+  if (carried != 0) atomicAdd(&histogram.high[bin], carried);
+}
+
+// Bins are read four at a time, so there are four at least.
+__device__ inline uint32_t bins_of(int width) { return width < 2 ? 4u : 1u << width; }
+
+struct BinGroup {
+  Word sum[4];
+};
+
+// The sums of bins [4 * group, 4 * group + 4) over the cluster.
+__device__ inline BinGroup group_sums(RowCluster& cluster, unsigned parity, uint32_t group,
+                                      bool wide) {
+  RowStorage::Histogram& histogram = cluster.storage().histogram[parity];
+  uint4* low = reinterpret_cast<uint4*>(histogram.low) + group;
+  uint4* high = reinterpret_cast<uint4*>(histogram.high) + group;
+  BinGroup bins{};
+#pragma unroll 4
+  for (unsigned rank = 0; rank < cluster.size(); ++rank) {
+    const uint4 l = *cluster.at_rank(low, rank);
+    const uint4 h = wide ? *cluster.at_rank(high, rank) : uint4{};
+    bins.sum[0] += l.x + (static_cast<Word>(h.x) << 32);
+    bins.sum[1] += l.y + (static_cast<Word>(h.y) << 32);
+    bins.sum[2] += l.z + (static_cast<Word>(h.z) << 32);
+    bins.sum[3] += l.w + (static_cast<Word>(h.w) << 32);
+  }
+  return bins;
+}
+
+// One step: the digit of `width` bits below `shift` at which the target is reached.
+// target_of(total) is asked at the first step.
+template <class TargetOf>
+__device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool wide, bool first,
+                           TargetOf target_of, Descent* descent) {
+  RowStorage& storage = cluster.storage();
+  const uint32_t groups = bins_of(width) / 4;
+  const uint32_t per_thread = (groups + blockDim.x - 1) / blockDim.x;
+  // Thread t has the t-th highest groups of bins.
+  const uint32_t begin = threadIdx.x * per_thread;
+  const uint32_t end = begin + per_thread < groups ? begin + per_thread : groups;
+  Word sum = 0;
+  for (uint32_t i = begin; i < end; ++i) {
+    const BinGroup bins = group_sums(cluster, parity, groups - 1 - i, wide);
+    sum += bins.sum[0] + bins.sum[1] + bins.sum[2] + bins.sum[3];
+  }
+
+  Word before = sum;
+  for (int offset = 1; offset < cuda::kWarpSize; offset *= 2) {
+    const Word other = __shfl_up_sync(cuda::kFullMask, before, offset);
+    if (cuda::lane_id() >= offset) before += other;
+  }
+  if (cuda::lane_id() == cuda::kWarpSize - 1) storage.warp_part[cuda::warp_id()][0] = before;
+  before -= sum;
+  __syncthreads();
+  Word total = 0;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / cuda::kWarpSize; ++warp) {
+    const Word part = storage.warp_part[warp][0];
+    if (warp < cuda::warp_id()) before += part;
+    total += part;
+  }
+  if (first) {
+    descent->target = target_of(total);
+    descent->reached = descent->target >= 1 && descent->target <= total;
+  }
+  before += descent->above;
+  if (descent->reached && before < descent->target && before + sum >= descent->target) {
+    bool found = false;
+    for (uint32_t i = begin; i < end && !found; ++i) {
+      const BinGroup bins = group_sums(cluster, parity, groups - 1 - i, wide);
+      for (int b = 3; b >= 0 && !found; --b) {
+        found = before + bins.sum[b] >= descent->target;
+        if (found) {
+          storage.found_digit = 4 * (groups - 1 - i) + static_cast<uint32_t>(b);
+          storage.found_above = before;
+          storage.found_at = bins.sum[b];
+        }
+        before += bins.sum[b];
+      }
+    }
+  }
+  __syncthreads();
+  if (!descent->reached) return;
+  descent->key = descent->key << width | storage.found_digit;
+  descent->above = storage.found_above;
+  descent->at = storage.found_at;
+}
+
+// The largest key with amount(tokens of the range with this key or a larger one) >= target, where
+// target = target_of(amount of the range). kMass: amounts are masses, else counts.
+template <bool kMass, Order kOrder, class T, class TargetOf>
+__device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32_t vocab,
+                           const TokenRange& range, const TokenWeight& weight, TargetOf target_of) {
+  int shift = 32 - kUnusedKeyBits<T>;
+  if constexpr (kOrder != Order::kValue) shift = 32 - __clz(static_cast<int>(vocab));
+  const auto key_of = [&](float logit, uint32_t token) -> uint32_t {
+    if constexpr (kOrder == Order::kValue) return order_key(logit) >> kUnusedKeyBits<T>;
+    return kOrder == Order::kLowTokenFirst ? vocab - 1 - token : token;
+  };
+  Descent descent;
+  for (bool first = true; shift > 0; first = false) {
+    const int width =
+        shift < sampling_cuda_tuning::kDigitBits ? shift : sampling_cuda_tuning::kDigitBits;
+    const int next = shift - width;
+    RowStorage::Histogram& histogram = cluster.storage().histogram[cluster.parity()];
+    for (uint32_t bin = threadIdx.x; bin < bins_of(width); bin += blockDim.x) {
+      histogram.low[bin] = 0;
+      if constexpr (kMass) histogram.high[bin] = 0;
+    }
+    __syncthreads();
+    const uint32_t prefix = descent.key, mask = (1u << width) - 1;
+    slice.each([&](float logit, uint32_t token) {
+      if (!range.contains(logit, token)) return;
+      const uint32_t key = key_of(logit, token);
+      if (!first && key >> shift != prefix) return;
+      if constexpr (kMass) {
+        const Word mass = weight.mass(logit);
+        if (mass != 0) add_to_bin(histogram, key >> next & mask, mass);
+      } else {
+        add_to_bin(histogram, key >> next & mask, 1);
+      }
+    });
+    const unsigned parity = cluster.meet();
+    find_digit(cluster, parity, width, kMass, first, target_of, &descent);
+    if (!descent.reached) return descent;
+    shift = next;
+  }
+  return descent;
+}
+
+}  // namespace lmdecode::sampling_cuda

@@ -1,0 +1,158 @@
+// A block's slice of a row of logits: read from global memory once and kept in shared memory as
+// far as there is room; the rest is read again in each pass (from L2, more often than not).
+#pragma once
+
+#include "common/cuda_intrinsics.cuh"
+#include "common/half.h"
+#include "sampling/sampling_cuda_tuning.h"
+#include "sampling/sampling_launch_plan.h"
+
+namespace lmdecode::sampling_cuda {
+
+// The elements of T that 16 bytes hold.
+__device__ __forceinline__ float unpack(const uint4& bytes, int i, const float*) {
+  return float_of(i == 0 ? bytes.x : i == 1 ? bytes.y : i == 2 ? bytes.z : bytes.w);
+}
+template <class T>
+__device__ __forceinline__ float unpack(const uint4& bytes, int i, const T*) {
+  const unsigned pair = i < 2 ? bytes.x : i < 4 ? bytes.y : i < 6 ? bytes.z : bytes.w;
+  return to_float(T{static_cast<uint16_t>(i % 2 ? pair >> 16 : pair)});
+}
+
+template <class T>
+class RowSlice {
+ public:
+  static constexpr uint32_t kPerVector = 16 / sizeof(T);
+
+  // row: the logits of all tokens of the row, `stride` elements apart. cache: room for plan.cached
+  // elements, sampling_cache_bytes(), aligned to 16.
+  __device__ RowSlice(const T* row, int64_t stride, uint32_t vocab, unsigned rank,
+                      const SamplingLaunchPlan& plan, unsigned char* cache)
+      : row_(row), stride_(stride) {
+    const int64_t begin = rank * plan.slice;
+    begin_ = begin < vocab ? static_cast<uint32_t>(begin) : vocab;
+    size_ = vocab - begin_;
+    if (size_ > plan.slice) size_ = static_cast<uint32_t>(plan.slice);
+    const uint32_t room = static_cast<uint32_t>(plan.cached);
+    cache_ = reinterpret_cast<T*>(cache);
+    if (stride != 1) {  // one by one
+      head_ = size_;
+      cached_ = size_ < room ? size_ : room;
+      return;
+    }
+    // The cache is as far from a multiple of 16 as the row, so that vectors of one are vectors of
+    // the other.
+    const uint32_t lead = reinterpret_cast<uintptr_t>(row_ + begin_) % 16 / sizeof(T);
+    cache_ += lead;
+    head_ = (kPerVector - lead) % kPerVector;
+    if (head_ > size_) head_ = size_;
+    vectors_ = (size_ - head_) / kPerVector;
+    if (room >= size_) {
+      cached_ = size_;
+      cached_vectors_ = vectors_;
+    } else {
+      cached_vectors_ = room > head_ ? (room - head_) / kPerVector : 0;
+      cached_ = cached_vectors_ ? head_ + cached_vectors_ * kPerVector : 0;
+    }
+  }
+
+  __device__ uint32_t begin() const { return begin_; }
+  __device__ uint32_t size() const { return size_; }
+
+  // Reads the slice and fills the cache: see(logit) for each logit, once, by any thread.
+  template <class See>
+  __device__ void load(See see) {
+    for (uint32_t j = threadIdx.x; j < head_; j += blockDim.x) see(load_one(j));
+    constexpr int kBatch = sampling_cuda_tuning::kLoadsInFlight;
+    const uint4* from = global_vectors();
+    uint4* to = cached_vectors();
+    for (uint32_t v = threadIdx.x; v < vectors_; v += kBatch * blockDim.x) {
+      uint4 bytes[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t at = v + b * blockDim.x;
+        if (at < vectors_) bytes[b] = __ldg(from + at);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t at = v + b * blockDim.x;
+        if (at >= vectors_) break;
+        if (at < cached_vectors_) to[at] = bytes[b];
+#pragma unroll
+        for (uint32_t i = 0; i < kPerVector; ++i) see(unpack(bytes[b], i, row_));
+      }
+    }
+    for (uint32_t j = tail() + threadIdx.x; j < size_; j += blockDim.x) see(load_one(j));
+  }
+
+  // see(logit, token) for each logit, once, by any thread: load() and a barrier come first.
+  template <class See>
+  __device__ void each(See see) const {
+    for (uint32_t j = threadIdx.x; j < head_; j += blockDim.x) see((*this)[j], begin_ + j);
+    const uint4* from = global_vectors();
+    const uint4* cache = cached_vectors();
+    for (uint32_t v = threadIdx.x; v < vectors_; v += blockDim.x) {
+      const uint4 bytes = v < cached_vectors_ ? cache[v] : __ldg(from + v);
+      const uint32_t token = begin_ + head_ + v * kPerVector;
+#pragma unroll
+      for (uint32_t i = 0; i < kPerVector; ++i) see(unpack(bytes, i, row_), token + i);
+    }
+    for (uint32_t j = tail() + threadIdx.x; j < size_; j += blockDim.x) {
+      see((*this)[j], begin_ + j);
+    }
+  }
+
+  // value(logit, token) of each token to row_out[token]: whole vectors where they are aligned, with
+  // a streaming hint, since nothing here reads them again.
+  template <class ValueOf>
+  __device__ void write(float* row_out, ValueOf value) const {
+    float* out = row_out + begin_;
+    uint32_t head = (16 - reinterpret_cast<uintptr_t>(out) % 16) / sizeof(float) % 4;
+    if (head > size_) head = size_;
+    const uint32_t vectors = (size_ - head) / 4;
+    const auto at = [&](uint32_t j) { return value((*this)[j], begin_ + j); };
+    for (uint32_t j = threadIdx.x; j < head; j += blockDim.x) __stcs(out + j, at(j));
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      const uint32_t j = head + 4 * v;
+      __stcs(reinterpret_cast<float4*>(out + j),
+             make_float4(at(j), at(j + 1), at(j + 2), at(j + 3)));
+    }
+    for (uint32_t j = head + 4 * vectors + threadIdx.x; j < size_; j += blockDim.x) {
+      __stcs(out + j, at(j));
+    }
+  }
+
+  // The j-th logit of the slice.
+  __device__ float operator[](uint32_t j) const {
+    return j < cached_ ? to_float(cache_[j]) : of_row(begin_ + j);
+  }
+
+  // A logit of the whole row.
+  __device__ float of_row(uint32_t token) const {
+    return to_float(row_[static_cast<int64_t>(token) * stride_]);
+  }
+
+ private:
+  __device__ uint32_t tail() const { return head_ + vectors_ * kPerVector; }
+  __device__ const uint4* global_vectors() const {
+    return reinterpret_cast<const uint4*>(row_ + begin_ + head_);
+  }
+  __device__ uint4* cached_vectors() const { return reinterpret_cast<uint4*>(cache_ + head_); }
+
+  __device__ float load_one(uint32_t j) {
+    const T logit = row_[static_cast<int64_t>(begin_ + j) * stride_];
+    if (j < cached_) cache_[j] = logit;
+    return to_float(logit);
+  }
+
+  const T* row_;
+  int64_t stride_;
+  T* cache_;
+  uint32_t begin_, size_;
+  uint32_t head_;  // elements before the first vector
+  uint32_t vectors_ = 0;
+  uint32_t cached_ = 0;  // elements [0, cached_) are in the cache
+  uint32_t cached_vectors_ = 0;
+};
+
+}  // namespace lmdecode::sampling_cuda

@@ -1,0 +1,389 @@
+// top_k_top_p_sample on a GPU: one thread block cluster a row. docs/sampling.md has the semantics,
+// sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit for bit.
+//
+// The row is read once into the shared memory of the cluster (row_slice.cuh). What is kept of it is
+// one interval of logits and, among the ties at its lower end, an interval of tokens (KeptSet);
+// each stage narrows it by a radix descent over counts or masses (radix_descent.cuh) and nothing is
+// sorted or moved.
+#pragma once
+
+#include "common/mass_threshold.h"
+#include "sampling/rank_noise.cuh"
+
+namespace lmdecode::sampling_cuda {
+
+template <class T>
+class RowSampler {
+ public:
+  __device__ RowSampler(const TopKTopPSampleParams& params, const SamplingLaunchPlan& plan,
+                        RowStorage& storage)
+      : params_(params),
+        launch_(plan),
+        rules_(dialect_rules(params.dialect)),
+        vocab_(static_cast<uint32_t>(params.vocab)),
+        cluster_(storage, plan.cluster_size) {}
+
+  __device__ void run(int64_t row) {
+    row_ = row;
+    plan_ = make_row_plan(params_, rules_, row);
+    status_ = plan_.status;
+    RowSlice<T> slice(static_cast<const T*>(params_.logits) + row * params_.logits_row_stride,
+                      params_.logits_vocab_stride, vocab_, cluster_.rank(), launch_,
+                      reinterpret_cast<unsigned char*>(&cluster_.storage() + 1));
+    load(slice);
+    if (plan_.greedy) {
+      greedy(slice);
+    } else {
+      filtered(slice);
+    }
+    // Nobody starts the next row, or leaves, while others still read this block's memory.
+    cluster_.sync();
+  }
+
+ private:
+  struct One {
+    Word value;
+  };
+
+  __device__ Word max_of_cluster(Word value) {
+    const auto larger = [](One a, One b) { return a.value > b.value ? a : b; };
+    return cluster_.reduce(One{value}, larger).value;
+  }
+
+  __device__ void load(RowSlice<T>& slice) {
+    struct Scan {
+      Word max_key, has_nan;
+    };
+    float best = minus_infinity();
+    bool has_nan = false;
+    slice.load([&](float logit) {
+      best = logit > best ? logit : best;
+      has_nan |= logit != logit;
+    });
+    const Scan scan =
+        cluster_.reduce(Scan{order_key(best), has_nan}, [](const Scan& a, const Scan& b) {
+          return Scan{a.max_key > b.max_key ? a.max_key : b.max_key, a.has_nan | b.has_nan};
+        });
+    max_ = value_of_key(static_cast<uint32_t>(scan.max_key));
+    if (scan.has_nan) status_ |= kStatusNan;
+  }
+
+  // ---- outputs
+
+  __device__ float filler() const { return rules_.probabilities ? 0.0f : minus_infinity(); }
+
+  __device__ void finish(uint32_t index, Word kept, float logprob) {
+    if (cluster_.rank() != 0 || threadIdx.x != 0) return;
+    params_.index[row_] = index;
+    params_.kept_count[row_] = static_cast<int32_t>(kept);
+    if (params_.logprob) params_.logprob[row_] = logprob;
+    params_.status[row_] = status_;
+  }
+
+  __device__ void finish_empty(const RowSlice<T>& slice) {
+    status_ |= kStatusEmpty;
+    write(slice, [&](float, uint32_t) { return filler(); });
+    finish(0, 0, minus_infinity());
+  }
+
+  __device__ void greedy(const RowSlice<T>& slice) {
+    if (!(max_ > minus_infinity())) return finish_empty(slice);
+    const uint32_t index = first_token(slice, kept_from(max_));
+    write(slice, [&](float logit, uint32_t token) { return token == index ? logit : filler(); });
+    finish(index, 1, 0.0f);
+  }
+
+  // value(logit, token) of each token to kept_logits.
+  template <class ValueOf>
+  __device__ void write(const RowSlice<T>& slice, ValueOf value) {
+    if (params_.kept_logits == nullptr) return;
+    slice.write(params_.kept_logits + row_ * params_.vocab, value);
+  }
+
+  // ---- small searches
+
+  // The first token of a set; 0 where it is empty.
+  __device__ uint32_t first_token(const RowSlice<T>& slice, const KeptSet& set) {
+    uint32_t complement = 0;
+    slice.each([&](float logit, uint32_t token) {
+      if (set.contains(logit, token) && ~token > complement) complement = ~token;
+    });
+    complement = static_cast<uint32_t>(max_of_cluster(complement));
+    return complement == 0 ? 0 : ~complement;
+  }
+
+  __device__ uint32_t last_token(const RowSlice<T>& slice, const KeptSet& set) {
+    Word best = 0;
+    slice.each([&](float logit, uint32_t token) {
+      if (set.contains(logit, token) && token > best) best = token;
+    });
+    return static_cast<uint32_t>(max_of_cluster(best));
+  }
+
+  __device__ ValueClass class_of(float logit) const {
+    return sampling_cuda::class_of(logit, plan_.temperature);
+  }
+
+  // Cuts the set off below `value_class`, which has some of it. Of this class only tokens
+  // [first, last] stay.
+  __device__ void cut_at(const ValueClass& value_class, uint32_t first, uint32_t last) {
+    if (value_class.lowest <= set_.lowest) {  // ties were cut before: both cuts hold
+      first = first > set_.first_tie ? first : set_.first_tie;
+      last = last < set_.last_tie ? last : set_.last_tie;
+    }
+    set_ = {value_class.lowest, value_class.above, first, last};
+  }
+
+  __device__ TokenRange ties_of(const ValueClass& value_class) const {
+    TokenRange ties{set_};
+    if (value_class.lowest > set_.lowest) ties.set = kept_from(value_class.lowest);
+    ties.below = value_class.above;
+    return ties;
+  }
+
+  // ---- the stages
+
+  __device__ void filtered(const RowSlice<T>& slice) {
+    const float floor = find_lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
+    if (!(max_ >= floor)) return finish_empty(slice);
+    const float largest = tempered(max_, plan_.temperature);
+    weight_ = {max_, plan_.factor, plan_.fraction_bits, largest == plus_infinity(),
+               rules_.probabilities};
+    // Infinite logits are the support.
+    set_ =
+        kept_from(weight_.uniform ? find_lowest_logit(kPlusInfinityKey, plan_.temperature) : floor);
+
+    const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
+    if (min_p_first) apply_min_p(slice, largest, floor);
+    if (plan_.top_k > 0) apply_top_k(slice);
+    if (plan_.top_p_mode == TopPMode::kOneToken) keep_one(slice, rules_.high_index_first);
+    if (plan_.top_p_mode == TopPMode::kMass) apply_top_p(slice);
+    if (plan_.min_p_mode != MinPMode::kOff && !min_p_first) apply_min_p(slice, largest, floor);
+    draw(slice);
+  }
+
+  __device__ void apply_top_k(const RowSlice<T>& slice) {
+    const Word k = static_cast<Word>(plan_.top_k);
+    const Descent cut = descend<false, Order::kValue>(
+        cluster_, slice, vocab_, TokenRange{set_}, weight_,
+        [k](Word candidates) { return k < candidates ? k : Word{0}; });
+    if (!cut.reached) return;
+    const ValueClass ties = class_of(value_of_short_key<T>(cut.key));
+    if (rules_.keep_top_k_ties) return cut_at(ties, 0, 0xffffffffu);
+    Word greater = cut.above, equal = cut.at;
+    if (plan_.temperature != 1.0f) {  // other logits may come to the same value
+      const Amounts amounts = amounts_of(slice, ties, /*masses=*/false);
+      greater = amounts.greater;
+      equal = amounts.count;
+    }
+    const Word wanted = k - greater;
+    uint32_t last = 0xffffffffu;
+    if (wanted < equal) {
+      const Descent tie = descend<false, Order::kLowTokenFirst>(
+          cluster_, slice, vocab_, ties_of(ties), weight_, [wanted](Word) { return wanted; });
+      last = vocab_ - 1 - tie.key;
+    }
+    cut_at(ties, 0, last);
+    // The largest logit may have been among the ties that lost.
+    if (greater == 0 && plan_.temperature != 1.0f) {
+      float best = minus_infinity();
+      slice.each([&](float logit, uint32_t token) {
+        if (set_.contains(logit, token) && logit > best) best = logit;
+      });
+      weight_.max = value_of_key(static_cast<uint32_t>(max_of_cluster(order_key(best))));
+    }
+  }
+
+  __device__ void apply_top_p(const RowSlice<T>& slice) {
+    const auto target = [&](Word total) -> Word {
+      const uint64_t whole =
+          rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : uint64_t{total};
+      return mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
+    };
+    const Descent cut =
+        descend<true, Order::kValue>(cluster_, slice, vocab_, TokenRange{set_}, weight_, target);
+    if (!cut.reached) return;
+    const float value = value_of_short_key<T>(cut.key);
+    const ValueClass ties = class_of(value);
+    Word greater = cut.above, mass = cut.at, count = 0;
+    if (plan_.temperature == 1.0f) {
+      count = mass / weight_.mass(value);
+    } else {
+      const Amounts amounts = amounts_of(slice, ties, /*masses=*/true);
+      greater = amounts.greater;
+      count = amounts.count;
+    }
+    uint32_t first = 0, last = 0xffffffffu;
+    if (count > 1) {
+      const Word wanted = cut.target - greater;
+      const auto wanted_mass = [wanted](Word) { return wanted; };
+      if (rules_.high_index_first) {
+        first = descend<true, Order::kHighTokenFirst>(cluster_, slice, vocab_, ties_of(ties),
+                                                      weight_, wanted_mass)
+                    .key;
+      } else {
+        last = vocab_ - 1 -
+               descend<true, Order::kLowTokenFirst>(cluster_, slice, vocab_, ties_of(ties), weight_,
+                                                    wanted_mass)
+                   .key;
+      }
+    }
+    cut_at(ties, first, last);
+  }
+
+  // Of the set: the count or mass above a class of values, and the number of tokens in the class.
+  struct Amounts {
+    Word greater, count;
+  };
+
+  __device__ Amounts amounts_of(const RowSlice<T>& slice, const ValueClass& ties, bool masses) {
+    Amounts amounts{0, 0};
+    slice.each([&](float logit, uint32_t token) {
+      if (!(logit >= ties.lowest) || !set_.contains(logit, token)) return;
+      if (logit >= ties.above) {
+        amounts.greater += masses ? weight_.mass(logit) : 1;
+      } else {
+        ++amounts.count;
+      }
+    });
+    return cluster_.reduce(amounts, [](const Amounts& a, const Amounts& b) {
+      return Amounts{a.greater + b.greater, a.count + b.count};
+    });
+  }
+
+  // The first or last of the largest tokens.
+  __device__ void keep_one(const RowSlice<T>& slice, bool last) {
+    const ValueClass largest = class_of(max_);
+    const KeptSet set = ties_of(largest).set;
+    const uint32_t token = last ? last_token(slice, set) : first_token(slice, set);
+    cut_at(largest, token, token);
+  }
+
+  __device__ void apply_min_p(const RowSlice<T>& slice, float largest, float floor) {
+    if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(slice, /*last=*/false);
+    const double bound = min_p_bound(plan_, largest, rules_.probabilities);
+    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
+    uint32_t key = order_key(value);
+    if (static_cast<double>(value) < bound) ++key;
+    const float lowest = find_lowest_logit(key, plan_.temperature);
+    if (lowest > floor && lowest > set_.lowest) set_ = kept_from(lowest);
+  }
+
+  // ---- the draw, from the kept tokens
+
+  struct Draw {
+    Word count, mass;
+    Word best;  // by mode: complement of the token, (order key of the score, complement), lower
+                // bound
+    Word has_nan;
+  };
+
+  __device__ static Word with_token(float score, uint32_t token) {
+    return static_cast<Word>(order_key(score)) << 32 | (0xffffffffu - token);
+  }
+
+  __device__ void draw(const RowSlice<T>& slice) {
+    const float top = plan_.noise == NoiseMode::kNone ? class_of(max_).lowest : 0.0f;
+    const float* q = params_.q ? params_.q + row_ * params_.q_row_stride : nullptr;
+    const bool masses = params_.logprob != nullptr;
+    Draw all{0, 0, 0, 0};
+    slice.each([&](float logit, uint32_t token) {
+      if (!set_.contains(logit, token)) return;
+      ++all.count;
+      if (masses) all.mass += weight_.mass(logit);
+      Word candidate = 0;
+      if (plan_.noise == NoiseMode::kNone) {
+        if (logit >= top) candidate = 0xffffffffu - token;
+      } else if (plan_.noise == NoiseMode::kByToken) {
+        const float noise = q[static_cast<int64_t>(token) * params_.q_vocab_stride];
+        all.has_nan |= noise != noise;
+        candidate = with_token(external_score(weight_.weight(logit), noise, params_.eps), token);
+      } else if (plan_.noise == NoiseMode::kInternal) {
+        const float lower =
+            lower_score(weight_.weight(logit), noise_word(plan_.seed, plan_.position, token, 0));
+        candidate = order_key(lower);
+      }
+      all.best = candidate > all.best ? candidate : all.best;
+    });
+    all = cluster_.reduce(all, [](const Draw& a, const Draw& b) {
+      return Draw{a.count + b.count, a.mass + b.mass, a.best > b.best ? a.best : b.best,
+                  a.has_nan | b.has_nan};
+    });
+
+    uint32_t index = 0xffffffffu - static_cast<uint32_t>(all.best);
+    if (plan_.noise == NoiseMode::kInternal) {
+      index = draw_by_seed(slice, static_cast<uint32_t>(all.best));
+    } else if (plan_.noise == NoiseMode::kByRank) {
+      const RankDraw ranked = draw_by_rank(cluster_, slice, vocab_, set_, all.count, weight_,
+                                           plan_.temperature, q, params_.q_vocab_stride,
+                                           params_.eps, static_cast<uint32_t>(launch_.rank_chunk));
+      index = static_cast<uint32_t>(ranked.token);
+      all.has_nan |= ranked.has_nan;
+    }
+    if (all.count == 0) index = 0;
+    if (all.has_nan) status_ |= kStatusNan;
+
+    const float off = filler();
+    write(slice, [&](float logit, uint32_t token) {
+      if (!set_.contains(logit, token)) return off;
+      return rules_.probabilities ? logit : tempered(logit, plan_.temperature);
+    });
+    finish(index, all.count,
+           masses ? logprob(weight_.weight(slice.of_row(index)), all.mass) : 0.0f);
+  }
+
+  // The token with the largest weight / noise; bound: order key of the best lower bound.
+  __device__ uint32_t draw_by_seed(const RowSlice<T>& slice, uint32_t bound) {
+    const float lowest = bound > order_key(-1.0f) ? value_of_key(bound) : -1.0f;
+    struct Best {
+      Word score, token;  // bits of the score, which is not negative; complement of the token
+    } best{0, 0};
+    const auto better = [](const Best& a, const Best& b) {
+      return a.score > b.score || (a.score == b.score && a.token > b.token) ? a : b;
+    };
+    slice.each([&](float logit, uint32_t token) {
+      if (!set_.contains(logit, token)) return;
+      const float weight = weight_.weight(logit);
+      if (!(upper_score(weight, noise_word(plan_.seed, plan_.position, token, 0)) >= lowest))
+        return;
+      const double score = exact_score(weight, plan_.seed, plan_.position, token);
+      best = better(Best{bits_of(score), 0xffffffffu - token}, best);
+    });
+    best = cluster_.reduce(best, better);
+    // Nothing passes its bound where all weights are 0 and so is the noise.
+    if (best.token == 0) return first_token(slice, set_);
+    return 0xffffffffu - static_cast<uint32_t>(best.token);
+  }
+
+  __device__ float logprob(float weight_of_chosen, Word kept_mass) const {
+    const double weight = static_cast<double>(weight_of_chosen);
+    const double mass =
+        static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
+    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass))
+                                      : minus_infinity();
+  }
+
+  const TopKTopPSampleParams& params_;
+  const SamplingLaunchPlan& launch_;
+  const DialectRules rules_;
+  const uint32_t vocab_;
+  RowCluster cluster_;
+  int64_t row_ = 0;
+  RowPlan plan_;
+  uint8_t status_ = 0;
+  float max_ = 0.0f;  // the largest logit of the row
+  KeptSet set_{};
+  TokenWeight weight_;
+};
+
+template <class T>
+__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+    top_k_top_p_sample_kernel(const TopKTopPSampleParams params, const SamplingLaunchPlan plan) {
+  RowStorage& storage = cuda::shared_storage<RowStorage>();
+  RowSampler<T> sampler(params, plan, storage);
+  for (int64_t row = blockIdx.x / plan.cluster_size; row < params.batch; row += plan.clusters) {
+    sampler.run(row);
+  }
+}
+
+}  // namespace lmdecode::sampling_cuda

@@ -1,0 +1,25 @@
+"""Every op of lmdecode again in plain torch: the specification in code, the oracle of the tests.
+
+The functions here are slow and simple. They give the same bits as the ops wherever the
+specification promises bits.
+"""
+
+from lmdecode.reference.arithmetic import (
+    exponential_noise,
+    mass_threshold,
+    philox,
+    token_mass,
+    token_noise,
+    token_weight,
+)
+from lmdecode.reference.sampling import top_k_top_p_sample
+
+__all__ = [
+    "exponential_noise",
+    "mass_threshold",
+    "philox",
+    "token_mass",
+    "token_noise",
+    "token_weight",
+    "top_k_top_p_sample",
+]
