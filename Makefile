@@ -67,7 +67,7 @@ command -v $(PYTHON) >/dev/null || { echo "lmdecode: no $(PYTHON): install Pytho
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "lmdecode: $(PYTHON) is too old: Python 3.10 or later is needed, set PYTHON"; exit 1; }; \
 $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "lmdecode: $(PYTHON) has no venv module: on Debian or Ubuntu, apt install python3-venv"; exit 1; }; \
 command -v $(CXX) >/dev/null || { echo "lmdecode: no C++ compiler '$(CXX)': on Debian or Ubuntu, apt install g++, or set CXX"; exit 1; }; \
-printf '%s\n' '\#include <bit>' '\#include <concepts>' 'int main() { return std::popcount(0u); }' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
+printf '%s\n' '#include <bit>' '#include <concepts>' 'int main() { return std::popcount(0u); }' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
   || { echo "lmdecode: '$(CXX)' cannot compile C++20 with its standard headers: g++ 11 or clang 14 with libstdc++ headers is needed"; exit 1; }
 endef
 

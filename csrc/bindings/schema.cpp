@@ -13,7 +13,8 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor? position, float eps, bool return_logits, bool return_logprob, int dialect) "
       "-> (Tensor index, Tensor kept_logits, Tensor logprob, Tensor kept_count, Tensor status)");
   m.def(
-      "top_k_top_p_sample.out(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, Tensor? "
+      "top_k_top_p_sample.out(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
+      "Tensor? "
       "top_p_rows, "
       "float min_p, Tensor? min_p_rows, float temperature, Tensor? temperature_rows, Tensor? q, "
       "Tensor? seed, "

@@ -64,8 +64,8 @@ LMD_HOST_DEVICE float token_weight(float value, float max, float factor) {
   return scaled_weight(value, max, factor, 0);
 }
 
-// Fraction bits of a mass: the masses of vocab_size tokens sum to at most 2^63. 43 up to a vocabulary of
-// 2^20.
+// Fraction bits of a mass: the masses of vocab_size tokens sum to at most 2^63. 43 up to a
+// vocabulary of 2^20.
 LMD_HOST_DEVICE int mass_fraction_bits(int64_t vocab_size) {
   int bits = 43;
   for (int64_t capacity = int64_t{1} << 20; capacity < vocab_size && bits > 1; capacity *= 2)

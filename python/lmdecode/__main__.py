@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 
 import torch
 
 import lmdecode
-from lmdecode import _library
 
 
 def main() -> None:
@@ -30,8 +28,7 @@ def main() -> None:
     names = sorted({n.removeprefix("lmdecode::") for n in torch._C._dispatch_get_all_op_names()
                     if n.startswith("lmdecode::")})  # fmt: skip
     print(f"ops             {', '.join(names)}")
-    _ = _library
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,6 +19,10 @@ _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MAX_SEED = (1 << 63) - 1
 
 
+def _type_error(name: str, value: object, expected: str) -> TypeError:
+    return TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected {expected}")
+
+
 def _split(
     name: str, value: object, off: float | int, dtype: torch.dtype
 ) -> tuple[float | int, Tensor | None]:
@@ -32,17 +36,14 @@ def _split(
         allowed = (torch.float16, torch.bfloat16) if is_float else (torch.int32,)
         if value.dtype not in allowed:
             expected = "float32, float16 or bfloat16" if is_float else "int64 or int32"
-            raise ValueError(
-                f"{_OP}: {name} has dtype {str(value.dtype).removeprefix('torch.')}; expected {expected}"
-            )
+            dtype_name = str(value.dtype).removeprefix("torch.")
+            raise ValueError(f"{_OP}: {name} has dtype {dtype_name}; expected {expected}")
         return off, value.to(dtype)
     if isinstance(value, bool) or not isinstance(
         value, (int, float) if dtype.is_floating_point else int
     ):
         expected = "a number" if dtype.is_floating_point else "an int"
-        raise TypeError(
-            f"{_OP}: {name} is of type {type(value).__name__}; expected {expected}, a tensor or None"
-        )
+        raise _type_error(name, value, f"{expected}, a tensor or None")
     return value, None
 
 
@@ -57,7 +58,9 @@ def _row_seeds(seed: int | Tensor, batch: int, device: torch.device) -> Tensor |
             seed = seed.to(torch.int64)
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"{_OP}: seed is of type {type(seed).__name__}; expected an int or a tensor")
+        raise TypeError(
+            f"{_OP}: seed is of type {type(seed).__name__}; expected an int or a tensor"
+        )
     if seed < 0:
         return None
     if seed > _MAX_SEED:
@@ -103,7 +106,8 @@ def top_k_top_p_sample(
         ``[batch, vocab]`` float32 noise, standard exponential for true sampling: the token with the
         largest ``probability / (abs(q) + eps)`` is taken.
     min_p : float or Tensor, optional
-        Keep tokens with a probability of at least min_p times the largest. ``<= 0``: off, ``>= 1``: one token.
+        Keep tokens with a probability of at least min_p times the largest. ``<= 0``: off,
+        ``>= 1``: one token.
     temperature : float or Tensor, optional
         Divides the logits before everything else. 0: the largest logit of the row, without noise.
     seed : int or Tensor, optional
@@ -124,10 +128,11 @@ def top_k_top_p_sample(
     Returns
     -------
     SampleOutput
-        ``index`` [batch] int64; ``kept_logits`` [batch, vocab] float32, logits / temperature where kept and
-        -inf elsewhere, or None; ``logprob`` [batch] float32 of the chosen token under the filtered distribution,
-        or None; ``kept_count`` [batch] int32; ``status`` [batch] uint8: bit 0 the row had NaN, bit 1 it had no
-        logit above -inf (index 0), bit 2 a parameter of the row was NaN or the temperature negative.
+        ``index`` [batch] int64; ``kept_logits`` [batch, vocab] float32, logits / temperature where
+        kept and -inf elsewhere, or None; ``logprob`` [batch] float32 of the chosen token under the
+        filtered distribution, or None; ``kept_count`` [batch] int32; ``status`` [batch] uint8: bit 0
+        the row had NaN, bit 1 it had no logit above -inf (index 0), bit 2 a parameter of the row was
+        NaN or the temperature negative.
 
     Raises
     ------
@@ -135,7 +140,7 @@ def top_k_top_p_sample(
         Names the argument, what came and what was expected; nothing has been written.
     """
     if not isinstance(logits, Tensor):
-        raise TypeError(f"{_OP}: logits is of type {type(logits).__name__}; expected a tensor")
+        raise _type_error("logits", logits, "a tensor")
     dialect_number = _DIALECT_NUMBERS.get(dialect)
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")
@@ -150,21 +155,19 @@ def top_k_top_p_sample(
         raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
         if not isinstance(q, Tensor):
-            raise TypeError(f"{_OP}: q is of type {type(q).__name__}; expected a tensor or None")
+            raise _type_error("q", q, "a tensor or None")
         if seed is not None or generator is not None:
             other = "seed" if seed is not None else "generator"
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{_OP}: eps is of type {type(eps).__name__}; expected a number")
+        raise _type_error("eps", eps, "a number")
     if generator is not None:
         if seed is not None:
             raise ValueError(
                 f"{_OP}: seed and generator were both given; expected one source of noise"
             )
         if not isinstance(generator, torch.Generator):
-            raise TypeError(
-                f"{_OP}: generator is of type {type(generator).__name__}; expected a torch.Generator"
-            )
+            raise _type_error("generator", generator, "a torch.Generator")
     if logits.dim() != 2:
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
@@ -178,9 +181,7 @@ def top_k_top_p_sample(
         seeds = _row_seeds(seed, logits.size(0), logits.device)
     if position is not None and not isinstance(position, Tensor):
         if isinstance(position, bool) or not isinstance(position, int):
-            raise TypeError(
-                f"{_OP}: position is of type {type(position).__name__}; expected an int or a tensor"
-            )
+            raise _type_error("position", position, "an int or a tensor")
         if not -_MAX_SEED <= position <= _MAX_SEED:
             raise ValueError(f"{_OP}: position is {position}; expected an int of 64 bits")
         position = torch.full((logits.size(0),), position, device=logits.device)

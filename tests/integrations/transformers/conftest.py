@@ -152,8 +152,9 @@ class WarperSpy:
 @pytest.fixture
 def spy(monkeypatch) -> WarperSpy:
     """Watch the fused op, ``torch.multinomial`` and the four warpers."""
-    import lmdecode.sampling
     from transformers.generation import logits_process
+
+    import lmdecode.sampling
 
     seen = WarperSpy()
     op, multinomial = lmdecode.sampling.top_k_top_p_sample, torch.multinomial

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 import transformers
-from lmdecode.integrations.transformers import sample
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor, TopPLogitsWarper
+
+from lmdecode.integrations.transformers import sample
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from lmdecode.integrations.transformers import sample
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -16,6 +15,8 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from lmdecode.integrations.transformers import sample
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -16,6 +15,8 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
 
 WARPERS = {
     "temperature": TemperatureLogitsWarper,

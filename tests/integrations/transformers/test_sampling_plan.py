@@ -7,8 +7,6 @@ import random
 
 import pytest
 import torch
-from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
-from lmdecode.integrations.transformers._sampling_plan import plan_sampling
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     LogitNormalization,
@@ -20,6 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+
+from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
+from lmdecode.integrations.transformers._sampling_plan import plan_sampling
 
 
 class MyTopK(TopKLogitsWarper):
