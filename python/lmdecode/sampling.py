@@ -130,9 +130,9 @@ def top_k_top_p_sample(
     SampleOutput
         ``index`` [batch] int64; ``kept_logits`` [batch, vocab] float32, logits / temperature where
         kept and -inf elsewhere, or None; ``logprob`` [batch] float32 of the chosen token under the
-        filtered distribution, or None; ``kept_count`` [batch] int32; ``status`` [batch] uint8: bit 0
-        the row had NaN, bit 1 it had no logit above -inf (index 0), bit 2 a parameter of the row was
-        NaN or the temperature negative.
+        filtered distribution, or None; ``kept_count`` [batch] int32; ``status`` [batch] uint8:
+        bit 0 the row had NaN, bit 1 it had no logit above -inf (index 0), bit 2 a parameter of the
+        row was NaN or the temperature negative.
 
     Raises
     ------
