@@ -1,0 +1,1 @@
+"""Every op against its peers and the physical limit: ``python -m benchmarks --help``."""

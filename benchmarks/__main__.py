@@ -1,0 +1,97 @@
+"""``python -m benchmarks``: run benchmarks, print and write their tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+# Idle OpenMP threads must not spin on cores that others use; read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks import report
+from benchmarks.harness import FULL, QUICK, chosen, discover, run_cases
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="run cases whose line in --list has NAME in it; none: all",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
+    parser.add_argument("--quick", action="store_true", help="few small cases, rough figures")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.md", help="write the tables (between its markers)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios to peers")
+    parser.add_argument(
+        "--compare", metavar="REF", help="build this git commit too and pair it with this tree"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    arguments = _arguments()
+    found = discover()
+    by_benchmark = {b.name: chosen(b.cases(arguments.quick), arguments.names) for b in found}
+    cases = [case for group in by_benchmark.values() for case in group]
+    if arguments.list:
+        print("\n".join(case.key for case in cases))
+        return 0
+    if not cases:
+        wanted = " or ".join(arguments.names)
+        print(f"no case has {wanted} in its name; see --list", file=sys.stderr)
+        return 2
+    effort = QUICK if arguments.quick else FULL
+    about = report.machine(arguments.threads)
+    if arguments.compare:
+        from benchmarks.compare import compare
+
+        table, figures = compare(arguments.compare, cases, effort, arguments.threads)
+        text = report.document(about, {f"This tree against {arguments.compare}": table}, {}, [])
+        record = {"machine": about, "compare": figures}
+        results = []
+    else:
+        results = list(run_cases(cases, effort, arguments.threads))
+        tables, goals, notes = {}, {}, []
+        for benchmark in found:
+            keys = {case.key for case in by_benchmark[benchmark.name]}
+            mine = [result for result in results if result.case.key in keys]
+            if not mine:
+                continue
+            group = mine[0].case.group
+            tables[group] = report.results_table(mine)
+            outcomes = benchmark.goals(mine)
+            if arguments.names:
+                outcomes = [outcome for outcome in outcomes if outcome.cases]
+            if outcomes and not arguments.quick:
+                goals[group] = report.goals_table(outcomes)
+            notes += benchmark.notes()
+        text = report.document(about, tables, goals, notes)
+        record = {"machine": about, "results": [result.as_json() for result in results]}
+    print(text)
+    if arguments.output:
+        report.write(arguments.output, text)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.plot and results:
+        try:
+            from benchmarks.plot import plot
+
+            plot(results, arguments.plot)
+        except ImportError as error:
+            print(f"--plot: {error.name} is missing: pip install lmdecode[bench]", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

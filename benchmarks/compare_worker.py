@@ -1,0 +1,61 @@
+"""One side of ``--compare``: reads a set-up line, then case numbers; answers each with a line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def _use_library(folder: str) -> None:
+    """Make ``import lmdecode`` find the build in ``folder``, whatever else is installed."""
+    sys.meta_path[:] = [f for f in sys.meta_path if "lmdecode" not in type(f).__module__]
+    sys.path.insert(0, folder)
+    import lmdecode
+
+    if not Path(lmdecode.__file__).is_relative_to(folder):
+        raise RuntimeError(f"compare: imported {lmdecode.__file__}, expected it below {folder}")
+    # The timer is this tree's on both sides: an older build may have none.
+    timer = Path(__file__).resolve().parent.parent / "python" / "lmdecode" / "timing.py"
+    spec = importlib.util.spec_from_file_location("lmdecode.timing", timer)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lmdecode.timing"] = module
+    spec.loader.exec_module(module)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    # Nothing else may write to the pipe of the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    setup = json.loads(sys.stdin.readline())
+    if setup["library"] is not None:
+        _use_library(setup["library"])
+
+    from benchmarks.harness import OURS, Effort, discover, run_case
+    from lmdecode.timing import CacheEvictor
+
+    by_key = {
+        case.key: case
+        for benchmark in discover()
+        for quick in (True, False)
+        for case in benchmark.cases(quick)
+    }
+    effort = Effort(**setup["effort"])
+    evictor = CacheEvictor()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        case = by_key[setup["cases"][json.loads(line)]]
+        try:
+            result = run_case(case, effort, setup["threads"], evictor, with_peers=False)
+            seconds = result.timings[OURS].minimum
+        except (AttributeError, TypeError) as error:  # an op or argument that this build lacks
+            print(f"{case.key}: {error}", file=sys.stderr)
+            seconds = None
+        print(json.dumps(seconds), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Installs the optional peers of the benchmarks into the Python environment that is active:
+#   sh benchmarks/install_peers.sh          transformers, matplotlib, tqdm
+#   sh benchmarks/install_peers.sh --llama  also llama-cpp-python (built from source: minutes)
+set -eu
+PYTHON="${PYTHON:-python}"
+"$PYTHON" -m pip install "transformers>=5.0" matplotlib tqdm numpy
+if [ "${1:-}" = "--llama" ]; then
+  # A portable build would measure llama.cpp below its worth.
+  CMAKE_ARGS="-DGGML_NATIVE=ON" "$PYTHON" -m pip install llama-cpp-python
+elif ! "$PYTHON" -m pip install --only-binary=:all: llama-cpp-python; then
+  echo "No wheel of llama-cpp-python for this platform; --llama builds it from source." >&2
+fi

@@ -1,0 +1,188 @@
+"""Results as markdown: the machine, the cases, the goals."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import lmdecode
+from benchmarks.goals import GoalOutcome
+from benchmarks.harness import LIMIT, OURS, Result
+
+START, END = "<!-- results: written by python -m benchmarks -->", "<!-- end of results -->"
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def _cpu_model() -> str:
+    fields = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    except OSError:
+        return platform.processor() or platform.machine()
+    model = fields.get("model name", platform.machine())
+    if "cpu family" in fields:
+        model += f" (family {fields['cpu family']}, model {fields.get('model', '?')})"
+    return model
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False
+        )
+        return run.stdout.strip() if run.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "csrc", "python")
+    return commit + (" with changes" if changed else "")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def machine(threads: int) -> dict[str, str]:
+    """Describe where and with what the run was made."""
+    load = f"{os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
+    return {
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, kernels: {lmdecode.cpu_capability()}",
+        "date": datetime.date.today().isoformat(),
+        "threads": str(threads),
+        "commit": _commit(),
+        "lmdecode": lmdecode.__version__,
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "llama-cpp-python": _version("llama-cpp-python"),
+        "Python": platform.python_version(),
+        "load average": load,
+    }
+
+
+def markdown_table(head: list[str], rows: Iterable[list[str]], numbers_from: int) -> str:
+    """Lay out a table; columns from ``numbers_from`` on are right-aligned."""
+    rows = [head, *rows]
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+        if number == 0:
+            rules = [
+                "-" * (width - 1) + (":" if column >= numbers_from else "-")
+                for column, width in enumerate(widths)
+            ]
+            lines.append("| " + " | ".join(rules) + " |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """Write three significant digits, no exponent."""
+    if value is None:
+        return "-"
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else _number(value) + "x"
+
+
+def results_table(results: list[Result]) -> str:
+    """Make the table of one group of cases: one row a case."""
+    peers = list(
+        dict.fromkeys(
+            name for result in results for name in result.timings if name not in (OURS, LIMIT)
+        )
+    )
+    shape_names = list(results[0].case.shape)
+    head = ["case", *shape_names, "caches", "ours us (median)", "limit us", "of limit"]
+    rows = []
+    for result in results:
+        ours = result.timings[OURS]
+        share = result.times_limit
+        best = result.best_peer()
+        rows.append(
+            [
+                result.case.name,
+                *(str(result.case.shape[name]) for name in shape_names),
+                result.case.caches,
+                f"{_number(ours.minimum * 1e6)} ({_number(ours.median * 1e6)})",
+                _number(result.microseconds(LIMIT)),
+                "-" if share is None else f"{100 / share:.0f}%",
+                "-" if best is None else f"{_times(best[1])} {best[0]}",
+                *(_times(result.ratio(peer)) for peer in peers),
+            ]
+        )
+    return markdown_table([*head, "best peer", *peers], rows, 1)
+
+
+def goals_table(outcomes: list[GoalOutcome]) -> str:
+    """Make the table of goals: a line each, judged on its worst case."""
+    rows = []
+    for outcome in outcomes:
+        goal = outcome.goal
+        if outcome.where is None:
+            measured, where, ours = "-", "-", "-"
+        else:
+            shape = outcome.where.case.shape
+            where = ", ".join(f"{name} {value}" for name, value in shape.items())
+            measured = _number(outcome.worst) + goal.unit
+            if outcome.cases > 1:
+                measured += f" (best {_number(outcome.best)}, {outcome.cases} cases)"
+            ours = _number(outcome.ours_us)
+        rows.append(
+            [
+                f"{goal.name}, {goal.caches}",
+                f"{goal.direction} {goal.bound:g}{goal.unit}",
+                goal.peer,
+                measured,
+                where,
+                ours,
+                {True: "met", False: "**missed**", None: "not measured"}[outcome.met],
+            ]
+        )
+    head = ["case", "goal", "against", "measured, worst case", "worst case", "ours us", ""]
+    return markdown_table(head, rows, len(head))
+
+
+def document(
+    about: dict[str, str],
+    tables: dict[str, str],
+    goals: dict[str, str],
+    notes: list[str],
+) -> str:
+    """Put a run's tables together, one section a group of cases."""
+    parts = ["; ".join(f"{name} {value}" for name, value in about.items() if value) + "."]
+    parts += notes
+    for group, table in tables.items():
+        parts.append(f"### {group}")
+        if group in goals:
+            parts += ["Goals:", goals[group], "Cases:"]
+        parts.append(table)
+    return "\n\n".join(parts) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a run to a file; where it has the two marker lines, between them."""
+    if path.exists() and START in (old := path.read_text()) and END in old:
+        before, _, rest = old.partition(START)
+        text = f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

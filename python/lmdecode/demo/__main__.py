@@ -1,0 +1,46 @@
+"""``python -m lmdecode.demo``: run the demos."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+# Both are read when the packages are loaded: idle OpenMP threads must not spin, nothing is fetched.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from lmdecode.demo import sampling
+from lmdecode.demo._output import DemoError
+
+_DEMOS = {"sampling": sampling.run}
+
+
+def main() -> int:
+    """Run the demos that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description=__doc__)
+    parser.add_argument(
+        "demos", nargs="*", metavar="NAME", help=f"of {', '.join(_DEMOS)}; none: all"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a causal LM with its tokenizer")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the timings")
+    parser.add_argument("--tokens", type=int, default=60, help="to generate (default 60)")
+    parser.add_argument("--quick", action="store_true", help="few tokens, rough timings")
+    arguments = parser.parse_args()
+    for name in arguments.demos:
+        if name not in _DEMOS:
+            parser.error(f"there is no demo {name!r}; expected {', '.join(_DEMOS)}")
+    if arguments.tokens < 1:
+        parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
+    try:
+        for name in arguments.demos or _DEMOS:
+            _DEMOS[name](arguments.model, arguments.plot, arguments.tokens, arguments.quick)
+    except DemoError as error:
+        print(f"lmdecode.demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What demos share: one-line errors, tables on a terminal, bar charts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+_MODEL = Path("examples", "kjv_mistral", "model")
+
+
+class DemoError(Exception):
+    """Ends a demo with its text, a line for the user, and exit status 1."""
+
+
+def require(package: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises
+    ------
+    DemoError
+        It is not installed; names the extra that has it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DemoError(
+            f"the demo needs {package} ({error}): pip install 'lmdecode[demo]'"
+        ) from error
+
+
+def model_folder(chosen: Path | None) -> Path:
+    """Return the folder of the model: the chosen one, else the one that the source tree ships.
+
+    Raises
+    ------
+    DemoError
+        There is none.
+    """
+    if chosen is not None:
+        if not (chosen / "config.json").is_file():
+            raise DemoError(f"--model {chosen}: no config.json there; expected a model's folder")
+        return chosen
+    shipped = Path(__file__).resolve().parents[3] / _MODEL
+    if not (shipped / "config.json").is_file():
+        raise DemoError(
+            "the demo's model is not part of the installed package: run the demo in a source "
+            f"checkout, which has {_MODEL}, or give --model DIR, the folder of a causal language "
+            "model with its tokenizer"
+        )
+    return shipped
+
+
+def readable_path(path: Path) -> str:
+    """Write a path relative to the working directory where it lies below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def quoted(text: str, indent: str = "    ") -> str:
+    """Wrap a text to the terminal, each line indented, its own line breaks kept."""
+    width = min(shutil.get_terminal_size((96, 24)).columns, 110) - 1
+    lines = [
+        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + "  ")
+        for line in text.strip().splitlines()
+        if line.strip()
+    ]
+    return os.linesep.join(lines)
+
+
+def microseconds(seconds: float) -> str:
+    """Write a duration with about three digits."""
+    us = seconds * 1e6
+    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a table for a terminal: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def bar_chart(
+    path: Path, title: str, labels: Sequence[str], bars: Mapping[str, Sequence[float]]
+) -> None:
+    """Write a PNG with groups of horizontal bars, a group a label: microseconds, log axis.
+
+    Parameters
+    ----------
+    path
+        Of the PNG.
+    title
+        Above the chart.
+    labels
+        Of the groups, from the top.
+    bars
+        Name of a series to its microseconds, one a group.
+    """
+    require("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.5, 1.4 + 0.75 * len(labels)), layout="constrained")
+    height = 0.8 / len(bars)
+    for number, (name, values) in enumerate(bars.items()):
+        places = [row + (number - (len(bars) - 1) / 2) * height for row in range(len(labels))]
+        drawn = axes.barh(places, values, height * 0.94, label=name, color=f"C{1 - number}")
+        axes.bar_label(drawn, labels=[f"{value:,.0f} us" for value in values], padding=3)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    low, high = min(map(min, bars.values())), max(map(max, bars.values()))
+    axes.set_xlim(low / 3, high * 4)
+    axes.set_xlabel("microseconds a step, log scale (shorter is better)")
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(bars), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

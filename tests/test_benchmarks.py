@@ -1,0 +1,204 @@
+"""The benchmark program: its tables, files and peers; nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmdecode
+from lmdecode.timing import CacheEvictor, interleaved
+
+pytest.importorskip("tqdm")
+
+_ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(
+    not (_ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+
+
+def _table(text: str) -> list[dict[str, str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_quick_run_writes_table_json_and_plot(tmp_path: Path) -> None:
+    page, figures, chart = tmp_path / "page.md", tmp_path / "figures.json", tmp_path / "chart.png"
+    page.write_text(
+        "Before.\n\n<!-- results: written by python -m benchmarks -->\nstale figures\n"
+        "<!-- end of results -->\n\nAfter.\n"
+    )
+    plot = ["--plot", chart] if _has_matplotlib() else []
+    done = _run("/k+p B", "tiny row", "--quick", "--output", page, "--json", figures, *plot)
+    assert done.returncode == 0, done.stderr
+    rows = _table(done.stdout)
+    assert [(row["case"], row["caches"]) for row in rows] == [
+        ("k+p", "warm"), ("k+p", "cold"), ("k+p, tiny row", "warm"), ("k+p, tiny row", "all cold"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["of limit"].endswith("%")
+        best = row["best peer"].split(maxsplit=1)[1]
+        assert best in ("plain torch", "vLLM torch", "transformers", "llama.cpp")
+        assert float(row["ours us (median)"].split()[0]) > 0
+    assert rows[0]["vLLM torch"].endswith("x")
+    assert rows[1]["vLLM torch"] == "-"
+
+    text = page.read_text()
+    assert text.startswith("Before.\n")
+    assert text.endswith("After.\n")
+    assert "stale" not in text
+    assert _table(text) == rows
+    record = json.loads(figures.read_text())
+    assert record["machine"]["torch"] == torch.__version__
+    assert record["results"][0]["case"] == ("top_k_top_p_sample/k+p B=8 V=32000 dtype=f32 warm")
+    times = record["results"][0]["times"]
+    assert times["lmdecode"]["minimum_us"] <= times["lmdecode"]["median_us"]
+    if plot:
+        assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_unknown_case_is_an_error() -> None:
+    done = _run("no such case")
+    assert done.returncode == 2
+    assert "no case has no such case in its name" in done.stderr
+
+
+@pytest.fixture
+def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(_ROOT))
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (None, 0.3), (None, 0.9), (7, None)])
+@pytest.mark.parametrize("peer", ["transformers_chain", "vllm_torch", "plain_torch"])
+def test_peers_draw_from_the_tokens_that_ours_keeps(
+    peer: str, top_k: int | None, top_p: float | None
+) -> None:
+    from benchmarks.sampling import peers
+
+    if peer == "transformers_chain":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    row = torch.randn(1, 20000) * 3
+    kept = lmdecode.top_k_top_p_sample(row, top_k, top_p, return_logits=True).kept_logits[0]
+    probability = kept.softmax(-1)
+    draws = 2000
+    step = getattr(peers, peer)(row.expand(draws, -1), peers.Filter(top_k, top_p, None))
+    tokens = step().flatten()
+    assert len(tokens) == draws
+    assert torch.isfinite(kept[tokens]).all()
+    top = probability.argmax()
+    expected = probability[top] * draws
+    assert abs((tokens == top).sum() - expected) < 6 * expected.sqrt()
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streaming_read_accepts_odd_sizes(dtype: torch.dtype) -> None:
+    from benchmarks.limits import streaming_read
+
+    for size in (1, 2, 7, 1001):
+        streaming_read(torch.randn(1, size).to(dtype))()
+
+
+@pytest.mark.usefixtures("from_root")
+def test_goal_is_judged_on_its_worst_case() -> None:
+    from benchmarks.goals import Goal, evaluate
+    from benchmarks.harness import Case, Result
+    from lmdecode.timing import Timing
+
+    def result(batch: int, ours: float, peer: float) -> Result:
+        case = Case("op", "name", {"B": batch}, lambda with_peers: [])
+        timings = {"lmdecode": Timing((ours, 2 * ours)), "peer": Timing((peer,))}
+        return Result(case, 1, timings, {"lmdecode": True, "peer": True})
+
+    results = [result(1, 1e-6, 9e-6), result(2, 2e-6, 8e-6)]
+    goal = Goal("name", "warm", "peer", "at least", 5, lambda r: r.ratio("peer"))
+    (outcome,) = evaluate([goal], results)
+    assert outcome.worst == pytest.approx(4)
+    assert outcome.best == pytest.approx(9)
+    assert outcome.where is results[1]
+    assert outcome.met is False
+    (missing,) = evaluate([Goal("name", "cold", "peer", "at least", 5, lambda r: 1.0)], results)
+    assert missing.met is None
+
+
+def test_interleaved_spreads_slow_contestants_over_the_rounds() -> None:
+    calls: list[str] = []
+
+    def work(name: str, size: int):
+        data = torch.ones(size)
+        return lambda: (calls.append(name), data.sum())
+
+    timings = interleaved(
+        {"fast": work("fast", 10), "slow": work("slow", 40_000_000)}, seconds=0.2, rounds=12,
+        min_calls=2,
+    )  # fmt: skip
+    assert len(timings["slow"].samples) >= 2
+    assert len(timings["fast"].samples) > len(timings["slow"].samples)
+    assert timings["fast"].minimum <= timings["fast"].median
+    last = len(calls) - 1 - calls[::-1].index("slow")
+    assert "fast" in calls[:last]
+    assert "fast" in calls[last:]
+
+
+def test_interleaved_evicts_then_rewarms_then_calls() -> None:
+    order: list[str] = []
+
+    class Evictor(CacheEvictor):
+        def __call__(self) -> None:
+            order.append("evict")
+
+    interleaved(
+        {"a": lambda: order.append("call")}, rounds=3, evictor=Evictor(8),
+        rewarm={"a": lambda: order.append("rewarm")},
+    )  # fmt: skip
+    assert order[-3:] == ["evict", "rewarm", "call"]
+
+
+def test_interleaved_sets_threads_and_restores_them() -> None:
+    before = torch.get_num_threads()
+    seen: dict[str, set[int]] = {"one": set(), "default": set()}
+    shares: list[float] = []
+    interleaved(
+        {name: lambda name=name: seen[name].add(torch.get_num_threads()) for name in seen},
+        seconds=0.01,
+        rounds=3,
+        clock="wall",
+        threads={"one": 1},
+        on_turn=shares.append,
+    )
+    assert seen == {"one": {1}, "default": {before}}
+    assert torch.get_num_threads() == before
+    assert sum(shares) == pytest.approx(1, rel=0.3)
+
+
+def test_interleaved_names_an_unknown_clock() -> None:
+    with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, wall"):
+        interleaved({}, clock="sun")

@@ -1,0 +1,123 @@
+"""The demo as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tqdm")
+
+_SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "kjv_mistral" / "model"
+
+
+def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lmdecode.demo", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment},
+        timeout=600,
+        check=False,
+    )
+
+
+def _error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that is not from the rebuild of an editable install."""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("ninja: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model, or where it is missing a random one."""
+    if (_SHIPPED / "model.safetensors").is_file():
+        return _SHIPPED
+    import tokenizers
+    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<s>", "</s>", "<unk>", "the", "in", "beginning", *(f"w{i}" for i in range(90))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=split, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    config = MistralConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_demo_generates_the_same_greedy_ids_and_times_both(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chart = tmp_path / "charts" / "demo.png"
+    done = _run("sampling", "--quick", "--model", model, "--plot", chart)
+    assert done.returncode == 0, done.stderr
+    assert "Greedy: ids equal to those of transformers, 4 prompts" in done.stdout
+    assert "Sampled with lmdecode" in done.stdout
+    lines = done.stdout.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("case "))
+    assert lines[head].split() == ["case", "transformers", "us", "lmdecode", "us", "ratio"]
+    rows = lines[head + 2 : head + 6]
+    assert [re.search(r"B = (\d)", row).group(1) for row in rows] == ["1", "8", "1", "8"]
+    for row in rows:
+        assert re.search(r"[\d.,]+ +[\d.,]+ +\d+x$", row), row
+    assert "V = 128256" in rows[2]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+_BROKEN_SAMPLE = """
+import sys
+import lmdecode.integrations.transformers as integration
+right = integration.sample
+def wrong(*arguments, **options):
+    ids = right(*arguments, **options)
+    ids[0, -1] = (ids[0, -1] + 1) % 5
+    return ids
+integration.sample = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_demo_fails_where_greedy_ids_differ(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_SAMPLE, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in done.stderr
+
+
+def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
+    done = _run("--model", tmp_path)
+    assert done.returncode == 1
+    assert _error_line(done) == (
+        f"lmdecode.demo: --model {tmp_path}: no config.json there; expected a model's folder"
+    )
+
+
+@pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm"])
+def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n")
+    done = _run("--plot", tmp_path / "x.png", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert _error_line(done) == (
+        f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]'"
+    )
+
+
+def test_demo_refuses_unknown_names_and_no_tokens() -> None:
+    assert "there is no demo 'beams'; expected sampling" in _run("beams").stderr
+    assert "--tokens is 0; expected at least 1" in _run("--tokens", 0).stderr
