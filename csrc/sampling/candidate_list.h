@@ -80,7 +80,6 @@ inline void keep_from(CandidateList* list, uint32_t bound, int64_t ties) {
   for (int64_t i = 0; i < list->size; i += kLanes) {
     const U32 key = load(list->key + i);
     uint32_t mask = bits(key >= b);
-    if (mask == 0) continue;
     if (const uint32_t equal = bits(key == b)) {
       int surplus = 0;
       if (ties < count(equal)) surplus = count(equal) - static_cast<int>(ties);
@@ -113,12 +112,9 @@ inline uint32_t select_top_k(CandidateList* list, int64_t k, bool keep_ties) {
   while (high - low > 1) {
     const uint64_t middle = (low + high) / 2;
     const int64_t n = count_from(list->key, list->size, static_cast<uint32_t>(middle));
-    if (n >= k) {
-      low = middle;
-      if (n == k) break;
-    } else {
-      high = middle;
-    }
+    low = n >= k ? middle : low;
+    high = n >= k ? high : middle;
+    if (n == k) break;
   }
   const uint32_t bound = static_cast<uint32_t>(low);
   if (high - low > 1) {  // exactly k from here on, and the k-th key is somewhere above the bound
@@ -170,7 +166,6 @@ inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
     for (int64_t i = 0; i < size; i += kLanes) {
       const U32 k = load(key + i);
       const uint32_t mask = bits(k >= from) & bits(to >= k);
-      if (mask == 0) continue;
       compress_store(list.spare_mass + out, mask, mass + i);
       compress_store(list.spare_key + out, mask, k);
       out += count(mask);
@@ -188,12 +183,10 @@ inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   while (high - low > 1) {
     const uint64_t middle = (low + high) / 2;
     const uint64_t m = above + mass_from(key, mass, size, static_cast<uint32_t>(middle));
-    if (m >= target) {
-      low = middle;
-    } else {
-      high = middle;
-      mass_high = m;
-    }
+    const bool reached = m >= target;
+    low = reached ? middle : low;
+    high = reached ? high : middle;
+    mass_high = reached ? mass_high : m;
   }
   return {static_cast<uint32_t>(low), mass_high};
 }

@@ -5,6 +5,8 @@
 // report it.
 #pragma once
 
+#include <type_traits>
+
 #include "sampling/candidate_list.h"
 
 namespace lmdecode::LMD_SIMD {
@@ -94,44 +96,100 @@ void sample_row(const T* x, int64_t n, int size, float* sample) {
   }
 }
 
+// ---- candidates of a block, without branches on the data: which elements pass is unpredictable,
+// and a mispredicted branch costs more than a vector store. Passes work in chunks that stay in the
+// first-level cache: first a flag a block, then the blocks whose flag is set.
+
+constexpr int kChunkBlocks = 128;
+
+struct ChunkFlags {
+  alignas(64) uint32_t flag[kChunkBlocks];
+  alignas(64) uint32_t number[kChunkBlocks + kLanes];
+
+  // The numbers of the first `blocks` blocks whose flag is not 0, in order; returns how many.
+  int compact(int blocks) {
+    for (int b = blocks; b % kLanes != 0; ++b) flag[b] = 0;
+    const U32 zero = splat_u32(0);
+    int n = 0;
+    for (int b = 0; b < blocks; b += kLanes) {
+      const uint32_t mask = ~bits(load(flag + b) == zero) & kAllLanes;
+      compress_store(number + n, mask, iota_u32() + splat_u32(static_cast<uint32_t>(b)));
+      n += count(mask);
+    }
+    return n;
+  }
+};
+
+// Appends the elements of the block x[0 .. kBlock) whose bits are set: up to kFew one by one, more
+// by whole vectors.
+template <int kFew, class T>
+inline void push_block(CandidateList* list, const T* x, int64_t first_token, uint64_t word) {
+  const int n = __builtin_popcountll(word);
+  if (!std::is_same_v<T, Half> && n <= kFew) {
+    float* value = list->value + list->size;
+    uint32_t* token = list->token + list->size;
+    for (int j = 0; j < kFew; ++j) {  // beyond n: anything
+      const int at = __builtin_ctzll(word | (uint64_t{1} << (kBlock - 1)));
+      value[j] = to_float(x[at]);
+      token[j] = static_cast<uint32_t>(first_token + at);
+      word &= word - 1;
+    }
+    list->size += n;
+    return;
+  }
+  const U32 iota = iota_u32();
+  for (int j = 0; j < kBlockVectors; ++j) {
+    const uint32_t mask = static_cast<uint32_t>(word >> (j * kLanes)) & kAllLanes;
+    push(list, mask, load(x + j * kLanes),
+         iota + splat_u32(static_cast<uint32_t>(first_token + j * kLanes)));
+  }
+}
+
 // Appends the candidates with logit >= *threshold, in token order. When the list holds *limit,
 // on_full(list) may cut it and raise *threshold and *limit. Reports NaN.
 template <class T, class OnFull>
 bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateList* list,
              OnFull on_full) {
-  F32 bound = splat(*threshold);
   const F32 zero = splat(0.0f);
-  const U32 iota = iota_u32();
   uint32_t nan = 0;
   int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    prefetch_ahead(x + i);
-    F32 a[kBlockVectors];
-    for (int j = 0; j < kBlockVectors; ++j) a[j] = load(x + i + j * kLanes);
-    F32 best = a[0];
-    Mask unordered = is_nan(a[0], a[1]);
-    for (int j = 2; j < kBlockVectors; j += 2)
-      unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
-    // A NaN in a[0] hides its lane of the maximum, so a block with NaN is always looked at.
-    for (int j = 1; j < kBlockVectors; ++j) best = max(a[j], best);
-    const uint32_t block_nan = bits(unordered);
-    nan |= block_nan;
-    if ((bits(best >= bound) | block_nan) == 0) continue;
-    for (int j = 0; j < kBlockVectors; ++j) {
-      const uint32_t mask = bits(a[j] >= bound);
-      if (mask != 0)
-        push(list, mask, a[j], iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
+  ChunkFlags chunk;
+  while (i + kBlock <= n) {
+    const F32 bound = splat(*threshold);
+    const int blocks =
+        static_cast<int>((n - i) / kBlock < kChunkBlocks ? (n - i) / kBlock : kChunkBlocks);
+    for (int b = 0; b < blocks; ++b) {
+      const T* block = x + i + b * kBlock;
+      prefetch_ahead(block);
+      F32 a[kBlockVectors];
+      for (int j = 0; j < kBlockVectors; ++j) a[j] = load(block + j * kLanes);
+      F32 best = a[0];
+      Mask unordered = is_nan(a[0], a[1]);
+      for (int j = 2; j < kBlockVectors; j += 2)
+        unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
+      // A NaN in a[0] hides its lane of the maximum, so a block with NaN is always looked at.
+      for (int j = 1; j < kBlockVectors; ++j) best = max(a[j], best);
+      const uint32_t block_nan = bits(unordered);
+      nan |= block_nan;
+      chunk.flag[b] = bits(best >= bound) | block_nan;
     }
-    if (list->size >= *limit) {
-      on_full(list);
-      bound = splat(*threshold);
+    const int flagged = chunk.compact(blocks);
+    for (int f = 0; f < flagged; ++f) {
+      const int64_t first = i + static_cast<int64_t>(chunk.number[f]) * kBlock;
+      uint64_t word = 0;
+      for (int j = 0; j < kBlockVectors; ++j) {
+        word |= static_cast<uint64_t>(bits(load(x + first + j * kLanes) >= bound)) << (j * kLanes);
+      }
+      push_block<4>(list, x + first, first, word);
     }
+    if (list->size >= *limit) on_full(list);
+    i += static_cast<int64_t>(blocks) * kBlock;
   }
   for (; i < n; i += kLanes) {
     const F32 a =
         i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     nan |= bits(is_nan(a, zero));
-    push(list, bits(a >= bound), a, iota + splat_u32(static_cast<uint32_t>(i)));
+    push(list, bits(a >= splat(*threshold)), a, iota_u32() + splat_u32(static_cast<uint32_t>(i)));
   }
   return nan != 0;
 }
@@ -159,7 +217,6 @@ MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int f
                      float lower, float upper, CandidateList* list) {
   const F32 m = splat(max_value), f = splat(factor), from = splat(lower), to = splat(upper);
   const float scale = static_cast<float>(fraction_bits);
-  const U32 iota = iota_u32();
   MassSum total, above;
   int64_t count_above = 0;
   const auto step = [&](F32 a) {
@@ -177,24 +234,32 @@ MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int f
     return mask;
   };
   int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    prefetch_ahead(x + i);
-    uint64_t word = 0;
-    for (int j = 0; j < kBlockVectors; ++j) {
-      word |= static_cast<uint64_t>(step(load(x + i + j * kLanes))) << (j * kLanes);
+  ChunkFlags chunk;
+  alignas(64) uint64_t word[kChunkBlocks];
+  while (i + kBlock <= n) {
+    const int blocks =
+        static_cast<int>((n - i) / kBlock < kChunkBlocks ? (n - i) / kBlock : kChunkBlocks);
+    for (int b = 0; b < blocks; ++b) {
+      const T* block = x + i + b * kBlock;
+      prefetch_ahead(block);
+      uint64_t w = 0;
+      for (int j = 0; j < kBlockVectors; ++j) {
+        w |= static_cast<uint64_t>(step(load(block + j * kLanes))) << (j * kLanes);
+      }
+      word[b] = w;
+      chunk.flag[b] = static_cast<uint32_t>(w) | static_cast<uint32_t>(w >> 32);
     }
-    if (word == 0) continue;
-    for (int j = 0; j < kBlockVectors; ++j) {
-      const uint32_t mask = static_cast<uint32_t>(word >> (j * kLanes)) & ((1u << kLanes) - 1);
-      if (mask == 0) continue;
-      push(list, mask, load(x + i + j * kLanes),
-           iota + splat_u32(static_cast<uint32_t>(i + j * kLanes)));
+    const int flagged = chunk.compact(blocks);
+    for (int f = 0; f < flagged; ++f) {
+      const int64_t first = i + static_cast<int64_t>(chunk.number[f]) * kBlock;
+      push_block<12>(list, x + first, first, word[chunk.number[f]]);
     }
+    i += static_cast<int64_t>(blocks) * kBlock;
   }
   for (; i < n; i += kLanes) {
     const F32 a =
         i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
-    push(list, step(a), a, iota + splat_u32(static_cast<uint32_t>(i)));
+    push(list, step(a), a, iota_u32() + splat_u32(static_cast<uint32_t>(i)));
   }
   return {total.total(), above.total(), count_above};
 }

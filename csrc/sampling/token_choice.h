@@ -166,8 +166,6 @@ class ScoreBounds {
   }
   float best() const { return reduce_max(best_); }
 
-  static constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
-
  private:
   static Mask mask_of(uint32_t valid) {
     // Bit i of valid to lane i.
@@ -203,7 +201,7 @@ inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule,
     const U32 word = noise_words(load(list.token + i), static_cast<uint64_t>(seed),
                                  static_cast<uint64_t>(position));
     const int64_t left = list.size - i;
-    const uint32_t valid = left < kLanes ? (1u << left) - 1 : ScoreBounds::kAllLanes;
+    const uint32_t valid = left < kLanes ? (1u << left) - 1 : kAllLanes;
     bounds.add(weights(rule, load(list.value + i)), word, valid, upper + i);
   }
   const F32 bound = splat(bounds.best());

@@ -31,7 +31,12 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
 #else
   const auto rows = &default_::top_k_top_p_sample_rows;
 #endif
-  const int64_t grain = (sampling_tuning::kMinTaskSize + params.vocab - 1) / params.vocab;
+  using namespace sampling_tuning;
+  const bool top_k = params.top_k.rows != nullptr || params.top_k.value > 0;
+  const double row_time =
+      kRowNanoseconds + static_cast<double>(params.vocab) *
+                            (top_k ? kTopKNanosecondsPerLogit : kOtherNanosecondsPerLogit);
+  const int64_t grain = 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_time);
   parallel_for(params.batch, grain, [&](int64_t begin, int64_t end) {
     thread_local Workspace workspace;
     const ScopedIeeeMode ieee;

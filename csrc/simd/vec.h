@@ -37,6 +37,8 @@
 
 namespace lmdecode::LMD_SIMD {
 
+constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
+
 // The first n < kLanes elements of p, fill in the other lanes.
 template <class T>
 inline F32 load_part(const T* p, int n, float fill) {
