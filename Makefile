@@ -6,18 +6,21 @@
 # make clean     remove everything that the other targets made
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
-# network. Variables: PYTHON (3.10 or later), VENV, CXX, JOBS.
+# network. Variables: PYTHON (3.11 or later), VENV, CXX, JOBS.
 
 PYTHON ?= python3
 VENV ?= .venv
-CXX ?= c++
+# make has a default of its own, g++, that ?= would keep.
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
 JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # What the build itself needs, beside torch: installed once, so that builds need no network.
-BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13 cmake>=3.25 ninja
+BUILD_TOOLS := scikit-build-core>=0.11 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 CPP_TESTS := build/cpp_tests
 
@@ -38,7 +41,7 @@ test-python: setup
 
 test-cpp: setup
 	@mkdir -p build
-	$(BIN)/cmake -S tests/cpp -B $(CPP_TESTS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >$(CPP_TESTS).log 2>&1 \
+	CXX=$(CXX) $(BIN)/cmake -S tests/cpp -B $(CPP_TESTS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >$(CPP_TESTS).log 2>&1 \
 	  || { cat $(CPP_TESTS).log; exit 1; }
 	$(BIN)/cmake --build $(CPP_TESTS) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(CPP_TESTS) --output-on-failure -j $(JOBS)
@@ -54,7 +57,8 @@ bench: setup
 
 # With the torch and nvcc of this machine: nothing is fetched.
 gpu:
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu .
+	@$(PYTHON) -c 'import scikit_build_core, torch' || { echo "lmdecode: $(PYTHON) needs torch and scikit-build-core (and cmake, ninja) for make gpu"; exit 1; }
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --config-settings=build-dir=build/gpu-build --target build/gpu .
 	PYTHONPATH=build/gpu $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 setup: $(VENV)/.built
@@ -62,12 +66,12 @@ setup: $(VENV)/.built
 # ---- one clear line where something is missing
 
 define CHECK_TOOLS
-command -v $(PYTHON) >/dev/null || { echo "lmdecode: no $(PYTHON): install Python 3.10 or later, or set PYTHON"; exit 1; }; \
-$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "lmdecode: $(PYTHON) is too old: Python 3.10 or later is needed, set PYTHON"; exit 1; }; \
+command -v $(PYTHON) >/dev/null || { echo "lmdecode: no $(PYTHON): install Python 3.11 or later, or set PYTHON"; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmdecode: $(PYTHON) is too old: Python 3.11 or later is needed, set PYTHON"; exit 1; }; \
 $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "lmdecode: $(PYTHON) has no venv module: on Debian or Ubuntu, apt install python3-venv"; exit 1; }; \
 command -v $(CXX) >/dev/null || { echo "lmdecode: no C++ compiler '$(CXX)': on Debian or Ubuntu, apt install g++, or set CXX"; exit 1; }; \
 printf '%s\n' '#include <bit>' '#include <concepts>' 'int main() { return std::popcount(0u); }' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
-  || { echo "lmdecode: '$(CXX)' cannot compile C++20 with its standard headers: g++ 11 or clang 14 with libstdc++ headers is needed"; exit 1; }
+  || { echo "lmdecode: '$(CXX)' cannot compile C++20 with its standard headers: g++ 11 or later, or another compiler as able, is needed"; exit 1; }
 endef
 
 $(VENV)/.python:

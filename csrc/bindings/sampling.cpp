@@ -8,7 +8,11 @@ namespace {
 
 void run(const TopKTopPSampleParams& params, const Tensor&) { top_k_top_p_sample_cpu(params); }
 
-using Op = SampleOp<run>;
+struct NoGuard {
+  explicit NoGuard(const Tensor&) {}
+};
+
+using Op = SampleOp<run, NoGuard>;
 
 int64_t cpu_capability_number() { return static_cast<int64_t>(cpu_capability()); }
 

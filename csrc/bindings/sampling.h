@@ -79,8 +79,8 @@ inline TopKTopPSampleParams sample_params(const SampleArguments& a) {
     p.q_row_stride = a.q->stride(0);
     p.q_vocab_stride = a.q->stride(1);
   }
-  if (!(a.eps >= 0.0) || std::isinf(a.eps))
-    fail(kSampleOp, "eps is ", a.eps, "; expected a finite number >= 0");
+  if (!(a.eps >= 0.0) || !std::isfinite(static_cast<float>(a.eps)))
+    fail(kSampleOp, "eps is ", a.eps, "; expected a number >= 0, finite in float32");
   p.eps = static_cast<float>(a.eps);
   p.has_seed = a.seed.has_value();
   p.seed = integer_rows("seed", -1, a.seed, a.logits);
@@ -115,8 +115,9 @@ inline void set_outputs(const SampleOutputs& out, const Tensor& logits, TopKTopP
   p->logprob = out.logprob ? out.logprob->mutable_data_ptr<float>() : nullptr;
 }
 
-// The functional and the out variant of the op on one device, which `run(params, logits)` launches.
-template <auto run>
+// The functional and the out variant of the op on one device, which `run(params, logits)` launches,
+// with the device of the logits selected by Guard.
+template <auto run, class Guard>
 struct SampleOp {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> call(
       const Tensor& logits, int64_t top_k, const std::optional<Tensor>& top_k_rows, double top_p,

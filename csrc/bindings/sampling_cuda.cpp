@@ -8,13 +8,18 @@ namespace lmdecode {
 namespace {
 
 void run(const TopKTopPSampleParams& params, const Tensor& logits) {
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   void* stream = nullptr;
-  aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream);
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream));
   top_k_top_p_sample_cuda(params, stream);
 }
 
-using Op = SampleOp<run>;
+struct Guard {
+  explicit Guard(const Tensor& logits) : guard(logits.get_device_index()) {}
+  torch::stable::accelerator::DeviceGuard guard;
+};
+
+using Op = SampleOp<run, Guard>;
 
 }  // namespace
 }  // namespace lmdecode

@@ -3,9 +3,9 @@
 //
 // Sums of masses are integer sums: they do not depend on the order of summation, so neither on the
 // thread count, nor on the batch, nor on the SIMD width, nor on the device. For the same reason the
-// weight is one fixed sequence of f32 operations, each rounded to nearest, with no fused
-// multiply-add: simd/vec_*.h and the CUDA kernels repeat exactly this sequence. The polynomial is
-// within 1.9e-7 of exp2, relative.
+// weight is one fixed sequence of f32 operations, each rounded to nearest, with fused multiply-adds
+// where they are written and nowhere else: simd/vec.h and the CUDA kernels repeat exactly this
+// sequence. The polynomial is within 1.7e-7 of exp2, relative.
 #pragma once
 
 #include <cstdint>

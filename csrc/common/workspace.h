@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdlib>
-#include <new>
 
 namespace lmdecode {
 
@@ -15,13 +14,14 @@ class Workspace {
   Workspace& operator=(const Workspace&) = delete;
   ~Workspace() { std::free(memory_); }
 
-  // Makes room for `bytes`, aligned to 64. Contents are lost. Throws std::bad_alloc.
+  // Makes room for `bytes`, aligned to 64. Contents are lost. Null where memory is short: it is
+  // called in parallel regions, which nothing may be thrown from.
   void* reserve(size_t bytes) {
     if (bytes > size_) {
       std::free(memory_);
       size_ = 0;
       memory_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-      if (memory_ == nullptr) throw std::bad_alloc();
+      if (memory_ == nullptr) return nullptr;
       size_ = bytes;
     }
     return memory_;

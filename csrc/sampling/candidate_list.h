@@ -30,9 +30,18 @@ inline void push(CandidateList* list, uint32_t mask, F32 value, U32 token) {
   list->size += count(mask);
 }
 
+// Fills the lanes beyond the list that whole vectors reach: their weights are computed too.
+inline void pad(CandidateList* list) {
+  const int64_t padded = round_up_to_lanes(list->size);
+  for (int64_t i = list->size; i < padded; ++i) {
+    list->value[i] = minus_infinity();
+    list->token[i] = 0;
+  }
+}
+
 inline void make_keys(CandidateList* list, float temperature) {
   const int64_t padded = round_up_to_lanes(list->size);
-  for (int64_t i = list->size; i < padded; ++i) list->value[i] = minus_infinity();
+  pad(list);
   if (temperature == 1.0f) {
     for (int64_t i = 0; i < padded; i += kLanes)
       store(list->key + i, order_keys(load(list->value + i)));

@@ -20,7 +20,7 @@ struct SamplingDevice {
 // [r * slice, (r + 1) * slice).
 struct SamplingLaunchPlan {
   int cluster_size = 1;
-  int threads = sampling_cuda_tuning::kMinThreads;  // of a block: 32, 64, ... 1024
+  int threads = sampling_cuda_tuning::kMinThreads;  // of a block: 128, 256, 512
   int64_t clusters = 1;                             // of the grid; rows beyond go round
   int64_t slice = 1;   // tokens of a block, at least ceil(vocab / cluster_size)
   int64_t cached = 0;  // of these, how many stay in shared memory; the rest is read again

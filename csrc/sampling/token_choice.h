@@ -30,6 +30,7 @@ inline F32 weights(const WeightRule& rule, F32 value) {
 
 // Fills list->mass, zeros up to the next multiple of kLanes.
 inline void make_masses(CandidateList* list, const WeightRule& rule) {
+  pad(list);
   const float scale = float_of(static_cast<uint32_t>(127 + rule.fraction_bits) << 23);
   // MassSum takes no zero: 2^-126 has mass 0.
   const F32 one = splat(1.0f), tiny = splat(0x1p-126f), scales = splat(scale);
@@ -164,7 +165,11 @@ class ScoreBounds {
     store(upper, high);
     best_ = max(low, best_);
   }
-  float best() const { return reduce_max(best_); }
+  // A score that some token reaches; not below 0, so that no excluded lane, -1, reaches it.
+  float best() const {
+    const float best = reduce_max(best_);
+    return best > 0.0f ? best : 0.0f;
+  }
 
  private:
   static Mask mask_of(uint32_t valid) {

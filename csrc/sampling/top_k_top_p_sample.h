@@ -33,7 +33,7 @@ struct PerRow {
 
 struct TopKTopPSampleParams {
   int64_t batch = 0;
-  int64_t vocab = 0;  // >= 1, < 2^32
+  int64_t vocab = 0;  // >= 1, < 2^31
 
   const void* logits = nullptr;  // [batch, vocab] of dtype, strides in elements
   DType dtype = DType::kFloat32;

@@ -88,7 +88,6 @@ class RowSampler {
           max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
       if (min_p_first) bound = larger(bound, min_p_logit());
       collect_set(x_, n_, kept_from(bound), &list_);
-      if (min_p_first && plan_.min_p_mode == MinPMode::kOneToken) list_.size = 1;
       if (plan_.top_k > 0 && plan_.top_k < list_.size) {
         make_keys(&list_, plan_.temperature);
         select_top_k(&list_, plan_.top_k, rules_.keep_top_k_ties);
@@ -444,6 +443,7 @@ class RowSampler {
   void finish_list() {
     int64_t chosen = 0;
     bool nan = false;
+    pad(&list_);
     switch (plan_.noise) {
       case NoiseMode::kNone:
         chosen = choose_largest(list_, plan_.temperature);

@@ -41,8 +41,10 @@ void launch(const TopKTopPSampleParams& params, cudaStream_t stream) {
   }
   const SamplingLaunchPlan plan = plan_sampling_launch(params.batch, params.vocab, sizeof(T),
                                                        sizeof(sampling_cuda::RowStorage), limits);
+  // The attribute belongs to the kernel, not to the launch: the device's limit, whatever this plan
+  // takes, so that another thread's launch is not held to less than it needs.
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(plan.shared_bytes)),
+                             static_cast<int>(limits.shared_bytes_per_block)),
         "cudaFuncSetAttribute");
 
   cudaLaunchConfig_t config = {};

@@ -44,7 +44,21 @@ def _split(
     ):
         expected = "a number" if dtype.is_floating_point else "an int"
         raise _type_error(name, value, f"{expected}, a tensor or None")
+    if dtype.is_floating_point and type(value) is int:
+        value = _to_float(name, value)
     return value, None
+
+
+def _to_float(name: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{_OP}: {name} is too large; expected a number of float64") from None
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _type_error(name, value, "a bool")
 
 
 def _check_number(name: str, value: float, low: float, text: str) -> None:
@@ -89,7 +103,8 @@ def top_k_top_p_sample(
     A row is divided by its temperature; top-k, top-p and min-p each keep a prefix of the order
     "value descending, then index ascending"; of what is kept one token is drawn, or, without noise,
     the first is taken. The result of a row depends on nothing but the row and its parameters:
-    not on the batch, the thread count, the CPU's vector width or the device.
+    not on the batch, the thread count or the CPU's vector width (CUDA: the same by design,
+    emulated, not yet run on a GPU).
 
     Parameters
     ----------
@@ -161,6 +176,10 @@ def top_k_top_p_sample(
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise _type_error("eps", eps, "a number")
+    if type(eps) is int:
+        eps = _to_float("eps", eps)
+    _check_flag("return_logits", return_logits)
+    _check_flag("return_logprob", return_logprob)
     if generator is not None:
         if seed is not None:
             raise ValueError(
@@ -172,13 +191,6 @@ def top_k_top_p_sample(
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
         )
-    seeds = None
-    if generator is not None:
-        device = generator.device
-        seeds = torch.randint(0, _MAX_SEED, (logits.size(0),), generator=generator, device=device)
-        seeds = seeds.to(logits.device)
-    elif seed is not None:
-        seeds = _row_seeds(seed, logits.size(0), logits.device)
     if position is not None and not isinstance(position, Tensor):
         if isinstance(position, bool) or not isinstance(position, int):
             raise _type_error("position", position, "an int or a tensor")
@@ -187,9 +199,23 @@ def top_k_top_p_sample(
         position = torch.full((logits.size(0),), position, device=logits.device)
     elif isinstance(position, Tensor) and position.dtype is torch.int32:
         position = position.to(torch.int64)
-    return SampleOutput(
-        *_sample(
-            logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, position, eps,
-            return_logits, return_logprob, dialect_number,
+
+    def call(seeds: Tensor | None) -> SampleOutput:
+        return SampleOutput(
+            *_sample(
+                logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, position, eps,
+                return_logits, return_logprob, dialect_number,
+            )
+        )  # fmt: skip
+
+    if generator is None:
+        return call(None if seed is None else _row_seeds(seed, logits.size(0), logits.device))
+    state = generator.get_state()
+    try:
+        seeds = torch.randint(
+            0, _MAX_SEED, (logits.size(0),), generator=generator, device=generator.device
         )
-    )  # fmt: skip
+        return call(seeds.to(logits.device))
+    except Exception:
+        generator.set_state(state)  # a call that fails draws nothing
+        raise

@@ -1,4 +1,5 @@
-"""The sampling ops of Ascend CANN, aclnnTopKTopPSample and aclnnTopKTopPSampleV2, on CPU and CUDA.
+"""The sampling ops of Ascend CANN, aclnnTopKTopPSample and aclnnTopKTopPSampleV2, on CPU and CUDA
+(emulated, not yet run on a GPU).
 
 Names, order and meaning of the arguments are those of the CANN documentation; the work is done by
 ``lmdecode.top_k_top_p_sample`` in the dialects ``ascend_v1``, ``ascend_v2`` and
@@ -134,7 +135,8 @@ def _fraction(
     if not torch.compiler.is_compiling() and value != value:
         raise ValueError(f"{op}: {name} is nan; expected a number")
     if logits.dtype is torch.float32:
-        return value
+        # As the op will see it; 1e-60 is 0 there.
+        return value if torch.compiler.is_compiling() else torch.tensor(float(value)).item()
     return torch.full((logits.size(0),), value, dtype=logits.dtype, device=logits.device)
 
 

@@ -1,7 +1,7 @@
 """The arithmetic that results are defined by, bit for bit: weights, integer masses, noise.
 
-Every function is a fixed sequence of correctly rounded operations with no fused multiply-add, so
-that all processors agree.
+Every function is a fixed sequence of correctly rounded operations, fused multiply-adds where it
+says so and nowhere else, so that all processors agree.
 """
 
 from __future__ import annotations
