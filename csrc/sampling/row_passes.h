@@ -27,28 +27,44 @@ struct RowMax {
   bool has_nan;
 };
 
-template <class T>
-RowMax scan_max(const T* x, int64_t n) {
-  F32 best[4], zero = splat(0.0f);
-  for (F32& b : best) b = splat(minus_infinity());
+// on_group(best) gets the largest logits, lane by lane, of each group of `group_blocks` blocks; the
+// last group may be shorter, and tokens behind the last whole block belong to none.
+template <class T, class OnGroup>
+RowMax scan_max_groups(const T* x, int64_t n, int64_t group_blocks, OnGroup on_group) {
+  F32 top = splat(minus_infinity()), zero = splat(0.0f);
   uint32_t nan = 0;
   int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    prefetch_ahead(x + i);
-    for (int j = 0; j < kBlockVectors; j += 4) {
-      F32 a[4];
-      for (int l = 0; l < 4; ++l) a[l] = load(x + i + (j + l) * kLanes);
-      nan |= bits(operator_or(is_nan(a[0], a[1]), is_nan(a[2], a[3])));
-      for (int l = 0; l < 4; ++l) best[l] = max(a[l], best[l]);
+  const int64_t whole = n / kBlock * kBlock;
+  while (i < whole) {
+    const int64_t left = (whole - i) / kBlock;
+    const int64_t end = i + (group_blocks < left ? group_blocks : left) * kBlock;
+    F32 best[4];
+    for (F32& b : best) b = splat(minus_infinity());
+    for (; i < end; i += kBlock) {
+      prefetch_ahead(x + i);
+      for (int j = 0; j < kBlockVectors; j += 4) {
+        F32 a[4];
+        for (int l = 0; l < 4; ++l) a[l] = load(x + i + (j + l) * kLanes);
+        nan |= bits(operator_or(is_nan(a[0], a[1]), is_nan(a[2], a[3])));
+        for (int l = 0; l < 4; ++l) best[l] = max(a[l], best[l]);
+      }
     }
+    const F32 group = max(max(best[0], best[1]), max(best[2], best[3]));
+    on_group(group);
+    top = max(group, top);
   }
   for (; i < n; i += kLanes) {
     const F32 a =
         i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     nan |= bits(is_nan(a, zero));
-    best[0] = max(a, best[0]);
+    top = max(a, top);
   }
-  return {reduce_max(max(max(best[0], best[1]), max(best[2], best[3]))), nan != 0};
+  return {reduce_max(top), nan != 0};
+}
+
+template <class T>
+RowMax scan_max(const T* x, int64_t n) {
+  return scan_max_groups(x, n, n, [](F32) {});
 }
 
 // Number of logits >= bound.

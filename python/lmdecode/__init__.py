@@ -1,9 +1,10 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
-``top_k_top_p_sample`` is the sampling op; ``lmdecode.integrations.transformers`` puts it into
+``top_k_top_p_sample`` is the sampling op, ``log_softmax_top_k`` the first step of beam search; ``lmdecode.integrations.transformers`` puts it into
 ``generate()``; ``lmdecode.reference`` holds every op again in plain torch.
 """
 
+from lmdecode.beam import BeamCandidates, log_softmax_top_k
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -11,8 +12,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DIALECTS",
+    "BeamCandidates",
     "SampleOutput",
     "cpu_capability",
     "has_cuda",
+    "log_softmax_top_k",
     "top_k_top_p_sample",
 ]

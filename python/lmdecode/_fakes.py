@@ -52,6 +52,24 @@ def _top_k_top_p_sample_out(*args, **kwargs):
     return None
 
 
+@torch.library.register_fake("lmdecode::log_softmax_top_k")
+def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets):
+    for name, other in dict(beam_scores=beam_scores, num_beams=row_offsets).items():
+        if other is not None and other.device != logits.device:
+            raise ValueError(
+                f"log_softmax_top_k: {name} is on {other.device}; "
+                f"expected the device of logits, {logits.device}"
+            )
+    requests = logits.shape[0] // num_beams if row_offsets is None else row_offsets.shape[0] - 1
+    shape = (requests, num_candidates)
+    return (
+        logits.new_empty(shape, dtype=torch.float32),
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty((requests,), dtype=torch.uint8),
+    )
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

@@ -12,10 +12,12 @@ from lmdecode.reference.arithmetic import (
     token_noise,
     token_weight,
 )
+from lmdecode.reference.beam import log_softmax_top_k
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
     "exponential_noise",
+    "log_softmax_top_k",
     "mass_threshold",
     "philox",
     "token_mass",

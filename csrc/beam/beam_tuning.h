@@ -1,0 +1,26 @@
+// Tuning numbers of the beam kernels: they change speed, never a result.
+#pragma once
+
+#include <cstdint>
+
+namespace lmdecode::beam_tuning {
+
+// A row's threshold comes from the largest logits of groups of its tokens: this many groups for
+// each candidate wanted, and at least kMinGroups.
+constexpr int64_t kGroupsPerCandidate = 16;
+constexpr int64_t kMinGroups = 256;
+// The search for the threshold ends where it leaves at most kSurplusShare more groups than asked.
+constexpr int64_t kSurplusShare = 4;
+// Requests with at most this many candidates are sorted by insertion.
+constexpr int64_t kInsertionSize = 64;
+
+// Estimated times, and the least time of a parallel task: waking a thread takes about 10 us.
+constexpr double kNanosecondsPerLogit = 0.17;
+constexpr double kRowNanoseconds = 500.0;
+constexpr double kNanosecondsPerCandidate = 4.0;
+constexpr double kMinTaskNanoseconds = 25000.0;
+
+// Threads of the block that merges a request.
+constexpr int kMergeThreads = 256;
+
+}  // namespace lmdecode::beam_tuning

@@ -1,0 +1,81 @@
+// log_softmax_top_k: the best continuations of each request's beams. docs/beam_search.md is the
+// user's page.
+//
+// score(beam, token) = log_softmax(logits[row of beam])[token] + beam_score[row]. Over the beams of
+// a request the candidates stand in the order "score descending, then beam, then token"; the first
+// num_candidates are the result. Rows are worked on alone, each leaves its own best in `scratch`,
+// and requests are merged from there: a tensor of the size of the logits is never written.
+#pragma once
+
+#include <cstdint>
+
+#include "common/half.h"
+
+namespace lmdecode {
+
+// Bits of the status of a request; any of them leaves the request without candidates. The numbers
+// are those of top_k_top_p_sample.
+constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN
+constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no beam alive
+constexpr uint8_t kBeamStatusScore = 4;  // a beam score was NaN or +inf
+
+struct LogSoftmaxTopKParams {
+  int64_t rows = 0;
+  int64_t vocab = 0;  // >= 1, < 2^31
+  int64_t requests = 0;
+  int64_t num_candidates = 0;  // >= 1
+  int64_t row_candidates = 0;  // min(num_candidates, vocab); rows * row_candidates < 2^31
+
+  const void* logits = nullptr;  // [rows, vocab] of dtype, strides in elements
+  DType dtype = DType::kFloat32;
+  int64_t logits_row_stride = 0;
+  int64_t logits_vocab_stride = 1;
+
+  const float* beam_scores = nullptr;  // [rows]; -inf: the row is not looked at
+  int64_t beam_scores_stride = 0;
+
+  // Request r has the rows [row_offsets[r], row_offsets[r + 1]), or num_beams rows where this is
+  // null. CUDA cannot look at it before the launch, so kernels hold what it says to [0, rows].
+  const int64_t* row_offsets = nullptr;  // [requests + 1], contiguous
+  int64_t num_beams = 1;
+
+  int32_t* scratch = nullptr;  // [scratch_size()]; what a row leaves behind, see below
+
+  float* scores = nullptr;    // [requests, num_candidates] contiguous; -inf where there is none,
+  int64_t* tokens = nullptr;  // likewise; then 0
+  int64_t* beams = nullptr;   // likewise, counted within the request; then 0
+  uint8_t* status = nullptr;  // [requests]
+
+  LMD_HOST_DEVICE static int64_t scratch_size(int64_t rows, int64_t row_candidates) {
+    return rows * (2 * row_candidates + 2);
+  }
+  LMD_HOST_DEVICE float* row_scores(int64_t row) const {  // [row_candidates]
+    return reinterpret_cast<float*>(scratch) + row * row_candidates;
+  }
+  LMD_HOST_DEVICE uint32_t* row_tokens(int64_t row) const {  // [row_candidates]
+    return reinterpret_cast<uint32_t*>(scratch) + (rows + row) * row_candidates;
+  }
+  LMD_HOST_DEVICE uint32_t* row_count(int64_t row) const {  // of the candidates
+    return reinterpret_cast<uint32_t*>(scratch) + 2 * rows * row_candidates + row;
+  }
+  LMD_HOST_DEVICE uint32_t* row_status(int64_t row) const { return row_count(row) + rows; }
+
+  struct RowRange {
+    int64_t begin, end;
+  };
+  LMD_HOST_DEVICE RowRange rows_of(int64_t request) const {
+    if (row_offsets == nullptr) return {request * num_beams, (request + 1) * num_beams};
+    int64_t begin = row_offsets[request], end = row_offsets[request + 1];
+    begin = begin < 0 ? 0 : begin < rows ? begin : rows;
+    end = end < begin ? begin : end < rows ? end : rows;
+    return {begin, end};
+  }
+};
+
+// Runs on the calling thread and torch's worker threads; the arguments have been checked.
+void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params);
+
+// stream is a cudaStream_t; launches only.
+void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, void* stream);
+
+}  // namespace lmdecode

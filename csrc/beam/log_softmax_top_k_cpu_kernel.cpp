@@ -1,0 +1,56 @@
+// Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "beam/log_softmax_top_k_cpu_kernel.h"
+
+#include "sampling/sampling_workspace.h"
+
+namespace lmdecode::LMD_SIMD {
+namespace {
+
+CandidateList list_in(const SamplingWorkspace& w) {
+  return {w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
+}
+
+template <class T>
+void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, void* workspace) {
+  const SamplingWorkspace w = split_sampling_workspace(workspace, params.vocab);
+  float* maxima = reinterpret_cast<float*>(w.spare_key);  // the searches here leave it alone
+  const T* logits = static_cast<const T*>(params.logits);
+  if (params.logits_vocab_stride == 1) {
+    RowCandidates<T> candidates(params, list_in(w), maxima);
+    for (int64_t row = begin; row < end; ++row)
+      candidates.run(logits + row * params.logits_row_stride, row);
+    return;
+  }
+  // Strided rows are gathered first, as f32: exact.
+  RowCandidates<float> candidates(params, list_in(w), maxima);
+  for (int64_t row = begin; row < end; ++row) {
+    if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
+      const T* x = logits + row * params.logits_row_stride;
+      for (int64_t i = 0; i < params.vocab; ++i)
+        w.row[i] = to_float(x[i * params.logits_vocab_stride]);
+    }
+    candidates.run(w.row, row);
+  }
+}
+
+}  // namespace
+
+void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
+                            void* workspace) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return run_rows<float>(params, begin, end, workspace);
+    case DType::kFloat16:
+      return run_rows<Half>(params, begin, end, workspace);
+    case DType::kBFloat16:
+      return run_rows<BFloat16>(params, begin, end, workspace);
+  }
+}
+
+void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
+                                int64_t size, void* workspace) {
+  RequestMerge merge(params, list_in(split_sampling_workspace(workspace, size)));
+  for (int64_t request = begin; request < end; ++request) merge.run(request);
+}
+
+}  // namespace lmdecode::LMD_SIMD

@@ -1,0 +1,222 @@
+// log_softmax_top_k on the CPU, compiled once for each CPU capability. See simd/vec.h.
+//
+// A row is streamed twice: for its maximum, and for the masses, which lists the candidates on the
+// way. The first pass also keeps the largest logits of groups of tokens: at least k tokens reach
+// the k-th largest of these, so it is a threshold that no guess has to verify. What is left to look
+// at is whether tokens below it have the score of the k-th candidate too.
+#pragma once
+
+#include "beam/beam_tuning.h"
+#include "beam/candidate_score.h"
+#include "sampling/row_passes.h"
+
+namespace lmdecode::LMD_SIMD {
+
+// A value that at least `rank` of values[0 .. size) reach, few more where that can be had; size is
+// a multiple of kLanes, 1 <= rank <= size.
+inline float quantile_bound(const float* values, int64_t size, int64_t rank) {
+  F32 top = load(values), bottom = splat(0.0f) - top;
+  for (int64_t i = kLanes; i < size; i += kLanes) {
+    top = max(load(values + i), top);
+    bottom = max(splat(0.0f) - load(values + i), bottom);
+  }
+  // count(>= low) >= rank; count(>= high) < rank
+  uint64_t low = order_key(0.0f - reduce_max(bottom));
+  uint64_t high = static_cast<uint64_t>(order_key(reduce_max(top))) + 1;
+  while (high - low > 1) {
+    const uint64_t middle = (low + high) / 2;
+    const int64_t n = count_from(values, size, value_of_key(static_cast<uint32_t>(middle)));
+    (n >= rank ? low : high) = middle;
+    if (n >= rank && n <= rank + rank / beam_tuning::kSurplusShare) break;
+  }
+  return value_of_key(static_cast<uint32_t>(low));
+}
+
+// Appends the first `room` tokens with lowest <= logit and not logit >= above, in token order.
+template <class T>
+void collect_first(const T* x, int64_t n, float lowest, float above, int64_t room,
+                   CandidateList* list) {
+  const F32 from = splat(lowest), to = splat(above);
+  const int64_t full = list->size + room;
+  for (int64_t i = 0; i < n && list->size < full; i += kLanes) {
+    const F32 a =
+        i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
+    push(list, bits(a >= from) & ~bits(a >= to), a,
+         iota_u32() + splat_u32(static_cast<uint32_t>(i)));
+  }
+  if (list->size > full) list->size = full;
+}
+
+template <class T>
+class RowCandidates {
+ public:
+  // maxima: scratch for the vocabulary's size.
+  RowCandidates(const LogSoftmaxTopKParams& params, CandidateList list, float* maxima)
+      : params_(params), list_(list), maxima_(maxima), n_(params.vocab), k_(params.row_candidates) {
+    fraction_bits_ = mass_fraction_bits(n_);
+    factor_ = exponent_factor(1.0f);
+  }
+
+  // Leaves the row's best candidates, equal scores in token order, and its status in the scratch.
+  void run(const T* x, int64_t row) {
+    list_.size = 0;
+    const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
+    uint8_t status = beam_score_status(beam_score);
+    if (status == 0 && is_alive(beam_score)) status = find(x, beam_score);
+    float* scores = params_.row_scores(row);
+    uint32_t* tokens = params_.row_tokens(row);
+    uint32_t size = 0;
+    for (int64_t i = 0; i < list_.size; ++i) {
+      if (!(list_.value[i] > minus_infinity())) continue;
+      scores[size] = list_.value[i];
+      tokens[size++] = list_.token[i];
+    }
+    *params_.row_count(row) = size;
+    *params_.row_status(row) = status;
+  }
+
+ private:
+  // Lists the row's best: list_.value holds their scores.
+  uint8_t find(const T* x, float beam_score) {
+    const int64_t blocks = n_ / kBlock;
+    int64_t groups = k_ * beam_tuning::kGroupsPerCandidate;
+    if (groups < beam_tuning::kMinGroups) groups = beam_tuning::kMinGroups;
+    const int64_t group_blocks = blocks * kLanes > groups ? blocks * kLanes / groups : 1;
+    int64_t maxima = 0;
+    const RowMax scan = scan_max_groups(x, n_, group_blocks, [&](F32 best) {
+      store(maxima_ + maxima, best);
+      maxima += kLanes;
+    });
+    if (scan.has_nan) return kBeamStatusNan;
+    if (!(scan.max > minus_infinity())) return kBeamStatusEmpty;
+    const float top = scan.max + 0.0f;  // -0.0 or 0.0: it depends on the order of the lanes
+    if (top == plus_infinity()) {
+      const int64_t share = count_from(x, n_, top);
+      collect_first(x, n_, top, __builtin_nanf(""), k_, &list_);
+      score_list(CandidateScore::of_row(top, static_cast<uint64_t>(share), 0, beam_score));
+      return 0;
+    }
+    float threshold = lowest_candidate();
+    if (k_ <= maxima) {
+      const float bound = quantile_bound(maxima_, maxima, k_);
+      threshold = bound > threshold ? bound : threshold;
+    }
+    const MassScan masses = scan_masses<false>(x, n_, top, factor_, fraction_bits_, threshold,
+                                               plus_infinity(), &list_);
+    const CandidateScore score =
+        CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
+    score_list(score);
+    if (list_.size < k_) return 0;  // then the threshold was the lowest: these are all
+    make_keys(&list_, 1.0f);
+    const uint32_t cut = select_top_k(&list_, k_, /*keep_ties=*/false);
+    const float next = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
+    if (cut > kMinusInfinityKey && order_key(score(next)) >= cut) {
+      // Others, or the whole row beside a beam score of -1e9, tie with the last candidate.
+      keep_from(&list_, cut + 1, list_.size);
+      const int64_t above = list_.size;
+      collect_first(x, n_, score.lowest_logit(cut), score.lowest_logit(cut + 1), k_ - above,
+                    &list_);
+      for (int64_t i = above; i < list_.size; ++i) list_.value[i] = value_of_key(cut);
+    }
+    return 0;
+  }
+
+  void score_list(const CandidateScore& score) {
+    for (int64_t i = 0; i < list_.size; ++i) list_.value[i] = score(list_.value[i]);
+  }
+
+  const LogSoftmaxTopKParams& params_;
+  CandidateList list_;
+  float* maxima_;
+  const int64_t n_, k_;
+  int fraction_bits_;
+  float factor_;
+};
+
+// The order of the candidates of one request, from what its rows left in the scratch.
+class RequestMerge {
+ public:
+  RequestMerge(const LogSoftmaxTopKParams& params, CandidateList list)
+      : params_(params), list_(list) {}
+
+  void run(int64_t request) {
+    const auto rows = params_.rows_of(request);
+    const int64_t k = params_.num_candidates;
+    uint32_t status = 0;
+    for (int64_t row = rows.begin; row < rows.end; ++row) status |= *params_.row_status(row);
+    list_.size = 0;
+    if (status == 0) {
+      gather(rows);
+      if (list_.size == 0) status = kBeamStatusEmpty;
+    }
+    params_.status[request] = static_cast<uint8_t>(status);
+    make_keys(&list_, 1.0f);
+    if (list_.size > k) select_top_k(&list_, k, /*keep_ties=*/false);
+    if (list_.size <= beam_tuning::kInsertionSize) {
+      insertion_sort();
+    } else {
+      sort_by_key(&list_);
+    }
+    float* scores = params_.scores + request * k;
+    int64_t* tokens = params_.tokens + request * k;
+    int64_t* beams = params_.beams + request * k;
+    for (int64_t i = 0; i < list_.size; ++i) {
+      const int64_t at = list_.token[i];
+      scores[i] = list_.value[i];
+      tokens[i] = params_.row_tokens(rows.begin)[at];
+      beams[i] = at / params_.row_candidates;
+    }
+    for (int64_t i = list_.size; i < k; ++i) {
+      scores[i] = minus_infinity();
+      tokens[i] = 0;
+      beams[i] = 0;
+    }
+  }
+
+ private:
+  // The list's "token" is the place in the scratch of the request's rows: at ties in the order of
+  // beam, then token.
+  void gather(const LogSoftmaxTopKParams::RowRange& rows) {
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const float* scores = params_.row_scores(row);
+      const int64_t size = *params_.row_count(row);
+      const uint32_t first = static_cast<uint32_t>((row - rows.begin) * params_.row_candidates);
+      for (int64_t i = 0; i < size; ++i) {
+        list_.value[list_.size] = scores[i];
+        list_.token[list_.size++] = first + static_cast<uint32_t>(i);
+      }
+    }
+  }
+
+  // Stable, by key, descending.
+  void insertion_sort() {
+    for (int64_t i = 1; i < list_.size; ++i) {
+      const uint32_t key = list_.key[i], token = list_.token[i];
+      const float value = list_.value[i];
+      int64_t at = i;
+      for (; at > 0 && list_.key[at - 1] < key; --at) {
+        list_.key[at] = list_.key[at - 1];
+        list_.token[at] = list_.token[at - 1];
+        list_.value[at] = list_.value[at - 1];
+      }
+      list_.key[at] = key;
+      list_.token[at] = token;
+      list_.value[at] = value;
+    }
+  }
+
+  const LogSoftmaxTopKParams& params_;
+  CandidateList list_;
+};
+
+// Rows [begin, end): each to its part of the scratch. `workspace` has sampling_workspace_bytes() of
+// the vocabulary, aligned to 64.
+void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
+                            void* workspace);
+
+// Requests [begin, end), after all of their rows. `workspace` has sampling_workspace_bytes(size)
+// for `size` candidates, as many as the rows of a request can have.
+void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
+                                int64_t size, void* workspace);
+
+}  // namespace lmdecode::LMD_SIMD

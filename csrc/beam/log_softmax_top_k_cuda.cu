@@ -1,0 +1,43 @@
+// Launches log_softmax_top_k: the rows, then the requests.
+#include "beam/beam_tuning.h"
+#include "beam/log_softmax_top_k.h"
+#include "beam/log_softmax_top_k_kernel.cuh"
+#include "sampling/row_launch.h"
+
+namespace lmdecode {
+namespace {
+
+constexpr const char* kOp = "log_softmax_top_k";
+
+template <class T>
+void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
+  launch_rows(kOp, &beam_cuda::log_softmax_top_k_row_kernel<T>, params.rows, params.vocab,
+              sizeof(T), params, stream);
+}
+
+void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return launch<float>(params, stream);
+    case DType::kFloat16:
+      return launch<Half>(params, stream);
+    case DType::kBFloat16:
+      return launch<BFloat16>(params, stream);
+  }
+}
+
+}  // namespace
+
+void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, void* stream) {
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.rows > 0) launch(params, cuda_stream);
+  if (params.requests == 0) return;
+  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  const int64_t blocks = params.requests < kMaxGrid ? params.requests : kMaxGrid;
+  beam_cuda::log_softmax_top_k_request_kernel<<<
+      static_cast<unsigned>(blocks), beam_tuning::kMergeThreads,
+      sizeof(sampling_cuda::RowStorage), cuda_stream>>>(params);
+  check_cuda(kOp, cudaGetLastError(), "launch");
+}
+
+}  // namespace lmdecode

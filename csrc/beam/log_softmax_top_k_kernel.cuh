@@ -1,0 +1,285 @@
+// log_softmax_top_k on a GPU: a thread block cluster a row leaves the row's best candidates in the
+// scratch, then a block a request merges them. beam/log_softmax_top_k_cpu_kernel.h has the same on
+// the CPU: results are equal bit for bit.
+//
+// The row is read once into the shared memory of the cluster; its best are found by radix descents
+// over it (sampling/radix_descent.cuh). The order in which candidates come to the scratch is
+// whatever it is: the merge ranks each among all.
+#pragma once
+
+#include "beam/candidate_score.h"
+#include "sampling/radix_descent.cuh"
+
+namespace lmdecode::beam_cuda {
+
+using sampling_cuda::RowCluster;
+using sampling_cuda::RowSlice;
+using sampling_cuda::RowStorage;
+using sampling_cuda::Word;
+
+// CandidateScore::lowest_logit() with a warp's lanes trying 32 logits at a time. All lanes, same
+// values.
+__device__ inline float lowest_logit(const CandidateScore& score, uint32_t score_key) {
+  uint32_t low = kMinusInfinityKey, high = order_key(static_cast<float>(score.max));
+  if (order_key(score(value_of_key(high))) < score_key) return float_of(0x7fc00000u);
+  while (high - low > 1) {  // low does not reach the key, high does
+    const uint32_t step = (high - low + cuda::kWarpSize) / (cuda::kWarpSize + 1);
+    const uint64_t mine = low + static_cast<uint64_t>(cuda::lane_id() + 1) * step;
+    const bool reached =
+        mine >= high || order_key(score(value_of_key(static_cast<uint32_t>(mine)))) >= score_key;
+    const unsigned lanes = __ballot_sync(cuda::kFullMask, reached);
+    const uint32_t below = lanes == 0 ? cuda::kWarpSize
+                                      : static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+    const uint64_t end = low + static_cast<uint64_t>(below + 1) * step;
+    if (lanes != 0 && end < high) high = static_cast<uint32_t>(end);
+    low += below * step;
+  }
+  return value_of_key(high);
+}
+
+template <class T>
+class RowCandidates {
+ public:
+  __device__ RowCandidates(const LogSoftmaxTopKParams& params, const SamplingLaunchPlan& plan,
+                           RowStorage& storage)
+      : params_(params),
+        launch_(plan),
+        vocab_(static_cast<uint32_t>(params.vocab)),
+        cluster_(storage, plan.cluster_size) {}
+
+  __device__ void run(int64_t row) {
+    row_ = row;
+    const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
+    const uint8_t status = beam_score_status(beam_score);
+    if (status != 0 || !is_alive(beam_score)) return finish(0, status);
+    RowSlice<T> slice(static_cast<const T*>(params_.logits) + row * params_.logits_row_stride,
+                      params_.logits_vocab_stride, vocab_, cluster_.rank(), launch_,
+                      reinterpret_cast<unsigned char*>(&cluster_.storage() + 1));
+    const Scan scan = load(slice);
+    const float top = value_of_key(static_cast<uint32_t>(scan.max_key));
+    if (scan.has_nan) {
+      finish(0, kBeamStatusNan);
+    } else if (!(top > minus_infinity())) {
+      finish(0, kBeamStatusEmpty);
+    } else {
+      const CandidateScore score = score_of(slice, top, beam_score);
+      write(slice, score, best_of(slice, score));
+    }
+    // Nobody starts the next row, or leaves, while others still read this block's memory.
+    cluster_.sync();
+  }
+
+ private:
+  struct Scan {
+    Word max_key, has_nan;
+  };
+
+  __device__ Scan load(RowSlice<T>& slice) {
+    float best = minus_infinity();
+    bool has_nan = false;
+    slice.load([&](float logit) {
+      best = logit > best ? logit : best;
+      has_nan |= logit != logit;
+    });
+    return cluster_.reduce(Scan{order_key(best), has_nan}, [](const Scan& a, const Scan& b) {
+      return Scan{a.max_key > b.max_key ? a.max_key : b.max_key, a.has_nan | b.has_nan};
+    });
+  }
+
+  // Two sums of 64 bits over the row.
+  struct Sums {
+    Word first, second;
+  };
+  __device__ Sums sum(const Sums& mine) {
+    return cluster_.reduce(mine, [](const Sums& a, const Sums& b) {
+      return Sums{a.first + b.first, a.second + b.second};
+    });
+  }
+
+  __device__ CandidateScore score_of(const RowSlice<T>& slice, float top, float beam_score) {
+    weight_ = {top, exponent_factor(1.0f), mass_fraction_bits(params_.vocab)};
+    const bool infinite = top == plus_infinity();
+    Sums sums{0, 0};
+    slice.each([&](float logit, uint32_t) {
+      sums.first += infinite ? static_cast<Word>(logit == top) : Word{weight_.mass(logit)};
+    });
+    return CandidateScore::of_row(top, sum(sums).first, weight_.fraction_bits, beam_score);
+  }
+
+  // The row's first candidates in the order "score descending, then token".
+  __device__ KeptSet best_of(const RowSlice<T>& slice, const CandidateScore& score) {
+    using namespace sampling_cuda;
+    const KeptSet all = kept_from(beam_cuda::lowest_logit(score, kMinusInfinityKey + 1));
+    const Word k = static_cast<Word>(params_.row_candidates);
+    const Descent cut = descend<false, Order::kValue>(
+        cluster_, slice, vocab_, TokenRange{all}, weight_,
+        [k](Word candidates) { return k < candidates ? k : Word{0}; });
+    if (!cut.reached) return all;
+    // Other logits may have the score of the last one.
+    const uint32_t key = order_key(score(value_of_short_key<T>(cut.key)));
+    KeptSet best{beam_cuda::lowest_logit(score, key), beam_cuda::lowest_logit(score, key + 1)};
+    Sums counts{0, 0};
+    slice.each([&](float logit, uint32_t) {
+      counts.first += logit >= best.above_ties;
+      counts.second += logit >= best.lowest && !(logit >= best.above_ties);
+    });
+    counts = sum(counts);
+    const Word wanted = k - counts.first;
+    if (wanted < counts.second) {
+      TokenRange ties{kept_from(best.lowest)};
+      ties.below = best.above_ties;
+      const Descent tie = descend<false, Order::kLowTokenFirst>(
+          cluster_, slice, vocab_, ties, weight_, [wanted](Word) { return wanted; });
+      best.last_tie = vocab_ - 1 - tie.key;
+    }
+    return best;
+  }
+
+  // The set to the scratch, in any order.
+  __device__ void write(const RowSlice<T>& slice, const CandidateScore& score, const KeptSet& set) {
+    RowStorage& storage = cluster_.storage();
+    cluster_.sync();
+    if (cluster_.rank() == 0 && threadIdx.x == 0) storage.ranked_size = 0;
+    cluster_.sync();
+    uint32_t* size = cluster_.at_rank(&storage.ranked_size, 0);
+    float* scores = params_.row_scores(row_);
+    uint32_t* tokens = params_.row_tokens(row_);
+    slice.each([&](float logit, uint32_t token) {
+      if (!set.contains(logit, token)) return;
+      const uint32_t at = atomicAdd(size, 1u);
+      scores[at] = score(logit);
+      tokens[at] = token;
+    });
+    cluster_.sync();
+    finish(storage.ranked_size, 0);  // the first block's
+  }
+
+  __device__ void finish(uint32_t count, uint8_t status) {
+    if (cluster_.rank() != 0 || threadIdx.x != 0) return;
+    *params_.row_count(row_) = count;
+    *params_.row_status(row_) = status;
+  }
+
+  const LogSoftmaxTopKParams& params_;
+  const SamplingLaunchPlan& launch_;
+  const uint32_t vocab_;
+  RowCluster cluster_;
+  int64_t row_ = 0;
+  sampling_cuda::TokenWeight weight_;
+};
+
+template <class T>
+__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+    log_softmax_top_k_row_kernel(const LogSoftmaxTopKParams params, const SamplingLaunchPlan plan) {
+  RowCandidates<T> candidates(params, plan, cuda::shared_storage<RowStorage>());
+  for (int64_t row = blockIdx.x / plan.cluster_size; row < params.rows; row += plan.clusters) {
+    candidates.run(row);
+  }
+}
+
+// The candidates of one request in their order, from what its rows left in the scratch.
+class RequestMerge {
+ public:
+  __device__ RequestMerge(const LogSoftmaxTopKParams& params, RowStorage& storage)
+      : params_(params), block_(storage, 1) {}
+
+  __device__ void run(int64_t request) {
+    rows_ = params_.rows_of(request);
+    const Word k = static_cast<Word>(params_.num_candidates);
+    Sums sums{0, 0};
+    for (int64_t row = rows_.begin + threadIdx.x; row < rows_.end; row += blockDim.x) {
+      sums.status |= *params_.row_status(row);
+      sums.count += *params_.row_count(row);
+    }
+    sums = reduce(sums);
+    if (sums.count == 0 && sums.status == 0) sums.status = kBeamStatusEmpty;
+    if (sums.status != 0) sums.count = 0;
+    if (threadIdx.x == 0) params_.status[request] = static_cast<uint8_t>(sums.status);
+    if (sums.count > 0) place(request, sums.count > k ? lowest_key(k) : 0);
+    const int64_t first = request * params_.num_candidates;
+    for (int64_t i = static_cast<int64_t>(sums.count) + threadIdx.x; i < params_.num_candidates;
+         i += blockDim.x) {
+      params_.scores[first + i] = minus_infinity();
+      params_.tokens[first + i] = 0;
+      params_.beams[first + i] = 0;
+    }
+  }
+
+ private:
+  struct Sums {
+    Word count, status;
+  };
+  __device__ Sums reduce(const Sums& sums) {
+    return block_.reduce(sums, [](const Sums& a, const Sums& b) {
+      return Sums{a.count + b.count, a.status | b.status};
+    });
+  }
+
+  // The key of the k-th score; there are more than k.
+  __device__ uint32_t lowest_key(Word k) {
+    uint64_t low = 0, high = uint64_t{1} << 32;  // low is reached k times, high is not
+    while (high - low > 1) {
+      const uint64_t middle = (low + high) / 2;
+      Sums sums{0, 0};
+      for (int64_t row = rows_.begin; row < rows_.end; ++row) {
+        const float* scores = params_.row_scores(row);
+        const uint32_t count = *params_.row_count(row);
+        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+          sums.count += order_key(scores[i]) >= middle;
+        }
+      }
+      const Word reached = reduce(sums).count;
+      (reached >= k ? low : high) = middle;
+      if (reached == k) break;
+    }
+    return static_cast<uint32_t>(low);
+  }
+
+  // Each candidate from this key on to its place, which is the number of those before it; a warp
+  // counts them.
+  __device__ void place(int64_t request, uint32_t from) {
+    const int64_t k = params_.num_candidates, first = request * k;
+    const int64_t warps = blockDim.x / cuda::kWarpSize;
+    const int64_t size = (rows_.end - rows_.begin) * params_.row_candidates;
+    for (int64_t at = cuda::warp_id(); at < size; at += warps) {
+      const int64_t beam = at / params_.row_candidates, i = at % params_.row_candidates;
+      const int64_t row = rows_.begin + beam;
+      if (i >= *params_.row_count(row)) continue;
+      const float score = params_.row_scores(row)[i];
+      const uint32_t token = params_.row_tokens(row)[i], key = order_key(score);
+      if (key < from) continue;
+      Word before = 0;
+      for (int64_t other = rows_.begin; other < rows_.end; ++other) {
+        const float* scores = params_.row_scores(other);
+        const uint32_t* tokens = params_.row_tokens(other);
+        const uint32_t count = *params_.row_count(other);
+        for (uint32_t j = cuda::lane_id(); j < count; j += cuda::kWarpSize) {
+          const uint32_t other_key = order_key(scores[j]);
+          before += other_key > key ||
+                    (other_key == key && (other < row || (other == row && tokens[j] < token)));
+        }
+      }
+      for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2)
+        before += __shfl_xor_sync(cuda::kFullMask, before, offset);
+      if (cuda::lane_id() != 0 || before >= static_cast<Word>(k)) continue;
+      const int64_t to = first + static_cast<int64_t>(before);
+      params_.scores[to] = score;
+      params_.tokens[to] = token;
+      params_.beams[to] = beam;
+    }
+  }
+
+  const LogSoftmaxTopKParams& params_;
+  RowCluster block_;
+  LogSoftmaxTopKParams::RowRange rows_{0, 0};
+};
+
+inline __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+    log_softmax_top_k_request_kernel(const LogSoftmaxTopKParams params) {
+  RequestMerge merge(params, cuda::shared_storage<RowStorage>());
+  for (int64_t request = blockIdx.x; request < params.requests; request += gridDim.x) {
+    merge.run(request);
+  }
+}
+
+}  // namespace lmdecode::beam_cuda

@@ -1,0 +1,19 @@
+// The beam ops on CPU tensors.
+#include "bindings/beam.h"
+
+namespace lmdecode {
+namespace {
+
+void run(const LogSoftmaxTopKParams& params, const Tensor&) { log_softmax_top_k_cpu(params); }
+
+struct NoGuard {
+  explicit NoGuard(const Tensor&) {}
+};
+
+}  // namespace
+}  // namespace lmdecode
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
+  using namespace lmdecode;
+  m.impl("log_softmax_top_k", TORCH_BOX((&LogSoftmaxTopKOp<run, NoGuard>::call)));
+}

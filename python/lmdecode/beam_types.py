@@ -1,0 +1,31 @@
+"""The result of ``log_softmax_top_k``: one place for op and reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class BeamCandidates(NamedTuple):
+    """The best continuations of each request's beams, best first.
+
+    Attributes
+    ----------
+    scores
+        [requests, num_candidates] float32, descending; ``-inf`` where there is no candidate.
+    tokens
+        [requests, num_candidates] int64, 0 where there is no candidate.
+    beams
+        [requests, num_candidates] int64, counted from 0 within the request; 0 where there is no
+        candidate.
+    status
+        [requests] uint8, a sum of bits, 0 if all is well: 1, a logit was NaN; 2, a row had no
+        logit above ``-inf``, or every beam score was ``-inf``; 4, a beam score was NaN or ``+inf``.
+        With any of them the request has no candidates.
+    """
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    beams: torch.Tensor
+    status: torch.Tensor
