@@ -37,6 +37,7 @@ def test_ops() -> None:
     """A new op belongs here, and into the opchecks below."""
     assert op_names() == [
         "lmdecode::cpu_capability",
+        "lmdecode::log_softmax_top_k",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
     ]
@@ -166,6 +167,22 @@ def test_opcheck_cpu_capability() -> None:
     assert isinstance(op(), int)
 
 
+BEAM_SCORES = torch.tensor([0.0, -1.5, -0.5, -float("inf")])
+
+
+def beam_logits(layout: str) -> torch.Tensor:
+    return torch.cat((logits(layout), logits(layout)[:1]))
+
+
+@pytest.mark.parametrize("layout", ["dense", "half", "columns", "steps"])
+def test_opcheck_log_softmax_top_k(layout: str) -> None:
+    op = torch.ops.lmdecode.log_softmax_top_k.default
+    x = beam_logits(layout)
+    opcheck(op, (x, BEAM_SCORES, 5, 2, None))
+    opcheck(op, (x, BEAM_SCORES, 5, 1, torch.tensor([0, 1, 4])))
+    opcheck(op, (x, torch.stack((BEAM_SCORES, BEAM_SCORES), dim=1)[:, 0], 100, 4, None))
+
+
 def test_fakes_know_shapes_dtypes_and_devices() -> None:
     """The meta device stands for any other."""
     x = torch.empty(5, 70, device="meta", dtype=torch.bfloat16)
@@ -177,6 +194,15 @@ def test_fakes_know_shapes_dtypes_and_devices() -> None:
         assert fake is not None and want is not None
         assert fake.device.type == "meta"
         assert (fake.shape, fake.dtype, fake.stride()) == (want.shape, want.dtype, want.stride())
+    for widths in (2, [1, 3], torch.tensor([3, 1])):
+        x, scores = beam_logits("half"), BEAM_SCORES
+        beams = widths.to("meta") if isinstance(widths, torch.Tensor) else widths
+        fakes = lmdecode.log_softmax_top_k(x.to("meta"), scores.to("meta"), 7, num_beams=beams)
+        reals = lmdecode.log_softmax_top_k(x, scores, 7, num_beams=widths)
+        for fake, want in zip(fakes, reals, strict=True):
+            assert fake.device.type == "meta"
+            shape = (want.shape, want.dtype, want.stride())
+            assert (fake.shape, fake.dtype, fake.stride()) == shape
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -304,6 +330,36 @@ def test_compile_with_inductor() -> None:
 
     x, seeds = logits("dense"), torch.tensor([1, 2, 3])
     check_compiled(step, (x, seeds, torch.tensor([0, 0, 0])), (x, seeds, torch.tensor([1, 2, 3])))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_log_softmax_top_k(backend: str) -> None:
+    """A step of beam search around the op; widths as a number, a list and a tensor."""
+    for widths in (2, [1, 3], torch.tensor([3, 1])):
+        torch._dynamo.reset()
+
+        def step(
+            x: torch.Tensor, scores: torch.Tensor, widths: Any = widths
+        ) -> lmdecode.BeamCandidates:
+            out = lmdecode.log_softmax_top_k(x * 2.0, scores, 5, num_beams=widths)
+            return out._replace(tokens=out.tokens + 1)
+
+        calls = [(beam_logits("dense"), BEAM_SCORES), (beam_logits("columns"), BEAM_SCORES - 1)]
+        check_compiled(step, *calls, backend=backend)
+
+
+def test_compile_log_softmax_top_k_with_dynamic_shapes() -> None:
+    def step(x: torch.Tensor, scores: torch.Tensor) -> lmdecode.BeamCandidates:
+        return lmdecode.log_softmax_top_k(x, scores, 5, num_beams=scores.shape[1])
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for requests, beams, vocab in ((2, 3, 40), (3, 2, 33), (5, 4, 70)):
+        generator = torch.Generator().manual_seed(vocab)
+        x = torch.randn(requests * beams, vocab, generator=generator)
+        scores = torch.randn(requests, beams, generator=generator)
+        assert_same_bits(compiled(x, scores), step(x, scores))
+    assert counter.frame_count == 1
 
 
 def test_compile_with_a_generator_is_not_possible() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lmdecode.beam_types import BeamCandidates
 from lmdecode.sampling_types import DIALECTS, SampleOutput
 
 SMALL_VOCAB_SIZES: tuple[int, ...] = (*range(1, 71), 100, 127, 128, 129, 255, 256, 257)
@@ -113,17 +114,67 @@ def sampling_cases(
         yield maker.case(name, batch, vocab, maker.choice.choice(dialects))
 
 
-def assert_same_bits(actual: SampleOutput, expected: SampleOutput, case: object = "") -> None:
+@dataclass(frozen=True)
+class BeamCase:
+    """One call of ``log_softmax_top_k``: its arguments, and how to get it again."""
+
+    name: str
+    logits: torch.Tensor
+    beam_scores: torch.Tensor
+    num_candidates: int
+    num_beams: int | list[int] | torch.Tensor
+
+    def call(self, op: Callable[..., BeamCandidates]) -> BeamCandidates:
+        """Call ``op`` with the arguments of the case."""
+        arguments = (self.logits, self.beam_scores, self.num_candidates)
+        return op(*arguments, num_beams=self.num_beams)
+
+    def to(self, device: torch.device | str) -> BeamCase:
+        """Return the case with its tensors on another device."""
+        beams = self.num_beams
+        return replace(
+            self,
+            logits=self.logits.to(device),
+            beam_scores=self.beam_scores.to(device),
+            num_beams=beams.to(device) if isinstance(beams, torch.Tensor) else beams,
+        )
+
+    def __str__(self) -> str:
+        shape, strides = tuple(self.logits.shape), self.logits.stride()
+        return (
+            f"{self.name}: {self.logits.dtype} {shape} strides {strides}, beam_scores "
+            f"{self.beam_scores.tolist()}, {self.num_candidates} of {self.num_beams} beams"
+        )
+
+
+def beam_cases(
+    seed: int,
+    count: int,
+    *,
+    vocab_sizes: Sequence[int] = SMALL_VOCAB_SIZES,
+    extremes: bool = True,
+) -> Iterator[BeamCase]:
+    """Yield random calls of ``log_softmax_top_k`` on the CPU; see ``sampling_cases``.
+
+    ``extremes``: also NaN, infinities and beam scores far from any log-probability.
+    """
+    for number in range(count):
+        maker = _CaseMaker(random.Random(f"beam/{seed}/{number}"), extremes)
+        name = f"beam_cases(seed={seed}, extremes={extremes}) case {number}"
+        yield maker.beam_case(name, maker.choice.choice(vocab_sizes))
+
+
+def assert_same_bits(actual: Any, expected: Any, case: object = "") -> None:
     """Raise AssertionError where two results differ in any bit, dtype or shape.
 
     Parameters
     ----------
     actual, expected
-        The results.
+        The results, of one type: ``SampleOutput`` or ``BeamCandidates``.
     case
         What the message says they are the results of.
     """
-    for name, got, want in zip(SampleOutput._fields, actual, expected, strict=True):
+    for name, got, want in zip(expected._fields, actual, expected, strict=True):
         if got is None or want is None:
             assert got is None and want is None, f"{name}: {got} instead of {want}, {case}"
             continue
@@ -340,4 +391,27 @@ class _CaseMaker:
                 "return_logprob": self.chance(0.7),
                 "dialect": dialect,
             },
+        )
+
+    def beam_case(self, name: str, vocab: int) -> BeamCase:
+        choice = self.choice
+        widths = [choice.randint(1, 5) for _ in range(choice.randint(1, 3))]
+        kind = choice.choice(("int", "list", "tensor"))
+        beams: int | list[int] | torch.Tensor = widths
+        if kind == "int":
+            widths = [widths[0]] * len(widths)
+            beams = widths[0]
+        elif kind == "tensor":
+            beams = torch.tensor(widths, dtype=choice.choice((torch.int32, torch.int64)))
+        scores = [-10.0 * choice.random() for _ in range(sum(widths))]
+        if self.chance(0.3):  # as at the first step of transformers
+            scores = [choice.choice((0.0, -1e9)) for _ in scores]
+        if self.extremes and self.chance(0.3):
+            special = (-math.inf, -math.inf, math.inf, math.nan, -_MAX_FLOAT, 1e6, -0.0)
+            scores = [choice.choice(special) if self.chance(0.3) else s for s in scores]
+        dtypes = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
+        logits = self.matrix([self.values(vocab) for _ in scores], choice.choice(dtypes))
+        sizes = (1, 2, 2 * widths[0], choice.randint(1, 80), vocab, min(5 * vocab + 3, 400))
+        return BeamCase(
+            name, logits, self.row_tensor(scores, torch.float32), choice.choice(sizes), beams
         )

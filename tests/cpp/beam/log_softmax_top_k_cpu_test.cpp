@@ -1,0 +1,164 @@
+// The CPU kernels of log_softmax_top_k at every level that the machine has: what a plain sort of
+// all scores gives, the same bits, and nothing read or written outside of tensors and workspace.
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+
+#include "beam/candidate_score.h"
+#include "beam_case.h"
+#include "check.h"
+#include "sampling/sampling_workspace.h"
+#include "simd/cpu_capability.h"
+
+namespace lmdecode {
+
+#define LMD_DECLARE_LEVEL(level)                                                              \
+  namespace level {                                                                           \
+  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
+                              void* workspace);                                               \
+  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin,          \
+                                  int64_t end, int64_t size, void* workspace);                \
+  }
+LMD_DECLARE_LEVEL(default_)
+#if defined(LMD_HAS_X86_KERNELS)
+LMD_DECLARE_LEVEL(avx2)
+LMD_DECLARE_LEVEL(avx512)
+#endif
+#undef LMD_DECLARE_LEVEL
+
+namespace beam_test {
+namespace {
+
+using Rows = void (*)(const LogSoftmaxTopKParams&, int64_t, int64_t, void*);
+using Requests = void (*)(const LogSoftmaxTopKParams&, int64_t, int64_t, int64_t, void*);
+
+std::unique_ptr<void, void (*)(void*)> workspace_for(int64_t size) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, sampling_workspace_bytes(size)) != 0) throw std::bad_alloc();
+  return {memory, std::free};
+}
+
+BeamResult run(Rows rows, Requests requests, const BeamCase& c, int64_t first_part) {
+  BeamResult result(c.params);
+  const LogSoftmaxTopKParams params = c.params_into(result);
+  const auto row_memory = workspace_for(params.vocab);
+  rows(params, 0, first_part, row_memory.get());
+  rows(params, first_part, params.rows, row_memory.get());
+  const int64_t size = c.most_beams() * params.row_candidates;
+  const auto request_memory = workspace_for(size);
+  requests(params, 0, params.requests, size, request_memory.get());
+  return result;
+}
+
+float logit_at(const LogSoftmaxTopKParams& p, int64_t row, int64_t token) {
+  const int64_t at = row * p.logits_row_stride + token * p.logits_vocab_stride;
+  if (p.dtype == DType::kFloat32) return static_cast<const float*>(p.logits)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(p.logits)[at];
+  return p.dtype == DType::kFloat16 ? to_float(Half{bits}) : to_float(BFloat16{bits});
+}
+
+// Every score of a request, sorted.
+BeamResult by_sorting(const BeamCase& c) {
+  BeamResult result(c.params);
+  const LogSoftmaxTopKParams p = c.params_into(result);
+  struct Candidate {
+    float score;
+    int64_t token, beam;
+  };
+  for (int64_t r = 0; r < p.requests; ++r) {
+    const auto rows = p.rows_of(r);
+    std::vector<Candidate> all;
+    uint8_t status = 0;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const float beam_score = p.beam_scores[row * p.beam_scores_stride];
+      status |= beam_score_status(beam_score);
+      if (beam_score_status(beam_score) != 0 || !is_alive(beam_score)) continue;
+      float top = minus_infinity();
+      bool nan = false;
+      for (int64_t v = 0; v < p.vocab; ++v) {
+        nan |= std::isnan(logit_at(p, row, v));
+        top = std::max(top, logit_at(p, row, v) + 0.0f);
+      }
+      if (nan || top == minus_infinity()) {
+        status |= nan ? kBeamStatusNan : kBeamStatusEmpty;
+        continue;
+      }
+      const int fraction_bits = mass_fraction_bits(p.vocab);
+      uint64_t total = 0;
+      for (int64_t v = 0; v < p.vocab; ++v) {
+        const float x = logit_at(p, row, v);
+        total += top == plus_infinity() ? x == top
+                                        : token_mass(x, top, exponent_factor(1.0f), fraction_bits);
+      }
+      const CandidateScore score = CandidateScore::of_row(top, total, fraction_bits, beam_score);
+      for (int64_t v = 0; v < p.vocab; ++v) {
+        const float s = score(logit_at(p, row, v));
+        if (s > minus_infinity()) all.push_back({s, v, row - rows.begin});
+      }
+    }
+    if (status == 0 && all.empty()) status = kBeamStatusEmpty;
+    if (status != 0) all.clear();
+    std::stable_sort(all.begin(), all.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+    all.resize(static_cast<size_t>(p.num_candidates), {minus_infinity(), 0, 0});
+    for (int64_t i = 0; i < p.num_candidates; ++i) {
+      const Candidate& candidate = all[static_cast<size_t>(i)];
+      p.scores[r * p.num_candidates + i] = candidate.score;
+      p.tokens[r * p.num_candidates + i] = candidate.token;
+      p.beams[r * p.num_candidates + i] = candidate.beam;
+    }
+    p.status[r] = status;
+  }
+  return result;
+}
+
+int64_t cases_run = 0;
+
+void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab) {
+#if defined(LMD_HAS_X86_KERNELS)
+  const CpuCapability best = max_cpu_capability();
+#endif
+  for (int i = 0; i < count; ++i) {
+    const uint64_t seed = first_seed + static_cast<uint64_t>(i);
+    Random random(seed * 104729 + 1);
+    const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
+    const BeamCase c = random_case(seed, 1 + random.below(3), vocab);
+    const BeamResult expected = by_sorting(c);
+    ++cases_run;
+    const auto same = [&](const char* level, Rows rows, Requests requests) {
+      const BeamResult result = run(rows, requests, c, random.below(c.params.rows + 1));
+      const bool equal = result == expected;
+      CHECK(equal);
+      if (!equal)
+        std::cout << level << ": seed " << seed << " " << c.describe()
+                  << difference(c, expected, result) << std::endl;
+      return equal;
+    };
+#define LMD_SAME(level) \
+  same(#level, &level::log_softmax_top_k_rows, &level::log_softmax_top_k_requests)
+    if (!LMD_SAME(default_)) return;
+#if defined(LMD_HAS_X86_KERNELS)
+    if (best >= CpuCapability::kAvx2 && !LMD_SAME(avx2)) return;
+    if (best >= CpuCapability::kAvx512 && !LMD_SAME(avx512)) return;
+#endif
+#undef LMD_SAME
+  }
+}
+
+TEST(small_rows) { run_cases(1, 1500, 1, 70); }
+TEST(rows_about_a_power_of_two) { run_cases(10000, 200, 126, 130); }
+TEST(rows_of_1000) { run_cases(20000, 150, 990, 1030); }
+TEST(rows_of_5000) { run_cases(30000, 60, 4090, 5003); }
+TEST(rows_of_20000) { run_cases(40000, 15, 19997, 20011); }
+
+TEST(cases_counted) {
+  std::cout << cases_run << " cases up to level " << cpu_capability_name(max_cpu_capability())
+            << std::endl;
+}
+
+}  // namespace
+}  // namespace beam_test
+}  // namespace lmdecode
+
+CHECK_MAIN()
