@@ -30,8 +30,8 @@ struct CandidateScore {
   LMD_HOST_DEVICE static CandidateScore of_row(float max, uint64_t total, int fraction_bits,
                                                float beam_score) {
     const bool infinite = max == plus_infinity();
-    const double unit = double_of(
-        static_cast<uint64_t>(1023 - (infinite ? 0 : fraction_bits)) << 52);  // 2^-fraction_bits
+    const double unit = double_of(static_cast<uint64_t>(1023 - (infinite ? 0 : fraction_bits))
+                                  << 52);  // 2^-fraction_bits
     return {static_cast<double>(max), log_f64(static_cast<double>(total) * unit), beam_score,
             infinite};
   }

@@ -13,12 +13,12 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                                \
-  namespace level {                                                                             \
-  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,   \
-                              void* workspace);                                                 \
-  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin,            \
-                                  int64_t end, int64_t size, void* workspace);                  \
+#define LMD_DECLARE_LEVEL(level)                                                                  \
+  namespace level {                                                                               \
+  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,     \
+                              void* workspace);                                                   \
+  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
+                                  int64_t size, void* workspace);                                 \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
@@ -64,8 +64,7 @@ void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params) {
   const auto requests = &default_::log_softmax_top_k_requests;
 #endif
   using namespace beam_tuning;
-  run_parts(params.rows,
-            kRowNanoseconds + static_cast<double>(params.vocab) * kNanosecondsPerLogit,
+  run_parts(params.rows, kRowNanoseconds + static_cast<double>(params.vocab) * kNanosecondsPerLogit,
             sampling_workspace_bytes(params.vocab),
             [&](int64_t begin, int64_t end, void* memory) { rows(params, begin, end, memory); });
   int64_t most_beams = 0;

@@ -101,8 +101,8 @@ class RowCandidates {
       const float bound = quantile_bound(maxima_, maxima, k_);
       threshold = bound > threshold ? bound : threshold;
     }
-    const MassScan masses = scan_masses<false>(x, n_, top, factor_, fraction_bits_, threshold,
-                                               plus_infinity(), &list_);
+    const MassScan masses =
+        scan_masses<false>(x, n_, top, factor_, fraction_bits_, threshold, plus_infinity(), &list_);
     const CandidateScore score =
         CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
     score_list(score);

@@ -34,9 +34,9 @@ void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, void* stream) {
   if (params.requests == 0) return;
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   const int64_t blocks = params.requests < kMaxGrid ? params.requests : kMaxGrid;
-  beam_cuda::log_softmax_top_k_request_kernel<<<
-      static_cast<unsigned>(blocks), beam_tuning::kMergeThreads,
-      sizeof(sampling_cuda::RowStorage), cuda_stream>>>(params);
+  beam_cuda::
+      log_softmax_top_k_request_kernel<<<static_cast<unsigned>(blocks), beam_tuning::kMergeThreads,
+                                         sizeof(sampling_cuda::RowStorage), cuda_stream>>>(params);
   check_cuda(kOp, cudaGetLastError(), "launch");
 }
 

@@ -28,8 +28,8 @@ __device__ inline float lowest_logit(const CandidateScore& score, uint32_t score
     const bool reached =
         mine >= high || order_key(score(value_of_key(static_cast<uint32_t>(mine)))) >= score_key;
     const unsigned lanes = __ballot_sync(cuda::kFullMask, reached);
-    const uint32_t below = lanes == 0 ? cuda::kWarpSize
-                                      : static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+    const uint32_t below =
+        lanes == 0 ? cuda::kWarpSize : static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
     const uint64_t end = low + static_cast<uint64_t>(below + 1) * step;
     if (lanes != 0 && end < high) high = static_cast<uint32_t>(end);
     low += below * step;

@@ -47,8 +47,7 @@ inline LogSoftmaxTopKParams log_softmax_top_k_params(const Tensor& logits,
   check_dtype(op, "beam_scores", beam_scores, ScalarType::Float);
   p.beam_scores = beam_scores.const_data_ptr<float>();
   p.beam_scores_stride = beam_scores.stride(0);
-  if (num_candidates < 1)
-    fail(op, "num_candidates is ", num_candidates, "; expected at least 1");
+  if (num_candidates < 1) fail(op, "num_candidates is ", num_candidates, "; expected at least 1");
   p.num_candidates = num_candidates;
   p.row_candidates = num_candidates < p.vocab ? num_candidates : p.vocab;
   if (p.rows * p.row_candidates >= (int64_t{1} << 31)) {
@@ -99,9 +98,8 @@ struct LogSoftmaxTopKOp {
     Tensor tokens = new_tensor(logits, {p.requests, k}, ScalarType::Long);
     Tensor beams = new_tensor(logits, {p.requests, k}, ScalarType::Long);
     Tensor status = new_tensor(logits, {p.requests}, ScalarType::Byte);
-    Tensor scratch = new_tensor(logits,
-                                {LogSoftmaxTopKParams::scratch_size(p.rows, p.row_candidates)},
-                                ScalarType::Int);
+    Tensor scratch = new_tensor(
+        logits, {LogSoftmaxTopKParams::scratch_size(p.rows, p.row_candidates)}, ScalarType::Int);
     p.scores = scores.mutable_data_ptr<float>();
     p.tokens = tokens.mutable_data_ptr<int64_t>();
     p.beams = beams.mutable_data_ptr<int64_t>();

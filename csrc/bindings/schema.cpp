@@ -21,8 +21,8 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor? position, float eps, int dialect, *, Tensor(a!) index, Tensor(b!)? kept_logits, "
       "Tensor(c!)? logprob, "
       "Tensor(d!) kept_count, Tensor(e!) status) -> ()");
-  // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is given,
-  // rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
+  // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
+  // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
   // num_candidates], status [requests].
   m.def(
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "

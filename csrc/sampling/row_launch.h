@@ -41,8 +41,8 @@ void launch_rows(const char* op, void (*kernel)(Params, SamplingLaunchPlan), int
   if (code.ptxVersion >= 90 && device_attribute(op, cudaDevAttrClusterLaunch, device) != 0) {
     limits.max_cluster_size = sampling_cuda_tuning::kMaxClusterSize;
   }
-  const SamplingLaunchPlan plan = plan_sampling_launch(rows, vocab, element_bytes,
-                                                       sizeof(sampling_cuda::RowStorage), limits);
+  const SamplingLaunchPlan plan =
+      plan_sampling_launch(rows, vocab, element_bytes, sizeof(sampling_cuda::RowStorage), limits);
   // The attribute belongs to the kernel, not to the launch: the device's limit, whatever this plan
   // takes, so that another thread's launch is not held to less than it needs.
   check_cuda(op,

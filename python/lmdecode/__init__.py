@@ -1,7 +1,8 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
-``top_k_top_p_sample`` is the sampling op, ``log_softmax_top_k`` the first step of beam search; ``lmdecode.integrations.transformers`` puts it into
-``generate()``; ``lmdecode.reference`` holds every op again in plain torch.
+``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
+``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates;
+``lmdecode.reference`` holds every op again in plain torch.
 """
 
 from lmdecode.beam import BeamCandidates, log_softmax_top_k

@@ -51,7 +51,9 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
         _check_count("num_beams", beams)
         offsets.append(offsets[-1] + beams)
     if offsets[-1] > _MAX_INT:
-        raise ValueError(f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits")
+        raise ValueError(
+            f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits"
+        )
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 

@@ -318,7 +318,11 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
         ValueError,
         lambda: {"beam_scores": randn(4, 2)},
     ),
-    "beam_scores: 3 dimensions": ("beam_scores", ValueError, lambda: {"beam_scores": randn(3, 2, 1)}),
+    "beam_scores: 3 dimensions": (
+        "beam_scores",
+        ValueError,
+        lambda: {"beam_scores": randn(3, 2, 1)},
+    ),
     "beam_scores: 2 dimensions, ragged": (
         "beam_scores",
         ValueError,

@@ -59,10 +59,10 @@ struct BeamCase {
   std::string describe() const {
     std::ostringstream text;
     text << "rows " << params.rows << " vocab " << params.vocab << " requests " << params.requests
-         << " ragged " << (params.row_offsets != nullptr) << " candidates "
-         << params.num_candidates << " dtype " << static_cast<int>(params.dtype) << " strides "
-         << params.logits_row_stride << "," << params.logits_vocab_stride << " logits "
-         << logits_kind << " beam scores " << scores_kind;
+         << " ragged " << (params.row_offsets != nullptr) << " candidates " << params.num_candidates
+         << " dtype " << static_cast<int>(params.dtype) << " strides " << params.logits_row_stride
+         << "," << params.logits_vocab_stride << " logits " << logits_kind << " beam scores "
+         << scores_kind;
     return text.str();
   }
 };
@@ -84,15 +84,16 @@ inline BeamCase random_case(uint64_t seed, int64_t requests, int64_t vocab) {
     p.num_beams = 1 + random.below(4);
     p.rows = requests * p.num_beams;
   }
-  p.num_candidates = random.chance(0.5) ? 1 + random.below(12)
-                                        : random.any_of<int64_t>({1, 2 * p.num_beams, vocab,
-                                                                  1 + vocab / 2, 4 * vocab + 3});
+  p.num_candidates =
+      random.chance(0.5)
+          ? 1 + random.below(12)
+          : random.any_of<int64_t>({1, 2 * p.num_beams, vocab, 1 + vocab / 2, 4 * vocab + 3});
   p.num_candidates = std::min<int64_t>(p.num_candidates, 500);
   p.row_candidates = std::min(p.num_candidates, vocab);
 
-  c.logits_kind = random.any_of({"normal", "normal", "flat", "peaked", "ties", "ties", "equal",
-                                 "zeros", "ascending", "masked", "infinite", "huge", "tiny",
-                                 "neighbours"});
+  c.logits_kind =
+      random.any_of({"normal", "normal", "flat", "peaked", "ties", "ties", "equal", "zeros",
+                     "ascending", "masked", "infinite", "huge", "tiny", "neighbours"});
   if (random.chance(0.15)) c.logits_kind = random.any_of({"nan", "none"});
   p.logits_vocab_stride = random.chance(0.75) ? 1 : random.below(4);
   const int64_t span = (vocab - 1) * p.logits_vocab_stride + 1;

@@ -13,12 +13,12 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                              \
-  namespace level {                                                                           \
-  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
-                              void* workspace);                                               \
-  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin,          \
-                                  int64_t end, int64_t size, void* workspace);                \
+#define LMD_DECLARE_LEVEL(level)                                                                  \
+  namespace level {                                                                               \
+  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,     \
+                              void* workspace);                                                   \
+  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
+                                  int64_t size, void* workspace);                                 \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)

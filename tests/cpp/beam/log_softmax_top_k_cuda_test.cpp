@@ -82,9 +82,8 @@ Layout random_layout(Random& random, const BeamCase& c) {
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
   plan.clusters = random.chance(0.5) ? c.params.rows : 1 + random.below(c.params.rows);
-  plan.shared_bytes =
-      sizeof(sampling_cuda::RowStorage) +
-      sampling_cache_bytes(plan.cached, c.params.dtype == DType::kFloat32 ? 4 : 2);
+  plan.shared_bytes = sizeof(sampling_cuda::RowStorage) +
+                      sampling_cache_bytes(plan.cached, c.params.dtype == DType::kFloat32 ? 4 : 2);
   layout.merge_blocks = 1 + static_cast<int>(random.below(c.params.requests));
   layout.merge_threads = random.any_of({32, 64, 128});
   return layout;
