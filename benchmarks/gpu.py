@@ -17,25 +17,23 @@ from pathlib import Path
 import torch
 
 import lmdecode
-from lmdecode.testing import sampling_cases
+from lmdecode.testing import beam_cases, bits, sampling_cases
 
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
 
 
 def compare(count: int) -> tuple[int, list[str]]:
-    """Run ``count`` random cases on both devices: (rows compared, names of cases that differ)."""
+    """Run ``count`` random cases of each op on both devices: (rows compared, cases that differ)."""
+    pairs = [
+        *((case, lmdecode.top_k_top_p_sample) for case in sampling_cases(1, count)),
+        *((case, lmdecode.log_softmax_top_k) for case in beam_cases(1, count)),
+    ]
     rows, different = 0, []
-    for case in sampling_cases(1, count):
-        on_cpu = case.call(lmdecode.top_k_top_p_sample)
-        on_cuda = case.to("cuda").call(lmdecode.top_k_top_p_sample)
+    for case, op in pairs:
+        on_cpu, on_cuda = case.call(op), case.to("cuda").call(op)
         rows += len(case.logits)
         for ours, theirs in zip(on_cpu, on_cuda, strict=True):
-            if ours is None:
-                continue
-            theirs = theirs.cpu()
-            if ours.is_floating_point():
-                ours, theirs = ours.view(torch.int32), theirs.view(torch.int32)
-            if not torch.equal(ours, theirs):
+            if ours is not None and not torch.equal(bits(ours), bits(theirs.cpu())):
                 different.append(case.name)
                 break
     return rows, different
@@ -107,7 +105,7 @@ def main() -> int:
     failed = False
     if not arguments.no_tests and importlib.util.find_spec("pytest"):
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/sampling"],
+            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/sampling", "tests/beam"],
             capture_output=True,
             text=True,
         )
@@ -120,7 +118,7 @@ def main() -> int:
         f"CUDA {torch.version.cuda}, python {platform.python_version()}, "
         f"lmdecode {lmdecode.__version__}",
         "",
-        f"- CUDA against CPU, bit by bit: {rows} rows in {arguments.cases} cases, "
+        f"- CUDA against CPU, bit by bit: {rows} rows in {arguments.cases} cases of each op, "
         f"{len(different)} cases differ",
         *(f"  - {name}" for name in different[:20]),
         f"- tests: {tests}",

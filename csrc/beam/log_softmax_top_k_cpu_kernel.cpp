@@ -18,7 +18,8 @@ void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, vo
   if (params.logits_vocab_stride == 1) {
     RowCandidates<T> candidates(params, list_in(w), maxima);
     for (int64_t row = begin; row < end; ++row)
-      candidates.run(logits + row * params.logits_row_stride, row);
+      candidates.run(logits + row * params.logits_row_stride, row,
+                     row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
     return;
   }
   // Strided rows are gathered first, as f32: exact.
@@ -29,7 +30,7 @@ void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, vo
       for (int64_t i = 0; i < params.vocab; ++i)
         w.row[i] = to_float(x[i * params.logits_vocab_stride]);
     }
-    candidates.run(w.row, row);
+    candidates.run(w.row, row, nullptr);
   }
 }
 

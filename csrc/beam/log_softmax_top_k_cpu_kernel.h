@@ -58,11 +58,12 @@ class RowCandidates {
   }
 
   // Leaves the row's best candidates, equal scores in token order, and its status in the scratch.
-  void run(const T* x, int64_t row) {
+  // next: the row that comes after, or null; it is fetched meanwhile.
+  void run(const T* x, int64_t row, const T* next) {
     list_.size = 0;
     const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
     uint8_t status = beam_score_status(beam_score);
-    if (status == 0 && is_alive(beam_score)) status = find(x, beam_score);
+    if (status == 0 && is_alive(beam_score)) status = find(x, beam_score, next);
     float* scores = params_.row_scores(row);
     uint32_t* tokens = params_.row_tokens(row);
     uint32_t size = 0;
@@ -77,7 +78,7 @@ class RowCandidates {
 
  private:
   // Lists the row's best: list_.value holds their scores.
-  uint8_t find(const T* x, float beam_score) {
+  uint8_t find(const T* x, float beam_score, const T* next) {
     const int64_t blocks = n_ / kBlock;
     int64_t groups = k_ * beam_tuning::kGroupsPerCandidate;
     if (groups < beam_tuning::kMinGroups) groups = beam_tuning::kMinGroups;
@@ -101,16 +102,21 @@ class RowCandidates {
       const float bound = quantile_bound(maxima_, maxima, k_);
       threshold = bound > threshold ? bound : threshold;
     }
-    const MassScan masses =
-        scan_masses<false>(x, n_, top, factor_, fraction_bits_, threshold, plus_infinity(), &list_);
+    const MassScan masses = scan_masses<false>(
+        x, n_, top, factor_, fraction_bits_, threshold, plus_infinity(), &list_, [&](int64_t i) {
+          if (next == nullptr) return;
+          const char* at = reinterpret_cast<const char*>(next + i);
+          for (int line = 0; line < static_cast<int>(kBlock * sizeof(T)); line += 64)
+            __builtin_prefetch(at + line, 0, 2);
+        });
     const CandidateScore score =
         CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
     score_list(score);
     if (list_.size < k_) return 0;  // then the threshold was the lowest: these are all
     make_keys(&list_, 1.0f);
     const uint32_t cut = select_top_k(&list_, k_, /*keep_ties=*/false);
-    const float next = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
-    if (cut > kMinusInfinityKey && order_key(score(next)) >= cut) {
+    const float below = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
+    if (cut > kMinusInfinityKey && order_key(score(below)) >= cut) {
       // Others, or the whole row beside a beam score of -1e9, tie with the last candidate.
       keep_from(&list_, cut + 1, list_.size);
       const int64_t above = list_.size;

@@ -225,12 +225,17 @@ struct MassScan {
   int64_t count_above = 0;
 };
 
+struct NothingAhead {
+  void operator()(int64_t) const {}
+};
+
 // Sums the masses of a row whose largest logit is max_value, and appends the candidates in [lower,
-// upper). Without kBounded, upper is not looked at: all from lower on are appended and `above`
-// stays 0.
-template <bool kBounded, class T>
+// upper). ahead(i) is called once for each block that begins at x[i]: to prefetch what comes after
+// the row, since this pass is slower than memory. Without kBounded, upper is not looked at: all
+// from lower on are appended and `above` stays 0.
+template <bool kBounded, class T, class Ahead = NothingAhead>
 MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int fraction_bits,
-                     float lower, float upper, CandidateList* list) {
+                     float lower, float upper, CandidateList* list, Ahead ahead = {}) {
   const F32 m = splat(max_value), f = splat(factor), from = splat(lower), to = splat(upper);
   const float scale = static_cast<float>(fraction_bits);
   MassSum total, above;
@@ -258,6 +263,7 @@ MassScan scan_masses(const T* x, int64_t n, float max_value, float factor, int f
     for (int b = 0; b < blocks; ++b) {
       const T* block = x + i + b * kBlock;
       prefetch_ahead(block);
+      ahead(i + b * kBlock);
       uint64_t w = 0;
       for (int j = 0; j < kBlockVectors; ++j) {
         w |= static_cast<uint64_t>(step(load(block + j * kLanes))) << (j * kLanes);
