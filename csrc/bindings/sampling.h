@@ -129,6 +129,7 @@ struct SampleOp {
     TopKTopPSampleParams p =
         sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
                        temperature_rows, q, seed, position, eps, dialect});
+    const Guard guard(logits);
     SampleOutputs out{new_tensor(logits, {p.batch}, ScalarType::Long), std::nullopt, std::nullopt,
                       new_tensor(logits, {p.batch}, ScalarType::Int),
                       new_tensor(logits, {p.batch}, ScalarType::Byte)};
@@ -154,6 +155,7 @@ struct SampleOp {
         sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
                        temperature_rows, q, seed, position, eps, dialect});
     set_outputs({index, kept_logits, logprob, kept_count, status}, logits, &p);
+    const Guard guard(logits);
     run(p, logits);
   }
 };
