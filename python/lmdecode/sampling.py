@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -39,11 +41,12 @@ def _split(
             dtype_name = str(value.dtype).removeprefix("torch.")
             raise ValueError(f"{_OP}: {name} has dtype {dtype_name}; expected {expected}")
         return off, value.to(dtype)
-    if isinstance(value, bool) or not isinstance(
-        value, (int, float) if dtype.is_floating_point else int
-    ):
+    kind = numbers.Real if dtype.is_floating_point else numbers.Integral
+    if isinstance(value, bool) or not isinstance(value, kind):
         expected = "a number" if dtype.is_floating_point else "an int"
         raise _type_error(name, value, f"{expected}, a tensor or None")
+    if type(value) not in (int, float):  # numpy's numbers
+        value = float(value) if dtype.is_floating_point else int(value)
     if dtype.is_floating_point and type(value) is int:
         value = _to_float(name, value)
     return value, None
@@ -156,6 +159,10 @@ def top_k_top_p_sample(
     """
     if not isinstance(logits, Tensor):
         raise _type_error("logits", logits, "a tensor")
+    if logits.layout is not torch.strided:
+        raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
+    if not isinstance(dialect, str):
+        raise _type_error("dialect", dialect, "a str")
     dialect_number = _DIALECT_NUMBERS.get(dialect)
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")
@@ -166,7 +173,7 @@ def top_k_top_p_sample(
     _check_number("top_p", p, float("-inf"), "a number")
     _check_number("min_p", m, float("-inf"), "a number")
     _check_number("temperature", t, 0.0, "a number >= 0")
-    if abs(k) > _MAX_SEED:
+    if not -_MAX_SEED - 1 <= k <= _MAX_SEED:
         raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
         if not isinstance(q, Tensor):
@@ -194,7 +201,7 @@ def top_k_top_p_sample(
     if position is not None and not isinstance(position, Tensor):
         if isinstance(position, bool) or not isinstance(position, int):
             raise _type_error("position", position, "an int or a tensor")
-        if not -_MAX_SEED <= position <= _MAX_SEED:
+        if not -_MAX_SEED - 1 <= position <= _MAX_SEED:
             raise ValueError(f"{_OP}: position is {position}; expected an int of 64 bits")
         position = torch.full((logits.size(0),), position, device=logits.device)
     elif isinstance(position, Tensor) and position.dtype is torch.int32:
