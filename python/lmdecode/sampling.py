@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def _type_error(name: str, value: object, expected: str) -> TypeError:
 
 
 def _split(
-    name: str, value: object, off: float | int, dtype: torch.dtype
+    name: str, value: Any, off: float | int, dtype: torch.dtype
 ) -> tuple[float | int, Tensor | None]:
     """A parameter as (number for all rows, tensor of one number a row)."""
     if value is None:
@@ -41,18 +42,19 @@ def _split(
             dtype_name = str(value.dtype).removeprefix("torch.")
             raise ValueError(f"{_OP}: {name} has dtype {dtype_name}; expected {expected}")
         return off, value.to(dtype)
-    kind = numbers.Real if dtype.is_floating_point else numbers.Integral
-    if isinstance(value, bool) or not isinstance(value, kind):
-        expected = "a number" if dtype.is_floating_point else "an int"
-        raise _type_error(name, value, f"{expected}, a tensor or None")
-    if type(value) not in (int, float):  # numpy's numbers
-        value = float(value) if dtype.is_floating_point else int(value)
-    if dtype.is_floating_point and type(value) is int:
-        value = _to_float(name, value)
+    if dtype.is_floating_point:
+        if type(value) is not float:
+            value = _to_float(name, value)
+    elif type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise _type_error(name, value, "an int, a tensor or None")
+        value = int(value)
     return value, None
 
 
-def _to_float(name: str, value: int) -> float:
+def _to_float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers too
+        raise _type_error(name, value, "a number, a tensor or None")
     try:
         return float(value)
     except OverflowError:
@@ -181,9 +183,7 @@ def top_k_top_p_sample(
         if seed is not None or generator is not None:
             other = "seed" if seed is not None else "generator"
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise _type_error("eps", eps, "a number")
-    if type(eps) is int:
+    if type(eps) is not float:
         eps = _to_float("eps", eps)
     _check_flag("return_logits", return_logits)
     _check_flag("return_logprob", return_logprob)

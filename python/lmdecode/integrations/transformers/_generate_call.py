@@ -48,7 +48,7 @@ def arguments_of_generate(caller: FrameType | None) -> tuple[BaseStreamer | None
 
 
 def refuse_other_modes(generation_config: Any) -> None:
-    """Raise ValueError where ``generate()`` was asked for another loop than sampling or greedy search.
+    """Raise ValueError where ``generate()`` was asked for a loop that is not sampling or greedy.
 
     ``generate()`` leaves its own choice of a loop to the callable, so these would be ignored.
     """
