@@ -163,9 +163,7 @@ def top_k_top_p_sample(
         raise _type_error("logits", logits, "a tensor")
     if logits.layout is not torch.strided:
         raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
-    if not isinstance(dialect, str):
-        raise _type_error("dialect", dialect, "a str")
-    dialect_number = _DIALECT_NUMBERS.get(dialect)
+    dialect_number = _DIALECT_NUMBERS.get(dialect) if isinstance(dialect, str) else None
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")
     k, k_rows = _split("top_k", top_k, 0, torch.int64)
