@@ -131,7 +131,8 @@ def top_k_top_p_sample(
     temperature : float or Tensor, optional
         Divides the logits before everything else. 0: the largest logit of the row, without noise.
     seed : int or Tensor, optional
-        Switches on internal noise, a function of (seed, position, token id) alone. A tensor has one
+        Switches on internal noise, a function of (seed, position, token id) alone; without it, q
+        and generator there is none, and the most probable kept token is taken. A tensor has one
         int64 a row, < 0: no noise in that row. An int gives row ``i`` the seed
         ``(seed + i * 0x9E3779B97F4A7C15) mod 2^63``.
     position : int or Tensor, optional
@@ -161,6 +162,8 @@ def top_k_top_p_sample(
     """
     if not isinstance(logits, Tensor):
         raise _type_error("logits", logits, "a tensor")
+    if logits.requires_grad:
+        logits = logits.detach()
     if logits.layout is not torch.strided:
         raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
     dialect_number = _DIALECT_NUMBERS.get(dialect) if isinstance(dialect, str) else None
