@@ -216,6 +216,7 @@ def run_cases(cases: list[Case], effort: Effort, threads: int) -> Iterator[Resul
     """Time cases one after another, with a progress bar on stderr."""
     evictor = CacheEvictor()
     with tqdm(
+        disable=None,  # in a terminal only
         total=len(cases),
         unit="case",
         dynamic_ncols=True,

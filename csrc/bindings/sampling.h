@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "bindings/tensor_checks.h"
+#include "common/float_mode.h"
 #include "sampling/top_k_top_p_sample.h"
 
 namespace lmdecode {
@@ -101,6 +102,19 @@ inline void check_output(const char* name, const Tensor& out, ScalarType type,
     fail(kSampleOp, name, " is not contiguous; expected a contiguous tensor");
 }
 
+// kept_logits is written while logits and q are still read.
+inline void check_apart(const char* name, const void* data, int64_t row_stride,
+                        int64_t vocab_stride, int64_t element_size, const TopKTopPSampleParams& p) {
+  if (data == nullptr || p.kept_logits == nullptr || p.batch == 0) return;
+  const char* begin = static_cast<const char*>(data);
+  const char* end =
+      begin + ((p.batch - 1) * row_stride + (p.vocab - 1) * vocab_stride + 1) * element_size;
+  const char* out = reinterpret_cast<const char*>(p.kept_logits);
+  if (out < end && begin < out + p.batch * p.vocab * static_cast<int64_t>(sizeof(float))) {
+    fail(kSampleOp, "kept_logits shares memory with ", name, "; expected a tensor of its own");
+  }
+}
+
 inline void set_outputs(const SampleOutputs& out, const Tensor& logits, TopKTopPSampleParams* p) {
   check_output("index", out.index, ScalarType::Long, *p, logits, false);
   check_output("kept_count", out.kept_count, ScalarType::Int, *p, logits, false);
@@ -113,6 +127,9 @@ inline void set_outputs(const SampleOutputs& out, const Tensor& logits, TopKTopP
   p->status = out.status.mutable_data_ptr<uint8_t>();
   p->kept_logits = out.kept_logits ? out.kept_logits->mutable_data_ptr<float>() : nullptr;
   p->logprob = out.logprob ? out.logprob->mutable_data_ptr<float>() : nullptr;
+  check_apart("logits", p->logits, p->logits_row_stride, p->logits_vocab_stride,
+              p->dtype == DType::kFloat32 ? 4 : 2, *p);
+  check_apart("q", p->q, p->q_row_stride, p->q_vocab_stride, 4, *p);
 }
 
 // The functional and the out variant of the op on one device, which `run(params, logits)` launches,

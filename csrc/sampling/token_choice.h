@@ -157,6 +157,7 @@ class ScoreBounds {
     F32 high = ratio * splat(1.0f + 0x1p-10f);
     F32 low = ratio * ((one - v) * splat(1.0f - 0x1p-10f) - splat(0x1p-10f));
     low = select(v > splat(0x1p-20f), low, none);
+    low = select(low > splat(0x1p126f), splat(0x1p126f), low);  // an overflow is no bound
     if (valid != kAllLanes) {
       const Mask mask = mask_of(valid);
       high = select(mask, high, none);
@@ -191,6 +192,7 @@ class ScoreMaximum {
       score_ = score;
     }
   }
+  bool found() const { return at_ >= 0; }
   int64_t at() const { return at_ < 0 ? 0 : at_; }
 
  private:
@@ -214,7 +216,9 @@ inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule,
   for (int64_t i = 0; i < list.size; i += kLanes) {
     for (uint32_t mask = bits(load(upper + i) >= bound); mask != 0; mask &= mask - 1) {
       const int64_t j = i + __builtin_ctz(mask);
-      if (j < list.size) best.add(j, rule.weight(list.value[j]), list.token[j]);
+      if (j >= list.size || (upper[j] == 0.0f && best.found()))
+        continue;  // a weight of 0 wins nothing
+      best.add(j, rule.weight(list.value[j]), list.token[j]);
     }
   }
   return best.at();
@@ -263,7 +267,8 @@ RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const Weight
   for (int64_t i = 0; i < n; i += kLanes) {
     for (uint32_t mask = bits(load(upper + i) >= bound); mask != 0; mask &= mask - 1) {
       const int64_t j = i + __builtin_ctz(mask);
-      if (j < n) best.add(j, rule.weight(to_float(x[j])), static_cast<uint32_t>(j));
+      if (j >= n || (upper[j] == 0.0f && best.found())) continue;
+      best.add(j, rule.weight(to_float(x[j])), static_cast<uint32_t>(j));
     }
   }
   return {best.at(), kept};

@@ -43,7 +43,8 @@ LMD_HOST_DEVICE float upper_score(float weight, uint32_t high_word) {
 
 LMD_HOST_DEVICE float lower_score(float weight, uint32_t high_word) {
   const float v = (static_cast<float>(high_word) + 1.0f) * 0x1p-32f * (1.0f + 0x1p-18f);
-  return weight * (1.0f - v) * (1.0f - 0x1p-18f) / v;
+  const float score = weight * (1.0f - v) * (1.0f - 0x1p-18f) / v;
+  return score < 0x1p126f ? score : 0x1p126f;  // an overflow is no bound
 }
 
 LMD_HOST_DEVICE double exact_score(float weight, int64_t seed, int64_t position, uint32_t token) {

@@ -49,6 +49,10 @@ class RowSampler {
     finish(0, 0, minus_infinity());
   }
 
+  // Only a row that another thread changes during the call lacks what an earlier pass found in it:
+  // its result means nothing then, but it stays an index, and nothing is written past the row.
+  int64_t in_row(int64_t token) const { return token < n_ ? token : n_ - 1; }
+
   void note_nan(bool has_nan) {
     if (has_nan) status_ |= kStatusNan;
   }
@@ -57,7 +61,7 @@ class RowSampler {
     const RowMax scan = scan_max(x_, n_);
     note_nan(scan.has_nan);
     if (!(scan.max > minus_infinity())) return finish_empty();
-    const int64_t index = find_first(x_, n_, scan.max, kept_from(scan.max));
+    const int64_t index = in_row(find_first(x_, n_, scan.max, kept_from(scan.max)));
     if (out_) {
       fill(out_, n_, filler());
       out_[index] = to_float(x_[index]);
@@ -76,7 +80,6 @@ class RowSampler {
     const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
     if (plan_.top_k > 0 && !min_p_first) {
       collect_top_k();
-      if (list_.size == 0) return finish_empty();
       return filter_list(/*min_p_left=*/true);
     }
     const RowMax scan = scan_max(x_, n_);
@@ -201,6 +204,7 @@ class RowSampler {
   // ---- the stages after top-k, on the list
 
   void filter_list(bool min_p_left) {
+    if (list_.size == 0) return finish_empty();
     float top = list_.value[0];
     for (int64_t i = 1; i < list_.size; ++i) top = larger(list_.value[i], top);
     rule_.max = top;
@@ -264,8 +268,9 @@ class RowSampler {
   void filter_row() {
     if (plan_.top_p_mode == TopPMode::kOneToken) {
       const float bound = class_bottom(rule_.max);
-      const int64_t token = rules_.high_index_first ? find_last(x_, n_, bound)
-                                                    : find_first(x_, n_, bound, kept_from(bound));
+      const int64_t token =
+          in_row(rules_.high_index_first ? find_last(x_, n_, bound)
+                                         : find_first(x_, n_, bound, kept_from(bound)));
       list_.value[0] = to_float(x_[token]);
       list_.token[0] = static_cast<uint32_t>(token);
       list_.size = 1;
@@ -308,7 +313,7 @@ class RowSampler {
       index = choice.token;
       cut.kept = choice.kept;
     } else {
-      index = find_first(x_, n_, class_bottom(rule_.max), cut.set);
+      index = in_row(find_first(x_, n_, class_bottom(rule_.max), cut.set));
       if (cut.kept < 0) cut.kept = count_from(x_, n_, floor_);
     }
     float logprob = 0.0f;
@@ -441,6 +446,7 @@ class RowSampler {
   // ---- the draw and the outputs, from the list of kept tokens
 
   void finish_list() {
+    if (list_.size == 0) return finish_empty();
     int64_t chosen = 0;
     bool nan = false;
     pad(&list_);

@@ -7,6 +7,16 @@ import torch
 from lmdecode import _library  # noqa: F401  the schemas must be there first
 
 
+def _check_devices(logits: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """CPU logits with a meta tensor beside them end up in a fake, and not in the CPU op."""
+    for name, other in others.items():
+        if other is not None and other.device != logits.device:
+            raise ValueError(
+                f"top_k_top_p_sample: {name} is on {other.device}; "
+                f"expected the device of logits, {logits.device}"
+            )
+
+
 @torch.library.register_fake("lmdecode::top_k_top_p_sample")
 def _top_k_top_p_sample(
     logits,
@@ -26,17 +36,10 @@ def _top_k_top_p_sample(
     return_logprob,
     dialect,
 ):
-    # CPU logits with a meta tensor beside them end up here, and not in the CPU op.
-    others = dict(
-        top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
+    _check_devices(
+        logits, top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
         q=q, seed=seed, position=position,
     )  # fmt: skip
-    for name, other in others.items():
-        if other is not None and other.device != logits.device:
-            raise ValueError(
-                f"top_k_top_p_sample: {name} is on {other.device}; "
-                f"expected the device of logits, {logits.device}"
-            )
     batch, vocab = logits.shape
     return (
         logits.new_empty((batch,), dtype=torch.int64),
@@ -48,8 +51,27 @@ def _top_k_top_p_sample(
 
 
 @torch.library.register_fake("lmdecode::top_k_top_p_sample.out")
-def _top_k_top_p_sample_out(*args, **kwargs):
-    return None
+def _top_k_top_p_sample_out(
+    logits,
+    top_k,
+    top_k_rows,
+    top_p,
+    top_p_rows,
+    min_p,
+    min_p_rows,
+    temperature,
+    temperature_rows,
+    q,
+    seed,
+    position,
+    eps,
+    dialect,
+    **outputs,
+):
+    _check_devices(
+        logits, top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
+        q=q, seed=seed, position=position, **outputs,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("lmdecode::log_softmax_top_k")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +27,7 @@ def _type_error(name: str, value: object, expected: str) -> TypeError:
 
 
 def _split(
-    name: str, value: object, off: float | int, dtype: torch.dtype
+    name: str, value: Any, off: float | int, dtype: torch.dtype
 ) -> tuple[float | int, Tensor | None]:
     """A parameter as (number for all rows, tensor of one number a row)."""
     if value is None:
@@ -39,17 +42,19 @@ def _split(
             dtype_name = str(value.dtype).removeprefix("torch.")
             raise ValueError(f"{_OP}: {name} has dtype {dtype_name}; expected {expected}")
         return off, value.to(dtype)
-    if isinstance(value, bool) or not isinstance(
-        value, (int, float) if dtype.is_floating_point else int
-    ):
-        expected = "a number" if dtype.is_floating_point else "an int"
-        raise _type_error(name, value, f"{expected}, a tensor or None")
-    if dtype.is_floating_point and type(value) is int:
-        value = _to_float(name, value)
+    if dtype.is_floating_point:
+        if type(value) is not float:
+            value = _to_float(name, value)
+    elif type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise _type_error(name, value, "an int, a tensor or None")
+        value = int(value)
     return value, None
 
 
-def _to_float(name: str, value: int) -> float:
+def _to_float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers too
+        raise _type_error(name, value, "a number, a tensor or None")
     try:
         return float(value)
     except OverflowError:
@@ -126,7 +131,8 @@ def top_k_top_p_sample(
     temperature : float or Tensor, optional
         Divides the logits before everything else. 0: the largest logit of the row, without noise.
     seed : int or Tensor, optional
-        Switches on internal noise, a function of (seed, position, token id) alone. A tensor has one
+        Switches on internal noise, a function of (seed, position, token id) alone; without it, q
+        and generator there is none, and the most probable kept token is taken. A tensor has one
         int64 a row, < 0: no noise in that row. An int gives row ``i`` the seed
         ``(seed + i * 0x9E3779B97F4A7C15) mod 2^63``.
     position : int or Tensor, optional
@@ -156,7 +162,11 @@ def top_k_top_p_sample(
     """
     if not isinstance(logits, Tensor):
         raise _type_error("logits", logits, "a tensor")
-    dialect_number = _DIALECT_NUMBERS.get(dialect)
+    if logits.requires_grad:
+        logits = logits.detach()
+    if logits.layout is not torch.strided:
+        raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
+    dialect_number = _DIALECT_NUMBERS.get(dialect) if isinstance(dialect, str) else None
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")
     k, k_rows = _split("top_k", top_k, 0, torch.int64)
@@ -166,7 +176,7 @@ def top_k_top_p_sample(
     _check_number("top_p", p, float("-inf"), "a number")
     _check_number("min_p", m, float("-inf"), "a number")
     _check_number("temperature", t, 0.0, "a number >= 0")
-    if abs(k) > _MAX_SEED:
+    if not -_MAX_SEED - 1 <= k <= _MAX_SEED:
         raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
         if not isinstance(q, Tensor):
@@ -174,9 +184,7 @@ def top_k_top_p_sample(
         if seed is not None or generator is not None:
             other = "seed" if seed is not None else "generator"
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise _type_error("eps", eps, "a number")
-    if type(eps) is int:
+    if type(eps) is not float:
         eps = _to_float("eps", eps)
     _check_flag("return_logits", return_logits)
     _check_flag("return_logprob", return_logprob)
@@ -194,7 +202,7 @@ def top_k_top_p_sample(
     if position is not None and not isinstance(position, Tensor):
         if isinstance(position, bool) or not isinstance(position, int):
             raise _type_error("position", position, "an int or a tensor")
-        if not -_MAX_SEED <= position <= _MAX_SEED:
+        if not -_MAX_SEED - 1 <= position <= _MAX_SEED:
             raise ValueError(f"{_OP}: position is {position}; expected an int of 64 bits")
         position = torch.full((logits.size(0),), position, device=logits.device)
     elif isinstance(position, Tensor) and position.dtype is torch.int32:

@@ -48,17 +48,24 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
     "top_p: str": ("top_p", TypeError, lambda: {"top_p": "0.5"}),
     "top_p: list": ("top_p", TypeError, lambda: {"top_p": [0.5] * BATCH}),
     "top_p: NaN": ("top_p", ValueError, lambda: {"top_p": float("nan")}),
+    "top_p: larger than any float": ("top_p", ValueError, lambda: {"top_p": 10**400}),
     "top_p: int rows": ("top_p", ValueError, lambda: {"top_p": rows(1, torch.int64)}),
     "top_p: float64 rows": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float64)}),
     "top_p: too few rows": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float32, 1)}),
     "top_p: meta": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float32).to("meta")}),
     "min_p: str": ("min_p", TypeError, lambda: {"min_p": "0.5"}),
     "min_p: NaN": ("min_p", ValueError, lambda: {"min_p": float("nan")}),
+    "min_p: larger than any float": ("min_p", ValueError, lambda: {"min_p": 10**400}),
     "min_p: bool rows": ("min_p", ValueError, lambda: {"min_p": rows(1, torch.bool)}),
     "min_p: too many rows": ("min_p", ValueError, lambda: {"min_p": rows(0.5, torch.float16, 9)}),
     "temperature: str": ("temperature", TypeError, lambda: {"temperature": "1"}),
     "temperature: negative": ("temperature", ValueError, lambda: {"temperature": -0.5}),
     "temperature: NaN": ("temperature", ValueError, lambda: {"temperature": float("nan")}),
+    "temperature: larger than any float": (
+        "temperature",
+        ValueError,
+        lambda: {"temperature": 10**400},
+    ),
     "temperature: int rows": (
         "temperature",
         ValueError,
@@ -106,20 +113,31 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
     "eps: NaN": ("eps", ValueError, lambda: {"q": logits(), "eps": float("nan")}),
     "eps: infinite": ("eps", ValueError, lambda: {"q": logits(), "eps": float("inf")}),
     "eps: negative without q": ("eps", ValueError, lambda: {"eps": -1.0}),
+    "eps: larger than any float": ("eps", ValueError, lambda: {"eps": 10**400}),
+    "eps: larger than any float32": ("eps", ValueError, lambda: {"eps": 1e300}),
     "eps: str": ("eps", TypeError, lambda: {"eps": "0"}),
     "eps: None": ("eps", TypeError, lambda: {"eps": None}),
+    "return_logits: str": ("return_logits", TypeError, lambda: {"return_logits": "x"}),
+    "return_logits: int": ("return_logits", TypeError, lambda: {"return_logits": 2}),
+    "return_logprob: int": ("return_logprob", TypeError, lambda: {"return_logprob": 1}),
+    "return_logprob: None": ("return_logprob", TypeError, lambda: {"return_logprob": None}),
 }
+
+
+def on_device(arguments: Arguments, device: torch.device) -> Arguments:
+    """Move tensors of the CPU."""
+    return {
+        key: value.to(device)
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        else value
+        for key, value in arguments.items()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_error_names_the_argument(case: str, device: torch.device) -> None:
     name, error, make = CASES[case]
-    arguments = {
-        key: value.to(device)
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu"
-        else value
-        for key, value in {"logits": logits(), **make()}.items()
-    }
+    arguments = on_device({"logits": logits(), **make()}, device)
     with pytest.raises(error) as raised:
         lmdecode.top_k_top_p_sample(**arguments)
     message = str(raised.value)
@@ -127,18 +145,13 @@ def test_error_names_the_argument(case: str, device: torch.device) -> None:
     assert "expected" in message, message
 
 
-@pytest.mark.parametrize("dialect", ["", "Lmdecode", "llama.cpp", None, 0])
+@pytest.mark.parametrize("dialect", ["", "Lmdecode", "llama.cpp", None, 0, ["vllm"]])
 def test_unknown_dialect_lists_the_choices(dialect: object, device: torch.device) -> None:
     with pytest.raises((ValueError, TypeError)) as raised:
         lmdecode.top_k_top_p_sample(logits().to(device), dialect=dialect)
     message = str(raised.value)
     assert "dialect" in message and repr(dialect) in message
     assert all(name in message for name in DIALECTS)
-
-
-def test_dialect_that_has_no_hash(device: torch.device) -> None:
-    with pytest.raises(TypeError):
-        lmdecode.top_k_top_p_sample(logits().to(device), dialect=["vllm"])
 
 
 def test_logits_on_a_device_without_the_op() -> None:
@@ -154,10 +167,58 @@ def test_tensors_on_two_devices(name: str) -> None:
     value = {"top_k": rows(1, torch.int64), "seed": rows(1, torch.int64), "q": logits()}.get(
         name, rows(0.5, torch.float32)
     )
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         lmdecode.top_k_top_p_sample(logits().cuda(), **{name: value})
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         lmdecode.top_k_top_p_sample(logits(), **{name: value.cuda()})
+
+
+# --- The generator --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_failing_call_draws_nothing(case: str, device: torch.device) -> None:
+    name, _, make = CASES[case]
+    arguments = {"logits": logits(), **make()}
+    if name == "position":
+        del arguments["seed"]
+    generator = torch.Generator(device).manual_seed(1)
+    if name != "generator":
+        arguments["generator"] = generator
+    elif isinstance(arguments["generator"], torch.Generator):
+        generator = arguments["generator"]
+    before = generator.get_state()
+    with pytest.raises((ValueError, TypeError)):
+        lmdecode.top_k_top_p_sample(**on_device(arguments, device))
+    assert torch.equal(generator.get_state(), before)
+
+
+DRAWING: dict[str, Callable[[], Arguments]] = {
+    "nothing": dict,
+    "greedy": lambda: {"temperature": 0.0},
+    "greedy rows": lambda: {"temperature": rows(0, torch.float32)},
+    "one token": lambda: {"top_k": 1, "top_p": 0.0, "min_p": 1.0},
+    "rows": lambda: {"top_k": rows(2, torch.int32), "top_p": rows(0.5, torch.float16)},
+    "outputs": lambda: {"return_logits": True, "return_logprob": True},
+    "position": lambda: {"position": 2**40},
+    "position rows": lambda: {"position": rows(3, torch.int64)},
+    "dialect": lambda: {"dialect": "vllm", "top_k": 3},
+    "half": lambda: {"logits": logits().half()},
+    "one column": lambda: {"logits": logits()[:, :1]},
+    "no token": lambda: {"logits": torch.full((BATCH, VOCAB), -float("inf"))},
+    "large vocabulary": lambda: {"logits": torch.zeros(BATCH, 50_000)},
+}
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_a_generator_advances_by_the_rows_alone(case: str, device: torch.device) -> None:
+    arguments = on_device({"logits": logits(), **DRAWING[case]()}, device)
+    generator, expected = (torch.Generator(device).manual_seed(5) for _ in range(2))
+    before = generator.get_state()
+    lmdecode.top_k_top_p_sample(**arguments, generator=generator)
+    torch.randint(0, 2**63 - 1, (BATCH,), generator=expected, device=device)
+    assert torch.equal(generator.get_state(), expected.get_state())
+    assert not torch.equal(generator.get_state(), before)
 
 
 # --- The out variant ------------------------------------------------------------------------------
@@ -224,7 +285,7 @@ def test_nothing_is_written_on_an_error(name: str, device: torch.device) -> None
         key: value.to(device) if isinstance(value, torch.Tensor) else value
         for key, value in WRONG_ARGUMENTS[name]().items()
     }
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         call_out(out, device, **changes)
     for output, untouched in zip(out.values(), out_tensors(device).values(), strict=True):
         assert torch.equal(output, untouched)
@@ -243,7 +304,7 @@ WRONG_OUTPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_out_tensors_are_checked(name: str, wrong: str, device: torch.device) -> None:
     out = out_tensors(device)
     before = {key: tensor.clone() for key, tensor in out.items()}
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         call_out({**out, name: WRONG_OUTPUTS[wrong](out[name])}, device)
     for key, tensor in out.items():
         assert torch.equal(tensor, before[key]), key

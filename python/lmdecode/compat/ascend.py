@@ -137,6 +137,7 @@ def _fraction(
     if logits.dtype is torch.float32:
         # As the op will see it; 1e-60 is 0 there.
         return value if torch.compiler.is_compiling() else torch.tensor(float(value)).item()
+    value = min(max(value, -1.0), 2.0)  # what lies beyond means the same, and fits every dtype
     return torch.full((logits.size(0),), value, dtype=logits.dtype, device=logits.device)
 
 

@@ -152,6 +152,7 @@ def lmdecode_stage(logits: Tensor) -> Callable[[], Tensor]:
 def _time(cases: list[_Case], quick: bool) -> list[dict[str, Timing]]:
     """Time both stages of each case on one thread, with a progress bar on stderr."""
     progress = require("tqdm").tqdm(
+        disable=None,  # in a terminal only
         total=len(cases),
         desc="timing",
         leave=False,

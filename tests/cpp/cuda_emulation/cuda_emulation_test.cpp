@@ -273,8 +273,15 @@ TEST(copy_async_pipeline_with_a_tail) {
   for (int seed = 0; seed < kSchedules; ++seed) CHECK(pipeline<true>(seed));
 }
 
-// ---- planted faults
-// -------------------------------------------------------------------------------
+// ---- planted faults -----------------------------------------------------------------------------
+
+TEST(race_checker_is_active_in_its_build) {
+#if defined(LMD_RACE_BUILD)
+  CHECK(emulation::race_checker_active());
+#else
+  CHECK(!emulation::race_checker_active());
+#endif
+}
 
 // Whether one of the first schedules gives a wrong result or an error; under the race checker each
 // one must.

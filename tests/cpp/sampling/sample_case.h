@@ -217,8 +217,7 @@ inline SampleCase random_case(uint64_t seed, int64_t batch, int64_t vocab) {
                                                1e-40f, -1.0f, nan, 2.0f});
   });
   fill_rows(c.min_p, p.min_p, [&] {
-    // A negative largest "probability" has no min-p set.
-    if (!use_min_p || (probabilities && c.logits_kind != "probabilities")) return 0.0f;
+    if (!use_min_p) return 0.0f;
     return random.any_of({0.0f, 0.1f, 0.5f, 0.9f, 1.0f, 1.5f, nan, 1e-20f, 1e-40f, -1.0f});
   });
   fill_rows(c.temperature, p.temperature, [&] {

@@ -256,6 +256,7 @@ def test_user_processor_before_the_op(model, prompts):
         prompts, do_sample=True, max_new_tokens=12, **STAGES, custom_generate=sample, seed=1
     )
     forbidden = sorted(set(free[:, -12:].flatten().tolist()) - {EOS, PAD})[:4]
+    assert len(forbidden) == 4
     got = model.generate(
         prompts,
         do_sample=True,

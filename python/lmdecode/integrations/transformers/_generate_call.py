@@ -42,7 +42,29 @@ def arguments_of_generate(caller: FrameType | None) -> tuple[BaseStreamer | None
     generate = inspect.unwrap(generation_utils.GenerationMixin.generate)
     if caller is None or caller.f_code is not generate.__code__:
         return None, None
+    if caller.f_locals.get("assistant_model") is not None:
+        raise ValueError("assistant_model: expected None, this loop samples one token a step")
     return caller.f_locals.get("streamer"), caller.f_locals.get("synced_gpus")
+
+
+def refuse_other_modes(generation_config: Any) -> None:
+    """Raise ValueError where ``generate()`` was asked for a loop that is not sampling or greedy.
+
+    ``generate()`` leaves its own choice of a loop to the callable, so these would be ignored.
+    """
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams: expected 1 for sampling, got {generation_config.num_beams}")
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers"):
+        value = getattr(generation_config, name, None)
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None, this loop samples one token a step, got {value!r}"
+            )
+    penalty_alpha = getattr(generation_config, "penalty_alpha", None)
+    if penalty_alpha and not generation_config.do_sample:
+        raise ValueError(
+            f"penalty_alpha: expected None, this is no contrastive search, got {penalty_alpha}"
+        )
 
 
 def needs_synced_gpus(model: Any) -> bool:

@@ -11,6 +11,7 @@ from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     needs_synced_gpus,
     next_inputs,
+    refuse_other_modes,
 )
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._sampling_plan import SamplingPlan, plan_sampling
@@ -166,12 +167,14 @@ def sample(
     Raises
     ------
     ValueError
-        For ``num_beams`` > 1.
+        For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (assisted,
+        contrastive, DoLa), and for an int ``seed`` < 0.
     RuntimeError
         If the logits of a row that is not finished have NaN, or nothing above -inf.
     """
-    if generation_config.num_beams is not None and generation_config.num_beams > 1:
-        raise ValueError(f"num_beams: expected 1 for sampling, got {generation_config.num_beams}")
+    refuse_other_modes(generation_config)
+    if isinstance(seed, int) and seed < 0:
+        raise ValueError(f"seed: expected an int >= 0, got {seed}")
     caller_streamer, caller_synced_gpus = arguments_of_generate(sys._getframe(1))
     streamer = caller_streamer if streamer is None else streamer
     synced_gpus = caller_synced_gpus if synced_gpus is None else synced_gpus
