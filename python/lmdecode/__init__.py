@@ -1,9 +1,10 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
-``top_k_top_p_sample`` is the sampling op; ``lmdecode.integrations.transformers`` puts it into
+``top_k_top_p_sample`` is the sampling op, ``reorder_cache_`` lets a KV cache follow its beams; ``lmdecode.integrations.transformers`` puts it into
 ``generate()``; ``lmdecode.reference`` holds every op again in plain torch.
 """
 
+from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -14,5 +15,6 @@ __all__ = [
     "SampleOutput",
     "cpu_capability",
     "has_cuda",
+    "reorder_cache_",
     "top_k_top_p_sample",
 ]

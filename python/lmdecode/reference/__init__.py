@@ -12,12 +12,14 @@ from lmdecode.reference.arithmetic import (
     token_noise,
     token_weight,
 )
+from lmdecode.reference.kv_cache import reorder_cache_
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
     "exponential_noise",
     "mass_threshold",
     "philox",
+    "reorder_cache_",
     "token_mass",
     "token_noise",
     "token_weight",
