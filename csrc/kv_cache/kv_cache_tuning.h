@@ -8,7 +8,7 @@ namespace lmdecode::kv_cache_tuning {
 // Bytes of a row that a thread carries through all copies before it goes on to the next ones. The
 // temporary of this size lies on the thread's stack; a source that several rows read stays in
 // cache.
-constexpr int64_t kPartBytes = 32 * 1024;
+constexpr int64_t kPartBytes = 64 * 1024;
 // Short segments go in runs that span at most so many bytes of the tensor.
 constexpr int64_t kRunSpanBytes = 64 * 1024;
 // A call that moves at least so much stores past the caches: it would evict all that is in them,

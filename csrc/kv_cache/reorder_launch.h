@@ -67,14 +67,15 @@ inline ReorderColumns make_reorder_columns(const CacheRows& rows) {
 }
 
 // The next tensors of the call, from *at on, which is set behind them; empty ones are left out.
-inline ReorderLaunch next_reorder_launch(const ReorderCacheParams& params, int64_t* at) {
-  using namespace reorder_cuda_tuning;
+// threads: of a block.
+inline ReorderLaunch next_reorder_launch(const ReorderCacheParams& params, int64_t* at,
+                                         int threads = reorder_cuda_tuning::kThreads) {
   ReorderLaunch launch;
   launch.parents = params.parents;
   for (; *at < params.count && launch.count < kTensorsPerLaunch; ++*at) {
     if (params.tensors[*at].segment_bytes == 0) continue;
     const ReorderColumns columns = make_reorder_columns(params.tensors[*at]);
-    const int64_t slice = kThreads * kUnitsPerThread;
+    const int64_t slice = int64_t{threads} * reorder_cuda_tuning::kUnitsPerThread;
     const int32_t i = launch.count++;
     launch.tensors[i] = columns;
     launch.first_slice[i + 1] = launch.first_slice[i] + (columns.units + slice - 1) / slice;
