@@ -56,7 +56,11 @@ void reorder_cache_cpu(const ReorderCacheParams& params) {
   if (total_parts == 0) return;
   job.tensors = tensors.data();
   job.count = static_cast<int64_t>(tensors.size());
-  job.stream = bytes >= kStreamFromBytes;
+  std::vector<uint8_t> cold;
+  if (bytes >= kStreamFromBytes) {
+    cold = find_cold_copies(copies.data(), job.copy_count, rows);
+    job.cold = cold.data();
+  }
   const int64_t grain = 1 + kMinTaskBytes / (1 + bytes / total_parts);
   parallel_for(total_parts, grain, [&](int64_t begin, int64_t end) { parts(job, begin, end); });
 }

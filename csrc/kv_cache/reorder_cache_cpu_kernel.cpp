@@ -52,7 +52,7 @@ void reorder_part(const ReorderJob& job, const CacheRows& rows, int64_t offset, 
                   int64_t bytes, unsigned char* temporary) {
   const int64_t stride = rows.dims > 0 ? rows.stride[rows.dims - 1] : 0;
   unsigned char* const data = rows.data + offset;
-  const bool stream = job.stream && bytes >= kv_cache_tuning::kStreamSegmentBytes;
+  const bool is_long = job.cold != nullptr && bytes >= kv_cache_tuning::kStreamSegmentBytes;
   const Run packed{temporary, bytes};
   for (int32_t i = 0; i < job.copy_count; ++i) {
     const RowCopy copy = job.copies[i];
@@ -62,7 +62,7 @@ void reorder_part(const ReorderJob& job, const CacheRows& rows, int64_t offset, 
       const Run to{data + copy.to * rows.row_stride, stride};
       const Run from =
           copy.from == kTemporaryRow ? packed : Run{data + copy.from * rows.row_stride, stride};
-      copy_run(to, from, count, bytes, stream);
+      copy_run(to, from, count, bytes, is_long && job.cold[i] != 0);
     }
   }
 }

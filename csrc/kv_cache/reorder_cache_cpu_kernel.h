@@ -24,7 +24,9 @@ struct ReorderJob {
   int64_t count = 0;
   const RowCopy* copies = nullptr;
   int32_t copy_count = 0;
-  bool stream = false;  // store past the caches
+  // [copy_count] 1: no copy before it has read its target, which is then in no cache, and goes
+  // past them. Null: all copies go through the caches.
+  const uint8_t* cold = nullptr;
 };
 
 }  // namespace lmdecode

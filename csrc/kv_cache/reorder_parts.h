@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/reorder_cache_cpu_kernel.h"
@@ -30,6 +31,19 @@ inline int64_t part_count(const ReorderParts& t) {
   int64_t count = t.pieces * t.runs;
   for (int d = 0; d < t.rows.dims - 1; ++d) count *= t.rows.size[d];
   return count;
+}
+
+// ReorderJob::cold.
+inline std::vector<uint8_t> find_cold_copies(const RowCopy* copies, int32_t count, int32_t rows) {
+  std::vector<uint8_t> cold(static_cast<size_t>(count)), was_read(static_cast<size_t>(rows));
+  for (int32_t i = 0; i < count; ++i) {
+    const RowCopy copy = copies[i];
+    if (copy.to != kTemporaryRow) {
+      cold[static_cast<size_t>(i)] = !was_read[static_cast<size_t>(copy.to)];
+    }
+    if (copy.from != kTemporaryRow) was_read[static_cast<size_t>(copy.from)] = 1;
+  }
+  return cold;
 }
 
 }  // namespace lmdecode

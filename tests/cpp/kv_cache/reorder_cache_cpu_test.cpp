@@ -101,6 +101,13 @@ TEST(the_temporary_is_for_true_cycles_alone) {
   every_map(5, [&](const Map& map) { CHECK_EQ(saved(map), cycles(map)); });
 }
 
+TEST(cold_targets_are_those_that_were_not_read) {
+  const std::vector<RowCopy> copies = order({1, 2, 2, 4, 3, 0});
+  const std::vector<uint8_t> cold =
+      find_cold_copies(copies.data(), static_cast<int32_t>(copies.size()), 6);
+  for (size_t i = 0; i < copies.size(); ++i) CHECK_EQ(cold[i] != 0, copies[i].to == 5);
+}
+
 // ---- kernels
 
 using Parts = void (*)(const ReorderJob&, int64_t, int64_t);
@@ -122,7 +129,9 @@ void reorder(Parts parts, const std::vector<Cache>& caches, const Map& map, bool
   job.count = static_cast<int64_t>(tensors.size());
   job.copies = copies.data();
   job.copy_count = static_cast<int32_t>(copies.size());
-  job.stream = stream;
+  const std::vector<uint8_t> cold =
+      find_cold_copies(copies.data(), job.copy_count, static_cast<int32_t>(map.size()));
+  if (stream) job.cold = cold.data();
   const int64_t cut = random.below(total + 1);  // as if two threads had it
   if (cut < total) parts(job, cut, total);
   if (cut > 0) parts(job, 0, cut);
