@@ -106,8 +106,9 @@ def main() -> int:
     tests = "not run"
     failed = False
     if not arguments.no_tests and importlib.util.find_spec("pytest"):
+        folders = ["tests/sampling", "tests/kv_cache"]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/sampling"],
+            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", *folders],
             capture_output=True,
             text=True,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "sampling.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "sampling.md", ROOT / "docs" / "kv_cache.md"]
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -33,17 +33,17 @@ def reorder_cache_(
 ) -> None:
     """Reorder the rows of cache tensors in place: row r becomes what row ``parents[r]`` was.
 
-    Only rows that move are copied, and nothing is allocated but a small plan: there is no second
-    cache, and with the map of a step that keeps most beams most of the cache is not touched. Any map
-    is allowed: rows may be duplicated, dropped, permuted.
+    Only rows that move are copied, and there is no second cache, only a small plan: with the map of
+    a step that keeps most beams, most of the cache is not touched. Any map is allowed: rows may be
+    duplicated, dropped, permuted.
 
     Parameters
     ----------
     tensors : sequence of Tensor
-        The keys and values of all layers, any number, each with ``batch`` rows along ``batch_dim``:
-        ``[batch, heads, length, dim]``, ``[length, batch, dim]`` or any other shape. They may differ
-        in shape and dtype; any dtype, any strides that keep elements apart. No two may share
-        memory; views that lie side by side in one buffer do not.
+        The keys and values of all layers, a list or tuple, each with ``batch`` rows along
+        ``batch_dim``: ``[batch, heads, length, dim]``, ``[length, batch, dim]`` or any other shape.
+        Shapes and dtypes may differ; any dtype, any strides that keep elements apart. No two may
+        share memory; views that lie side by side in one buffer do not.
     parents : Tensor
         ``[batch]`` int64 or int32 on the same device: the row that each row continues, 0 to
         batch - 1. On CUDA, where nobody looks, a row with a parent out of range is left as it is.
