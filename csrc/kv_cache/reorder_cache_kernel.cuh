@@ -91,7 +91,8 @@ __device__ inline void reorder_any_slice(const ReorderColumns& t, int64_t first,
   }
 }
 
-__global__ void __launch_bounds__(reorder_cuda_tuning::kThreads)
+__global__ void __launch_bounds__(reorder_cuda_tuning::kThreads,
+                                  reorder_cuda_tuning::kBlocksPerMultiprocessor)
     reorder_cache_kernel(const ReorderLaunch launch) {
   ReorderStorage& storage = cuda::shared_storage<ReorderStorage>();
   const int32_t rows = launch.parents.rows;

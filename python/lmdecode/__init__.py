@@ -1,8 +1,8 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
 ``top_k_top_p_sample`` is the sampling op, ``reorder_cache_`` lets a KV cache follow its beams;
-``lmdecode.integrations.transformers`` puts sampling into ``generate()``; ``lmdecode.reference`` holds
-every op again in plain torch.
+``lmdecode.integrations.transformers`` puts sampling into ``generate()``; ``lmdecode.reference``
+holds every op again in plain torch.
 """
 
 from lmdecode.kv_cache import reorder_cache_
