@@ -104,8 +104,9 @@ def main() -> int:
     tests = "not run"
     failed = False
     if not arguments.no_tests and importlib.util.find_spec("pytest"):
+        folders = ["tests/sampling", "tests/beam", "tests/kv_cache"]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/sampling", "tests/beam"],
+            [sys.executable, "-m", "pytest", "-q", "-k", "cuda", *folders],
             capture_output=True,
             text=True,
         )

@@ -83,6 +83,17 @@ def _has_matplotlib() -> bool:
     return True
 
 
+def test_quick_run_of_the_cache_benchmark() -> None:
+    done = _run("reorder_cache_/[B, H, S, D] ", "--quick")
+    assert done.returncode == 0, done.stderr
+    rows = _table(done.stdout)
+    assert [row["moved"] for row in rows] == ["0", "8"]
+    assert rows[0]["of limit"] == "-"
+    assert rows[1]["of limit"].endswith("%")
+    for row in rows:
+        assert row["index_select out="].endswith("x")
+
+
 def test_unknown_case_is_an_error() -> None:
     done = _run("no such case")
     assert done.returncode == 2

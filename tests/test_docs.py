@@ -14,6 +14,7 @@ PAGES = sorted(
 WITH_EXAMPLES = (
     "README.md",
     "docs/beam_search.md",
+    "docs/kv_cache.md",
     "docs/sampling.md",
     "docs/transformers.md",
     "examples/kjv_mistral/README.md",

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import lmdecode
+import lmdecode.reference
 from lmdecode.sampling_types import DIALECTS
 from lmdecode.testing import SamplingCase, assert_same_bits, bits, sampling_cases
 
@@ -38,6 +39,7 @@ def test_ops() -> None:
     assert op_names() == [
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
+        "lmdecode::reorder_cache_",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
     ]
@@ -157,6 +159,34 @@ def test_opcheck_dialects(dialect: str) -> None:
     x = logits("dense").softmax(-1)
     arguments = (x, *row_parameters("tensors"), *noise("q"), 1e-8, True, True)
     opcheck(torch.ops.lmdecode.top_k_top_p_sample.default, (*arguments, DIALECTS.index(dialect)))
+
+
+CACHES = {
+    "[B, H, S, D]": ([(3, 2, 5, 4), (3, 2, 5, 4)], {"batch_dim": 0}),
+    "a length": ([(3, 2, 5, 4), (3, 1, 6, 2)], {"batch_dim": 0, "length_dim": 2, "length": 3}),
+    "[S, B, D]": ([(5, 3, 4)], {"batch_dim": 1, "length_dim": 0, "length": 5}),
+    "none": ([], {"batch_dim": 0}),
+}
+
+
+def caches(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("layout", CACHES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_opcheck_reorder_cache(layout: str, dtype: torch.dtype) -> None:
+    shapes, options = CACHES[layout]
+    arguments = {"length_dim": None, "length": None, **options}
+    parents = torch.tensor([2, 0, 0], dtype=dtype)
+    op = torch.ops.lmdecode.reorder_cache_.default
+    opcheck(op, (caches(shapes), parents), arguments)
+    got, want = caches(shapes), caches(shapes)
+    assert op(got, parents, **arguments) is None
+    lmdecode.reference.reorder_cache_(want, parents, **options)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_opcheck_cpu_capability() -> None:
@@ -371,6 +401,40 @@ def test_compile_with_a_generator_is_not_possible() -> None:
     compiled = torch.compile(sample, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(logits("dense"), torch.Generator())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_reorder_cache(backend: str) -> None:
+    """In place through functionalisation, around it what a step computes."""
+
+    def step(keys: torch.Tensor, values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        keys.add_(1.0)
+        lmdecode.reorder_cache_([keys, values], parents, length_dim=2, length=3)
+        return keys.sum() + values[0].sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for parents in (torch.tensor([2, 0, 0]), torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2])):
+        got, want = caches([(3, 2, 5, 4), (3, 2, 5, 4)]), caches([(3, 2, 5, 4), (3, 2, 5, 4)])
+        torch.testing.assert_close(compiled(*got, parents), step(*want, parents))
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_compile_reorder_cache_with_a_growing_length() -> None:
+    """A length that changes from step to step is compiled once more, then never again."""
+
+    def step(cache: torch.Tensor, parents: torch.Tensor, length: int) -> None:
+        lmdecode.reorder_cache_([cache], parents, length_dim=1, length=length)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    parents = torch.tensor([1, 2, 0])
+    for length in range(2, 12):
+        got, want = caches([(3, 40)]), caches([(3, 40)])
+        compiled(*got, parents, length)
+        step(*want, parents, length)
+        assert torch.equal(got[0], want[0])
+    assert counter.frame_count <= 2
 
 
 # --- torch.export ---------------------------------------------------------------------------------

@@ -28,6 +28,11 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
       "status)");
+  // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
+  // along length_dim.
+  m.def(
+      "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
+      "SymInt? length) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

@@ -1,11 +1,13 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
-``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates;
-``lmdecode.reference`` holds every op again in plain torch.
+``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
+``reorder_cache_`` lets a KV cache follow its beams; ``lmdecode.reference`` holds every op again in
+plain torch.
 """
 
 from lmdecode.beam import BeamCandidates, log_softmax_top_k
+from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -18,5 +20,6 @@ __all__ = [
     "cpu_capability",
     "has_cuda",
     "log_softmax_top_k",
+    "reorder_cache_",
     "top_k_top_p_sample",
 ]

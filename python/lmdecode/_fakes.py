@@ -92,6 +92,16 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
     )
 
 
+@torch.library.register_fake("lmdecode::reorder_cache_")
+def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
+    for number, tensor in enumerate(tensors):
+        if tensor.device != parents.device:
+            raise ValueError(
+                f"reorder_cache_: tensors[{number}] is on {tensor.device}; "
+                f"expected the device of parents, {parents.device}"
+            )
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

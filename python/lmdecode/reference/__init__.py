@@ -13,6 +13,7 @@ from lmdecode.reference.arithmetic import (
     token_weight,
 )
 from lmdecode.reference.beam import log_softmax_top_k
+from lmdecode.reference.kv_cache import reorder_cache_
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "log_softmax_top_k",
     "mass_threshold",
     "philox",
+    "reorder_cache_",
     "token_mass",
     "token_noise",
     "token_weight",

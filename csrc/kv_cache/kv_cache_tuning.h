@@ -1,0 +1,23 @@
+// Tuning numbers of the KV cache ops on the CPU: they change speed, never a result.
+#pragma once
+
+#include <cstdint>
+
+namespace lmdecode::kv_cache_tuning {
+
+// Bytes of a row that a thread carries through all copies before it goes on to the next ones. The
+// temporary of this size lies on the thread's stack; a source that several rows read stays in
+// cache.
+constexpr int64_t kPartBytes = 64 * 1024;
+// Short segments go in runs that span at most so many bytes of the tensor. In shorter ones the CPU
+// does not see the stride, and does not read ahead.
+constexpr int64_t kRunSpanBytes = 256 * 1024;
+// A call that moves at least so much stores past the caches what is not in them: it would evict all
+// else, and a store through the caches reads each line before it writes it.
+constexpr int64_t kStreamFromBytes = 8 << 20;
+// Shorter segments are copied through the caches always.
+constexpr int64_t kStreamSegmentBytes = 128;
+// Bytes moved that are worth a thread.
+constexpr int64_t kMinTaskBytes = 256 * 1024;
+
+}  // namespace lmdecode::kv_cache_tuning

@@ -1,0 +1,44 @@
+// reorder_cache_: row r of each cache tensor becomes what row parents[r] was, in place.
+// docs/kv_cache.md is the user's page.
+//
+// Bytes are moved and nothing else, so the dtype does not matter; rows that keep their content are
+// not touched. The order of the copies (row_copies.h) is found once a call. One part of the rows of
+// one tensor is then one thread's work over all copies: parts do not depend on each other, whatever
+// the parent map, and a cycle needs room for one part, not for a row.
+#pragma once
+
+#include <cstdint>
+
+#include "kv_cache/cache_rows.h"
+
+namespace lmdecode {
+
+// parents[rows] in the caller's integer type.
+struct ParentRows {
+  const void* data = nullptr;
+  int64_t stride = 1;  // elements
+  int32_t rows = 0;
+  bool is_int32 = false;
+
+  LMD_HOST_DEVICE int64_t at(int64_t row) const {
+    return is_int32 ? static_cast<const int32_t*>(data)[row * stride]
+                    : static_cast<const int64_t*>(data)[row * stride];
+  }
+  LMD_HOST_DEVICE bool contains(int64_t parent) const { return parent >= 0 && parent < rows; }
+};
+
+struct ReorderCacheParams {
+  const CacheRows* tensors = nullptr;  // [count]; no two share a byte
+  int64_t count = 0;
+  ParentRows parents;
+};
+
+// Runs on the calling thread and torch's worker threads. The parents are in range: the binding has
+// looked.
+void reorder_cache_cpu(const ReorderCacheParams& params);
+
+// stream is a cudaStream_t; launches only. A row whose parent is out of range keeps its content.
+// Throws std::invalid_argument, before the first launch, for more rows than fit the plan.
+void reorder_cache_cuda(const ReorderCacheParams& params, void* stream);
+
+}  // namespace lmdecode

@@ -1,0 +1,68 @@
+// The order of the copies, and parts of rows to threads.
+#include <vector>
+
+#include "common/parallel.h"
+#include "kv_cache/kv_cache_tuning.h"
+#include "kv_cache/reorder_cache.h"
+#include "kv_cache/reorder_cache_cpu_kernel.h"
+#include "kv_cache/reorder_parts.h"
+#include "simd/cpu_capability.h"
+
+namespace lmdecode {
+
+namespace default_ {
+void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
+}
+#if defined(LMD_HAS_X86_KERNELS)
+namespace avx2 {
+void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
+}
+namespace avx512 {
+void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
+}
+#endif
+
+void reorder_cache_cpu(const ReorderCacheParams& params) {
+#if defined(LMD_HAS_X86_KERNELS)
+  const auto parts = select_kernel(&default_::reorder_cache_parts, &avx2::reorder_cache_parts,
+                                   &avx512::reorder_cache_parts);
+#else
+  const auto parts = &default_::reorder_cache_parts;
+#endif
+  using namespace kv_cache_tuning;
+  const int32_t rows = params.parents.rows;
+  std::vector<int32_t> parents(static_cast<size_t>(rows)), readers(static_cast<size_t>(rows));
+  for (int32_t row = 0; row < rows; ++row) {
+    const int32_t parent = static_cast<int32_t>(params.parents.at(row));
+    parents[static_cast<size_t>(row)] = parent;
+    if (parent != row) ++readers[static_cast<size_t>(parent)];
+  }
+  std::vector<RowCopy> copies(static_cast<size_t>(max_row_copies(rows)));
+  ReorderJob job;
+  job.copies = copies.data();
+  job.copy_count = order_row_copies(parents.data(), rows, readers.data(), copies.data());
+  if (job.copy_count == 0) return;
+
+  std::vector<ReorderParts> tensors;
+  tensors.reserve(static_cast<size_t>(params.count));
+  int64_t total_parts = 0, bytes = 0;
+  for (int64_t i = 0; i < params.count; ++i) {
+    const CacheRows& tensor = params.tensors[i];
+    if (tensor.segment_bytes == 0) continue;
+    tensors.push_back(cut_into_parts(tensor, total_parts));
+    total_parts += part_count(tensors.back());
+    bytes += tensor.segments() * tensor.segment_bytes * job.copy_count;
+  }
+  if (total_parts == 0) return;
+  job.tensors = tensors.data();
+  job.count = static_cast<int64_t>(tensors.size());
+  std::vector<uint8_t> cold;
+  if (bytes >= kStreamFromBytes) {
+    cold = find_cold_copies(copies.data(), job.copy_count, rows);
+    job.cold = cold.data();
+  }
+  const int64_t grain = 1 + kMinTaskBytes / (1 + bytes / total_parts);
+  parallel_for(total_parts, grain, [&](int64_t begin, int64_t end) { parts(job, begin, end); });
+}
+
+}  // namespace lmdecode
