@@ -1,13 +1,7 @@
 // Rows, then requests, to threads.
-#include <atomic>
-#include <stdexcept>
-#include <string>
-
 #include "beam/beam_tuning.h"
 #include "beam/log_softmax_top_k.h"
-#include "common/float_mode.h"
-#include "common/parallel.h"
-#include "common/workspace.h"
+#include "common/parallel_workspace.h"
 #include "sampling/sampling_workspace.h"
 #include "simd/cpu_capability.h"
 
@@ -33,21 +27,8 @@ namespace {
 template <class Body>
 void run_parts(int64_t size, double nanoseconds, size_t bytes, const Body& body) {
   const int64_t grain = 1 + static_cast<int64_t>(beam_tuning::kMinTaskNanoseconds / nanoseconds);
-  std::atomic<bool> out_of_memory = false;
-  parallel_for(size, grain, [&](int64_t begin, int64_t end) {
-    thread_local Workspace workspace;
-    void* memory = workspace.reserve(bytes);
-    if (memory == nullptr) {
-      out_of_memory = true;
-      return;
-    }
-    const ScopedIeeeMode ieee;
-    body(begin, end, memory);
-  });
-  if (out_of_memory) {
-    throw std::runtime_error("log_softmax_top_k: no memory for " + std::to_string(bytes) +
-                             " bytes of scratch a thread");
-  }
+  parallel_with_workspace("log_softmax_top_k", size, grain, bytes, body,
+                          [] { return std::string(); });
 }
 
 }  // namespace

@@ -165,7 +165,7 @@ class RowCandidates {
   const uint32_t vocab_;
   RowCluster cluster_;
   int64_t row_ = 0;
-  sampling_cuda::TokenWeight weight_;
+  TokenWeight weight_;
 };
 
 template <class T>

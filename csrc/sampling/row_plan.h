@@ -91,4 +91,12 @@ LMD_HOST_DEVICE double min_p_bound(const RowPlan& plan, float max, bool probabil
   return static_cast<double>(max) + plan.log_min_p;
 }
 
+// The order key of the smallest f32 value that min-p keeps.
+LMD_HOST_DEVICE uint32_t min_p_key(const RowPlan& plan, float max, bool probabilities) {
+  const double bound = min_p_bound(plan, max, probabilities);
+  const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
+  const uint32_t key = order_key(value);
+  return static_cast<double>(value) < bound ? key + 1 : key;
+}
+
 }  // namespace lmdecode

@@ -4,32 +4,18 @@
 
 #include "common/token_noise.h"
 #include "sampling/candidate_list.h"
+#include "sampling/token_weight.h"
 
 namespace lmdecode::LMD_SIMD {
 
-// How the logits of a row become weights and masses.
-struct WeightRule {
-  float max = 0.0f;
-  float factor = 0.0f;
-  int fraction_bits = 43;
-  bool uniform = false;        // the support is infinite: every weight is 1
-  bool probabilities = false;  // the logits are the weights
-
-  float weight(float value) const {
-    if (uniform) return 1.0f;
-    if (probabilities) return value > 0.0f ? value : 0.0f;
-    return token_weight(value, max, factor);
-  }
-};
-
-inline F32 weights(const WeightRule& rule, F32 value) {
+inline F32 weights(const TokenWeight& rule, F32 value) {
   if (rule.uniform) return splat(1.0f);
   if (rule.probabilities) return max(value, splat(0.0f));
   return scaled_weight(value, splat(rule.max), splat(rule.factor), 0.0f);
 }
 
 // Fills list->mass, zeros up to the next multiple of kLanes.
-inline void make_masses(CandidateList* list, const WeightRule& rule) {
+inline void make_masses(CandidateList* list, const TokenWeight& rule) {
   pad(list);
   const float scale = float_of(static_cast<uint32_t>(127 + rule.fraction_bits) << 23);
   // MassSum takes no zero: 2^-126 has mass 0.
@@ -76,7 +62,7 @@ inline int64_t choose_largest(const CandidateList& list, float temperature) {
 
 // score = weight / (|q| + eps). q of the i-th candidate is q[token * stride], or q[i * stride]
 // where by_rank; -1 where it is NaN.
-inline int64_t choose_by_noise(const CandidateList& list, const WeightRule& rule, const float* q,
+inline int64_t choose_by_noise(const CandidateList& list, const TokenWeight& rule, const float* q,
                                int64_t stride, float eps, bool by_rank, bool* has_nan) {
   alignas(64) float noise[kLanes], score[kLanes];
   int64_t best = 0;
@@ -201,7 +187,7 @@ class ScoreMaximum {
 };
 
 // `upper` is scratch for the list's size rounded up to kLanes.
-inline int64_t choose_by_seed(const CandidateList& list, const WeightRule& rule, int64_t seed,
+inline int64_t choose_by_seed(const CandidateList& list, const TokenWeight& rule, int64_t seed,
                               int64_t position, float* upper) {
   ScoreBounds bounds;
   for (int64_t i = 0; i < list.size; i += kLanes) {
@@ -232,7 +218,7 @@ struct RowChoice {
 };
 
 template <class T>
-RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const WeightRule& rule,
+RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const TokenWeight& rule,
                          int64_t seed, int64_t position, float* upper) {
   const F32 lowest = splat(set.lowest), above = splat(set.above_ties);
   const U32 first = splat_u32(set.first_tie), last = splat_u32(set.last_tie);

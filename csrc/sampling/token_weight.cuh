@@ -1,32 +1,11 @@
-// What a thread computes for one token: its weight, its mass, its noise. The same bits as
+// What a thread computes for one token: its score by noise. The same bits as
 // sampling/token_choice.h, the CPU's.
 #pragma once
 
 #include "common/token_noise.h"
-#include "sampling/kept_set.h"
-#include "sampling/row_plan.h"
+#include "sampling/token_weight.h"
 
 namespace lmdecode::sampling_cuda {
-
-struct TokenWeight {
-  float max = 0.0f;  // the largest logit that top-k leaves
-  float factor = 0.0f;
-  int fraction_bits = 43;
-  bool uniform = false;        // the support is infinite: every weight is 1
-  bool probabilities = false;  // the logits are the weights
-
-  LMD_HOST_DEVICE float weight(float logit) const {
-    if (uniform) return 1.0f;
-    if (probabilities) return logit > 0.0f ? logit : 0.0f;
-    return token_weight(logit, max, factor);
-  }
-
-  LMD_HOST_DEVICE uint64_t mass(float logit) const {
-    if (uniform) return uint64_t{1} << fraction_bits;
-    if (probabilities) return probability_mass(logit, fraction_bits);
-    return token_mass(logit, max, factor, fraction_bits);
-  }
-};
 
 // weight / (|q| + eps), -1 where that is 0 / 0 or q is NaN.
 LMD_HOST_DEVICE float external_score(float weight, float q, float eps) {

@@ -1,11 +1,5 @@
 // Rows to threads.
-#include <atomic>
-#include <stdexcept>
-#include <string>
-
-#include "common/float_mode.h"
-#include "common/parallel.h"
-#include "common/workspace.h"
+#include "common/parallel_workspace.h"
 #include "sampling/sampling_tuning.h"
 #include "sampling/sampling_workspace.h"
 #include "sampling/top_k_top_p_sample.h"
@@ -41,23 +35,10 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
       kRowNanoseconds + static_cast<double>(params.vocab) *
                             (top_k ? kTopKNanosecondsPerLogit : kOtherNanosecondsPerLogit);
   const int64_t grain = 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_time);
-  const size_t bytes = sampling_workspace_bytes(params.vocab);
-  std::atomic<bool> out_of_memory = false;
-  parallel_for(params.batch, grain, [&](int64_t begin, int64_t end) {
-    thread_local Workspace workspace;
-    void* memory = workspace.reserve(bytes);
-    if (memory == nullptr) {
-      out_of_memory = true;
-      return;
-    }
-    const ScopedIeeeMode ieee;
-    rows(params, begin, end, memory);
-  });
-  if (out_of_memory) {
-    throw std::runtime_error("top_k_top_p_sample: no memory for " + std::to_string(bytes) +
-                             " bytes of scratch a thread; logits has a vocabulary of " +
-                             std::to_string(params.vocab));
-  }
+  parallel_with_workspace(
+      "top_k_top_p_sample", params.batch, grain, sampling_workspace_bytes(params.vocab),
+      [&](int64_t begin, int64_t end, void* workspace) { rows(params, begin, end, workspace); },
+      [&] { return "; logits has a vocabulary of " + std::to_string(params.vocab); });
 }
 
 }  // namespace lmdecode

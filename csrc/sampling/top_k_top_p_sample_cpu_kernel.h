@@ -106,10 +106,7 @@ class RowSampler {
 
   // The lowest logit that min-p keeps.
   float min_p_logit() const {
-    const double bound = min_p_bound(plan_, max_, rules_.probabilities);
-    float value = static_cast<float>(bound);  // nearest; the next one up where that is below
-    uint32_t key = order_key(value);
-    if (static_cast<double>(value) < bound) ++key;
+    const uint32_t key = min_p_key(plan_, max_, rules_.probabilities);
     return larger(lowest_logit(key, plan_.temperature), floor_);
   }
 
@@ -324,18 +321,14 @@ class RowSampler {
                                       plus_infinity(), 0.0f, &list_)
                        .total;
       }
-      logprob = log_probability(to_float(x_[index]), cut.mass);
+      logprob = this->logprob(to_float(x_[index]), cut.mass);
     }
     if (out_) write_kept(x_, n_, cut.set, plan_.temperature, out_);
     finish(index, cut.kept, logprob);
   }
 
-  float log_probability(float value, uint64_t kept_mass) const {
-    const double weight = static_cast<double>(rule_.weight(value));
-    const double mass =
-        static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
-    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass))
-                                      : minus_infinity();
+  float logprob(float value, uint64_t kept_mass) const {
+    return log_probability(rule_.weight(value), kept_mass, plan_.fraction_bits);
   }
 
   struct Band {
@@ -472,7 +465,7 @@ class RowSampler {
     float logprob = 0.0f;
     if (params_.logprob) {
       make_masses(&list_, rule_);
-      logprob = log_probability(list_.value[chosen], total_mass(list_));
+      logprob = this->logprob(list_.value[chosen], total_mass(list_));
     }
     if (out_) {
       fill(out_, n_, filler());
@@ -491,7 +484,7 @@ class RowSampler {
   const T* x_ = nullptr;
   int64_t row_ = 0;
   RowPlan plan_;
-  WeightRule rule_;
+  TokenWeight rule_;
   uint8_t status_ = 0;
   float* out_ = nullptr;
   float floor_ = 0.0f;  // the lowest logit that counts

@@ -9,6 +9,7 @@
 
 #include "common/mass_threshold.h"
 #include "sampling/rank_noise.cuh"
+#include "sampling/row_plan.h"
 
 namespace lmdecode::sampling_cuda {
 
@@ -261,10 +262,7 @@ class RowSampler {
 
   __device__ void apply_min_p(const RowSlice<T>& slice, float largest, float floor) {
     if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(slice, /*last=*/false);
-    const double bound = min_p_bound(plan_, largest, rules_.probabilities);
-    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
-    uint32_t key = order_key(value);
-    if (static_cast<double>(value) < bound) ++key;
+    const uint32_t key = min_p_key(plan_, largest, rules_.probabilities);
     const float lowest = find_lowest_logit(key, plan_.temperature);
     if (lowest > floor && lowest > set_.lowest) set_ = kept_from(lowest);
   }
@@ -356,11 +354,7 @@ class RowSampler {
   }
 
   __device__ float logprob(float weight_of_chosen, Word kept_mass) const {
-    const double weight = static_cast<double>(weight_of_chosen);
-    const double mass =
-        static_cast<double>(kept_mass) / static_cast<double>(uint64_t{1} << plan_.fraction_bits);
-    return weight > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(weight) - log_f64(mass))
-                                      : minus_infinity();
+    return log_probability(weight_of_chosen, kept_mass, plan_.fraction_bits);
   }
 
   const TopKTopPSampleParams& params_;

@@ -7,13 +7,15 @@ import torch
 from lmdecode import _library  # noqa: F401  the schemas must be there first
 
 
-def _check_devices(logits: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """CPU logits with a meta tensor beside them end up in a fake, and not in the CPU op."""
-    for name, other in others.items():
-        if other is not None and other.device != logits.device:
+def _check_devices(
+    op: str, name: str, tensor: torch.Tensor, others: dict[str, torch.Tensor | None]
+) -> None:
+    """CPU tensors with a meta tensor beside them end up in a fake, and not in the CPU op."""
+    for other_name, other in others.items():
+        if other is not None and other.device != tensor.device:
             raise ValueError(
-                f"top_k_top_p_sample: {name} is on {other.device}; "
-                f"expected the device of logits, {logits.device}"
+                f"{op}: {other_name} is on {other.device}; "
+                f"expected the device of {name}, {tensor.device}"
             )
 
 
@@ -36,10 +38,11 @@ def _top_k_top_p_sample(
     return_logprob,
     dialect,
 ):
-    _check_devices(
-        logits, top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
+    rows = dict(
+        top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
         q=q, seed=seed, position=position,
     )  # fmt: skip
+    _check_devices("top_k_top_p_sample", "logits", logits, rows)
     batch, vocab = logits.shape
     return (
         logits.new_empty((batch,), dtype=torch.int64),
@@ -68,20 +71,17 @@ def _top_k_top_p_sample_out(
     dialect,
     **outputs,
 ):
-    _check_devices(
-        logits, top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
-        q=q, seed=seed, position=position, **outputs,
+    rows = dict(
+        top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
+        q=q, seed=seed, position=position,
     )  # fmt: skip
+    _check_devices("top_k_top_p_sample", "logits", logits, {**rows, **outputs})
 
 
 @torch.library.register_fake("lmdecode::log_softmax_top_k")
 def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets):
-    for name, other in dict(beam_scores=beam_scores, num_beams=row_offsets).items():
-        if other is not None and other.device != logits.device:
-            raise ValueError(
-                f"log_softmax_top_k: {name} is on {other.device}; "
-                f"expected the device of logits, {logits.device}"
-            )
+    others = dict(beam_scores=beam_scores, num_beams=row_offsets)
+    _check_devices("log_softmax_top_k", "logits", logits, others)
     requests = logits.shape[0] // num_beams if row_offsets is None else row_offsets.shape[0] - 1
     shape = (requests, num_candidates)
     return (
@@ -94,12 +94,8 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
 
 @torch.library.register_fake("lmdecode::reorder_cache_")
 def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
-    for number, tensor in enumerate(tensors):
-        if tensor.device != parents.device:
-            raise ValueError(
-                f"reorder_cache_: tensors[{number}] is on {tensor.device}; "
-                f"expected the device of parents, {parents.device}"
-            )
+    others = {f"tensors[{number}]": tensor for number, tensor in enumerate(tensors)}
+    _check_devices("reorder_cache_", "parents", parents, others)
 
 
 @torch.library.register_fake("lmdecode::cpu_capability")
