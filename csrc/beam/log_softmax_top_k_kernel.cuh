@@ -154,7 +154,7 @@ class RowCandidates {
       tokens[at] = token;
     });
     cluster_.sync();
-    finish(storage.ranked_size, 0);  // the first block's
+    finish(cluster_.rank() == 0 ? storage.ranked_size : 0, 0);  // nobody wrote the others'
   }
 
   __device__ void finish(uint32_t count, uint8_t status) {
