@@ -33,6 +33,11 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
       "SymInt? length) -> ()");
+  // Row r of the index [rows, capacity] becomes, up to its length, what row parents[r] was, and its
+  // entry there r. length_rows [rows] holds instead of length.
+  m.def(
+      "update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, Tensor? "
+      "length_rows) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

@@ -98,6 +98,12 @@ def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
     _check_devices("reorder_cache_", "parents", parents, others)
 
 
+@torch.library.register_fake("lmdecode::update_beam_indirection_")
+def _update_beam_indirection_(indirection, parents, length, length_rows):
+    others = dict(parents=parents, length=length_rows)
+    _check_devices("update_beam_indirection_", "indirection", indirection, others)
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

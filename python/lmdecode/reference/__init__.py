@@ -13,11 +13,16 @@ from lmdecode.reference.arithmetic import (
     token_weight,
 )
 from lmdecode.reference.beam import log_softmax_top_k
-from lmdecode.reference.kv_cache import reorder_cache_
+from lmdecode.reference.kv_cache import (
+    gather_indirect,
+    reorder_cache_,
+    update_beam_indirection_,
+)
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
     "exponential_noise",
+    "gather_indirect",
     "log_softmax_top_k",
     "mass_threshold",
     "philox",
@@ -26,4 +31,5 @@ __all__ = [
     "token_noise",
     "token_weight",
     "top_k_top_p_sample",
+    "update_beam_indirection_",
 ]
