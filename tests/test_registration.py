@@ -37,6 +37,9 @@ def fresh_compiler() -> Iterator[None]:
 def test_ops() -> None:
     """A new op belongs here, and into the opchecks below."""
     assert op_names() == [
+        "lmdecode::block_table_append_",
+        "lmdecode::block_table_reorder_",
+        "lmdecode::copy_blocks_",
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
         "lmdecode::reorder_cache_",
@@ -196,6 +199,25 @@ def test_opcheck_update_beam_indirection(lengths: torch.Tensor | None) -> None:
     opcheck(
         op, (torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([2, 0, 0]), 2, lengths)
     )
+
+
+def test_opcheck_copy_blocks() -> None:
+    copies = torch.tensor([[0, 1, 5], [2, 3, 1]], dtype=torch.int32)
+    opcheck(torch.ops.lmdecode.copy_blocks_.default, (caches([(4, 2, 5, 3), (4, 1, 5, 2)]), copies))
+
+
+def block_table() -> tuple[torch.Tensor, ...]:
+    """Two rows of a table of four that share a block, which is not full."""
+    table = lmdecode.BlockTable(10, 4, 3, block_size=4)
+    table.insert(5, 2)
+    return table._table, table._lengths, table.ref_counts, table._free_blocks, table._counters
+
+
+def test_opcheck_block_table() -> None:
+    copies, tokens = torch.empty(4, 3, dtype=torch.int32), torch.tensor([1, 5, 0, 0])
+    opcheck(torch.ops.lmdecode.block_table_append_.default, (*block_table(), copies, tokens, 4))
+    parents = torch.tensor([1, 1, 0])
+    opcheck(torch.ops.lmdecode.block_table_reorder_.default, (*block_table(), parents, 2, 4))
 
 
 def test_opcheck_cpu_capability() -> None:

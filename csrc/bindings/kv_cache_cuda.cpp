@@ -3,25 +3,29 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "bindings/kv_cache.h"
+#include "bindings/kv_cache_blocks.h"
 #include "bindings/kv_cache_indirection.h"
 
 namespace lmdecode {
 namespace {
 
-// The current stream of the device that `parents` is on, which is the current one meanwhile.
+// The current stream of the device that a tensor is on, which is the current one meanwhile.
 class LaunchStream {
  public:
-  LaunchStream(const char* op, const Tensor& parents)
-      : guard_((check_is_cuda(op, parents), parents.get_device_index())) {
+  LaunchStream(const char* op, const char* name, const Tensor& tensor)
+      : guard_(cuda_index(op, name, tensor)) {
     STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(parents.get_device_index(), &stream_));
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
   }
   void* get() const { return stream_; }
 
  private:
-  static void check_is_cuda(const char* op, const Tensor& parents) {
-    if (parents.is_cuda()) return;
-    fail(op, "parents is on ", device_name(parents), "; expected the device of the cache");
+  static torch::stable::accelerator::DeviceIndex cuda_index(const char* op, const char* name,
+                                                            const Tensor& tensor) {
+    if (!tensor.is_cuda()) {
+      fail(op, name, " is on ", device_name(tensor), "; expected the device of the cache");
+    }
+    return tensor.get_device_index();
   }
 
   const torch::stable::accelerator::DeviceGuard guard_;
@@ -31,7 +35,7 @@ class LaunchStream {
 void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, int64_t batch_dim,
                    std::optional<int64_t> length_dim, std::optional<int64_t> length) {
   const ReorderArguments arguments(tensors, parents, batch_dim, length_dim, length);
-  const LaunchStream stream(kReorderOp, parents);
+  const LaunchStream stream(kReorderOp, "parents", parents);
   reorder_cache_cuda(arguments.params(), stream.get());
 }
 
@@ -39,8 +43,14 @@ void update_beam_indirection(const Tensor& indirection, const Tensor& parents, i
                              const std::optional<Tensor>& length_rows) {
   const BeamIndirectionParams params =
       beam_indirection_params(indirection, parents, length, length_rows);
-  const LaunchStream stream(kIndirectionOp, parents);
+  const LaunchStream stream(kIndirectionOp, "parents", parents);
   update_beam_indirection_cuda(params, stream.get());
+}
+
+void copy_blocks(const std::vector<Tensor>& pools, const Tensor& copies) {
+  const CopyBlocksArguments arguments(pools, copies);
+  const LaunchStream stream(kCopyBlocksOp, "copies", copies);
+  copy_blocks_cuda(arguments.params(), stream.get());
 }
 
 }  // namespace
@@ -49,4 +59,5 @@ void update_beam_indirection(const Tensor& indirection, const Tensor& parents, i
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
   m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
+  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::copy_blocks));
 }

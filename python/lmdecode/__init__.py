@@ -8,6 +8,7 @@ plain torch.
 
 from lmdecode.beam import BeamCandidates, log_softmax_top_k
 from lmdecode.kv_cache import reorder_cache_
+from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import (
     BeamIndirection,
     gather_indirect,
@@ -22,7 +23,11 @@ __all__ = [
     "DIALECTS",
     "BeamCandidates",
     "BeamIndirection",
+    "BlockSlots",
+    "BlockTable",
+    "OutOfBlocksError",
     "SampleOutput",
+    "copy_blocks_",
     "cpu_capability",
     "gather_indirect",
     "has_cuda",

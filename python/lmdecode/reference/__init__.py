@@ -14,6 +14,9 @@ from lmdecode.reference.arithmetic import (
 )
 from lmdecode.reference.beam import log_softmax_top_k
 from lmdecode.reference.kv_cache import (
+    block_table_append_,
+    block_table_reorder_,
+    copy_blocks_,
     gather_indirect,
     reorder_cache_,
     update_beam_indirection_,
@@ -21,6 +24,9 @@ from lmdecode.reference.kv_cache import (
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
+    "block_table_append_",
+    "block_table_reorder_",
+    "copy_blocks_",
     "exponential_noise",
     "gather_indirect",
     "log_softmax_top_k",
