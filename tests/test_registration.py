@@ -37,12 +37,16 @@ def fresh_compiler() -> Iterator[None]:
 def test_ops() -> None:
     """A new op belongs here, and into the opchecks below."""
     assert op_names() == [
+        "lmdecode::block_table_append_",
+        "lmdecode::block_table_reorder_",
+        "lmdecode::copy_blocks_",
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
         "lmdecode::log_softmax_top_k.processed",
         "lmdecode::reorder_cache_",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
+        "lmdecode::update_beam_indirection_",
     ]
 
 
@@ -188,6 +192,33 @@ def test_opcheck_reorder_cache(layout: str, dtype: torch.dtype) -> None:
     lmdecode.reference.reorder_cache_(want, parents, **options)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([0, 2, 4], dtype=torch.int32)])
+def test_opcheck_update_beam_indirection(lengths: torch.Tensor | None) -> None:
+    op = torch.ops.lmdecode.update_beam_indirection_.default
+    opcheck(
+        op, (torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([2, 0, 0]), 2, lengths)
+    )
+
+
+def test_opcheck_copy_blocks() -> None:
+    copies = torch.tensor([[0, 1, 5], [2, 3, 1]], dtype=torch.int32)
+    opcheck(torch.ops.lmdecode.copy_blocks_.default, (caches([(4, 2, 5, 3), (4, 1, 5, 2)]), copies))
+
+
+def block_table() -> tuple[torch.Tensor, ...]:
+    """Two rows of a table of four that share a block, which is not full."""
+    table = lmdecode.BlockTable(10, 4, 3, block_size=4)
+    table.insert(5, 2)
+    return table._table, table._lengths, table.ref_counts, table._free_blocks, table._counters
+
+
+def test_opcheck_block_table() -> None:
+    copies, tokens = torch.empty(4, 3, dtype=torch.int32), torch.tensor([1, 5, 0, 0])
+    opcheck(torch.ops.lmdecode.block_table_append_.default, (*block_table(), copies, tokens, 4))
+    parents = torch.tensor([1, 1, 0])
+    opcheck(torch.ops.lmdecode.block_table_reorder_.default, (*block_table(), parents, 2, 4))
 
 
 def test_opcheck_cpu_capability() -> None:
@@ -477,6 +508,26 @@ def test_compile_reorder_cache(backend: str) -> None:
         torch.testing.assert_close(compiled(*got, parents), step(*want, parents))
         for one, other in zip(got, want, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_update_beam_indirection(backend: str) -> None:
+    """A step whose lengths are a tensor, so that it is compiled once."""
+
+    def step(table: torch.Tensor, parents: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        lengths.add_(1)
+        lmdecode.update_beam_indirection_(table, parents, lengths)
+        return table.sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    got, want = (
+        (torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([2, 4, 4])) for _ in range(2)
+    )
+    for parents in (torch.tensor([2, 0, 0]), torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2])):
+        assert compiled(got[0], parents, got[1]) == step(want[0], parents, want[1])
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert counter.frame_count == 1
 
 
 def test_compile_reorder_cache_with_a_growing_length() -> None:

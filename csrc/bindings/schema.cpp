@@ -44,6 +44,25 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
       "SymInt? length) -> ()");
+  // Row r of the index [rows, capacity] becomes, up to its length, what row parents[r] was, and its
+  // entry there r. length_rows [rows] holds instead of length.
+  m.def(
+      "update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, Tensor? "
+      "length_rows) -> ()");
+  // The bookkeeping of a cache in blocks, on the CPU: lmdecode.BlockTable, which holds these
+  // tensors, int32 all, with block_table [rows, max_blocks], lengths [rows], ref_counts and
+  // free_blocks [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3]
+  // and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_: source, target,
+  // positions.
+  m.def(
+      "block_table_append_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
+      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor(f!) copies, Tensor num_tokens, int "
+      "block_size) -> ()");
+  m.def(
+      "block_table_reorder_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
+      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor parents, int rows, int block_size) "
+      "-> ()");
+  m.def("copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

@@ -8,6 +8,12 @@ plain torch.
 
 from lmdecode.beam import BeamCandidates, log_softmax_top_k
 from lmdecode.kv_cache import reorder_cache_
+from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
+from lmdecode.kv_cache_indirection import (
+    BeamIndirection,
+    gather_indirect,
+    update_beam_indirection_,
+)
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -16,10 +22,17 @@ __version__ = "0.1.0"
 __all__ = [
     "DIALECTS",
     "BeamCandidates",
+    "BeamIndirection",
+    "BlockSlots",
+    "BlockTable",
+    "OutOfBlocksError",
     "SampleOutput",
+    "copy_blocks_",
     "cpu_capability",
+    "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",
     "reorder_cache_",
     "top_k_top_p_sample",
+    "update_beam_indirection_",
 ]

@@ -133,6 +133,40 @@ def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
     _check_devices("reorder_cache_", "parents", parents, others)
 
 
+@torch.library.register_fake("lmdecode::update_beam_indirection_")
+def _update_beam_indirection_(indirection, parents, length, length_rows):
+    others = dict(parents=parents, length=length_rows)
+    _check_devices("update_beam_indirection_", "indirection", indirection, others)
+
+
+@torch.library.register_fake("lmdecode::copy_blocks_")
+def _copy_blocks_(pools, copies):
+    others = {f"pools[{number}]": pool for number, pool in enumerate(pools)}
+    _check_devices("copy_blocks_", "copies", copies, others)
+
+
+@torch.library.register_fake("lmdecode::block_table_append_")
+def _block_table_append_(
+    block_table, lengths, ref_counts, free_blocks, counters, copies, num_tokens, block_size
+):
+    others = dict(
+        lengths=lengths, ref_counts=ref_counts, free_blocks=free_blocks, counters=counters,
+        copies=copies, num_tokens=num_tokens,
+    )  # fmt: skip
+    _check_devices("block_table_append_", "block_table", block_table, others)
+
+
+@torch.library.register_fake("lmdecode::block_table_reorder_")
+def _block_table_reorder_(
+    block_table, lengths, ref_counts, free_blocks, counters, parents, rows, block_size
+):
+    others = dict(
+        lengths=lengths, ref_counts=ref_counts, free_blocks=free_blocks, counters=counters,
+        parents=parents,
+    )  # fmt: skip
+    _check_devices("block_table_reorder_", "block_table", block_table, others)
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

@@ -13,11 +13,22 @@ from lmdecode.reference.arithmetic import (
     token_weight,
 )
 from lmdecode.reference.beam import log_softmax_top_k
-from lmdecode.reference.kv_cache import reorder_cache_
+from lmdecode.reference.kv_cache import (
+    block_table_append_,
+    block_table_reorder_,
+    copy_blocks_,
+    gather_indirect,
+    reorder_cache_,
+    update_beam_indirection_,
+)
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
+    "block_table_append_",
+    "block_table_reorder_",
+    "copy_blocks_",
     "exponential_noise",
+    "gather_indirect",
     "log_softmax_top_k",
     "mass_threshold",
     "philox",
@@ -26,4 +37,5 @@ __all__ = [
     "token_noise",
     "token_weight",
     "top_k_top_p_sample",
+    "update_beam_indirection_",
 ]
