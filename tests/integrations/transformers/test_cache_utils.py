@@ -131,6 +131,18 @@ def test_beams_are_those_of_the_dynamic_cache(any_model, padded_prompts, calls, 
     assert all(len(tensors) == 2 * len(cache.layers) for tensors in calls)
 
 
+def test_beams_of_a_hybrid_model(prompts) -> None:
+    """Convolutions beside attention: each layer follows the beams, by us or by its own method."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = transformers.Lfm2ForCausalLM(hybrid_config()).eval()
+    expected = model.generate(prompts, **BEAMS)
+    cache = BeamDynamicCache(config=model.config)
+    got = model.generate(prompts, **BEAMS, past_key_values=cache)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert [type(layer) is BeamLayer for layer in cache.layers] == [False, True, False]
+
+
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_cross_attention_is_never_touched(any_model, padded_prompts, calls, name):
     model = any_model(name)
