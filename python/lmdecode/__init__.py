@@ -6,7 +6,15 @@
 plain torch.
 """
 
-from lmdecode.beam import BeamCandidates, log_softmax_top_k
+from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_state import (
+    BeamFinal,
+    BeamParameters,
+    BeamState,
+    BeamStep,
+    beam_parameters,
+    new_beam_state,
+)
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
@@ -16,10 +24,18 @@ __version__ = "0.1.0"
 __all__ = [
     "DIALECTS",
     "BeamCandidates",
+    "BeamFinal",
+    "BeamParameters",
+    "BeamState",
+    "BeamStep",
     "SampleOutput",
+    "beam_finalize",
+    "beam_parameters",
+    "beam_step",
     "cpu_capability",
     "has_cuda",
     "log_softmax_top_k",
+    "new_beam_state",
     "reorder_cache_",
     "top_k_top_p_sample",
 ]

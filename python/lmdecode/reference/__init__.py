@@ -13,10 +13,13 @@ from lmdecode.reference.arithmetic import (
     token_weight,
 )
 from lmdecode.reference.beam import log_softmax_top_k
+from lmdecode.reference.beam_search import beam_finalize, beam_step
 from lmdecode.reference.kv_cache import reorder_cache_
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
+    "beam_finalize",
+    "beam_step",
     "exponential_noise",
     "log_softmax_top_k",
     "mass_threshold",
