@@ -1,4 +1,4 @@
-"""The state of beam searches, in tensors: what ``beam_step`` and ``beam_finalize`` read and write."""
+"""The state of beam searches, in tensors: what beam_step and beam_finalize read and write."""
 
 from __future__ import annotations
 

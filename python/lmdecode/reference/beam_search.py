@@ -182,7 +182,8 @@ def _step_request(
     at_end = rules != RULES["scorer"] and 0 < slot.max_length <= length + 1
     code = {name: number for number, name in enumerate(DECISIONS)}
     decisions = [code["unused"]] * len(candidates)
-    going, stopped = [], []
+    going: list[tuple[float, int, int, float]] = []
+    stopped: list[tuple[int, float, int, int, float]] = []
     for rank, (score, token, beam, log_prob, is_stopped) in enumerate(candidates):
         ends = token in slot.end_tokens or is_stopped or at_end
         if not ends:
