@@ -5,7 +5,8 @@ draws each token with one fused op; ``TopKTopPLogitsProcessor`` is the filter al
 that takes a ``LogitsProcessor``.
 """
 
+from lmdecode.integrations.transformers.beam_generation import beam_search
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
-__all__ = ["TopKTopPLogitsProcessor", "sample"]
+__all__ = ["TopKTopPLogitsProcessor", "beam_search", "sample"]
