@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from lmdecode.integrations.transformers._generate_call import next_inputs, prefill
+from lmdecode.integrations.transformers.cache_utils import beam_cache, reorder_beams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -73,24 +73,12 @@ class Search(Protocol):
         """Return the result; input_ids are the beams, [rows, length], after the last step."""
 
 
-def _reorder_cache(model: Any, model_kwargs: dict[str, Any], parents: Tensor) -> None:
-    """Let row r of the cache go on as row ``parents[r]``."""
-    name = next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
-    if name is None:
-        return
-    cache = model_kwargs[name]
+def _reorder_cache(model: Any, model_kwargs: dict[str, Any], name: str, parents: Tensor) -> None:
+    """Let row r of the cache of this name go on as row ``parents[r]``."""
     if hasattr(model, "_reorder_cache"):
-        model_kwargs[name] = model._reorder_cache(cache, parents)
-        return
-    if type(cache) is EncoderDecoderCache:
-        # Cross-attention is the same for all beams of a request.
-        cache = cache.self_attention_cache
-    if not hasattr(cache, "reorder_cache"):
-        raise ValueError(
-            f"{type(model).__name__}: expected a cache that can be reordered for beam search, "
-            f"got {type(cache).__name__}"
-        )
-    cache.reorder_cache(parents)
+        model_kwargs[name] = model._reorder_cache(model_kwargs[name], parents)
+    else:
+        reorder_beams(model_kwargs[name], parents)
 
 
 def decode(
@@ -125,6 +113,8 @@ def decode(
     forward = model
     if model._valid_auto_compile_criteria(model_kwargs, generation_config):
         forward = model.get_compiled_call(generation_config.compile_config)
+    if model_kwargs["use_cache"] and not hasattr(model, "_reorder_cache"):
+        beam_cache(model_kwargs.get("past_key_values"))
     outputs = prefill(model, input_ids, generation_config, model_kwargs)
     finished = False
     while model._has_unfinished_sequences(finished, synced_gpus, device=device):
@@ -137,7 +127,8 @@ def decode(
             logits = outputs.logits[:, -1].to(device)
             input_ids, parents, finished = search.step(outputs, logits, input_ids)
             del logits
-            if parents is not None:
-                _reorder_cache(model, model_kwargs, parents)
+            name = next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
+            if name is not None and parents is not None:
+                _reorder_cache(model, model_kwargs, name, parents)
         outputs = None  # the logits of a long prompt must not live on
     return input_ids, model_kwargs
