@@ -15,12 +15,14 @@ from lmdecode.integrations.transformers.cache_utils import (
     expand_beams,
     reorder_beams,
 )
+from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
 __all__ = [
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
+    "HammingDiversityLogitsProcessor",
     "TopKTopPLogitsProcessor",
     "beam_cache",
     "beam_search",
