@@ -23,11 +23,22 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor(d!) kept_count, Tensor(e!) status) -> ()");
   // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
   // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
-  // num_candidates], status [requests].
+  // num_candidates], status [requests]; log_probs are the scores without those of the beams.
   m.def(
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
-      "status)");
+      "status, Tensor log_probs)");
+  // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all requests;
+  // tensors, instead of them, hold one for each.
+  m.def(
+      "log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
+      "SymInt "
+      "num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
+      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
+      "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, Tensor? "
+      "suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
+      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) -> "
+      "(Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)");
   // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
   // along length_dim.
   m.def(
