@@ -7,6 +7,14 @@ plain torch.
 """
 
 from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_constraints import (
+    Constraint,
+    ConstraintListState,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
+from lmdecode.beam_hypotheses import BeamHypotheses
+from lmdecode.beam_scorer import BeamSearchScorer
 from lmdecode.beam_state import (
     BeamFinal,
     BeamParameters,
@@ -15,6 +23,7 @@ from lmdecode.beam_state import (
     beam_parameters,
     new_beam_state,
 )
+from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
@@ -25,9 +34,16 @@ __all__ = [
     "DIALECTS",
     "BeamCandidates",
     "BeamFinal",
+    "BeamHypotheses",
     "BeamParameters",
+    "BeamSearchScorer",
     "BeamState",
     "BeamStep",
+    "ConstrainedBeamSearchScorer",
+    "Constraint",
+    "ConstraintListState",
+    "DisjunctiveConstraint",
+    "PhrasalConstraint",
     "SampleOutput",
     "beam_finalize",
     "beam_parameters",
