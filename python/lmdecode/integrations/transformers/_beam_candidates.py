@@ -142,4 +142,5 @@ def rank_drawn(candidates: Candidates, ends: Tensor, num_beams: int) -> Tensor:
 
 def take(candidates: Candidates, order: Tensor) -> Candidates:
     """Return the candidates in another order, [requests, K]."""
-    return Candidates(*(part.gather(1, order) for part in candidates[:3]), candidates.status)
+    scores, tokens, beams = (part.gather(1, order) for part in candidates[:3])
+    return Candidates(scores, tokens, beams, candidates.status)
