@@ -23,9 +23,14 @@ constexpr double kNanosecondsPerLogit = 0.17;
 constexpr double kRowNanoseconds = 500.0;
 constexpr double kNanosecondsPerCandidate = 4.0;
 constexpr double kNanosecondsPerEdit = 15.0;
+constexpr double kStepNanoseconds = 150.0;  // of a request in beam_step and beam_finalize
+constexpr double kStepNanosecondsPerCandidate = 5.0;
+constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
 constexpr double kMinTaskNanoseconds = 25000.0;
 
 // Threads of the block that merges a request.
 constexpr int kMergeThreads = 256;
+// Threads of the block of a request in beam_step and beam_finalize.
+constexpr int kStepThreads = 128;
 
 }  // namespace lmdecode::beam_tuning

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cuda_intrinsics.cuh"
-#include "kv_cache/row_copies.h"
+#include "common/row_copies.h"
 
 namespace lmdecode {
 

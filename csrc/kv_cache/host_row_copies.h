@@ -3,8 +3,8 @@
 
 #include <vector>
 
+#include "common/row_copies.h"
 #include "kv_cache/integer_rows.h"
-#include "kv_cache/row_copies.h"
 
 namespace lmdecode {
 

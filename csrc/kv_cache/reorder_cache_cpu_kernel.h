@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/row_copies.h"
 #include "kv_cache/cache_rows.h"
-#include "kv_cache/row_copies.h"
 
 namespace lmdecode {
 

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/row_copies.h"
 #include "kv_cache/reorder_cache.h"
-#include "kv_cache/row_copies.h"
 
 namespace lmdecode {
 

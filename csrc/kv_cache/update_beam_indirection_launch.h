@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kv_cache/row_copies.h"
+#include "common/row_copies.h"
 #include "kv_cache/update_beam_indirection.h"
 
 namespace lmdecode {

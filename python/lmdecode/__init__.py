@@ -6,7 +6,24 @@
 plain torch.
 """
 
-from lmdecode.beam import BeamCandidates, log_softmax_top_k
+from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_constraints import (
+    Constraint,
+    ConstraintListState,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
+from lmdecode.beam_hypotheses import BeamHypotheses
+from lmdecode.beam_scorer import BeamSearchScorer
+from lmdecode.beam_state import (
+    BeamFinal,
+    BeamParameters,
+    BeamState,
+    BeamStep,
+    beam_parameters,
+    new_beam_state,
+)
+from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import (
@@ -22,16 +39,31 @@ __version__ = "0.1.0"
 __all__ = [
     "DIALECTS",
     "BeamCandidates",
+    "BeamFinal",
+    "BeamHypotheses",
     "BeamIndirection",
+    "BeamParameters",
+    "BeamSearchScorer",
+    "BeamState",
+    "BeamStep",
     "BlockSlots",
     "BlockTable",
+    "ConstrainedBeamSearchScorer",
+    "Constraint",
+    "ConstraintListState",
+    "DisjunctiveConstraint",
     "OutOfBlocksError",
+    "PhrasalConstraint",
     "SampleOutput",
+    "beam_finalize",
+    "beam_parameters",
+    "beam_step",
     "copy_blocks_",
     "cpu_capability",
     "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",
+    "new_beam_state",
     "reorder_cache_",
     "top_k_top_p_sample",
     "update_beam_indirection_",

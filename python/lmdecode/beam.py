@@ -10,13 +10,16 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode.beam_state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam_types import BeamCandidates
 
-__all__ = ["BeamCandidates", "log_softmax_top_k"]
+__all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
 
 _OP = "log_softmax_top_k"
 _log_softmax_top_k = ops.log_softmax_top_k.default
 _log_softmax_top_k_processed = ops.log_softmax_top_k.processed
+_beam_step = ops.beam_step.default
+_beam_finalize = ops.beam_finalize.default
 _MAX_INT = (1 << 63) - 1
 
 
@@ -257,3 +260,140 @@ def log_softmax_top_k(
             logits, beam_scores, num_candidates, num_beams, offsets, *processors
         )
     )
+
+
+def beam_step(
+    state: BeamState,
+    parameters: BeamParameters,
+    scores: Tensor,
+    tokens: Tensor,
+    beams: Tensor,
+    *,
+    log_probs: Tensor | None = None,
+    status: Tensor | None = None,
+    slots: Tensor | None = None,
+    row_offsets: Tensor | None = None,
+    parent_offsets: Tensor | None = None,
+    sequences: Tensor | None = None,
+    stopped: Tensor | None = None,
+    bonus: Tensor | None = None,
+    rows: int | None = None,
+    rules: Rules = "generate",
+) -> BeamStep:
+    """Turn each request's candidates into its next beams, and close the hypotheses that end.
+
+    Candidates are looked at best first. One that ends in an end token (or is ``stopped``, or
+    reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and good
+    enough for a place; ranked lower, it is dropped. The others are the next beams. Then the search
+    may be done. ``rules`` says what differs between the systems that are mirrored, see
+    docs/beam_search.md. The state is changed in place; nothing waits for the device.
+
+    Parameters
+    ----------
+    state : BeamState
+        Changed in place.
+    parameters : BeamParameters
+        Of every slot of the state.
+    scores, tokens, beams : Tensor
+        [requests, K] float32, int64, int64, as ``log_softmax_top_k`` returns them: best first,
+        ``-inf`` where there is no candidate ("scorer": one like any other), beams counted within
+        the request.
+    log_probs : Tensor, optional
+        [requests, K] float32, of the tokens alone; 0 where not given.
+    status : Tensor, optional
+        [requests] uint8: not 0 ends the request's search with this status.
+    slots : Tensor, optional
+        [requests] int64, all different: which slot of the state each request is in; the first by
+        default.
+    row_offsets : Tensor, optional
+        [requests + 1] int64: request r's next beams are the rows ``row_offsets[r]`` to
+        ``row_offsets[r + 1]``, as many as its ``num_beams``. By default each request has as many
+        rows as the state has beams.
+    parent_offsets : Tensor, optional
+        [requests] int64, or more: the first row of each request's logits; ``row_offsets`` by
+        default.
+    sequences : Tensor, optional
+        [requests, beams, length] int64: the running sequences, where the caller keeps them. Those
+        of the state, its scores and lengths are then neither read nor written.
+    stopped : Tensor, optional
+        [requests, K] bool: candidates that end whatever their token is.
+    bonus : Tensor, optional
+        [requests, beams] float32: added to the score of a hypothesis closed from this beam (the
+        coverage penalty, for one).
+    rules : {"generate", "scorer", "fairseq"}
+        transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
+
+    Returns
+    -------
+    BeamStep
+        Of all requests' next beams. A request whose search had ended emits score 0, its pad token
+        and its own rows ("scorer": row 0); with "generate" and "fairseq" one that is done without
+        an error goes on in lockstep.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been changed then.
+    """
+    return BeamStep(
+        *_beam_step(
+            state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
+            parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
+        )
+    )  # fmt: skip
+
+
+def beam_finalize(
+    state: BeamState,
+    parameters: BeamParameters,
+    num_return_sequences: int,
+    *,
+    num_groups: int = 1,
+    slots: Tensor | None = None,
+    sequences: Tensor | None = None,
+    scores: Tensor | None = None,
+    add_open: bool | None = None,
+    rules: Rules = "generate",
+) -> BeamFinal:
+    """Return each request's best hypotheses.
+
+    Parameters
+    ----------
+    state : BeamState
+        Changed in place where open beams are added to the hypotheses.
+    parameters : BeamParameters
+        Of every slot of the state.
+    num_return_sequences : int
+        Hypotheses of a request, at least 1.
+    num_groups : int
+        Slots of a request, neighbours in ``slots``: the groups of a diverse search.
+    slots : Tensor, optional
+        [requests * num_groups] int64; all of the state by default.
+    sequences, scores : Tensor, optional
+        [requests * num_groups, beams, length] int64 and [requests * num_groups, beams] float32: the
+        running beams, where the caller keeps them.
+    add_open : bool, optional
+        Whether the running beams of searches that are not done become hypotheses first; by default
+        for the rules "scorer" only. A beam of score -inf does not, but for these rules.
+    rules : {"generate", "scorer", "fairseq"}
+        As in ``beam_step``. With "scorer" the last of equal scores comes first, else the first; and
+        the first end token follows each sequence where there is room, not counted in its length.
+
+    Returns
+    -------
+    BeamFinal
+        Best first; a request that has fewer is filled with padding, score -1e9, place -1.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been changed then.
+    """
+    if add_open is None:
+        add_open = rules == "scorer"
+    return BeamFinal(
+        *_beam_finalize(
+            state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
+            RULES[rules],
+        )
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from lmdecode.reference.arithmetic import (
     token_weight,
 )
 from lmdecode.reference.beam import log_softmax_top_k
+from lmdecode.reference.beam_search import beam_finalize, beam_step
 from lmdecode.reference.kv_cache import (
     block_table_append_,
     block_table_reorder_,
@@ -24,6 +25,8 @@ from lmdecode.reference.kv_cache import (
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
+    "beam_finalize",
+    "beam_step",
     "block_table_append_",
     "block_table_reorder_",
     "copy_blocks_",

@@ -1,12 +1,13 @@
 """lmdecode inside Hugging Face transformers 5.x.
 
-``sample`` replaces the decoding loop of ``model.generate(custom_generate=sample)`` by one that
-draws each token with one fused op; ``TopKTopPLogitsProcessor`` is the filter alone, for any place
-that takes a ``LogitsProcessor``. ``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches
-for beam search, and ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches
-that exist.
+``sample`` and ``beam_search`` replace the decoding loop of ``model.generate(custom_generate=...)``:
+one fused op draws each token, or finds the best continuations of the beams.
+``TopKTopPLogitsProcessor`` is the filter alone, for any place that takes a ``LogitsProcessor``.
+``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches for beam search, and
+``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches that exist.
 """
 
+from lmdecode.integrations.transformers.beam_generation import beam_search
 from lmdecode.integrations.transformers.cache_utils import (
     BeamDynamicCache,
     BeamEncoderDecoderCache,
@@ -14,14 +15,17 @@ from lmdecode.integrations.transformers.cache_utils import (
     expand_beams,
     reorder_beams,
 )
+from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
 __all__ = [
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
+    "HammingDiversityLogitsProcessor",
     "TopKTopPLogitsProcessor",
     "beam_cache",
+    "beam_search",
     "expand_beams",
     "reorder_beams",
     "sample",

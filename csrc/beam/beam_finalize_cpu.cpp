@@ -1,0 +1,26 @@
+// Requests to threads.
+#include "beam/beam_finalize.h"
+#include "beam/beam_finalize_cpu_kernel.h"
+#include "beam/beam_tuning.h"
+#include "common/parallel_workspace.h"
+
+namespace lmdecode {
+
+void beam_finalize_cpu(const BeamFinalizeParams& params) {
+  const int64_t places = params.num_groups * params.state.hypotheses;
+  const double nanoseconds =
+      beam_tuning::kStepNanoseconds +
+      static_cast<double>(params.num_return_sequences * params.state.capacity + places * places) *
+          beam_tuning::kStepNanosecondsPerToken;
+  const int64_t grain = 1 + static_cast<int64_t>(beam_tuning::kMinTaskNanoseconds / nanoseconds);
+  parallel_with_workspace(
+      "beam_finalize", params.requests, grain, beam_finalize_scratch_bytes(params),
+      [&](int64_t begin, int64_t end, void* memory) {
+        for (int64_t request = begin; request < end; ++request) {
+          beam_finalize_request(params, request, static_cast<int32_t*>(memory));
+        }
+      },
+      [] { return std::string(); });
+}
+
+}  // namespace lmdecode
