@@ -135,6 +135,20 @@ def test_what_a_score_may_be() -> None:
     assert names(step)[0] == "not_better"
 
 
+def test_fairseq_evicts_nothing_and_is_done_when_the_places_are_taken() -> None:
+    for rules, decision, first in (("fairseq", "not_better", -5.0), ("generate", "closed", -1.5)):
+        state = new_beam_state(1, 3, 6)
+        state.hypothesis_numbers[0, 0] = 0
+        state.hypothesis_scores[0, 0] = state.worst_scores[0] = -5.0
+        parameters = beam_parameters(1, 3, num_hypotheses=2, end_tokens=[9], length_penalty=0.0)
+        scores = torch.tensor([[-1.0, -1.5, -2.0, -2.5, -3.0]])
+        tokens, beams = torch.tensor([[9, 9, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])
+        step = beam_step(state, parameters, scores, tokens, beams, rules=rules)
+        assert names(step)[:2] == ["closed", decision]
+        assert state.hypothesis_scores[0, :2].tolist() == [first, -1.0]
+        assert state.done.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "done"),
     [(True, 1.0, 1), (False, 1.0, 1), ("never", 1.0, 0), ("never", 0.0, 1), (False, -1.0, 1)],
