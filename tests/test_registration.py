@@ -39,11 +39,16 @@ def test_ops() -> None:
     assert op_names() == [
         "lmdecode::beam_finalize",
         "lmdecode::beam_step",
+        "lmdecode::block_table_append_",
+        "lmdecode::block_table_reorder_",
+        "lmdecode::copy_blocks_",
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
+        "lmdecode::log_softmax_top_k.processed",
         "lmdecode::reorder_cache_",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
+        "lmdecode::update_beam_indirection_",
     ]
 
 
@@ -191,6 +196,33 @@ def test_opcheck_reorder_cache(layout: str, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("lengths", [None, torch.tensor([0, 2, 4], dtype=torch.int32)])
+def test_opcheck_update_beam_indirection(lengths: torch.Tensor | None) -> None:
+    op = torch.ops.lmdecode.update_beam_indirection_.default
+    opcheck(
+        op, (torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([2, 0, 0]), 2, lengths)
+    )
+
+
+def test_opcheck_copy_blocks() -> None:
+    copies = torch.tensor([[0, 1, 5], [2, 3, 1]], dtype=torch.int32)
+    opcheck(torch.ops.lmdecode.copy_blocks_.default, (caches([(4, 2, 5, 3), (4, 1, 5, 2)]), copies))
+
+
+def block_table() -> tuple[torch.Tensor, ...]:
+    """Two rows of a table of four that share a block, which is not full."""
+    table = lmdecode.BlockTable(10, 4, 3, block_size=4)
+    table.insert(5, 2)
+    return table._table, table._lengths, table.ref_counts, table._free_blocks, table._counters
+
+
+def test_opcheck_block_table() -> None:
+    copies, tokens = torch.empty(4, 3, dtype=torch.int32), torch.tensor([1, 5, 0, 0])
+    opcheck(torch.ops.lmdecode.block_table_append_.default, (*block_table(), copies, tokens, 4))
+    parents = torch.tensor([1, 1, 0])
+    opcheck(torch.ops.lmdecode.block_table_reorder_.default, (*block_table(), parents, 2, 4))
+
+
 def test_opcheck_cpu_capability() -> None:
     """It returns no tensor, so there is nothing to dispatch ahead of time."""
     op = torch.ops.lmdecode.cpu_capability.default
@@ -290,6 +322,42 @@ def test_fakes_of_a_beam_search_know_shapes() -> None:
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
 
 
+def processors(requests: int) -> dict[str, Any]:
+    """Of a call of log_softmax_top_k with 4 rows: numbers for all, tensors of one a request."""
+    return {
+        "sequences": torch.arange(24).view(4, 6) % 5,
+        "lengths": torch.arange(requests) + 4,
+        "repetition_penalty": torch.linspace(1.1, 2.0, requests),
+        "no_repeat_ngram_size": 2,
+        "end_tokens": torch.tensor([7, -1]),
+        "min_lengths": torch.full((requests,), 5),
+        "suppressed_tokens": torch.arange(requests * 3).view(requests, 3),
+        "forced_tokens": torch.arange(4) - 3,
+        "diversity_tokens": torch.full((requests, 2), 9),
+        "diversity_penalty": 0.5,
+        "bias": torch.linspace(-1, 1, 4 * VOCAB).view(4, VOCAB),
+        "token_bitmask": torch.full((requests, 2), -3, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("layout", ["dense", "half", "columns"])
+def test_opcheck_log_softmax_top_k_processed(layout: str) -> None:
+    op = torch.ops.lmdecode.log_softmax_top_k.processed
+    x = beam_logits(layout)
+    p = processors(2)
+    numbers = (
+        p["sequences"], None, 1.2, None, 3, None, p["end_tokens"], 5, None,
+        *(None, None, None, 0.0, None, None, None),
+    )  # fmt: skip
+    tensors = (
+        p["sequences"], p["lengths"], 1.0, p["repetition_penalty"], 0, torch.tensor([2, 0]),
+        p["end_tokens"], 0, p["min_lengths"], p["suppressed_tokens"], p["forced_tokens"],
+        p["diversity_tokens"], 0.0, torch.tensor([0.5, 1.0]), p["bias"], p["token_bitmask"],
+    )  # fmt: skip
+    opcheck(op, (x, BEAM_SCORES, 5, 2, None, *numbers))
+    opcheck(op, (x, BEAM_SCORES, 100, 1, torch.tensor([0, 1, 4]), *tensors))
+
+
 def test_fakes_know_shapes_dtypes_and_devices() -> None:
     """The meta device stands for any other."""
     x = torch.empty(5, 70, device="meta", dtype=torch.bfloat16)
@@ -310,6 +378,14 @@ def test_fakes_know_shapes_dtypes_and_devices() -> None:
             assert fake.device.type == "meta"
             shape = (want.shape, want.dtype, want.stride())
             assert (fake.shape, fake.dtype, fake.stride()) == shape
+    options = processors(2)
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    x, scores = beam_logits("half"), BEAM_SCORES
+    fakes = lmdecode.log_softmax_top_k(x.to("meta"), scores.to("meta"), 7, num_beams=2, **on_meta)
+    reals = lmdecode.log_softmax_top_k(x, scores, 7, num_beams=2, **options)
+    for fake, want in zip(fakes, reals, strict=True):
+        assert fake.device.type == "meta"
+        assert (fake.shape, fake.dtype, fake.stride()) == (want.shape, want.dtype, want.stride())
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -455,6 +531,20 @@ def test_compile_log_softmax_top_k(backend: str) -> None:
         check_compiled(step, *calls, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_log_softmax_top_k_with_processors(backend: str) -> None:
+    options = processors(2)
+    names = list(options)
+
+    def step(x: torch.Tensor, *values: Any) -> lmdecode.BeamCandidates:
+        chosen = dict(zip(names, values, strict=True))
+        return lmdecode.log_softmax_top_k(x, BEAM_SCORES, 5, num_beams=2, **chosen)
+
+    longer = {**options, "lengths": options["lengths"] + 1, "bias": options["bias"] * 2}
+    calls = [(beam_logits("dense"), *chosen.values()) for chosen in (options, longer)]
+    check_compiled(step, *calls, backend=backend)
+
+
 def test_compile_log_softmax_top_k_with_dynamic_shapes() -> None:
     def step(x: torch.Tensor, scores: torch.Tensor) -> lmdecode.BeamCandidates:
         return lmdecode.log_softmax_top_k(x, scores, 5, num_beams=scores.shape[1])
@@ -495,6 +585,26 @@ def test_compile_reorder_cache(backend: str) -> None:
         torch.testing.assert_close(compiled(*got, parents), step(*want, parents))
         for one, other in zip(got, want, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_update_beam_indirection(backend: str) -> None:
+    """A step whose lengths are a tensor, so that it is compiled once."""
+
+    def step(table: torch.Tensor, parents: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        lengths.add_(1)
+        lmdecode.update_beam_indirection_(table, parents, lengths)
+        return table.sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    got, want = (
+        (torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([2, 4, 4])) for _ in range(2)
+    )
+    for parents in (torch.tensor([2, 0, 0]), torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2])):
+        assert compiled(got[0], parents, got[1]) == step(want[0], parents, want[1])
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert counter.frame_count == 1
 
 
 def test_compile_reorder_cache_with_a_growing_length() -> None:

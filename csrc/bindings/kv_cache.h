@@ -24,6 +24,48 @@ inline StridedTensor strided_tensor(const Tensor& tensor) {
   return strided;
 }
 
+// With its address, of a tensor that is only read.
+inline StridedTensor strided_input(const Tensor& tensor) {
+  StridedTensor strided = strided_tensor(tensor);
+  strided.data = static_cast<unsigned char*>(const_cast<void*>(tensor.const_data_ptr()));
+  return strided;
+}
+
+inline void check_integers(const char* op, const char* name, const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  if (type != ScalarType::Long && type != ScalarType::Int) {
+    fail(op, name, " has dtype ", dtype_name(type), "; expected int64 or int32");
+  }
+}
+
+// [rows] int64 or int32
+inline IntegerRows integer_rows(const Tensor& tensor) {
+  IntegerRows rows;
+  rows.data = tensor.const_data_ptr();
+  rows.stride = tensor.stride(0);
+  rows.is_int32 = tensor.scalar_type() == ScalarType::Int;
+  return rows;
+}
+
+inline ParentRows parent_rows(const char* op, const Tensor& parents) {
+  check_rank(op, "parents", parents, 1, "[batch]");
+  check_integers(op, "parents", parents);
+  if (parents.size(0) > std::numeric_limits<int32_t>::max() / 2) {
+    fail(op, "parents has shape ", shape_text(parents), "; expected fewer than 2^30 rows");
+  }
+  return {integer_rows(parents), static_cast<int32_t>(parents.size(0))};
+}
+
+// Of parents on the CPU: elsewhere nobody looks.
+inline void check_parents(const char* op, const ParentRows& parents) {
+  for (int64_t row = 0; row < parents.rows; ++row) {
+    const int64_t parent = parents.at(row);
+    if (!parents.contains(parent)) {
+      fail(op, "parents[", row, "] is ", parent, "; expected 0 to ", parents.rows - 1);
+    }
+  }
+}
+
 // tensors[index] in an error.
 inline std::string nth_tensor(size_t index) { return "tensors[" + std::to_string(index) + "]"; }
 
@@ -46,14 +88,13 @@ class ReorderArguments {
       fail(kReorderOp, length_dim ? "length_dim" : "length", " was given without ",
            length_dim ? "length" : "length_dim", "; expected both or none");
     }
-    set_parents(parents);
+    parents_ = parent_rows(kReorderOp, parents);
     rows_.reserve(tensors.size());
     strided_.reserve(tensors.size() + 1);
     for (size_t i = 0; i < tensors.size(); ++i) {
       add(nth_tensor(i), tensors[i], parents, batch_dim, length_dim, length);
     }
-    strided_.push_back(strided_tensor(parents));
-    strided_.back().data = static_cast<unsigned char*>(const_cast<void*>(parents.const_data_ptr()));
+    strided_.push_back(strided_input(parents));
     check_nothing_is_shared();
   }
 
@@ -62,22 +103,6 @@ class ReorderArguments {
   }
 
  private:
-  void set_parents(const Tensor& parents) {
-    check_rank(kReorderOp, "parents", parents, 1, "[batch]");
-    const ScalarType type = parents.scalar_type();
-    if (type != ScalarType::Long && type != ScalarType::Int) {
-      fail(kReorderOp, "parents has dtype ", dtype_name(type), "; expected int64 or int32");
-    }
-    if (parents.size(0) > std::numeric_limits<int32_t>::max() / 2) {
-      fail(kReorderOp, "parents has shape ", shape_text(parents),
-           "; expected fewer than 2^30 rows");
-    }
-    parents_.data = parents.const_data_ptr();
-    parents_.stride = parents.stride(0);
-    parents_.rows = static_cast<int32_t>(parents.size(0));
-    parents_.is_int32 = type == ScalarType::Int;
-  }
-
   void add(const std::string& name, const Tensor& tensor, const Tensor& parents, int64_t batch_dim,
            std::optional<int64_t> length_dim, std::optional<int64_t> length) {
     check_same_device(kReorderOp, name.c_str(), tensor, "parents", parents);

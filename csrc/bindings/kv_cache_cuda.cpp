@@ -3,21 +3,54 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "bindings/kv_cache.h"
+#include "bindings/kv_cache_blocks.h"
+#include "bindings/kv_cache_indirection.h"
 
 namespace lmdecode {
 namespace {
 
+// The current stream of the device that a tensor is on, which is the current one meanwhile.
+class LaunchStream {
+ public:
+  LaunchStream(const char* op, const char* name, const Tensor& tensor)
+      : guard_(cuda_index(op, name, tensor)) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+  void* get() const { return stream_; }
+
+ private:
+  static torch::stable::accelerator::DeviceIndex cuda_index(const char* op, const char* name,
+                                                            const Tensor& tensor) {
+    if (!tensor.is_cuda()) {
+      fail(op, name, " is on ", device_name(tensor), "; expected the device of the cache");
+    }
+    return tensor.get_device_index();
+  }
+
+  const torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+
 void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, int64_t batch_dim,
                    std::optional<int64_t> length_dim, std::optional<int64_t> length) {
   const ReorderArguments arguments(tensors, parents, batch_dim, length_dim, length);
-  if (!parents.is_cuda()) {
-    fail(kReorderOp, "parents is on ", device_name(parents), "; expected the device of tensors");
-  }
-  const torch::stable::accelerator::DeviceGuard guard(parents.get_device_index());
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(parents.get_device_index(), &stream));
-  reorder_cache_cuda(arguments.params(), stream);
+  const LaunchStream stream(kReorderOp, "parents", parents);
+  reorder_cache_cuda(arguments.params(), stream.get());
+}
+
+void update_beam_indirection(const Tensor& indirection, const Tensor& parents, int64_t length,
+                             const std::optional<Tensor>& length_rows) {
+  const BeamIndirectionParams params =
+      beam_indirection_params(indirection, parents, length, length_rows);
+  const LaunchStream stream(kIndirectionOp, "parents", parents);
+  update_beam_indirection_cuda(params, stream.get());
+}
+
+void copy_blocks(const std::vector<Tensor>& pools, const Tensor& copies) {
+  const CopyBlocksArguments arguments(pools, copies);
+  const LaunchStream stream(kCopyBlocksOp, "copies", copies);
+  copy_blocks_cuda(arguments.params(), stream.get());
 }
 
 }  // namespace
@@ -25,4 +58,6 @@ void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, in
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
+  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
+  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::copy_blocks));
 }

@@ -23,11 +23,22 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor(d!) kept_count, Tensor(e!) status) -> ()");
   // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
   // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
-  // num_candidates], status [requests].
+  // num_candidates], status [requests]; log_probs are the scores without those of the beams.
   m.def(
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
-      "status)");
+      "status, Tensor log_probs)");
+  // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all requests;
+  // tensors, instead of them, hold one for each.
+  m.def(
+      "log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
+      "SymInt "
+      "num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
+      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
+      "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, Tensor? "
+      "suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
+      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) -> "
+      "(Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)");
   // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
   // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
   // given.
@@ -46,6 +57,25 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
       "SymInt? length) -> ()");
+  // Row r of the index [rows, capacity] becomes, up to its length, what row parents[r] was, and its
+  // entry there r. length_rows [rows] holds instead of length.
+  m.def(
+      "update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, Tensor? "
+      "length_rows) -> ()");
+  // The bookkeeping of a cache in blocks, on the CPU: lmdecode.BlockTable, which holds these
+  // tensors, int32 all, with block_table [rows, max_blocks], lengths [rows], ref_counts and
+  // free_blocks [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3]
+  // and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_: source, target,
+  // positions.
+  m.def(
+      "block_table_append_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
+      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor(f!) copies, Tensor num_tokens, int "
+      "block_size) -> ()");
+  m.def(
+      "block_table_reorder_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
+      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor parents, int rows, int block_size) "
+      "-> ()");
+  m.def("copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

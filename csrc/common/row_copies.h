@@ -22,6 +22,13 @@ constexpr int32_t kTemporaryRow = -1;
 // Copies of a map of so many rows, at most: one a row, and one a cycle, which has two rows or more.
 LMD_HOST_DEVICE int64_t max_row_copies(int64_t rows) { return rows + rows / 2; }
 
+// What the plan of a map takes: RowCopy copies[max_row_copies(rows)], int32_t parents[rows],
+// int32_t readers[rows].
+LMD_HOST_DEVICE int64_t row_plan_bytes(int64_t rows) {
+  return max_row_copies(rows) * static_cast<int64_t>(sizeof(RowCopy)) +
+         rows * 2 * static_cast<int64_t>(sizeof(int32_t));
+}
+
 // parents[rows], all in range; readers[r]: how many rows other than r have the parent r,
 // overwritten; copies: room for max_row_copies(rows). Returns the number of copies.
 LMD_HOST_DEVICE int32_t order_row_copies(const int32_t* parents, int32_t rows, int32_t* readers,

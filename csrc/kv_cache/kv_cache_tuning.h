@@ -17,6 +17,8 @@ constexpr int64_t kRunSpanBytes = 256 * 1024;
 constexpr int64_t kStreamFromBytes = 8 << 20;
 // Shorter segments are copied through the caches always.
 constexpr int64_t kStreamSegmentBytes = 128;
+// Positions of a beam indirection that a thread carries through all copies at a time.
+constexpr int64_t kIndirectionBlock = 1024;
 // Bytes moved that are worth a thread.
 constexpr int64_t kMinTaskBytes = 256 * 1024;
 

@@ -10,22 +10,9 @@
 #include <cstdint>
 
 #include "kv_cache/cache_rows.h"
+#include "kv_cache/integer_rows.h"
 
 namespace lmdecode {
-
-// parents[rows] in the caller's integer type.
-struct ParentRows {
-  const void* data = nullptr;
-  int64_t stride = 1;  // elements
-  int32_t rows = 0;
-  bool is_int32 = false;
-
-  LMD_HOST_DEVICE int64_t at(int64_t row) const {
-    return is_int32 ? static_cast<const int32_t*>(data)[row * stride]
-                    : static_cast<const int64_t*>(data)[row * stride];
-  }
-  LMD_HOST_DEVICE bool contains(int64_t parent) const { return parent >= 0 && parent < rows; }
-};
 
 struct ReorderCacheParams {
   const CacheRows* tensors = nullptr;  // [count]; no two share a byte

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "kv_cache/host_row_copies.h"
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/reorder_cache.h"
 #include "kv_cache/reorder_cache_cpu_kernel.h"
@@ -31,16 +32,10 @@ void reorder_cache_cpu(const ReorderCacheParams& params) {
 #endif
   using namespace kv_cache_tuning;
   const int32_t rows = params.parents.rows;
-  std::vector<int32_t> parents(static_cast<size_t>(rows)), readers(static_cast<size_t>(rows));
-  for (int32_t row = 0; row < rows; ++row) {
-    const int32_t parent = static_cast<int32_t>(params.parents.at(row));
-    parents[static_cast<size_t>(row)] = parent;
-    if (parent != row) ++readers[static_cast<size_t>(parent)];
-  }
-  std::vector<RowCopy> copies(static_cast<size_t>(max_row_copies(rows)));
+  const std::vector<RowCopy> copies = host_row_copies(params.parents);
   ReorderJob job;
   job.copies = copies.data();
-  job.copy_count = order_row_copies(parents.data(), rows, readers.data(), copies.data());
+  job.copy_count = static_cast<int32_t>(copies.size());
   if (job.copy_count == 0) return;
 
   std::vector<ReorderParts> tensors;

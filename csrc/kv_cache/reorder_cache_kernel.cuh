@@ -1,28 +1,16 @@
 // reorder_cache_ on a GPU: in place, without a second buffer, and without the host knowing the
 // parents. docs/kv_cache.md has the semantics.
 //
-// Each block finds the order of the copies (row_copies.h) in its shared memory. A thread then owns
-// some columns, the same few bytes of every row, and carries them through all copies; the temporary
-// row of a cycle is in its registers. No thread reads what another one writes, so that nothing has
-// to wait between copies.
+// Each block finds the order of the copies (block_row_copies.cuh) in its shared memory. A thread
+// then owns some columns, the same few bytes of every row, and carries them through all copies; the
+// temporary row of a cycle is in its registers. No thread reads what another one writes, so that
+// nothing has to wait between copies.
 #pragma once
 
-#include "common/cuda_intrinsics.cuh"
+#include "kv_cache/block_row_copies.cuh"
 #include "kv_cache/reorder_launch.h"
 
 namespace lmdecode::reorder_cuda {
-
-// Shared memory of a block, behind the struct.
-struct Plan {
-  RowCopy* copies;
-  int32_t* parents;
-  int32_t* readers;
-
-  __device__ Plan(ReorderStorage& storage, int32_t rows)
-      : copies(reinterpret_cast<RowCopy*>(&storage + 1)),
-        parents(reinterpret_cast<int32_t*>(copies + max_row_copies(rows))),
-        readers(parents + rows) {}
-};
 
 // Byte offset of a unit in its row. 64-bit divisions are slow, and next to never needed.
 template <class Index>
@@ -96,27 +84,12 @@ __global__ void __launch_bounds__(reorder_cuda_tuning::kThreads,
     reorder_cache_kernel(const ReorderLaunch launch) {
   ReorderStorage& storage = cuda::shared_storage<ReorderStorage>();
   const int32_t rows = launch.parents.rows;
-  const Plan plan(storage, rows);
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t threads = static_cast<int32_t>(blockDim.x);
-  for (int32_t row = thread; row < rows; row += threads) plan.readers[row] = 0;
-  __syncthreads();
-  bool moves = false;
-  for (int32_t row = thread; row < rows; row += threads) {
-    const int64_t given = launch.parents.at(row);
-    const int32_t parent = launch.parents.contains(given) ? static_cast<int32_t>(given) : row;
-    plan.parents[row] = parent;
-    if (parent == row) continue;
-    moves = true;
-    atomicAdd(&plan.readers[parent], 1);
-  }
-  if (__syncthreads_or(moves) == 0) return;
-  if (thread == 0) {
-    storage.copy_count = order_row_copies(plan.parents, rows, plan.readers, plan.copies);
-  }
-#if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
-  __syncthreads();
-#endif
+  const RowPlan plan(&storage + 1, rows);
+  const bool moves = find_row_copies(plan, rows, &storage.copy_count, [&](int32_t row) {
+    const int64_t parent = launch.parents.at(row);
+    return launch.parents.contains(parent) ? static_cast<int32_t>(parent) : row;
+  });
+  if (!moves) return;
   const int64_t slices = launch.first_slice[launch.count];
   const int64_t slice_units =
       static_cast<int64_t>(blockDim.x) * reorder_cuda_tuning::kUnitsPerThread;

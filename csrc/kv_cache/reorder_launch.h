@@ -38,15 +38,13 @@ struct ReorderLaunch {
 };
 static_assert(sizeof(ReorderLaunch) <= 4096);
 
-// What a block holds in shared memory behind this: RowCopy copies[max_row_copies(rows)], int32_t
-// parents[rows], int32_t readers[rows].
+// In shared memory, before the plan (block_row_copies.cuh).
 struct ReorderStorage {
   alignas(8) int32_t copy_count;
 };
 
 inline size_t reorder_shared_bytes(int64_t rows) {
-  return sizeof(ReorderStorage) + static_cast<size_t>(max_row_copies(rows)) * sizeof(RowCopy) +
-         static_cast<size_t>(rows) * 2 * sizeof(int32_t);
+  return sizeof(ReorderStorage) + static_cast<size_t>(row_plan_bytes(rows));
 }
 
 // The most rows whose plan fits.

@@ -16,6 +16,12 @@ from lmdecode.beam_state import (
     new_beam_state,
 )
 from lmdecode.kv_cache import reorder_cache_
+from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
+from lmdecode.kv_cache_indirection import (
+    BeamIndirection,
+    gather_indirect,
+    update_beam_indirection_,
+)
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -25,17 +31,24 @@ __all__ = [
     "DIALECTS",
     "BeamCandidates",
     "BeamFinal",
+    "BeamIndirection",
     "BeamParameters",
     "BeamState",
     "BeamStep",
+    "BlockSlots",
+    "BlockTable",
+    "OutOfBlocksError",
     "SampleOutput",
     "beam_finalize",
     "beam_parameters",
     "beam_step",
+    "copy_blocks_",
     "cpu_capability",
+    "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",
     "new_beam_state",
     "reorder_cache_",
     "top_k_top_p_sample",
+    "update_beam_indirection_",
 ]

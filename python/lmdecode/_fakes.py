@@ -79,8 +79,8 @@ def _top_k_top_p_sample_out(
 
 
 @torch.library.register_fake("lmdecode::log_softmax_top_k")
-def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets):
-    others = dict(beam_scores=beam_scores, num_beams=row_offsets)
+def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets, **processors):
+    others = dict(beam_scores=beam_scores, num_beams=row_offsets, **processors)
     _check_devices("log_softmax_top_k", "logits", logits, others)
     requests = logits.shape[0] // num_beams if row_offsets is None else row_offsets.shape[0] - 1
     shape = (requests, num_candidates)
@@ -89,7 +89,42 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty((requests,), dtype=torch.uint8),
+        logits.new_empty(shape, dtype=torch.float32),
     )
+
+
+@torch.library.register_fake("lmdecode::log_softmax_top_k.processed")
+def _log_softmax_top_k_processed(
+    logits,
+    beam_scores,
+    num_candidates,
+    num_beams,
+    row_offsets,
+    sequences,
+    lengths,
+    repetition_penalty,
+    repetition_penalties,
+    no_repeat_ngram_size,
+    no_repeat_ngram_sizes,
+    end_tokens,
+    min_length,
+    min_lengths,
+    suppressed_tokens,
+    forced_tokens,
+    diversity_tokens,
+    diversity_penalty,
+    diversity_penalties,
+    bias,
+    token_bitmask,
+):
+    return _log_softmax_top_k(
+        logits, beam_scores, num_candidates, num_beams, row_offsets,
+        sequences=sequences, lengths=lengths, repetition_penalty=repetition_penalties,
+        no_repeat_ngram_size=no_repeat_ngram_sizes, end_tokens=end_tokens, min_lengths=min_lengths,
+        suppressed_tokens=suppressed_tokens, forced_tokens=forced_tokens,
+        diversity_tokens=diversity_tokens, diversity_penalty=diversity_penalties, bias=bias,
+        token_bitmask=token_bitmask,
+    )  # fmt: skip
 
 
 def _fields(state, parameters):
@@ -159,6 +194,40 @@ def _beam_finalize(
 def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
     others = {f"tensors[{number}]": tensor for number, tensor in enumerate(tensors)}
     _check_devices("reorder_cache_", "parents", parents, others)
+
+
+@torch.library.register_fake("lmdecode::update_beam_indirection_")
+def _update_beam_indirection_(indirection, parents, length, length_rows):
+    others = dict(parents=parents, length=length_rows)
+    _check_devices("update_beam_indirection_", "indirection", indirection, others)
+
+
+@torch.library.register_fake("lmdecode::copy_blocks_")
+def _copy_blocks_(pools, copies):
+    others = {f"pools[{number}]": pool for number, pool in enumerate(pools)}
+    _check_devices("copy_blocks_", "copies", copies, others)
+
+
+@torch.library.register_fake("lmdecode::block_table_append_")
+def _block_table_append_(
+    block_table, lengths, ref_counts, free_blocks, counters, copies, num_tokens, block_size
+):
+    others = dict(
+        lengths=lengths, ref_counts=ref_counts, free_blocks=free_blocks, counters=counters,
+        copies=copies, num_tokens=num_tokens,
+    )  # fmt: skip
+    _check_devices("block_table_append_", "block_table", block_table, others)
+
+
+@torch.library.register_fake("lmdecode::block_table_reorder_")
+def _block_table_reorder_(
+    block_table, lengths, ref_counts, free_blocks, counters, parents, rows, block_size
+):
+    others = dict(
+        lengths=lengths, ref_counts=ref_counts, free_blocks=free_blocks, counters=counters,
+        parents=parents,
+    )  # fmt: skip
+    _check_devices("block_table_reorder_", "block_table", block_table, others)
 
 
 @torch.library.register_fake("lmdecode::cpu_capability")

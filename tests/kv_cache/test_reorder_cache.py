@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from cache_memory import filled, on_device, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,22 +21,6 @@ DTYPES = [
     torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
     torch.complex128,
 ]  # fmt: skip
-
-
-def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random bytes: every bit pattern, NaNs with payloads too."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    size = torch.tensor([], dtype=dtype).element_size()
-    data = torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
-    return data.view(dtype)[..., 0]
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory behind a tensor, as bytes."""
-    storage = tensor.untyped_storage()
-    return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def random_map(rows: int, seed: int) -> torch.Tensor:
@@ -61,14 +46,6 @@ def check(
     assert lmdecode.reorder_cache_(tensors, parents, **options) is None
     for number, (got, want) in enumerate(zip(tensors, copies, strict=True)):
         assert torch.equal(raw(got), raw(want)), f"tensors[{number}], {parents.tolist()}"
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the same strides, storage offset and surroundings."""
-    storage = raw(tensor).to(device, copy=True)
-    copy = torch.tensor([], dtype=tensor.dtype, device=device)
-    copy.set_(storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return copy
 
 
 # --- Parent maps ----------------------------------------------------------------------------------

@@ -14,13 +14,24 @@ from lmdecode.reference.arithmetic import (
 )
 from lmdecode.reference.beam import log_softmax_top_k
 from lmdecode.reference.beam_search import beam_finalize, beam_step
-from lmdecode.reference.kv_cache import reorder_cache_
+from lmdecode.reference.kv_cache import (
+    block_table_append_,
+    block_table_reorder_,
+    copy_blocks_,
+    gather_indirect,
+    reorder_cache_,
+    update_beam_indirection_,
+)
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
     "beam_finalize",
     "beam_step",
+    "block_table_append_",
+    "block_table_reorder_",
+    "copy_blocks_",
     "exponential_noise",
+    "gather_indirect",
     "log_softmax_top_k",
     "mass_threshold",
     "philox",
@@ -29,4 +40,5 @@ __all__ = [
     "token_noise",
     "token_weight",
     "top_k_top_p_sample",
+    "update_beam_indirection_",
 ]

@@ -2,10 +2,27 @@
 
 ``sample`` replaces the decoding loop of ``model.generate(custom_generate=sample)`` by one that
 draws each token with one fused op; ``TopKTopPLogitsProcessor`` is the filter alone, for any place
-that takes a ``LogitsProcessor``.
+that takes a ``LogitsProcessor``. ``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches
+for beam search, and ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches
+that exist.
 """
 
+from lmdecode.integrations.transformers.cache_utils import (
+    BeamDynamicCache,
+    BeamEncoderDecoderCache,
+    beam_cache,
+    expand_beams,
+    reorder_beams,
+)
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
-__all__ = ["TopKTopPLogitsProcessor", "sample"]
+__all__ = [
+    "BeamDynamicCache",
+    "BeamEncoderDecoderCache",
+    "TopKTopPLogitsProcessor",
+    "beam_cache",
+    "expand_beams",
+    "reorder_beams",
+    "sample",
+]

@@ -1,0 +1,38 @@
+// Launches update_beam_indirection_: no allocation and no wait, so that a CUDA graph can capture
+// it.
+#include <sstream>
+#include <stdexcept>
+
+#include "kv_cache/cuda_launch.h"
+#include "kv_cache/update_beam_indirection.h"
+#include "kv_cache/update_beam_indirection_kernel.cuh"
+
+namespace lmdecode {
+
+void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* stream) {
+  constexpr const char* kOp = "update_beam_indirection_";
+  const auto kernel = &beam_indirection_cuda::update_beam_indirection_kernel;
+  const int64_t rows = params.parents.rows;
+  const int64_t positions = beam_indirection_positions(params);
+  if (rows == 0 || positions == 0) return;
+  const CurrentDevice device(kOp);
+  if (rows > max_beam_indirection_rows(device.shared_limit)) {
+    std::ostringstream message;
+    message << kOp << ": parents has shape [" << rows << "]; expected at most "
+            << max_beam_indirection_rows(device.shared_limit) << " rows on this device";
+    throw std::invalid_argument(message.str());
+  }
+  check_cuda(kOp,
+             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  device.shared_limit),
+             "cudaFuncSetAttribute");
+  cudaLaunchConfig_t config = {};
+  config.gridDim =
+      dim3(static_cast<unsigned>(beam_indirection_blocks(positions, device.multiprocessors)));
+  config.blockDim = dim3(beam_indirection_cuda_tuning::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(beam_indirection_shared_bytes(rows));
+  config.stream = static_cast<cudaStream_t>(stream);
+  check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, params, positions), "launch");
+}
+
+}  // namespace lmdecode
