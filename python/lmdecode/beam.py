@@ -19,17 +19,45 @@ _log_softmax_top_k = ops.log_softmax_top_k.default
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
 _MAX_INT = (1 << 63) - 1
+# What a call raises, before it begins, for an argument of a type that the schema does not have.
+_WRONG_TYPE = (RuntimeError, TypeError, KeyError)
 
 
-def _type_error(name: str, value: object, expected: str) -> TypeError:
-    return TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected {expected}")
+def _type_error(name: str, value: object, expected: str, op: str = _OP) -> TypeError:
+    return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, op: str = _OP, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise _type_error(name, value, "an int")
-    if not 1 <= value <= _MAX_INT:
-        raise ValueError(f"{_OP}: {name} is {value}; expected an int of 64 bits, at least 1")
+        raise _type_error(name, value, "an int", op)
+    if not least <= value <= _MAX_INT:
+        raise ValueError(f"{op}: {name} is {value}; expected an int of 64 bits, at least {least}")
+
+
+def _check_types(
+    op: str,
+    state: object,
+    parameters: object,
+    rules: object,
+    required: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+) -> None:
+    """Name the argument of the wrong type: only looked for once a call has failed."""
+    tensors: dict[str, object] = {**required}
+    for name, value, kind in (
+        ("state", state, BeamState),
+        ("parameters", parameters, BeamParameters),
+    ):
+        if not isinstance(value, kind):
+            raise _type_error(name, value, f"a {kind.__name__}", op) from None
+        tensors.update({f"{name}.{field}": part for field, part in value._asdict().items()})
+    tensors.update({name: tensor for name, tensor in optional.items() if tensor is not None})
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            expected = "a tensor or None" if name in optional else "a tensor"
+            raise _type_error(name, tensor, expected, op) from None
+    if not isinstance(rules, str) or rules not in RULES:
+        raise ValueError(f"{op}: rules is {rules!r}; expected one of {', '.join(RULES)}") from None
 
 
 def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -178,8 +206,8 @@ def beam_step(
         ``row_offsets[r + 1]``, as many as its ``num_beams``. By default each request has as many
         rows as the state has beams.
     parent_offsets : Tensor, optional
-        [requests] int64, or more: the first row of each request's logits; ``row_offsets`` by
-        default.
+        [requests] int64, or more: the first row of each request's logits, and behind them where
+        those of the last one end; ``row_offsets`` by default.
     sequences : Tensor, optional
         [requests, beams, length] int64: the running sequences, where the caller keeps them. Those
         of the state, its scores and lengths are then neither read nor written.
@@ -188,6 +216,9 @@ def beam_step(
     bonus : Tensor, optional
         [requests, beams] float32: added to the score of a hypothesis closed from this beam (the
         coverage penalty, for one).
+    rows : int, optional
+        Rows of the next beams in all: what ``row_offsets`` ends in. A CUDA tensor of offsets needs
+        it, since reading that one would wait for the device.
     rules : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
 
@@ -196,19 +227,30 @@ def beam_step(
     BeamStep
         Of all requests' next beams. A request whose search had ended emits score 0, its pad token
         and its own rows ("scorer": row 0); with "generate" and "fairseq" one that is done without
-        an error goes on in lockstep.
+        an error goes on in lockstep, and stays as it is where its sequences are full. Rows beyond
+        a request's ``num_beams`` have score -inf, its pad token and their own rows as parents.
 
     Raises
     ------
     ValueError, TypeError
         Names the argument, what came and what was expected; nothing has been changed then.
     """
-    return BeamStep(
-        *_beam_step(
+    if rows is not None:
+        _check_count("rows", rows, "beam_step", 0)
+    try:
+        step = _beam_step(
             state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
             parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    except _WRONG_TYPE:
+        required = dict(scores=scores, tokens=tokens, beams=beams)
+        optional = dict(
+            log_probs=log_probs, status=status, slots=slots, row_offsets=row_offsets,
+            parent_offsets=parent_offsets, sequences=sequences, stopped=stopped, bonus=bonus,
+        )  # fmt: skip
+        _check_types("beam_step", state, parameters, rules, required, optional)
+        raise
+    return BeamStep(*step)
 
 
 def beam_finalize(
@@ -259,9 +301,17 @@ def beam_finalize(
     """
     if add_open is None:
         add_open = rules == "scorer"
-    return BeamFinal(
-        *_beam_finalize(
+    try:
+        final = _beam_finalize(
             state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
             RULES[rules],
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    except _WRONG_TYPE:
+        optional = dict(slots=slots, sequences=sequences, scores=scores)
+        _check_types("beam_finalize", state, parameters, rules, {}, optional)
+        _check_count("num_return_sequences", num_return_sequences, "beam_finalize")
+        _check_count("num_groups", num_groups, "beam_finalize")
+        if not isinstance(add_open, bool):
+            raise _type_error("add_open", add_open, "a bool or None", "beam_finalize") from None
+        raise
+    return BeamFinal(*final)

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "kv_cache/reorder_cache.h"
 #include "common/row_copies.h"
+#include "kv_cache/reorder_cache.h"
 #include "kv_cache/strided_tensor.h"
 
 namespace lmdecode::kv_cache_test {
