@@ -36,13 +36,17 @@ struct CandidateScore {
             infinite};
   }
 
-  LMD_HOST_DEVICE float operator()(float logit) const {
+  LMD_HOST_DEVICE float log_prob(float logit) const {
     double difference = static_cast<double>(logit) - max;
     if (infinite) {
       difference = logit == plus_infinity() ? 0.0 : static_cast<double>(minus_infinity());
     }
+    return static_cast<float>(difference - log_sum);
+  }
+
+  LMD_HOST_DEVICE float operator()(float logit) const {
     // + 0: the sign of a zero depends on nothing.
-    return (static_cast<float>(difference - log_sum) + beam_score) + 0.0f;
+    return (log_prob(logit) + beam_score) + 0.0f;
   }
 
   // The lowest logit whose score has at least this order key; NaN, which no comparison reaches,

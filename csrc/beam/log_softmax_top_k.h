@@ -45,18 +45,23 @@ struct LogSoftmaxTopKParams {
   int64_t* tokens = nullptr;  // likewise; then 0
   int64_t* beams = nullptr;   // likewise, counted within the request; then 0
   uint8_t* status = nullptr;  // [requests]
+  // [requests, num_candidates] contiguous: the scores without those of the beams
+  float* log_probs = nullptr;
 
   LMD_HOST_DEVICE static int64_t scratch_size(int64_t rows, int64_t row_candidates) {
-    return rows * (2 * row_candidates + 2);
+    return rows * (3 * row_candidates + 2);
   }
   LMD_HOST_DEVICE float* row_scores(int64_t row) const {  // [row_candidates]
     return reinterpret_cast<float*>(scratch) + row * row_candidates;
   }
+  LMD_HOST_DEVICE float* row_log_probs(int64_t row) const {  // [row_candidates]
+    return reinterpret_cast<float*>(scratch) + (rows + row) * row_candidates;
+  }
   LMD_HOST_DEVICE uint32_t* row_tokens(int64_t row) const {  // [row_candidates]
-    return reinterpret_cast<uint32_t*>(scratch) + (rows + row) * row_candidates;
+    return reinterpret_cast<uint32_t*>(scratch) + (2 * rows + row) * row_candidates;
   }
   LMD_HOST_DEVICE uint32_t* row_count(int64_t row) const {  // of the candidates
-    return reinterpret_cast<uint32_t*>(scratch) + 2 * rows * row_candidates + row;
+    return reinterpret_cast<uint32_t*>(scratch) + 3 * rows * row_candidates + row;
   }
   LMD_HOST_DEVICE uint32_t* row_status(int64_t row) const { return row_count(row) + rows; }
 

@@ -64,13 +64,15 @@ class RowCandidates {
     const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
     uint8_t status = beam_score_status(beam_score);
     if (status == 0 && is_alive(beam_score)) status = find(x, beam_score, next);
-    float* scores = params_.row_scores(row);
+    float *scores = params_.row_scores(row), *log_probs = params_.row_log_probs(row);
     uint32_t* tokens = params_.row_tokens(row);
     uint32_t size = 0;
     for (int64_t i = 0; i < list_.size; ++i) {
       if (!(list_.value[i] > minus_infinity())) continue;
+      const uint32_t token = list_.token[i];
       scores[size] = list_.value[i];
-      tokens[size++] = list_.token[i];
+      log_probs[size] = score_.log_prob(to_float(x[token]));
+      tokens[size++] = token;
     }
     *params_.row_count(row) = size;
     *params_.row_status(row) = status;
@@ -94,7 +96,8 @@ class RowCandidates {
     if (top == plus_infinity()) {
       const int64_t share = count_from(x, n_, top);
       collect_first(x, n_, top, __builtin_nanf(""), k_, &list_);
-      score_list(CandidateScore::of_row(top, static_cast<uint64_t>(share), 0, beam_score));
+      score_ = CandidateScore::of_row(top, static_cast<uint64_t>(share), 0, beam_score);
+      score_list();
       return 0;
     }
     float threshold = lowest_candidate();
@@ -109,25 +112,25 @@ class RowCandidates {
           for (int line = 0; line < static_cast<int>(kBlock * sizeof(T)); line += 64)
             __builtin_prefetch(at + line, 0, 2);
         });
-    const CandidateScore score =
-        CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
-    score_list(score);
+    score_ = CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
+    score_list();
     if (list_.size < k_) return 0;  // then the threshold was the lowest: these are all
     make_keys(&list_, 1.0f);
     const uint32_t cut = select_top_k(&list_, k_, /*keep_ties=*/false);
     const float below = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
-    if (cut > kMinusInfinityKey && order_key(score(below)) >= cut) {
+    if (cut > kMinusInfinityKey && order_key(score_(below)) >= cut) {
       // Others, or the whole row beside a beam score of -1e9, tie with the last candidate.
       keep_from(&list_, cut + 1, list_.size);
       const int64_t above = list_.size;
-      collect_first(x, n_, score.lowest_logit(cut), score.lowest_logit(cut + 1), k_ - above,
+      collect_first(x, n_, score_.lowest_logit(cut), score_.lowest_logit(cut + 1), k_ - above,
                     &list_);
       for (int64_t i = above; i < list_.size; ++i) list_.value[i] = value_of_key(cut);
     }
     return 0;
   }
 
-  void score_list(const CandidateScore& score) {
+  void score_list() {
+    const CandidateScore score = score_;
     for (int64_t i = 0; i < list_.size; ++i) list_.value[i] = score(list_.value[i]);
   }
 
@@ -137,6 +140,7 @@ class RowCandidates {
   const int64_t n_, k_;
   int fraction_bits_;
   float factor_;
+  CandidateScore score_{};  // of the row at hand
 };
 
 // The order of the candidates of one request, from what its rows left in the scratch.
@@ -163,17 +167,19 @@ class RequestMerge {
     } else {
       sort_by_key(&list_);
     }
-    float* scores = params_.scores + request * k;
+    float *scores = params_.scores + request * k, *log_probs = params_.log_probs + request * k;
     int64_t* tokens = params_.tokens + request * k;
     int64_t* beams = params_.beams + request * k;
     for (int64_t i = 0; i < list_.size; ++i) {
       const int64_t at = list_.token[i];
       scores[i] = list_.value[i];
+      log_probs[i] = params_.row_log_probs(rows.begin)[at];
       tokens[i] = params_.row_tokens(rows.begin)[at];
       beams[i] = at / params_.row_candidates;
     }
     for (int64_t i = list_.size; i < k; ++i) {
       scores[i] = minus_infinity();
+      log_probs[i] = minus_infinity();
       tokens[i] = 0;
       beams[i] = 0;
     }

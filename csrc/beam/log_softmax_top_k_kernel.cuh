@@ -142,12 +142,13 @@ class RowCandidates {
     if (cluster_.rank() == 0 && threadIdx.x == 0) storage.ranked_size = 0;
     cluster_.sync();
     uint32_t* size = cluster_.at_rank(&storage.ranked_size, 0);
-    float* scores = params_.row_scores(row_);
+    float *scores = params_.row_scores(row_), *log_probs = params_.row_log_probs(row_);
     uint32_t* tokens = params_.row_tokens(row_);
     slice.each([&](float logit, uint32_t token) {
       if (!set.contains(logit, token)) return;
       const uint32_t at = atomicAdd(size, 1u);
       scores[at] = score(logit);
+      log_probs[at] = score.log_prob(logit);
       tokens[at] = token;
     });
     cluster_.sync();
@@ -200,6 +201,7 @@ class RequestMerge {
     for (int64_t i = static_cast<int64_t>(sums.count) + threadIdx.x; i < params_.num_candidates;
          i += blockDim.x) {
       params_.scores[first + i] = minus_infinity();
+      params_.log_probs[first + i] = minus_infinity();
       params_.tokens[first + i] = 0;
       params_.beams[first + i] = 0;
     }
@@ -264,6 +266,7 @@ class RequestMerge {
       if (cuda::lane_id() != 0 || before >= static_cast<Word>(k)) continue;
       const int64_t to = first + static_cast<int64_t>(before);
       params_.scores[to] = score;
+      params_.log_probs[to] = params_.row_log_probs(row)[i];
       params_.tokens[to] = token;
       params_.beams[to] = beam;
     }

@@ -86,10 +86,9 @@ inline LogSoftmaxTopKParams log_softmax_top_k_params(const Tensor& logits,
 // selected by Guard.
 template <auto run, class Guard>
 struct LogSoftmaxTopKOp {
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> call(const Tensor& logits,
-                                                         const Tensor& beam_scores,
-                                                         int64_t num_candidates, int64_t num_beams,
-                                                         const std::optional<Tensor>& row_offsets) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> call(
+      const Tensor& logits, const Tensor& beam_scores, int64_t num_candidates, int64_t num_beams,
+      const std::optional<Tensor>& row_offsets) {
     LogSoftmaxTopKParams p =
         log_softmax_top_k_params(logits, beam_scores, num_candidates, num_beams, row_offsets);
     const Guard guard(logits);
@@ -98,15 +97,17 @@ struct LogSoftmaxTopKOp {
     Tensor tokens = new_tensor(logits, {p.requests, k}, ScalarType::Long);
     Tensor beams = new_tensor(logits, {p.requests, k}, ScalarType::Long);
     Tensor status = new_tensor(logits, {p.requests}, ScalarType::Byte);
+    Tensor log_probs = new_tensor(logits, {p.requests, k}, ScalarType::Float);
     Tensor scratch = new_tensor(
         logits, {LogSoftmaxTopKParams::scratch_size(p.rows, p.row_candidates)}, ScalarType::Int);
     p.scores = scores.mutable_data_ptr<float>();
     p.tokens = tokens.mutable_data_ptr<int64_t>();
     p.beams = beams.mutable_data_ptr<int64_t>();
     p.status = status.mutable_data_ptr<uint8_t>();
+    p.log_probs = log_probs.mutable_data_ptr<float>();
     p.scratch = scratch.mutable_data_ptr<int32_t>();
     run(p, logits);
-    return {scores, tokens, beams, status};
+    return {scores, tokens, beams, status, log_probs};
   }
 };
 

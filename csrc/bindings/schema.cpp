@@ -23,11 +23,11 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor(d!) kept_count, Tensor(e!) status) -> ()");
   // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
   // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
-  // num_candidates], status [requests].
+  // num_candidates], status [requests]; log_probs are the scores without those of the beams.
   m.def(
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
-      "status)");
+      "status, Tensor log_probs)");
   // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
   // along length_dim.
   m.def(

@@ -89,6 +89,7 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty((requests,), dtype=torch.uint8),
+        logits.new_empty(shape, dtype=torch.float32),
     )
 
 

@@ -100,6 +100,8 @@ def log_softmax_top_k(
         where a request has fewer candidates above -inf: -inf, 0 and 0. ``status`` [requests]
         uint8: bit 0 a logit was NaN, bit 1 a row had no logit above -inf or every beam score was
         -inf, bit 2 a beam score was NaN or +inf; a request with a status has no candidates.
+        ``log_probs`` float32 [requests, num_candidates]: of the tokens alone, the scores without
+        those of the beams; -inf where there is no candidate.
 
     Raises
     ------

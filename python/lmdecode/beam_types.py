@@ -23,9 +23,13 @@ class BeamCandidates(NamedTuple):
         [requests] uint8, a sum of bits, 0 if all is well: 1, a logit was NaN; 2, a row had no
         logit above ``-inf``, or every beam score was ``-inf``; 4, a beam score was NaN or ``+inf``.
         With any of them the request has no candidates.
+    log_probs
+        [requests, num_candidates] float32, the log-probability of the token alone: the score
+        without the beam's; ``-inf`` where there is no candidate.
     """
 
     scores: torch.Tensor
     tokens: torch.Tensor
     beams: torch.Tensor
     status: torch.Tensor
+    log_probs: torch.Tensor

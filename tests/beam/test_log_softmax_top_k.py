@@ -130,6 +130,15 @@ def test_close_to_torch(device: torch.device) -> None:
 # --- Rules ----------------------------------------------------------------------------------------
 
 
+def test_log_probs_are_those_of_the_tokens_alone(device: torch.device) -> None:
+    x, scores = (randn(4, 300) * 3).to(device), torch.tensor([-1.0, -1e9, -2.5, -0.5])
+    out = log_softmax_top_k(x, scores.to(device), 400, num_beams=2)
+    beams = out.beams + torch.tensor([[0], [2]], device=device)
+    expected = x.log_softmax(-1)[beams, out.tokens]
+    torch.testing.assert_close(out.log_probs, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(out.log_probs + scores.to(device)[beams], out.scores)
+
+
 def test_ties_go_to_the_lowest_flat_index(device: torch.device) -> None:
     out = log_softmax_top_k(
         torch.zeros(3, 4, device=device), torch.zeros(3, device=device), 6, num_beams=3
@@ -162,7 +171,7 @@ def test_status_ends_one_request(
     scores[3] = score
     out = log_softmax_top_k(x, scores, 4, num_beams=2)
     assert out.status.tolist() == [0, status, 0]
-    assert (out.scores[1] == -INF).all()
+    assert (out.scores[1] == -INF).all() and (out.log_probs[1] == -INF).all()
     assert not out.tokens[1].any() and not out.beams[1].any()
     for field, want in zip(out, good, strict=True):
         assert torch.equal(field[[0, 2]], want[[0, 2]])
@@ -206,7 +215,7 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
         num_beams = num_beams.to(device)
     empty = torch.empty(0, 9, device=device)
     out = log_softmax_top_k(empty, empty[:, 0], 3, num_beams=num_beams)
-    assert [tuple(field.shape) for field in out] == [(0, 3), (0, 3), (0, 3), (0,)]
+    assert [tuple(field.shape) for field in out] == [(0, 3), (0, 3), (0, 3), (0,), (0, 3)]
 
 
 # --- Invariance -----------------------------------------------------------------------------------
@@ -256,8 +265,8 @@ def test_more_candidates_begin_with_fewer() -> None:
     many = log_softmax_top_k(x, scores, 300, num_beams=4)
     for count in (1, 2, 17, 150):
         few = log_softmax_top_k(x, scores, count, num_beams=4)
-        for field, want in zip(few[:3], many[:3], strict=True):
-            assert torch.equal(field, want[:, :count])
+        for name in ("scores", "tokens", "beams", "log_probs"):
+            assert torch.equal(getattr(few, name), getattr(many, name)[:, :count])
 
 
 def digest() -> str:

@@ -56,10 +56,10 @@ def log_softmax_row(x: torch.Tensor) -> torch.Tensor:
 
 def _request(
     logits: torch.Tensor, beam_scores: torch.Tensor, num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return scores, tokens, beams and status of one request: logits [beams, V], scores [beams]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Return the fields of the result for one request: logits [beams, V], beam_scores [beams]."""
     beams, vocab = logits.shape
-    scores = torch.full((beams, vocab), -_INF)
+    scores, log_probs = torch.full((2, beams, vocab), -_INF)
     status = 0
     for beam in range(beams):
         x, beam_score = logits[beam].float(), beam_scores[beam].item()
@@ -72,7 +72,8 @@ def _request(
         elif (x == -_INF).all():
             status |= STATUS_EMPTY
         else:
-            scores[beam] = (log_softmax_row(x) + beam_scores[beam]) + 0.0
+            log_probs[beam] = log_softmax_row(x)
+            scores[beam] = (log_probs[beam] + beam_scores[beam]) + 0.0
     if not status and (scores == -_INF).all():
         status = STATUS_EMPTY
     flat = scores.reshape(-1)
@@ -83,11 +84,13 @@ def _request(
     order = order[flat[order] > -_INF]
     missing = num_candidates - len(order)
     filler = torch.zeros(missing, dtype=torch.int64)
+    none = torch.full((missing,), -_INF)
     return (
-        torch.cat((flat[order], torch.full((missing,), -_INF))),
+        torch.cat((flat[order], none)),
         torch.cat((order % vocab, filler)),
         torch.cat((order // vocab, filler)),
         status,
+        torch.cat((log_probs.reshape(-1)[order], none)),
     )
 
 
@@ -109,10 +112,12 @@ def log_softmax_top_k(
         for parts in zip(logits.split(widths), beam_scores.split(widths), strict=True)
     ]
     shape = (len(requests), num_candidates)
-    scores, tokens, beams, status = zip(*requests, strict=True) if requests else ((),) * 4
+    fields = zip(*requests, strict=True) if requests else ((),) * 5
+    scores, tokens, beams, status, log_probs = fields
     return BeamCandidates(
         torch.stack(scores) if requests else torch.empty(shape),
         torch.stack(tokens) if requests else torch.empty(shape, dtype=torch.int64),
         torch.stack(beams) if requests else torch.empty(shape, dtype=torch.int64),
         torch.tensor(status, dtype=torch.uint8),
+        torch.stack(log_probs) if requests else torch.empty(shape),
     )

@@ -17,16 +17,18 @@ struct BeamResult {
         tokens(p.requests * p.num_candidates),
         beams(p.requests * p.num_candidates),
         status(p.requests),
+        log_probs(p.requests * p.num_candidates),
         scratch(LogSoftmaxTopKParams::scratch_size(p.rows, p.row_candidates)) {}
 
   Buffer<float> scores;
   Buffer<int64_t> tokens, beams;
   Buffer<uint8_t> status;
+  Buffer<float> log_probs;
   Buffer<int32_t> scratch;
 
   bool operator==(const BeamResult& other) const {
     return scores == other.scores && tokens == other.tokens && beams == other.beams &&
-           status == other.status;
+           status == other.status && log_probs == other.log_probs;
   }
 };
 
@@ -43,6 +45,7 @@ struct BeamCase {
     p.tokens = result.tokens.data();
     p.beams = result.beams.data();
     p.status = result.status.data();
+    p.log_probs = result.log_probs.data();
     p.scratch = result.scratch.data();
     return p;
   }
@@ -145,12 +148,13 @@ inline std::string difference(const BeamCase& c, const BeamResult& a, const Beam
     for (int64_t i = 0; i < c.params.num_candidates; ++i) {
       const int64_t at = r * c.params.num_candidates + i;
       if (bits_of(a.scores[at]) == bits_of(b.scores[at]) && a.tokens[at] == b.tokens[at] &&
-          a.beams[at] == b.beams[at]) {
+          a.beams[at] == b.beams[at] && bits_of(a.log_probs[at]) == bits_of(b.log_probs[at])) {
         continue;
       }
       text << "\n  request " << r << " candidate " << i << ": score " << a.scores[at] << " and "
            << b.scores[at] << ", token " << a.tokens[at] << " and " << b.tokens[at] << ", beam "
-           << a.beams[at] << " and " << b.beams[at];
+           << a.beams[at] << " and " << b.beams[at] << ", log_prob " << a.log_probs[at] << " and "
+           << b.log_probs[at];
       break;
     }
   }

@@ -65,6 +65,7 @@ BeamResult by_sorting(const BeamCase& c) {
   struct Candidate {
     float score;
     int64_t token, beam;
+    float log_prob;
   };
   for (int64_t r = 0; r < p.requests; ++r) {
     const auto rows = p.rows_of(r);
@@ -93,20 +94,21 @@ BeamResult by_sorting(const BeamCase& c) {
       }
       const CandidateScore score = CandidateScore::of_row(top, total, fraction_bits, beam_score);
       for (int64_t v = 0; v < p.vocab; ++v) {
-        const float s = score(logit_at(p, row, v));
-        if (s > minus_infinity()) all.push_back({s, v, row - rows.begin});
+        const float x = logit_at(p, row, v), s = score(x);
+        if (s > minus_infinity()) all.push_back({s, v, row - rows.begin, score.log_prob(x)});
       }
     }
     if (status == 0 && all.empty()) status = kBeamStatusEmpty;
     if (status != 0) all.clear();
     std::stable_sort(all.begin(), all.end(),
                      [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-    all.resize(static_cast<size_t>(p.num_candidates), {minus_infinity(), 0, 0});
+    all.resize(static_cast<size_t>(p.num_candidates), {minus_infinity(), 0, 0, minus_infinity()});
     for (int64_t i = 0; i < p.num_candidates; ++i) {
       const Candidate& candidate = all[static_cast<size_t>(i)];
       p.scores[r * p.num_candidates + i] = candidate.score;
       p.tokens[r * p.num_candidates + i] = candidate.token;
       p.beams[r * p.num_candidates + i] = candidate.beam;
+      p.log_probs[r * p.num_candidates + i] = candidate.log_prob;
     }
     p.status[r] = status;
   }
