@@ -1,0 +1,137 @@
+"""Sample requests for ``BeamSearch``, a language model in a table, a driver: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.beam_request import BeamRequest, BeamResult
+from lmdecode.beam_search import BeamSearch
+
+__all__ = ["TableModel", "assert_same_result", "random_request", "run_requests"]
+
+
+class TableModel:
+    """A language model whose logits are a row of a table, chosen by the last three tokens.
+
+    Its rows do not depend on one another in any bit, as those of a model in a batch do.
+
+    Parameters
+    ----------
+    vocab_size
+        V.
+    seed
+        Of the table.
+    scale
+        Standard deviation of the logits.
+    levels
+        Logits are multiples of ``scale / levels``, so that scores tie; 0: any.
+    entries
+        Rows of the table.
+    """
+
+    def __init__(
+        self, vocab_size: int, seed: int, *, scale: float = 2.0, levels: int = 0, entries: int = 509
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randn(entries, vocab_size, generator=generator)
+        if levels:
+            table = (table * levels).round() / levels
+        self.table = table * scale
+
+    def __call__(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return [rows, V] logits after the first ``lengths`` tokens of [rows, longest]."""
+        number = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)
+        for back, factor in ((1, 1), (2, 31), (3, 977)):
+            at = (lengths - back).clamp(min=0)[:, None]
+            token = input_ids.gather(1, at).squeeze(1)
+            number += torch.where(lengths >= back, token + 1, 0) * factor
+        return self.table.to(input_ids.device)[number % len(self.table)]
+
+
+def random_request(choice: random.Random, vocab_size: int, **changes: Any) -> BeamRequest:
+    """Return a request of random parameters; a few are given."""
+    groups = choice.choice((1, 1, 1, 2, 3))
+    beams = groups * choice.randint(1, 4 if groups == 1 else 2)
+    rules = choice.choice(("generate", "generate", "scorer", "fairseq"))
+    ends = choice.sample(range(vocab_size), choice.choice((0, 1, 1, 1, 2)))
+    arguments: dict[str, Any] = {
+        "max_new_tokens": choice.randint(1, 12),
+        "num_beams": beams,
+        "num_return_sequences": choice.randint(1, beams),
+        "length_penalty": choice.choice((1.0, 1.0, 0.0, 2.0, -1.0, 0.6)),
+        "early_stopping": False if rules == "fairseq" else choice.choice((False, True, "never")),
+        "eos_token_id": ends,
+        "num_beam_groups": groups,
+        "rules": rules,
+        "patience": choice.choice((1.0, 1.0, 1.0, 1.5, 2.0)),
+    }
+    prompt = [choice.randrange(vocab_size) for _ in range(choice.randint(1, 6))]
+    return BeamRequest(prompt, **{**arguments, **changes})
+
+
+def run_requests(
+    engine: BeamSearch,
+    model: Callable[[Tensor, Tensor], Tensor],
+    arrivals: Sequence[tuple[int, BeamRequest]],
+    *,
+    on_logits: Callable[[Tensor], dict[str, Any]] | None = None,
+) -> dict[Hashable, BeamResult]:
+    """Run requests to their ends.
+
+    Parameters
+    ----------
+    engine
+        Where other requests may run too.
+    model
+        Of ids [rows, longest] and lengths [rows] to logits [rows, V].
+    arrivals
+        The step before which each request is inserted, and the request.
+    on_logits
+        Of the logits to further arguments of ``step``.
+
+    Returns
+    -------
+    dict
+        The result of each request by its id: its number among the arrivals, if it has none.
+    """
+    waiting = [
+        (step, number, request if request.request_id is not None else replace(
+            request, request_id=number
+        ))
+        for number, (step, request) in enumerate(arrivals)
+    ]  # fmt: skip
+    waiting.sort(key=lambda entry: entry[:2])
+    results: dict[Hashable, BeamResult] = {}
+    step = 0
+    while waiting or engine.num_rows:
+        while waiting and waiting[0][0] <= step:
+            engine.insert(waiting.pop(0)[2])
+        logits = model(*engine.input_ids())
+        engine.step(logits, **(on_logits(logits) if on_logits is not None else {}))
+        results |= {result.request_id: result for result in engine.pop_finished()}
+        step += 1
+    return results
+
+
+def assert_same_result(actual: BeamResult, expected: BeamResult, case: object = "") -> None:
+    """Raise AssertionError where two results differ in any bit; their ids may."""
+    for name in ("sequences", "scores", "lengths", "log_probs", "beam_indices", "groups"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        assert got.dtype == want.dtype and got.shape == want.shape, f"{name}, {case}"
+        same = (
+            torch.equal(
+                got.cpu().contiguous().view(torch.uint8), want.cpu().contiguous().view(torch.uint8)
+            )
+            if got.numel()
+            else True
+        )
+        assert same, f"{name}: {got} instead of {want}, {case}"
+    for name in ("prompt_length", "num_steps", "status"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        assert got == want, f"{name}: {got} instead of {want}, {case}"
