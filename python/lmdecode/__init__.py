@@ -2,11 +2,14 @@
 
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
-``reorder_cache_`` lets a KV cache follow its beams; ``lmdecode.reference`` holds every op again in
+``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
+that come and go; ``lmdecode.reference`` holds every op again in
 plain torch.
 """
 
 from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_request import BeamRequest, BeamResult
+from lmdecode.beam_search import BeamSearch, RowTokens, StepOutput
 from lmdecode.beam_state import (
     BeamFinal,
     BeamParameters,
@@ -15,6 +18,7 @@ from lmdecode.beam_state import (
     beam_parameters,
     new_beam_state,
 )
+from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
@@ -26,13 +30,20 @@ __all__ = [
     "BeamCandidates",
     "BeamFinal",
     "BeamParameters",
+    "BeamRequest",
+    "BeamResult",
+    "BeamSearch",
     "BeamState",
     "BeamStep",
+    "BeamTrace",
+    "RowTokens",
     "SampleOutput",
+    "StepOutput",
     "beam_finalize",
     "beam_parameters",
     "beam_step",
     "cpu_capability",
+    "format_trace",
     "has_cuda",
     "log_softmax_top_k",
     "new_beam_state",

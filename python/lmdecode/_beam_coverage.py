@@ -56,7 +56,7 @@ class PassCoverage:
         self._layout, self._store = layout, store
 
     def add(self, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a step's attention [W, source]; return the coverage [W, source], the bonus [R, beams]."""
+        """Add a step's attention [W, source]; return coverage [W, source] and bonus [R, beams]."""
         source = attention.shape[1]
         flat = self._store.coverage.flatten(0, 1)[:, :source]
         coverage = flat.index_select(0, self._layout.beams) + attention

@@ -1,4 +1,4 @@
-"""Which rows of the logits belong to which slots: what ``BeamSearch`` works out when its batch changes."""
+"""Which rows of the logits belong to which slots: worked out when the batch changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunningSearch:
 
 @dataclass(frozen=True)
 class BeamPass:
-    """What one call of ``log_softmax_top_k`` and ``beam_step`` has to do: at most one group a request.
+    """What ``log_softmax_top_k`` and ``beam_step`` do in one call: at most one group a request.
 
     R are its searches, W their rows of the logits, N the rows that they will have.
     """
@@ -120,8 +120,11 @@ def _make_pass(
     *,
     whole: bool,
 ) -> BeamPass:
-    """Lay out a pass; first_rows, next_rows: of each search, all its groups; whole: the only one."""
+    """Lay out a pass.
 
+    first_rows, next_rows: where those of each search begin, of all its groups; whole: there is no
+    other pass.
+    """
     ints = store.integers
     slots = [search.slots[group] for search in searches]
     widths = [search.row_group_size for search in searches]

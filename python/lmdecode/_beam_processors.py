@@ -1,4 +1,4 @@
-"""What ``BeamSearch`` tells ``log_softmax_top_k`` beside the logits, and the beams of a first step."""
+"""What ``BeamSearch`` gives ``log_softmax_top_k`` beside logits, and the beams of a first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_BEAM = -1.0e9  # where transformers starts every beam but the first
 def constant_processors(
     requests: Sequence[BeamRequest], slots: Tensor, store: BeamSlots, vocab: int
 ) -> dict[str, Tensor]:
-    """Return the arguments that are the same in every step; those of rules nobody uses are left out."""
+    """Return the arguments that are the same in every step, of the rules that somebody uses."""
     names = []
     if any(request.repetition_penalty != 1.0 for request in requests):
         names.append("repetition_penalty")
@@ -98,8 +98,8 @@ def step_processors(
 def all_beams(candidates: BeamCandidates, widths: Tensor, widest: int) -> BeamCandidates:
     """Add the candidates of the beams that searches of one row do not have yet.
 
-    transformers begins with ``num_beams`` equal rows, the scores of all but the first at -1e9. Their
-    candidates count where the first row has too few of its own.
+    transformers begins with ``num_beams`` equal rows, the scores of all but the first at -1e9.
+    Their candidates count where the first row has too few of its own.
 
     Parameters
     ----------

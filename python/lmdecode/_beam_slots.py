@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ class BeamSlots:
         ):
             part[slot] = value
         ends = request.eos_token_id
-        values: dict[str, object] = {
+        values: dict[str, Any] = {
             "num_beams": request.group_size,
             "num_hypotheses": request.num_hypotheses,
             "prompt_lengths": len(prompt),
@@ -172,7 +173,6 @@ class BeamSlots:
             value = values[name]
             if isinstance(value, tuple):
                 column[slot] = -1
-                value = self.integers(value)
-                column[slot, : len(value)] = value
+                column[slot, : len(value)] = self.integers(value)
             else:
                 column[slot] = value

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._beam_checks import check_step
 from lmdecode._beam_coverage import PassCoverage
 from lmdecode._beam_plan import BeamPass, BeamPlan, RunningSearch, make_plan
 from lmdecode._beam_processors import all_beams, constant_processors, step_processors
@@ -22,7 +23,6 @@ from lmdecode.beam_types import BeamCandidates
 __all__ = ["BeamSearch", "RowTokens", "StepOutput"]
 
 _OP = "BeamSearch"
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StepOutput(NamedTuple):
@@ -211,17 +211,15 @@ class BeamSearch:
         ValueError
             No such request is running.
         """
-        for number, search in enumerate(self._running):
-            if search.request_id == request_id:
-                break
-        else:
+        search = next((s for s in self._running if s.request_id == request_id), None)
+        if search is None:
             raise ValueError(
                 f"{_OP}.cancel: request_id is {request_id!r}; "
                 f"expected one that is running: {[s.request_id for s in self._running]}"
             )
         rows = self.row_ranges()[request_id]
         left = [row for row in range(self.num_rows) if row not in rows]
-        del self._running[number]
+        self._running.remove(search)
         self._store.release(search.slots)
         self._plan = None
         return torch.tensor(left, dtype=torch.int64, device=self._store.device)
@@ -295,7 +293,9 @@ class BeamSearch:
         ValueError, TypeError
             Names the argument, what came and what was expected; nothing has been changed then.
         """
-        self._check_step(logits, attention, token_bitmask)
+        check_step(
+            self._running, self._vocab_size, self._store.device, logits, attention, token_bitmask
+        )
         self._vocab_size = logits.shape[1]
         if not self._running:
             nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
@@ -326,58 +326,6 @@ class BeamSearch:
             assert self.on_step is not None
             self.on_step(trace)
         return output
-
-    def _check_step(
-        self, logits: Tensor, attention: Tensor | None, token_bitmask: Tensor | None
-    ) -> None:
-        if not isinstance(logits, Tensor):
-            kind = type(logits).__name__
-            raise TypeError(f"{_OP}.step: logits is of type {kind}; expected a tensor")
-        rows, device = self.num_rows, self._store.device
-        vocab = "vocab" if self._vocab_size is None else self._vocab_size
-        if (
-            logits.dim() != 2
-            or logits.shape[0] != rows
-            or (self._vocab_size is not None and logits.shape[1] != self._vocab_size)
-        ):
-            raise ValueError(
-                f"{_OP}.step: logits has shape {list(logits.shape)}; expected [{rows}, {vocab}]: "
-                "one row for each request that has just been inserted, else one for each beam"
-            )
-        covered = any(search.request.coverage_penalty for search in self._running)
-        if attention is None and covered:
-            raise ValueError(
-                f"{_OP}.step: attention is None; expected [{rows}, source]: a request has a "
-                "coverage_penalty"
-            )
-        words = None if logits.shape[1] == 0 else -(-logits.shape[1] // 32)
-        for name, tensor, columns in (
-            ("attention", attention, None),
-            ("token_bitmask", token_bitmask, words),
-        ):
-            if tensor is None:
-                continue
-            if not isinstance(tensor, Tensor):
-                kind = type(tensor).__name__
-                raise TypeError(f"{_OP}.step: {name} is of type {kind}; expected a tensor")
-            if tensor.dim() != 2 or len(tensor) != rows or columns not in (None, tensor.shape[1]):
-                raise ValueError(
-                    f"{_OP}.step: {name} has shape {list(tensor.shape)}; "
-                    f"expected [{rows}, {columns or 'source'}]"
-                )
-        for name, tensor in (("logits", logits), ("attention", attention)):
-            if tensor is None:
-                continue
-            if tensor.dtype not in _FLOATS:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise ValueError(
-                    f"{_OP}.step: {name} has dtype {dtype}; expected float32, float16 or bfloat16"
-                )
-            if tensor.device.type != device.type:
-                raise ValueError(
-                    f"{_OP}.step: {name} is on {tensor.device}; "
-                    f"expected the device of the engine, {device}"
-                )
 
     def _tools_of(self, layout: BeamPass) -> _Tools:
         assert self._vocab_size is not None
@@ -463,7 +411,9 @@ class BeamSearch:
         state = self._store.state
         # The one place where the host waits: 0 for a search that goes on, 1 done, 2 failed.
         ended = torch.where(state.status > 0, 2, state.done).index_select(0, plan.slots).tolist()
-        left, finished, kept = [], [], []
+        left: list[RunningSearch] = []
+        finished: list[RunningSearch] = []
+        kept: list[int] = []
         slot = row = 0
         for search in self._running:
             search.steps += 1
@@ -505,6 +455,6 @@ class BeamSearch:
     # ---- results
 
     def pop_finished(self) -> list[BeamResult]:
-        """Return the results of the requests that have finished since the last call, in that order."""
+        """Return the results of the requests that have finished since the last call, in order."""
         finished, self._finished = self._finished, []
         return [_result(entry) for entry in finished]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,72 +93,115 @@ class BeamTrace(NamedTuple):
 def trace_searches(
     store: BeamSlots, layout: BeamPass, candidates: BeamCandidates, step: BeamStep
 ) -> list[BeamTrace]:
-    """Return the traces of a pass, after its step; waits for the device."""
-    state = store.state
-    columns = zip(
-        *(
-            part.tolist()
-            for part in (*candidates._replace(status=candidates.scores), step.decisions)
-        ),
-        strict=True,
-    )
-    parents = (
-        step.parents - layout.parent_offsets.repeat_interleave(layout.row_offsets.diff())
-    ).tolist()
+    """Return the traces of a pass, after its step and before its searches count it; waits."""
+    per_row = layout.row_offsets.diff()
+    parents = (step.parents - layout.parent_offsets.repeat_interleave(per_row)).tolist()
     starts = layout.row_offsets.tolist()
-    traces = []
-    for number, (search, (scores, tokens, beams, _, log_probs, decisions)) in enumerate(
-        zip(layout.searches, columns, strict=True)
-    ):
-        request, slot = search.request, search.slots[layout.group]
-        prompt, length = len(request.prompt_ids), int(state.lengths[slot])
-        traced = [
-            TracedCandidate(
-                score,
-                log_prob,
-                token,
-                beam,
-                DECISIONS[decision & 7],
-                decision >> 3 if DECISIONS[decision & 7] in _WITH_PLACE else None,
-            )
-            for score, log_prob, token, beam, decision in zip(
-                scores, log_probs, tokens, beams, decisions, strict=True
-            )
-            if score > -float("inf")
-        ]
-        own = parents[starts[number] : starts[number + 1]]
-        sequences = state.sequences[slot, : len(own), prompt:length].tolist()
-        lengths = state.hypothesis_lengths[slot].tolist()
-        traces.append(
-            BeamTrace(
-                request_id=search.request_id,
-                step=search.steps,
-                group=layout.group,
-                candidates=tuple(traced[: request.num_candidates]),
-                beams=tuple(
-                    TracedBeam(score, parent, tuple(sequence))
-                    for score, parent, sequence in zip(
-                        state.scores[slot, : len(own)].tolist(), own, sequences, strict=True
-                    )
-                ),
-                hypotheses=tuple(
-                    TracedHypothesis(
-                        place,
-                        float(state.hypothesis_scores[slot, place]),
-                        tuple(
-                            state.hypothesis_sequences[
-                                slot, place, prompt : lengths[place]
-                            ].tolist()
-                        ),
-                    )
-                    for place, order in enumerate(state.hypothesis_numbers[slot].tolist())
-                    if order >= 0
-                ),
-                done=bool(state.done[slot]),
-                status=int(state.status[slot]),
-            )
+    return [
+        _trace(
+            store,
+            layout,
+            number,
+            _candidates(candidates, step, number, search.request.num_candidates),
+            parents[starts[number] : starts[number + 1]],
         )
-    return traces
+        for number, search in enumerate(layout.searches)
+    ]
 
 
-_WITH_PLACE = ("continued", "closed", "stopped")
+def _candidates(
+    candidates: BeamCandidates, step: BeamStep, number: int, count: int
+) -> tuple[TracedCandidate, ...]:
+    """Return those of one search: as many as it would have alone, whatever the batch asked for."""
+    columns = (candidates.scores, candidates.log_probs, candidates.tokens, candidates.beams)
+    traced = []
+    for score, log_prob, token, beam, decision in zip(
+        *(column[number, :count].tolist() for column in (*columns, step.decisions)), strict=True
+    ):
+        if score == -math.inf:
+            break
+        name = DECISIONS[decision & 7]
+        place = decision >> 3 if name in ("continued", "closed", "stopped") else None
+        traced.append(TracedCandidate(score, log_prob, token, beam, name, place))
+    return tuple(traced)
+
+
+def _trace(
+    store: BeamSlots,
+    layout: BeamPass,
+    number: int,
+    candidates: tuple[TracedCandidate, ...],
+    parents: list[int],
+) -> BeamTrace:
+    state, search = store.state, layout.searches[number]
+    slot, prompt = search.slots[layout.group], len(search.request.prompt_ids)
+    length = int(state.lengths[slot])
+    sequences = state.sequences[slot, : len(parents), prompt:length].tolist()
+    scores = state.scores[slot, : len(parents)].tolist()
+    ended = state.hypothesis_sequences[slot, :, prompt:].tolist()
+    lengths = state.hypothesis_lengths[slot].tolist()
+    ended_scores = state.hypothesis_scores[slot].tolist()
+    taken = [n >= 0 for n in state.hypothesis_numbers[slot].tolist()]
+    return BeamTrace(
+        request_id=search.request_id,
+        step=search.steps,
+        group=layout.group,
+        candidates=candidates,
+        beams=tuple(
+            TracedBeam(score, parent, tuple(tokens))
+            for score, parent, tokens in zip(scores, parents, sequences, strict=True)
+        ),
+        hypotheses=tuple(
+            TracedHypothesis(
+                place, ended_scores[place], tuple(ended[place][: lengths[place] - prompt])
+            )
+            for place, is_taken in enumerate(taken)
+            if is_taken
+        ),
+        done=bool(state.done[slot]),
+        status=int(state.status[slot]),
+    )
+
+
+def format_trace(trace: BeamTrace, decode: Callable[[list[int]], str] | None = None) -> str:
+    """Write a step as a table: the candidates with what became of each, beams and hypotheses.
+
+    Parameters
+    ----------
+    trace
+        Of one step.
+    decode
+        Of tokens to text, a tokenizer's ``decode`` for one; the numbers by default.
+
+    Returns
+    -------
+    str
+        Lines without a newline at the end.
+    """
+
+    def text(tokens: Sequence[int]) -> str:
+        numbers = " ".join(map(str, tokens))
+        return numbers if decode is None else repr(decode(list(tokens)))
+
+    ends = {0: "goes on", 1: "done"}[trace.done] + (
+        f", status {trace.status}" if trace.status else ""
+    )
+    lines = [f"request {trace.request_id}, step {trace.step}, group {trace.group}: {ends}"]
+    lines.append("  rank  beam    token     log-prob        score  decision")
+    for rank, item in enumerate(trace.candidates):
+        decision = item.decision.replace("_", " ")
+        if item.place is not None:
+            to = "place" if item.decision == "closed" else "beam"
+            decision += f", {to} {item.place}"
+        shown = "" if decode is None else "  " + text([item.token])
+        lines.append(
+            f"  {rank:4d}  {item.beam:4d}  {item.token:7d}  {item.log_prob:11.6f}  "
+            f"{item.score:11.6f}  {decision}{shown}"
+        )
+    for number, beam in enumerate(trace.beams):
+        lines.append(
+            f"  beam  {number:4d}  {beam.score:11.6f}  from {beam.parent}: {text(beam.tokens)}"
+        )
+    for ended in trace.hypotheses:
+        lines.append(f"  ended {ended.place:4d}  {ended.score:11.6f}: {text(ended.tokens)}")
+    return "\n".join(lines)

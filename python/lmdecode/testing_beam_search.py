@@ -1,4 +1,4 @@
-"""Sample requests for ``BeamSearch``, a language model in a table, a driver: for tests and benchmarks."""
+"""Requests for ``BeamSearch``, a language model in a table, a driver: for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmdecode.beam_request import BeamRequest, BeamResult
 from lmdecode.beam_search import BeamSearch
+from lmdecode.testing import bits
 
 __all__ = ["TableModel", "assert_same_result", "random_request", "run_requests"]
 
@@ -100,18 +101,15 @@ def run_requests(
     dict
         The result of each request by its id: its number among the arrivals, if it has none.
     """
-    waiting = [
-        (step, number, request if request.request_id is not None else replace(
-            request, request_id=number
-        ))
-        for number, (step, request) in enumerate(arrivals)
-    ]  # fmt: skip
-    waiting.sort(key=lambda entry: entry[:2])
+    waiting = []
+    for number, (at, request) in sorted(enumerate(arrivals), key=lambda item: item[1][0]):
+        request_id = number if request.request_id is None else request.request_id
+        waiting.append((at, replace(request, request_id=request_id)))
     results: dict[Hashable, BeamResult] = {}
     step = 0
     while waiting or engine.num_rows:
         while waiting and waiting[0][0] <= step:
-            engine.insert(waiting.pop(0)[2])
+            engine.insert(waiting.pop(0)[1])
         logits = model(*engine.input_ids())
         engine.step(logits, **(on_logits(logits) if on_logits is not None else {}))
         results |= {result.request_id: result for result in engine.pop_finished()}
@@ -124,14 +122,9 @@ def assert_same_result(actual: BeamResult, expected: BeamResult, case: object = 
     for name in ("sequences", "scores", "lengths", "log_probs", "beam_indices", "groups"):
         got, want = getattr(actual, name), getattr(expected, name)
         assert got.dtype == want.dtype and got.shape == want.shape, f"{name}, {case}"
-        same = (
-            torch.equal(
-                got.cpu().contiguous().view(torch.uint8), want.cpu().contiguous().view(torch.uint8)
-            )
-            if got.numel()
-            else True
+        assert torch.equal(bits(got.cpu()), bits(want.cpu())), (
+            f"{name}: {got} instead of {want}, {case}"
         )
-        assert same, f"{name}: {got} instead of {want}, {case}"
     for name in ("prompt_length", "num_steps", "status"):
         got, want = getattr(actual, name), getattr(expected, name)
         assert got == want, f"{name}: {got} instead of {want}, {case}"
