@@ -14,7 +14,13 @@ from lmdecode.beam_request import BeamRequest, BeamResult
 from lmdecode.beam_search import BeamSearch
 from lmdecode.testing import bits
 
-__all__ = ["TableModel", "assert_same_result", "random_request", "run_requests"]
+__all__ = [
+    "TableModel",
+    "as_transformers_model",
+    "assert_same_result",
+    "random_request",
+    "run_requests",
+]
 
 
 class TableModel:
@@ -128,3 +134,32 @@ def assert_same_result(actual: BeamResult, expected: BeamResult, case: object = 
     for name in ("prompt_length", "num_steps", "status"):
         got, want = getattr(actual, name), getattr(expected, name)
         assert got == want, f"{name}: {got} instead of {want}, {case}"
+
+
+def as_transformers_model(table: TableModel) -> Any:
+    """Return the table as a model for ``generate()``, without a cache; transformers 4.38 or 5."""
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class TableConfig(PretrainedConfig):  # type: ignore[misc]
+        model_type = "table"
+
+    class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        config_class = TableConfig
+        main_input_name = "input_ids"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.parameter = torch.nn.Parameter(torch.zeros(1))  # it tells the device
+
+        def prepare_inputs_for_generation(
+            self, input_ids: Tensor, attention_mask: Any = None, **_: Any
+        ) -> dict[str, Tensor]:
+            return {"input_ids": input_ids}
+
+        def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+            lengths = torch.full((len(input_ids),), input_ids.shape[1])
+            return CausalLMOutput(logits=table(input_ids, lengths)[:, None])
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+    return TableLM(TableConfig(vocab_size=table.table.shape[1], **sizes))
