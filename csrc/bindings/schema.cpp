@@ -28,6 +28,19 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
       "status, Tensor log_probs)");
+  // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
+  // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
+  // given.
+  m.def(
+      "beam_step(Tensor(a!)[] state, Tensor[] parameters, Tensor scores, Tensor tokens, Tensor "
+      "beams, Tensor? log_probs, Tensor? status, Tensor? slots, Tensor? row_offsets, Tensor? "
+      "parent_offsets, Tensor? sequences, Tensor? stopped, Tensor? bonus, int rules, SymInt rows) "
+      "-> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)");
+  m.def(
+      "beam_finalize(Tensor(a!)[] state, Tensor[] parameters, SymInt num_return_sequences, int "
+      "num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int rules) -> "
+      "(Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor beam_indices, "
+      "Tensor places)");
   // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
   // along length_dim.
   m.def(

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kv_cache/cache_rows.h"
-#include "kv_cache/row_copies.h"
+#include "common/row_copies.h"
 
 namespace lmdecode {
 

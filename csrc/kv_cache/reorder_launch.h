@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kv_cache/reorder_cache.h"
-#include "kv_cache/row_copies.h"
+#include "common/row_copies.h"
 
 namespace lmdecode {
 

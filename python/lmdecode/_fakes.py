@@ -93,6 +93,69 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
     )
 
 
+def _fields(state, parameters):
+    """Name the tensors of a beam search's state and parameters for an error."""
+    return {
+        **{f"state[{number}]": tensor for number, tensor in enumerate(state)},
+        **{f"parameters[{number}]": tensor for number, tensor in enumerate(parameters)},
+    }
+
+
+@torch.library.register_fake("lmdecode::beam_step")
+def _beam_step(
+    state,
+    parameters,
+    scores,
+    tokens,
+    beams,
+    log_probs,
+    status,
+    slots,
+    row_offsets,
+    parent_offsets,
+    sequences,
+    stopped,
+    bonus,
+    rules,
+    rows,
+):
+    others = dict(
+        scores=scores, tokens=tokens, beams=beams, log_probs=log_probs, status=status, slots=slots,
+        row_offsets=row_offsets, parent_offsets=parent_offsets, sequences=sequences,
+        stopped=stopped, bonus=bonus,
+    )  # fmt: skip
+    _check_devices("beam_step", "state", state[0], {**_fields(state, parameters), **others})
+    if row_offsets is None:
+        rows = scores.shape[0] * state[0].shape[1]
+    elif isinstance(rows, int) and rows < 0:  # in the tensor
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return (
+        scores.new_empty((rows,), dtype=torch.float32),
+        scores.new_empty((rows,), dtype=torch.int64),
+        scores.new_empty((rows,), dtype=torch.int64),
+        scores.new_empty(scores.shape, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("lmdecode::beam_finalize")
+def _beam_finalize(
+    state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open, rules
+):
+    others = dict(slots=slots, sequences=sequences, scores=scores)
+    _check_devices("beam_finalize", "state", state[0], {**_fields(state, parameters), **others})
+    first = state[0]
+    entries = first.shape[0] if slots is None else slots.shape[0]
+    shape = (entries // num_groups, num_return_sequences)
+    return (
+        first.new_empty((*shape, first.shape[2]), dtype=torch.int64),
+        first.new_empty(shape, dtype=torch.int64),
+        first.new_empty(shape, dtype=torch.float64),
+        first.new_empty((*shape, state[1].shape[2]), dtype=torch.float32),
+        first.new_empty((*shape, state[2].shape[2]), dtype=torch.int32),
+        first.new_empty(shape, dtype=torch.int64),
+    )
+
+
 @torch.library.register_fake("lmdecode::reorder_cache_")
 def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
     others = {f"tensors[{number}]": tensor for number, tensor in enumerate(tensors)}

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
-from lmdecode.beam_state import BeamFinal, BeamParameters, BeamState, BeamStep, Rules
+from lmdecode.beam_state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam_types import BeamCandidates
-from lmdecode.reference import beam_search as _reference
 
 __all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
 
 _OP = "log_softmax_top_k"
 _log_softmax_top_k = ops.log_softmax_top_k.default
+_beam_step = ops.beam_step.default
+_beam_finalize = ops.beam_finalize.default
 _MAX_INT = (1 << 63) - 1
 
 
@@ -146,6 +147,7 @@ def beam_step(
     sequences: Tensor | None = None,
     stopped: Tensor | None = None,
     bonus: Tensor | None = None,
+    rows: int | None = None,
     rules: Rules = "generate",
 ) -> BeamStep:
     """Turn each request's candidates into its next beams, and close the hypotheses that end.
@@ -202,10 +204,11 @@ def beam_step(
     ValueError, TypeError
         Names the argument, what came and what was expected; nothing has been changed then.
     """
-    return _reference.beam_step(
-        state, parameters, scores, tokens, beams, log_probs=log_probs, status=status, slots=slots,
-        row_offsets=row_offsets, parent_offsets=parent_offsets, sequences=sequences,
-        stopped=stopped, bonus=bonus, rules=rules,
+    return BeamStep(
+        *_beam_step(
+            state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
+            parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
+        )
     )  # fmt: skip
 
 
@@ -255,7 +258,11 @@ def beam_finalize(
     ValueError, TypeError
         Names the argument, what came and what was expected; nothing has been changed then.
     """
-    return _reference.beam_finalize(
-        state, parameters, num_return_sequences, num_groups=num_groups, slots=slots,
-        sequences=sequences, scores=scores, add_open=add_open, rules=rules,
+    if add_open is None:
+        add_open = rules == "scorer"
+    return BeamFinal(
+        *_beam_finalize(
+            state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
+            RULES[rules],
+        )
     )  # fmt: skip

@@ -29,6 +29,7 @@ EARLY_STOPPING: dict[EarlyStopping, int] = {False: 0, True: 1, "never": 2}
 DECISIONS = ("unused", "continued", "closed", "end_token_too_low", "not_better", "stopped")
 
 STATUS_CONTINUATIONS = 8  # fewer candidates that go on than beams (rules "scorer")
+STATUS_CAPACITY = 16  # its sequences were full (CUDA; on the CPU an error)
 
 
 class BeamParameters(NamedTuple):
@@ -97,8 +98,8 @@ class BeamState(NamedTuple):
     done : Tensor
         [slots] uint8: 1 where the search has ended.
     status : Tensor
-        [slots] uint8: 0, or why the search ended early: the bits of ``log_softmax_top_k``, and 8:
-        fewer candidates went on than there are beams.
+        [slots] uint8: 0, or why the search ended early: the bits of ``log_softmax_top_k``; 8: fewer
+        candidates went on than there are beams; 16: its sequences were full (CUDA alone).
     """
 
     sequences: Tensor

@@ -43,11 +43,12 @@ def _f32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
-def _power(length: int, penalty: float) -> float:
-    """``length ** penalty`` as C's pow has it: 0 to a negative power is inf, no error."""
-    if length == 0 and penalty < 0:
+def _power(length: float, penalty: float) -> float:
+    """``length ** penalty`` as C's pow has it: inf where Python has an error."""
+    try:
+        return math.pow(length, penalty)
+    except (OverflowError, ValueError):  # too large; 0 to a negative power
         return _INF
-    return float(length) ** penalty
 
 
 def _quotient(score: float, divisor: float) -> float:
@@ -73,7 +74,7 @@ class _Slot:
     def in_f32(self) -> bool:
         return self.rules != RULES["scorer"]
 
-    def normalised(self, score: float, length: int, bonus: float = 0.0) -> float:
+    def normalised(self, score: float, length: float, bonus: float = 0.0) -> float:
         """Return the score of a hypothesis with `length` generated tokens."""
         divisor = _power(length, self.length_penalty)
         if not self.in_f32:
@@ -96,6 +97,9 @@ class _Slot:
         state, slot = self.state, self.slot
         places = self.places()
         worst = float(state.worst_scores[slot])
+        if math.isnan(score):
+            return None
+        score += 0.0  # no -0.0: which of two zeros is the lower one is not to matter
         if len(places) < self.num_hypotheses:
             if self.rules == RULES["generate"] and not score > _LOW:
                 return None
@@ -129,7 +133,7 @@ class _Slot:
 
     # ---- the end of the search
 
-    def is_done(self, best: float, length: int) -> bool:
+    def is_done(self, best: float, length: float) -> bool:
         """Tell whether no running beam can better the hypotheses.
 
         best: the best candidate's score ("scorer") or the first running beam's; length: generated
@@ -141,7 +145,7 @@ class _Slot:
         if self.early_stopping == EARLY_STOPPING[True] and full:
             return True
         if self.early_stopping == EARLY_STOPPING["never"] and self.length_penalty > 0:
-            length = self.max_length - self.prompt_length
+            length = max(self.max_length - self.prompt_length, 0) if self.max_length > 0 else _INF
         worst = float(self.state.worst_scores[self.slot])
         if self.rules == RULES["scorer"]:
             return full and worst >= self.normalised(best, length)
@@ -165,26 +169,26 @@ def _advance(slot: _Slot, tokens: list[int], beams: list[int], log_probs: list[f
 
 def _step_request(
     slot: _Slot,
-    candidates: list[tuple[float, int, int, float, bool]],
+    candidates: list[tuple[int, float, int, int, float, bool]],
+    num_candidates: int,
     sequences: Tensor,
     length: int,
     bonus: list[float],
 ) -> tuple[list[tuple[float, int, int, float]], list[int]]:
     """Decide about one request that has not failed.
 
-    candidates: (score, token, beam, log-prob, stopped), best first, without those at -inf;
-    sequences: [beams, >= length]. Returns the next beams as (score, token, beam, log-prob) and the
-    decisions.
+    candidates: (rank, score, token, beam, log-prob, stopped), without those at -inf; sequences:
+    [beams, >= length]. Returns the next beams as (score, token, beam, log-prob) and the decisions.
     """
     rules, state, at = slot.rules, slot.state, slot.slot
     was_done = bool(state.done[at])
     generated = length + 1 - slot.prompt_length
     at_end = rules != RULES["scorer"] and 0 < slot.max_length <= length + 1
     code = {name: number for number, name in enumerate(DECISIONS)}
-    decisions = [code["unused"]] * len(candidates)
+    decisions = [code["unused"]] * num_candidates
     going: list[tuple[float, int, int, float]] = []
     stopped: list[tuple[int, float, int, int, float]] = []
-    for rank, (score, token, beam, log_prob, is_stopped) in enumerate(candidates):
+    for rank, score, token, beam, log_prob, is_stopped in candidates:
         ends = token in slot.end_tokens or is_stopped or at_end
         if not ends:
             if len(going) < slot.num_beams:
@@ -210,7 +214,7 @@ def _step_request(
             state.status[at] |= STATUS_CONTINUATIONS
             state.done[at] = 1
             return [], decisions
-        best = max(score for score, *_ in candidates)
+        best = max(score for _, score, *_ in candidates)
     else:
         # Where too few go on, those that have stopped do, far below.
         for rank, score, token, beam, log_prob in stopped[: slot.num_beams - len(going)]:
@@ -254,21 +258,22 @@ def beam_step(
     sequences: Tensor | None = None,
     stopped: Tensor | None = None,
     bonus: Tensor | None = None,
+    rows: int | None = None,
     rules: Rules = "generate",
 ) -> BeamStep:
     """Turn each request's candidates into its next beams; see ``lmdecode.beam_step``."""
     requests, num_candidates = scores.shape
     which = list(range(requests)) if slots is None else slots.tolist()
-    widths = [int(parameters.num_beams[slot]) for slot in which]
     width = state.scores.shape[1]
     first = (
         [r * width for r in range(requests + 1)] if row_offsets is None else row_offsets.tolist()
     )
     parent_first = first if parent_offsets is None else parent_offsets.tolist()
+    rows = first[-1] if rows is None else rows
     step = BeamStep(
-        torch.zeros(first[-1]),
-        torch.zeros(first[-1], dtype=torch.int64),
-        torch.zeros(first[-1], dtype=torch.int64),
+        torch.full((rows,), -_INF),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows, dtype=torch.int64),
         torch.zeros((requests, num_candidates), dtype=torch.int32),
     )
     for r, at in enumerate(which):
@@ -277,12 +282,14 @@ def beam_step(
         if failed and not state.done[at]:
             state.status[at] |= failed
             state.done[at] = 1
+        was_done = bool(state.done[at])
         length = int(state.lengths[at]) if sequences is None else sequences.shape[2]
         going: list[tuple[float, int, int, float]] = []
         lockstep = rules != "scorer" and not failed and not int(state.status[at])
-        if lockstep or not state.done[at]:
+        if lockstep or not was_done:
             candidates = [
                 (
+                    i,
                     float(scores[r, i]),
                     int(tokens[r, i]),
                     int(beams[r, i]),
@@ -295,24 +302,35 @@ def beam_step(
             going, decisions = _step_request(
                 slot,
                 candidates,
+                num_candidates,
                 state.sequences[at] if sequences is None else sequences[r],
                 length,
                 [0.0] * width if bonus is None else bonus[r].tolist(),
             )
-            step.decisions[r, : len(decisions)] = torch.tensor(decisions, dtype=torch.int32)
-        if not going:  # ended before, or just now by a failure
-            going = [(0.0, slot.pad_token, beam, 0.0) for beam in range(widths[r])]
-            next_parents = [0 if rules == "scorer" else beam for beam in range(widths[r])]
-            parents = [p if rules == "scorer" else parent_first[r] + p for p in next_parents]
-        else:
+            step.decisions[r] = torch.tensor(decisions, dtype=torch.int32)
+
+        def own(beam: int, r: int = r) -> int:
+            """Return the request's row of this beam, or its last one where it has fewer."""
+            if r + 1 < len(parent_first):
+                beam = min(beam, max(parent_first[r + 1] - parent_first[r] - 1, 0))
+            return parent_first[r] + beam
+
+        if going:
             parents = [parent_first[r] + beam for _, _, beam, _ in going]
-        rows = slice(first[r], first[r] + widths[r])
-        step.scores[rows] = torch.tensor([g[0] for g in going])
-        step.tokens[rows] = torch.tensor([g[1] for g in going])
-        step.parents[rows] = torch.tensor(parents)
+        else:  # ended before, or just now by a failure
+            going = [(0.0, slot.pad_token, beam, 0.0) for beam in range(slot.num_beams)]
+            parents = [0 if rules == "scorer" else own(beam) for beam in range(slot.num_beams)]
+        # What the request does not use of its rows is the beam of no search.
+        unused = range(slot.num_beams, first[r + 1] - first[r])
+        here = slice(first[r], first[r + 1])
+        step.scores[here] = torch.tensor([g[0] for g in going] + [-_INF for _ in unused])
+        step.tokens[here] = torch.tensor([g[1] for g in going] + [slot.pad_token for _ in unused])
+        step.parents[here] = torch.tensor(parents + [own(beam) for beam in unused])
         if sequences is None:
-            state.scores[at, : widths[r]] = step.scores[rows]
-            _advance(slot, [g[1] for g in going], [g[2] for g in going], [g[3] for g in going])
+            state.scores[at, : slot.num_beams] = torch.tensor([g[0] for g in going])
+            # A search that was done stays where its sequences are full.
+            if not was_done or length < state.sequences.shape[2]:
+                _advance(slot, [g[1] for g in going], [g[2] for g in going], [g[3] for g in going])
     return step
 
 
@@ -320,7 +338,7 @@ def _open_beams(slot: _Slot, sequences: Tensor, length: int, scores: Tensor) -> 
     """Add the running beams of a search that is not done to its hypotheses."""
     for beam in range(slot.num_beams):
         score = float(scores[beam])
-        if score == -_INF:
+        if not score > -_INF:
             continue
         place = slot.add(slot.normalised(score, length - slot.prompt_length))
         if place is not None:
