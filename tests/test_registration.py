@@ -41,6 +41,7 @@ def test_ops() -> None:
         "lmdecode::beam_step",
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
+        "lmdecode::log_softmax_top_k.processed",
         "lmdecode::reorder_cache_",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
@@ -215,6 +216,42 @@ def test_opcheck_log_softmax_top_k(layout: str) -> None:
     opcheck(op, (x, torch.stack((BEAM_SCORES, BEAM_SCORES), dim=1)[:, 0], 100, 4, None))
 
 
+def processors(requests: int) -> dict[str, Any]:
+    """Of a call of log_softmax_top_k with 4 rows: numbers for all, tensors of one a request."""
+    return {
+        "sequences": torch.arange(24).view(4, 6) % 5,
+        "lengths": torch.arange(requests) + 4,
+        "repetition_penalty": torch.linspace(1.1, 2.0, requests),
+        "no_repeat_ngram_size": 2,
+        "end_tokens": torch.tensor([7, -1]),
+        "min_lengths": torch.full((requests,), 5),
+        "suppressed_tokens": torch.arange(requests * 3).view(requests, 3),
+        "forced_tokens": torch.arange(4) - 3,
+        "diversity_tokens": torch.full((requests, 2), 9),
+        "diversity_penalty": 0.5,
+        "bias": torch.linspace(-1, 1, 4 * VOCAB).view(4, VOCAB),
+        "token_bitmask": torch.full((requests, 2), -3, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("layout", ["dense", "half", "columns"])
+def test_opcheck_log_softmax_top_k_processed(layout: str) -> None:
+    op = torch.ops.lmdecode.log_softmax_top_k.processed
+    x = beam_logits(layout)
+    p = processors(2)
+    numbers = (
+        p["sequences"], None, 1.2, None, 3, None, p["end_tokens"], 5, None,
+        *(None, None, None, 0.0, None, None, None),
+    )  # fmt: skip
+    tensors = (
+        p["sequences"], p["lengths"], 1.0, p["repetition_penalty"], 0, torch.tensor([2, 0]),
+        p["end_tokens"], 0, p["min_lengths"], p["suppressed_tokens"], p["forced_tokens"],
+        p["diversity_tokens"], 0.0, torch.tensor([0.5, 1.0]), p["bias"], p["token_bitmask"],
+    )  # fmt: skip
+    opcheck(op, (x, BEAM_SCORES, 5, 2, None, *numbers))
+    opcheck(op, (x, BEAM_SCORES, 100, 1, torch.tensor([0, 1, 4]), *tensors))
+
+
 def test_fakes_know_shapes_dtypes_and_devices() -> None:
     """The meta device stands for any other."""
     x = torch.empty(5, 70, device="meta", dtype=torch.bfloat16)
@@ -235,6 +272,14 @@ def test_fakes_know_shapes_dtypes_and_devices() -> None:
             assert fake.device.type == "meta"
             shape = (want.shape, want.dtype, want.stride())
             assert (fake.shape, fake.dtype, fake.stride()) == shape
+    options = processors(2)
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    x, scores = beam_logits("half"), BEAM_SCORES
+    fakes = lmdecode.log_softmax_top_k(x.to("meta"), scores.to("meta"), 7, num_beams=2, **on_meta)
+    reals = lmdecode.log_softmax_top_k(x, scores, 7, num_beams=2, **options)
+    for fake, want in zip(fakes, reals, strict=True):
+        assert fake.device.type == "meta"
+        assert (fake.shape, fake.dtype, fake.stride()) == (want.shape, want.dtype, want.stride())
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -378,6 +423,20 @@ def test_compile_log_softmax_top_k(backend: str) -> None:
 
         calls = [(beam_logits("dense"), BEAM_SCORES), (beam_logits("columns"), BEAM_SCORES - 1)]
         check_compiled(step, *calls, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_log_softmax_top_k_with_processors(backend: str) -> None:
+    options = processors(2)
+    names = list(options)
+
+    def step(x: torch.Tensor, *values: Any) -> lmdecode.BeamCandidates:
+        chosen = dict(zip(names, values, strict=True))
+        return lmdecode.log_softmax_top_k(x, BEAM_SCORES, 5, num_beams=2, **chosen)
+
+    longer = {**options, "lengths": options["lengths"] + 1, "bias": options["bias"] * 2}
+    calls = [(beam_logits("dense"), *chosen.values()) for chosen in (options, longer)]
+    check_compiled(step, *calls, backend=backend)
 
 
 def test_compile_log_softmax_top_k_with_dynamic_shapes() -> None:

@@ -13,6 +13,7 @@ import lmdecode
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
+from benchmarks.sampling.peers import has_transformers
 
 GROUP = "log_softmax_top_k"
 NUM_BEAMS = 4
@@ -23,6 +24,11 @@ SMALL_VOCAB = 8192
 
 CHAIN, LOG_SOFTMAX_ALONE = "log_softmax, add, topk", "log_softmax alone"
 TRANSFORMERS_STEP = "the same on a float32 copy, div, mod"
+PROCESSOR_CHAIN, WITHOUT = "transformers' processors in between", "lmdecode without processors"
+
+# A usual set of processors, and the tokens that a beam has so far.
+HISTORY = 128
+REPETITION_PENALTY, NGRAM, END_TOKEN = 1.2, 3, 2
 
 
 @lru_cache(maxsize=2)
@@ -65,8 +71,56 @@ def _transformers_step(logits: Tensor) -> Callable[[], object]:
     return step
 
 
+def _history(logits: Tensor) -> Tensor:
+    """Return tokens that the model found likely, which repeat themselves now and then."""
+    generator = torch.Generator().manual_seed(1)
+    likely = logits.float().topk(4 * HISTORY).indices
+    places = torch.randint(0, likely.shape[1], (len(logits), HISTORY), generator=generator)
+    return likely.gather(1, places)
+
+
+def _ours_processed(logits: Tensor) -> Callable[[], object]:
+    requests = len(logits) // NUM_BEAMS
+    return partial(
+        lmdecode.log_softmax_top_k,
+        logits,
+        _beam_scores(logits),
+        CANDIDATES,
+        num_beams=NUM_BEAMS,
+        sequences=_history(logits),
+        lengths=torch.full((requests,), HISTORY),
+        repetition_penalty=REPETITION_PENALTY,
+        no_repeat_ngram_size=NGRAM,
+        end_tokens=torch.tensor([END_TOKEN]),
+        min_lengths=HISTORY + 1,
+    )
+
+
+def _processor_chain(logits: Tensor) -> Callable[[], object]:
+    """Build what generate() does from logits to candidates, with the processors in their order."""
+    from transformers.generation import logits_process
+
+    scores, history = _beam_scores(logits)[:, None], _history(logits)
+    processors = logits_process.LogitsProcessorList(
+        [
+            logits_process.RepetitionPenaltyLogitsProcessor(REPETITION_PENALTY),
+            logits_process.NoRepeatNGramLogitsProcessor(NGRAM),
+            logits_process.MinLengthLogitsProcessor(HISTORY + 1, [END_TOKEN]),
+        ]
+    )
+    vocab = logits.shape[1]
+
+    def step() -> object:
+        log_probs = logits.to(torch.float32, copy=True).log_softmax(dim=-1)
+        total = processors(history, log_probs) + scores
+        best, flat = total.view(-1, NUM_BEAMS * vocab).topk(CANDIDATES, dim=-1)
+        return best, flat % vocab, torch.div(flat, vocab, rounding_mode="floor")
+
+    return step
+
+
 def _contestants(
-    with_peers: bool, *, requests: int, vocab: int, dtype: str, inputs: int
+    with_peers: bool, *, requests: int, vocab: int, dtype: str, inputs: int, processors: bool
 ) -> list[Contestant]:
     rows = requests * NUM_BEAMS
     pool = _logits(rows * inputs, vocab, dtype).split(rows)
@@ -82,6 +136,16 @@ def _contestants(
     def log_softmax_alone(logits: Tensor) -> Callable[[], object]:
         return partial(torch.log_softmax, logits, dim=-1)
 
+    if processors:
+        contestants = [contestant(OURS, _ours_processed)]
+        if with_peers:
+            contestants += [
+                contestant(LIMIT, streaming_read),
+                contestant(WITHOUT, _ours, complete=False),
+            ]
+            if has_transformers():
+                contestants.append(contestant(PROCESSOR_CHAIN, _processor_chain))
+        return contestants
     contestants = [contestant(OURS, _ours)]
     if with_peers:
         contestants += [
@@ -94,14 +158,25 @@ def _contestants(
 
 
 def _cases_of(
-    name: str, shapes: list[tuple[int, int, str]], caches: tuple[str, ...], inputs: int = 1
+    name: str,
+    shapes: list[tuple[int, int, str]],
+    caches: tuple[str, ...],
+    inputs: int = 1,
+    processors: bool = False,
 ) -> list[Case]:
     return [
         Case(
             GROUP,
             name,
             {"requests": requests, "beams": NUM_BEAMS, "V": vocab, "dtype": dtype},
-            partial(_contestants, requests=requests, vocab=vocab, dtype=dtype, inputs=inputs),
+            partial(
+                _contestants,
+                requests=requests,
+                vocab=vocab,
+                dtype=dtype,
+                inputs=inputs,
+                processors=processors,
+            ),
             caches=state,
         )
         for requests, vocab, dtype in shapes
@@ -122,6 +197,7 @@ def cases(quick: bool) -> list[Case]:
             ("warm",),
             inputs=4 if quick else 16,
         ),
+        *_cases_of("processed step", small if quick else shapes, ("warm",), processors=True),
     ]
 
 

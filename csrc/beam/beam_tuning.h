@@ -11,6 +11,10 @@ constexpr int64_t kGroupsPerCandidate = 16;
 constexpr int64_t kMinGroups = 256;
 // The search for the threshold ends where it leaves at most kSurplusShare more groups than asked.
 constexpr int64_t kSurplusShare = 4;
+// With processors, for each token that is edited beside the candidates: so many groups, and in
+// rows of fewer tokens than this for each, all log-probabilities are written instead.
+constexpr int64_t kGroupsPerEdit = 2;
+constexpr int64_t kTokensPerEdit = 8;
 // Requests with at most this many candidates are sorted by insertion.
 constexpr int64_t kInsertionSize = 64;
 
@@ -21,6 +25,7 @@ constexpr double kNanosecondsPerCandidate = 4.0;
 constexpr double kStepNanoseconds = 150.0;  // of a request in beam_step and beam_finalize
 constexpr double kStepNanosecondsPerCandidate = 5.0;
 constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
+constexpr double kNanosecondsPerEdit = 15.0;
 constexpr double kMinTaskNanoseconds = 25000.0;
 
 // Threads of the block that merges a request.

@@ -15,8 +15,8 @@ namespace lmdecode {
 
 // Bits of the status of a request; any of them leaves the request without candidates. The numbers
 // are those of top_k_top_p_sample.
-constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN
-constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no beam alive
+constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN, or processors made a NaN of it
+constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no candidate
 constexpr uint8_t kBeamStatusScore = 4;  // a beam score was NaN or +inf
 
 struct LogSoftmaxTopKParams {
@@ -65,6 +65,17 @@ struct LogSoftmaxTopKParams {
   }
   LMD_HOST_DEVICE uint32_t* row_status(int64_t row) const { return row_count(row) + rows; }
 
+  // The request that has the row, where there is one; below `requests` in any case.
+  LMD_HOST_DEVICE int64_t request_of(int64_t row) const {
+    if (row_offsets == nullptr) return row / num_beams;
+    int64_t low = 0, high = requests;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (row_offsets[middle] <= row ? low : high) = middle;
+    }
+    return low;
+  }
+
   struct RowRange {
     int64_t begin, end;
   };
@@ -77,10 +88,15 @@ struct LogSoftmaxTopKParams {
   }
 };
 
-// Runs on the calling thread and torch's worker threads; the arguments have been checked.
-void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params);
+struct LogitsProcessors;
 
-// stream is a cudaStream_t; launches only.
-void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, void* stream);
+// Runs on the calling thread and torch's worker threads; the arguments have been checked.
+// processors: null where there are none.
+void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors);
+
+// stream is a cudaStream_t; launches only. values: [rows, vocab] scratch where there are
+// processors.
+void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
+                            float* values, void* stream);
 
 }  // namespace lmdecode

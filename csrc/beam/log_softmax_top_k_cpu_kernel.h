@@ -47,15 +47,101 @@ void collect_first(const T* x, int64_t n, float lowest, float above, int64_t roo
   if (list->size > full) list->size = full;
 }
 
+// The largest values of groups of tokens, `groups` of them or a few less or more: a first pass over
+// a row, which leaves them in `maxima`, whole vectors.
+struct GroupMaxima {
+  RowMax row;
+  int64_t size;
+};
+template <class T>
+GroupMaxima scan_groups(const T* x, int64_t n, int64_t groups, float* maxima) {
+  const int64_t blocks = n / kBlock;
+  if (groups < beam_tuning::kMinGroups) groups = beam_tuning::kMinGroups;
+  const int64_t group_blocks = blocks * kLanes > groups ? blocks * kLanes / groups : 1;
+  int64_t size = 0;
+  const RowMax row = scan_max_groups(x, n, group_blocks, [&](F32 best) {
+    store(maxima + size, best);
+    size += kLanes;
+  });
+  return {row, size};
+}
+
+// A value that at least `rank` tokens reach, or the lowest that a candidate can have.
+inline float threshold_of(const float* maxima, int64_t size, int64_t rank) {
+  const float lowest = lowest_candidate();
+  if (rank > size) return lowest;
+  const float bound = quantile_bound(maxima, size, rank);
+  return bound > lowest ? bound : lowest;
+}
+
+// The second pass: sums the masses, and appends the tokens from the threshold on. next: the row
+// that comes after, or null; it is fetched meanwhile.
+template <class T>
+MassScan scan_row(const T* x, int64_t n, float top, int fraction_bits, float threshold,
+                  CandidateList* list, const T* next) {
+  return scan_masses<false>(x, n, top, exponent_factor(1.0f), fraction_bits, threshold,
+                            plus_infinity(), list, [&](int64_t i) {
+                              if (next == nullptr) return;
+                              const char* at = reinterpret_cast<const char*>(next + i);
+                              for (int line = 0; line < static_cast<int>(kBlock * sizeof(T));
+                                   line += 64)
+                                __builtin_prefetch(at + line, 0, 2);
+                            });
+}
+
+template <class Score>
+void score_list(const Score score, CandidateList* list) {
+  for (int64_t i = 0; i < list->size; ++i) list->value[i] = score(list->value[i]);
+}
+
+// Cuts the list, of the scores of all tokens with a value from the threshold on, to the best k of
+// the row; equal scores stay in token order. A threshold above the lowest leaves k and more.
+template <class T, class Score>
+void keep_best(const T* x, int64_t n, int64_t k, float threshold, const Score& score,
+               CandidateList* list) {
+  if (list->size < k) return;  // then the threshold was the lowest: these are all
+  make_keys(list, 1.0f);
+  const uint32_t cut = select_top_k(list, k, /*keep_ties=*/false);
+  const float below = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
+  if (cut > kMinusInfinityKey && order_key(score(below)) >= cut) {
+    // Others, or the whole row beside a beam score of -1e9, tie with the last candidate.
+    keep_from(list, cut + 1, list->size);
+    const int64_t above = list->size;
+    collect_first(x, n, lowest_value(score, cut), lowest_value(score, cut + 1), k - above, list);
+    for (int64_t i = above; i < list->size; ++i) list->value[i] = value_of_key(cut);
+  }
+}
+
+// The list, without what is no candidate, to the row's part of the scratch.
+// log_prob(token): of the token alone.
+template <class LogProb>
+void write_row(const LogSoftmaxTopKParams& params, int64_t row, const CandidateList& list,
+               uint8_t status, LogProb log_prob) {
+  float *scores = params.row_scores(row), *log_probs = params.row_log_probs(row);
+  uint32_t* tokens = params.row_tokens(row);
+  uint32_t size = 0;
+  for (int64_t i = 0; i < list.size; ++i) {
+    if (!(list.value[i] > minus_infinity())) continue;
+    const uint32_t token = list.token[i];
+    scores[size] = list.value[i];
+    log_probs[size] = log_prob(token);
+    tokens[size++] = token;
+  }
+  *params.row_count(row) = size;
+  *params.row_status(row) = status;
+}
+
 template <class T>
 class RowCandidates {
  public:
   // maxima: scratch for the vocabulary's size.
   RowCandidates(const LogSoftmaxTopKParams& params, CandidateList list, float* maxima)
-      : params_(params), list_(list), maxima_(maxima), n_(params.vocab), k_(params.row_candidates) {
-    fraction_bits_ = mass_fraction_bits(n_);
-    factor_ = exponent_factor(1.0f);
-  }
+      : params_(params),
+        list_(list),
+        maxima_(maxima),
+        n_(params.vocab),
+        k_(params.row_candidates),
+        fraction_bits_(mass_fraction_bits(params.vocab)) {}
 
   // Leaves the row's best candidates, equal scores in token order, and its status in the scratch.
   // next: the row that comes after, or null; it is fetched meanwhile.
@@ -64,82 +150,37 @@ class RowCandidates {
     const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
     uint8_t status = beam_score_status(beam_score);
     if (status == 0 && is_alive(beam_score)) status = find(x, beam_score, next);
-    float *scores = params_.row_scores(row), *log_probs = params_.row_log_probs(row);
-    uint32_t* tokens = params_.row_tokens(row);
-    uint32_t size = 0;
-    for (int64_t i = 0; i < list_.size; ++i) {
-      if (!(list_.value[i] > minus_infinity())) continue;
-      const uint32_t token = list_.token[i];
-      scores[size] = list_.value[i];
-      log_probs[size] = score_.log_prob(to_float(x[token]));
-      tokens[size++] = token;
-    }
-    *params_.row_count(row) = size;
-    *params_.row_status(row) = status;
+    write_row(params_, row, list_, status,
+              [&](uint32_t token) { return score_.log_prob(to_float(x[token])); });
   }
 
  private:
   // Lists the row's best: list_.value holds their scores.
   uint8_t find(const T* x, float beam_score, const T* next) {
-    const int64_t blocks = n_ / kBlock;
-    int64_t groups = k_ * beam_tuning::kGroupsPerCandidate;
-    if (groups < beam_tuning::kMinGroups) groups = beam_tuning::kMinGroups;
-    const int64_t group_blocks = blocks * kLanes > groups ? blocks * kLanes / groups : 1;
-    int64_t maxima = 0;
-    const RowMax scan = scan_max_groups(x, n_, group_blocks, [&](F32 best) {
-      store(maxima_ + maxima, best);
-      maxima += kLanes;
-    });
-    if (scan.has_nan) return kBeamStatusNan;
-    if (!(scan.max > minus_infinity())) return kBeamStatusEmpty;
-    const float top = scan.max + 0.0f;  // -0.0 or 0.0: it depends on the order of the lanes
+    const GroupMaxima groups = scan_groups(x, n_, k_ * beam_tuning::kGroupsPerCandidate, maxima_);
+    if (groups.row.has_nan) return kBeamStatusNan;
+    if (!(groups.row.max > minus_infinity())) return kBeamStatusEmpty;
+    const float top = groups.row.max + 0.0f;  // -0.0 or 0.0: it depends on the order of the lanes
     if (top == plus_infinity()) {
       const int64_t share = count_from(x, n_, top);
       collect_first(x, n_, top, __builtin_nanf(""), k_, &list_);
       score_ = CandidateScore::of_row(top, static_cast<uint64_t>(share), 0, beam_score);
-      score_list();
+      score_list(score_, &list_);
       return 0;
     }
-    float threshold = lowest_candidate();
-    if (k_ <= maxima) {
-      const float bound = quantile_bound(maxima_, maxima, k_);
-      threshold = bound > threshold ? bound : threshold;
-    }
-    const MassScan masses = scan_masses<false>(
-        x, n_, top, factor_, fraction_bits_, threshold, plus_infinity(), &list_, [&](int64_t i) {
-          if (next == nullptr) return;
-          const char* at = reinterpret_cast<const char*>(next + i);
-          for (int line = 0; line < static_cast<int>(kBlock * sizeof(T)); line += 64)
-            __builtin_prefetch(at + line, 0, 2);
-        });
+    const float threshold = threshold_of(maxima_, groups.size, k_);
+    const MassScan masses = scan_row(x, n_, top, fraction_bits_, threshold, &list_, next);
     score_ = CandidateScore::of_row(top, masses.total, fraction_bits_, beam_score);
-    score_list();
-    if (list_.size < k_) return 0;  // then the threshold was the lowest: these are all
-    make_keys(&list_, 1.0f);
-    const uint32_t cut = select_top_k(&list_, k_, /*keep_ties=*/false);
-    const float below = value_of_key(order_key(threshold) - 1);  // the largest that was not listed
-    if (cut > kMinusInfinityKey && order_key(score_(below)) >= cut) {
-      // Others, or the whole row beside a beam score of -1e9, tie with the last candidate.
-      keep_from(&list_, cut + 1, list_.size);
-      const int64_t above = list_.size;
-      collect_first(x, n_, score_.lowest_logit(cut), score_.lowest_logit(cut + 1), k_ - above,
-                    &list_);
-      for (int64_t i = above; i < list_.size; ++i) list_.value[i] = value_of_key(cut);
-    }
+    score_list(score_, &list_);
+    keep_best(x, n_, k_, threshold, score_, &list_);
     return 0;
-  }
-
-  void score_list() {
-    const CandidateScore score = score_;
-    for (int64_t i = 0; i < list_.size; ++i) list_.value[i] = score(list_.value[i]);
   }
 
   const LogSoftmaxTopKParams& params_;
   CandidateList list_;
   float* maxima_;
   const int64_t n_, k_;
-  int fraction_bits_;
-  float factor_;
+  const int fraction_bits_;
   CandidateScore score_{};  // of the row at hand
 };
 

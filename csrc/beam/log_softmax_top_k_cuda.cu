@@ -2,6 +2,7 @@
 #include "beam/beam_tuning.h"
 #include "beam/log_softmax_top_k.h"
 #include "beam/log_softmax_top_k_kernel.cuh"
+#include "beam/processor_rows_kernel.cuh"
 #include "sampling/row_launch.h"
 
 namespace lmdecode {
@@ -15,8 +16,18 @@ void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
               sizeof(T), params, stream);
 }
 
-void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
-  switch (params.dtype) {
+template <class T>
+void launch(const ProcessedParams& params, cudaStream_t stream) {
+  const LogSoftmaxTopKParams& call = params.call;
+  launch_rows(kOp, &beam_cuda::processor_row_kernel<T>, call.rows, call.vocab, sizeof(T), params,
+              stream);
+  launch_rows(kOp, &beam_cuda::processed_row_kernel, call.rows, call.vocab, sizeof(float), params,
+              stream);
+}
+
+template <class Params>
+void launch(DType dtype, const Params& params, cudaStream_t stream) {
+  switch (dtype) {
     case DType::kFloat32:
       return launch<float>(params, stream);
     case DType::kFloat16:
@@ -28,10 +39,14 @@ void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, void* stream) {
+void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
+                            float* values, void* stream) {
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.rows > 0) launch(params, cuda_stream);
   if (params.requests == 0) return;
+  if (params.rows > 0 && processors == nullptr) launch(params.dtype, params, cuda_stream);
+  if (params.rows > 0 && processors != nullptr) {
+    launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
+  }
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   const int64_t blocks = params.requests < kMaxGrid ? params.requests : kMaxGrid;
   beam_cuda::

@@ -17,10 +17,10 @@ using sampling_cuda::RowSlice;
 using sampling_cuda::RowStorage;
 using sampling_cuda::Word;
 
-// CandidateScore::lowest_logit() with a warp's lanes trying 32 logits at a time. All lanes, same
-// values.
-__device__ inline float lowest_logit(const CandidateScore& score, uint32_t score_key) {
-  uint32_t low = kMinusInfinityKey, high = order_key(static_cast<float>(score.max));
+// lowest_value() with a warp's lanes trying 32 values at a time. All lanes, same values.
+template <class Score>
+__device__ float lowest_value_of_warp(const Score& score, uint32_t score_key) {
+  uint32_t low = kMinusInfinityKey, high = order_key(score.top());
   if (order_key(score(value_of_key(high))) < score_key) return float_of(0x7fc00000u);
   while (high - low > 1) {  // low does not reach the key, high does
     const uint32_t step = (high - low + cuda::kWarpSize) / (cuda::kWarpSize + 1);
@@ -69,7 +69,7 @@ class RowCandidates {
     cluster_.sync();
   }
 
- private:
+ protected:
   struct Scan {
     Word max_key, has_nan;
   };
@@ -107,9 +107,10 @@ class RowCandidates {
   }
 
   // The row's first candidates in the order "score descending, then token".
-  __device__ KeptSet best_of(const RowSlice<T>& slice, const CandidateScore& score) {
+  template <class Score>
+  __device__ KeptSet best_of(const RowSlice<T>& slice, const Score& score) {
     using namespace sampling_cuda;
-    const KeptSet all = kept_from(beam_cuda::lowest_logit(score, kMinusInfinityKey + 1));
+    const KeptSet all = kept_from(lowest_value_of_warp(score, kMinusInfinityKey + 1));
     const Word k = static_cast<Word>(params_.row_candidates);
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{all}, weight_,
@@ -117,7 +118,7 @@ class RowCandidates {
     if (!cut.reached) return all;
     // Other logits may have the score of the last one.
     const uint32_t key = order_key(score(value_of_short_key<T>(cut.key)));
-    KeptSet best{beam_cuda::lowest_logit(score, key), beam_cuda::lowest_logit(score, key + 1)};
+    KeptSet best{lowest_value_of_warp(score, key), lowest_value_of_warp(score, key + 1)};
     Sums counts{0, 0};
     slice.each([&](float logit, uint32_t) {
       counts.first += logit >= best.above_ties;
@@ -136,7 +137,8 @@ class RowCandidates {
   }
 
   // The set to the scratch, in any order.
-  __device__ void write(const RowSlice<T>& slice, const CandidateScore& score, const KeptSet& set) {
+  template <class Score>
+  __device__ void write(const RowSlice<T>& slice, const Score& score, const KeptSet& set) {
     RowStorage& storage = cluster_.storage();
     cluster_.sync();
     if (cluster_.rank() == 0 && threadIdx.x == 0) storage.ranked_size = 0;
@@ -152,7 +154,7 @@ class RowCandidates {
       tokens[at] = token;
     });
     cluster_.sync();
-    finish(storage.ranked_size, 0);  // the first block's
+    finish(cluster_.rank() == 0 ? storage.ranked_size : 0, 0);  // nobody wrote the others'
   }
 
   __device__ void finish(uint32_t count, uint8_t status) {

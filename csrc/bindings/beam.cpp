@@ -4,7 +4,9 @@
 namespace lmdecode {
 namespace {
 
-void run(const LogSoftmaxTopKParams& params, const Tensor&) { log_softmax_top_k_cpu(params); }
+void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors, const Tensor&) {
+  log_softmax_top_k_cpu(params, processors);
+}
 
 struct NoGuard {
   explicit NoGuard(const Tensor&) {}
@@ -16,4 +18,5 @@ struct NoGuard {
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   using namespace lmdecode;
   m.impl("log_softmax_top_k", TORCH_BOX((&LogSoftmaxTopKOp<run, NoGuard>::call)));
+  m.impl("log_softmax_top_k.processed", TORCH_BOX((&LogSoftmaxTopKOp<run, NoGuard>::processed)));
 }

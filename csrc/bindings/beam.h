@@ -1,8 +1,7 @@
 // Arguments of the beam ops to kernel parameters: shared by the CPU and the CUDA library.
 #pragma once
 
-#include "beam/log_softmax_top_k.h"
-#include "bindings/tensor_checks.h"
+#include "bindings/beam_processors.h"
 
 namespace lmdecode {
 
@@ -82,15 +81,45 @@ inline LogSoftmaxTopKParams log_softmax_top_k_params(const Tensor& logits,
   return p;
 }
 
-// The op on one device, which `run(params, logits)` launches, with the device of the logits
-// selected by Guard.
+// The op on one device, which `run(params, processors, logits)` launches, with the device of the
+// logits selected by Guard; processors is null where there are none.
 template <auto run, class Guard>
 struct LogSoftmaxTopKOp {
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> call(
-      const Tensor& logits, const Tensor& beam_scores, int64_t num_candidates, int64_t num_beams,
-      const std::optional<Tensor>& row_offsets) {
-    LogSoftmaxTopKParams p =
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+  static Result call(const Tensor& logits, const Tensor& beam_scores, int64_t num_candidates,
+                     int64_t num_beams, const OptionalTensor& row_offsets) {
+    return launch(
+        log_softmax_top_k_params(logits, beam_scores, num_candidates, num_beams, row_offsets),
+        nullptr, logits);
+  }
+
+  static Result processed(const Tensor& logits, const Tensor& beam_scores, int64_t num_candidates,
+                          int64_t num_beams, const OptionalTensor& row_offsets,
+                          const OptionalTensor& sequences, const OptionalTensor& lengths,
+                          double repetition_penalty, const OptionalTensor& repetition_penalties,
+                          int64_t no_repeat_ngram_size, const OptionalTensor& no_repeat_ngram_sizes,
+                          const OptionalTensor& end_tokens, int64_t min_length,
+                          const OptionalTensor& min_lengths,
+                          const OptionalTensor& suppressed_tokens,
+                          const OptionalTensor& forced_tokens,
+                          const OptionalTensor& diversity_tokens, double diversity_penalty,
+                          const OptionalTensor& diversity_penalties, const OptionalTensor& bias,
+                          const OptionalTensor& token_bitmask) {
+    const LogSoftmaxTopKParams p =
         log_softmax_top_k_params(logits, beam_scores, num_candidates, num_beams, row_offsets);
+    const LogitsProcessors processors =
+        ProcessorChecks(kLogSoftmaxTopKOp, logits, p)
+            .check({sequences, lengths, repetition_penalty, repetition_penalties,
+                    no_repeat_ngram_size, no_repeat_ngram_sizes, end_tokens, min_length,
+                    min_lengths, suppressed_tokens, forced_tokens, diversity_tokens,
+                    diversity_penalty, diversity_penalties, bias, token_bitmask});
+    return launch(p, &processors, logits);
+  }
+
+ private:
+  static Result launch(LogSoftmaxTopKParams p, const LogitsProcessors* processors,
+                       const Tensor& logits) {
     const Guard guard(logits);
     const int64_t k = p.num_candidates;
     Tensor scores = new_tensor(logits, {p.requests, k}, ScalarType::Float);
@@ -106,7 +135,7 @@ struct LogSoftmaxTopKOp {
     p.status = status.mutable_data_ptr<uint8_t>();
     p.log_probs = log_probs.mutable_data_ptr<float>();
     p.scratch = scratch.mutable_data_ptr<int32_t>();
-    run(p, logits);
+    run(p, processors, logits);
     return {scores, tokens, beams, status, log_probs};
   }
 };

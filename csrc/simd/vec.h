@@ -12,7 +12,8 @@
 //
 //   F32  load(p) for float, BFloat16, Half (exact); splat; + - * /; max(a, b) = a > b ? a : b, so b
 //   where a is NaN;
-//        round_even; a >= b, a > b, a == b, is_nan(a, b) -> Mask; select(mask, a, b)
+//        round_even; subtract_f64(a, b, c): f32((f64(a) - b) - c); a >= b, a > b, a == b, is_nan(a,
+//        b) -> Mask; select(mask, a, b)
 //   U32  load, store, splat, iota, + ^ & | >>, a >= b (unsigned), a == b
 //   U64  pairs of 32-bit lanes: even_lanes, odd_lanes, merge_lanes, multiply_low, high_half, xor3
 //        order4, transpose4: words of groups of four to token order

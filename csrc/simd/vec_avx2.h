@@ -63,6 +63,14 @@ inline Mask is_nan(F32 a, F32 b) {
 inline F32 select(Mask m, F32 a, F32 b) {
   return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(m.v))};
 }
+// f32((f64(a) - b) - c)
+inline F32 subtract_f64(F32 a, double b, double c) {
+  const __m256d first = _mm256_set1_pd(b), second = _mm256_set1_pd(c);
+  const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a.v));
+  const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1));
+  return {_mm256_set_m128(_mm256_cvtpd_ps(_mm256_sub_pd(_mm256_sub_pd(high, first), second)),
+                          _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_sub_pd(low, first), second)))};
+}
 inline F32 approximate_reciprocal(F32 a) { return {_mm256_rcp_ps(a.v)}; }
 inline float reduce_max(F32 a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));

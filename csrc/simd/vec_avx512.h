@@ -50,6 +50,15 @@ inline Mask operator>(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_G
 inline Mask operator==(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline Mask is_nan(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q); }
 inline F32 select(Mask m, F32 a, F32 b) { return {_mm512_mask_blend_ps(m, b.v, a.v)}; }
+// f32((f64(a) - b) - c)
+inline F32 subtract_f64(F32 a, double b, double c) {
+  const __m512d first = _mm512_set1_pd(b), second = _mm512_set1_pd(c);
+  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a.v));
+  const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1));
+  const __m256 low32 = _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_sub_pd(low, first), second));
+  const __m256 high32 = _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_sub_pd(high, first), second));
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(low32), high32, 1)};
+}
 inline F32 approximate_reciprocal(F32 a) { return {_mm512_rcp14_ps(a.v)}; }
 inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 

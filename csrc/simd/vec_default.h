@@ -80,6 +80,11 @@ inline F32 select(Mask m, F32 a, F32 b) {
   LMD_EACH_LANE a.v[i] = m.v[i] ? a.v[i] : b.v[i];
   return a;
 }
+// f32((f64(a) - b) - c)
+inline F32 subtract_f64(F32 a, double b, double c) {
+  LMD_EACH_LANE a.v[i] = static_cast<float>((static_cast<double>(a.v[i]) - b) - c);
+  return a;
+}
 inline F32 approximate_reciprocal(F32 a) { return splat(1.0f) / a; }
 inline float reduce_max(F32 a) {
   float r = a.v[0];

@@ -79,8 +79,8 @@ def _top_k_top_p_sample_out(
 
 
 @torch.library.register_fake("lmdecode::log_softmax_top_k")
-def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets):
-    others = dict(beam_scores=beam_scores, num_beams=row_offsets)
+def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offsets, **processors):
+    others = dict(beam_scores=beam_scores, num_beams=row_offsets, **processors)
     _check_devices("log_softmax_top_k", "logits", logits, others)
     requests = logits.shape[0] // num_beams if row_offsets is None else row_offsets.shape[0] - 1
     shape = (requests, num_candidates)
@@ -154,6 +154,40 @@ def _beam_finalize(
         first.new_empty((*shape, state[2].shape[2]), dtype=torch.int32),
         first.new_empty(shape, dtype=torch.int64),
     )
+
+
+@torch.library.register_fake("lmdecode::log_softmax_top_k.processed")
+def _log_softmax_top_k_processed(
+    logits,
+    beam_scores,
+    num_candidates,
+    num_beams,
+    row_offsets,
+    sequences,
+    lengths,
+    repetition_penalty,
+    repetition_penalties,
+    no_repeat_ngram_size,
+    no_repeat_ngram_sizes,
+    end_tokens,
+    min_length,
+    min_lengths,
+    suppressed_tokens,
+    forced_tokens,
+    diversity_tokens,
+    diversity_penalty,
+    diversity_penalties,
+    bias,
+    token_bitmask,
+):
+    return _log_softmax_top_k(
+        logits, beam_scores, num_candidates, num_beams, row_offsets,
+        sequences=sequences, lengths=lengths, repetition_penalty=repetition_penalties,
+        no_repeat_ngram_size=no_repeat_ngram_sizes, end_tokens=end_tokens, min_lengths=min_lengths,
+        suppressed_tokens=suppressed_tokens, forced_tokens=forced_tokens,
+        diversity_tokens=diversity_tokens, diversity_penalty=diversity_penalties, bias=bias,
+        token_bitmask=token_bitmask,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("lmdecode::reorder_cache_")

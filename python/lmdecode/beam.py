@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ _OP = "log_softmax_top_k"
 _log_softmax_top_k = ops.log_softmax_top_k.default
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
+_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _MAX_INT = (1 << 63) - 1
 
 
@@ -60,12 +62,59 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 
+def _tensors(**values: object) -> Iterator[Tensor | None]:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise _type_error(name, value, "a tensor")
+        yield value
+
+
+def _per_request(name: str, value: object, off: float) -> tuple[Any, Tensor | None]:
+    """Return a number for all requests and, where that is meant, one for each instead of it."""
+    if value is None or isinstance(value, Tensor):
+        return off, value
+    if isinstance(off, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _type_error(name, value, "a float or a tensor")
+        return value, None
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise _type_error(name, value, "an int or a tensor")
+    if not 0 <= value <= _MAX_INT:
+        raise ValueError(f"{_OP}: {name} is {value}; expected an int of 64 bits, 0 or more")
+    return value, None
+
+
+def _end_tokens(
+    end_tokens: Tensor | None, min_lengths: int | Tensor | None
+) -> tuple[Tensor | None, int, Tensor | None]:
+    tokens = next(_tensors(end_tokens=end_tokens))
+    if min_lengths is None:
+        if tokens is not None:
+            raise ValueError(f"{_OP}: min_lengths is None; expected a length beside end_tokens")
+        return None, 0, None
+    if tokens is None:
+        raise ValueError(f"{_OP}: end_tokens is None; expected the tokens that min_lengths bans")
+    return tokens, *_per_request("min_lengths", min_lengths, 0)
+
+
 def log_softmax_top_k(
     logits: Tensor,
     beam_scores: Tensor,
     num_candidates: int,
     *,
     num_beams: int | Sequence[int] | Tensor,
+    sequences: Tensor | None = None,
+    lengths: Tensor | None = None,
+    repetition_penalty: float | Tensor | None = None,
+    no_repeat_ngram_size: int | Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    min_lengths: int | Tensor | None = None,
+    suppressed_tokens: Tensor | None = None,
+    forced_tokens: Tensor | None = None,
+    diversity_tokens: Tensor | None = None,
+    diversity_penalty: float | Tensor | None = None,
+    bias: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
 ) -> BeamCandidates:
     """Find the best continuations of each request's beams, without writing their log-softmax.
 
@@ -76,6 +125,13 @@ def log_softmax_top_k(
     on an exact integer sum: a result depends on nothing but the request's rows, not on the batch,
     the thread count or the CPU's vector width (CUDA: the same by design, emulated, not yet run on a
     GPU).
+
+    The processors act on the log-probabilities of the tokens before the beam's score is added, in
+    the order and with the arithmetic of transformers' logits processors, without renormalising:
+    ``bias``, diversity, repetition penalty, n-grams, ``end_tokens``, ``token_bitmask``,
+    ``forced_tokens``, ``suppressed_tokens``. What they give -inf is no candidate. Each is off
+    where it is None; a number stands for all requests, a tensor holds one for each. Wherever
+    tokens are listed, a number outside [0, vocab), such as -1, is none.
 
     Parameters
     ----------
@@ -93,16 +149,51 @@ def log_softmax_top_k(
         it is a tensor, on the device of the logits. The rows of a request are neighbours, in the
         order of the requests. A CUDA tensor is not looked at before the launch: a request that it
         gives no rows has status 2.
+    sequences : Tensor, optional
+        ``[rows, capacity]`` int64: the tokens so far of each row's beam, for ``repetition_penalty``
+        and ``no_repeat_ngram_size``.
+    lengths : Tensor, optional
+        ``[requests]`` int64: how many tokens of the request's sequences are valid, from the first
+        on; all of them by default. 0 to ``capacity``; on CUDA it is held to these.
+    repetition_penalty : float or Tensor, optional
+        > 0, 1 is off, ``[requests]`` float32: the log-probability of each token of the sequence is
+        multiplied by it, or divided where it is not negative
+        (``RepetitionPenaltyLogitsProcessor``).
+    no_repeat_ngram_size : int or Tensor, optional
+        >= 0, ``[requests]`` int64: no n-gram of this size comes twice in a sequence; 0 is off
+        (``NoRepeatNGramLogitsProcessor``).
+    end_tokens : Tensor, optional
+        ``[tokens]`` or ``[requests, tokens]`` int64: these are banned while the length is below
+        ``min_lengths`` (``MinLengthLogitsProcessor``).
+    min_lengths : int or Tensor, optional
+        ``[requests]`` int64, together with ``end_tokens``; compared with ``lengths``, or with the
+        columns of ``sequences``.
+    suppressed_tokens : Tensor, optional
+        ``[tokens]`` or ``[requests, tokens]`` int64: these are banned, forced ones too.
+    forced_tokens : Tensor, optional
+        ``[requests]`` or ``[rows]`` int64: this token has log-probability 0, all others are banned
+        (``ForcedBOSTokenLogitsProcessor``).
+    diversity_tokens : Tensor, optional
+        ``[requests, tokens]`` int64: what earlier groups of the request have chosen.
+    diversity_penalty : float or Tensor, optional
+        ``[requests]`` float32: subtracted for each time that the token is in ``diversity_tokens``
+        (``HammingDiversityLogitsProcessor``).
+    bias : Tensor, optional
+        ``[vocab]``, ``[requests, vocab]`` or ``[rows, vocab]`` float32: added.
+    token_bitmask : Tensor, optional
+        ``[requests or rows, ceil(vocab / 32)]`` int32: token t is allowed where bit t % 32 of
+        number t // 32 is set, the convention of xgrammar and llguidance.
 
     Returns
     -------
     BeamCandidates
         ``scores`` float32, ``tokens`` int64 and ``beams`` int64, each [requests, num_candidates];
         where a request has fewer candidates above -inf: -inf, 0 and 0. ``status`` [requests]
-        uint8: bit 0 a logit was NaN, bit 1 a row had no logit above -inf or every beam score was
-        -inf, bit 2 a beam score was NaN or +inf; a request with a status has no candidates.
-        ``log_probs`` float32 [requests, num_candidates]: of the tokens alone, the scores without
-        those of the beams; -inf where there is no candidate.
+        uint8: bit 0 a logit was NaN, or became so by a bias or penalty, bit 1 a row had no logit
+        above -inf or the request no candidate, bit 2 a beam score was NaN or +inf; a request with a
+        status has no candidates. ``log_probs`` float32 [requests, num_candidates]: of the
+        tokens alone, after the processors, the scores without those of the beams; -inf where there
+        is no candidate.
 
     Raises
     ------
@@ -114,6 +205,7 @@ def log_softmax_top_k(
     if not isinstance(beam_scores, Tensor):
         raise _type_error("beam_scores", beam_scores, "a tensor")
     _check_count("num_candidates", num_candidates)
+    offsets = None
     if isinstance(num_beams, (int, torch.SymInt)):
         _check_count("num_beams", num_beams)
         if beam_scores.dim() == 2:
@@ -123,13 +215,52 @@ def log_softmax_top_k(
                     f"expected [rows] or [requests, {num_beams}]"
                 )
             beam_scores = beam_scores.reshape(-1)
-        return BeamCandidates(
-            *_log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, None)
-        )
-    if not isinstance(num_beams, (Tensor, Sequence)) or isinstance(num_beams, (str, bytes)):
+    elif isinstance(num_beams, (Tensor, Sequence)) and not isinstance(num_beams, (str, bytes)):
+        offsets = _row_offsets(num_beams, logits.device)
+        num_beams = 1
+    else:
         raise _type_error("num_beams", num_beams, "an int, a sequence of ints or a tensor")
-    offsets = _row_offsets(num_beams, logits.device)
-    return BeamCandidates(*_log_softmax_top_k(logits, beam_scores, num_candidates, 1, offsets))
+    if (
+        sequences is None
+        and lengths is None
+        and end_tokens is None
+        and min_lengths is None
+        and suppressed_tokens is None
+        and forced_tokens is None
+        and diversity_tokens is None
+        and bias is None
+        and token_bitmask is None
+        and repetition_penalty is None
+        and no_repeat_ngram_size is None
+        and diversity_penalty is None
+    ):
+        return BeamCandidates(
+            *_log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, offsets)
+        )
+    processors = (
+        *_tensors(sequences=sequences, lengths=lengths),
+        *_per_request("repetition_penalty", repetition_penalty, 1.0),
+        *_per_request("no_repeat_ngram_size", no_repeat_ngram_size, 0),
+        *_end_tokens(end_tokens, min_lengths),
+        *_tensors(
+            suppressed_tokens=suppressed_tokens,
+            forced_tokens=forced_tokens,
+            diversity_tokens=diversity_tokens,
+        ),
+        *_per_request("diversity_penalty", diversity_penalty, 0.0),
+        *_tensors(bias=bias, token_bitmask=token_bitmask),
+    )
+    if (diversity_tokens is None) != (diversity_penalty is None):
+        missing = "diversity_tokens" if diversity_tokens is None else "diversity_penalty"
+        raise ValueError(
+            f"{_OP}: {missing} is None; expected diversity_tokens and diversity_penalty together"
+        )
+    return BeamCandidates(
+        *_log_softmax_top_k_processed(
+            logits, beam_scores, num_candidates, num_beams, offsets, *processors
+        )
+    )
+
 
 
 def beam_step(

@@ -20,12 +20,12 @@ class BeamCandidates(NamedTuple):
         [requests, num_candidates] int64, counted from 0 within the request; 0 where there is no
         candidate.
     status
-        [requests] uint8, a sum of bits, 0 if all is well: 1, a logit was NaN; 2, a row had no
-        logit above ``-inf``, or every beam score was ``-inf``; 4, a beam score was NaN or ``+inf``.
-        With any of them the request has no candidates.
+        [requests] uint8, a sum of bits, 0 if all is well: 1, a logit was NaN, or a bias or penalty
+        made a NaN of it; 2, a row had no logit above ``-inf``, or the request no candidate; 4, a
+        beam score was NaN or ``+inf``. With any of them the request has no candidates.
     log_probs
-        [requests, num_candidates] float32, the log-probability of the token alone: the score
-        without the beam's; ``-inf`` where there is no candidate.
+        [requests, num_candidates] float32, the log-probability of the token alone, after the
+        processors: the score without the beam's; ``-inf`` where there is no candidate.
     """
 
     scores: torch.Tensor

@@ -123,11 +123,12 @@ class BeamCase:
     beam_scores: torch.Tensor
     num_candidates: int
     num_beams: int | list[int] | torch.Tensor
+    processors: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Callable[..., BeamCandidates]) -> BeamCandidates:
         """Call ``op`` with the arguments of the case."""
         arguments = (self.logits, self.beam_scores, self.num_candidates)
-        return op(*arguments, num_beams=self.num_beams)
+        return op(*arguments, num_beams=self.num_beams, **self.processors)
 
     def to(self, device: torch.device | str) -> BeamCase:
         """Return the case with its tensors on another device."""
@@ -137,13 +138,18 @@ class BeamCase:
             logits=self.logits.to(device),
             beam_scores=self.beam_scores.to(device),
             num_beams=beams.to(device) if isinstance(beams, torch.Tensor) else beams,
+            processors={
+                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                for name, value in self.processors.items()
+            },
         )
 
     def __str__(self) -> str:
         shape, strides = tuple(self.logits.shape), self.logits.stride()
         return (
             f"{self.name}: {self.logits.dtype} {shape} strides {strides}, beam_scores "
-            f"{self.beam_scores.tolist()}, {self.num_candidates} of {self.num_beams} beams"
+            f"{self.beam_scores.tolist()}, {self.num_candidates} of {self.num_beams} beams, "
+            f"processors {list(self.processors)}"
         )
 
 
@@ -153,15 +159,18 @@ def beam_cases(
     *,
     vocab_sizes: Sequence[int] = SMALL_VOCAB_SIZES,
     extremes: bool = True,
+    processors: bool = False,
 ) -> Iterator[BeamCase]:
     """Yield random calls of ``log_softmax_top_k`` on the CPU; see ``sampling_cases``.
 
     ``extremes``: also NaN, infinities and beam scores far from any log-probability.
+    ``processors``: with a random choice of these.
     """
     for number in range(count):
         maker = _CaseMaker(random.Random(f"beam/{seed}/{number}"), extremes)
         name = f"beam_cases(seed={seed}, extremes={extremes}) case {number}"
-        yield maker.beam_case(name, maker.choice.choice(vocab_sizes))
+        case = maker.beam_case(name, maker.choice.choice(vocab_sizes))
+        yield replace(case, processors=maker.processors(case)) if processors else case
 
 
 def assert_same_bits(actual: Any, expected: Any, case: object = "") -> None:
@@ -415,3 +424,108 @@ class _CaseMaker:
         return BeamCase(
             name, logits, self.row_tensor(scores, torch.float32), choice.choice(sizes), beams
         )
+
+    # --- Processors of log_softmax_top_k ----------------------------------------------------------
+
+    def processors(self, case: BeamCase) -> dict[str, Any]:
+        """Each with its own chance; numbers that are no token among the tokens."""
+        choice, (rows, vocab) = self.choice, case.logits.shape
+        beams = case.num_beams
+        requests = rows // beams if isinstance(beams, int) else len(beams)
+        makers = (
+            self.history, self.end_tokens, self.suppressed, self.forced, self.diversity, self.bias,
+            self.bitmask,
+        )  # fmt: skip
+        often = choice.choice((0.2, 0.5, 0.9))
+        chosen: dict[str, Any] = {}
+        for maker in makers:
+            if self.chance(often if maker != self.forced else 0.15):
+                chosen |= maker(rows, requests, vocab)
+        if "end_tokens" in chosen and "sequences" not in chosen:
+            lengths = [choice.randint(0, 12) for _ in range(requests)]
+            chosen["lengths"] = self.row_tensor(lengths, torch.int64)
+        return chosen
+
+    def token_matrix(self, rows: int, columns: int, vocab: int) -> torch.Tensor:
+        """[rows, columns] of tokens, some of them often, and of a few numbers that are none."""
+        values = [
+            [self.choice.randrange(-2, vocab + 2) for _ in range(min(vocab + 4, 6))]
+            for _ in range(rows)
+        ]
+        dense = torch.tensor(
+            [
+                [
+                    self.choice.choice(often)
+                    if self.chance(0.6)
+                    else self.choice.randrange(-2, vocab + 2)
+                    for _ in range(columns)
+                ]
+                for often in values
+            ],
+            dtype=torch.int64,
+        ).reshape(rows, columns)
+        if self.chance(0.3):  # a slice, steps
+            wide = torch.full((rows, 2 * columns + 3), 1, dtype=torch.int64)
+            return wide[:, 1 : 1 + 2 * columns : 2].copy_(dense)
+        return dense
+
+    def history(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        choice, capacity = self.choice, self.choice.choice((0, 1, 3, 10, 40, 150))
+        chosen: dict[str, Any] = {"sequences": self.token_matrix(rows, capacity, vocab)}
+        if self.chance(0.7):
+            lengths = [choice.randint(0, capacity) for _ in range(requests)]
+            chosen["lengths"] = self.row_tensor(lengths, torch.int64)
+        penalties = (1.0, 1.2, 0.7, 3.0, 1.0 + 2**-23, *((1e-30, 1e30) if self.extremes else ()))
+        penalty = self.parameter(requests, lambda: choice.choice(penalties), (torch.float32,))
+        sizes = self.parameter(requests, lambda: choice.choice((0, 1, 2, 2, 3, 7)), (torch.int64,))
+        chosen |= {} if penalty is None else {"repetition_penalty": penalty}
+        return chosen | ({} if sizes is None else {"no_repeat_ngram_size": sizes})
+
+    def token_lists(self, requests: int, vocab: int) -> torch.Tensor:
+        size = self.choice.choice((0, 1, 2, 5, vocab // 2))
+        lists = self.token_matrix(requests, min(size, 300), vocab)
+        return lists[0] if requests and self.chance(0.5) else lists
+
+    def end_tokens(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        least = self.choice.randint(0, 20)
+        lengths = [self.choice.randint(0, 20) for _ in range(requests)]
+        min_lengths = least if self.chance(0.5) else self.row_tensor(lengths, torch.int64)
+        return {"end_tokens": self.token_lists(requests, vocab), "min_lengths": min_lengths}
+
+    def suppressed(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        return {"suppressed_tokens": self.token_lists(requests, vocab)}
+
+    def forced(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        count = self.choice.choice((rows, requests))
+        tokens = [self.choice.randrange(vocab) if self.chance(0.5) else -1 for _ in range(count)]
+        return {"forced_tokens": self.row_tensor(tokens, torch.int64)}
+
+    def diversity(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        penalties = (0.0, 0.5, 0.3, 1.7, -2.0, *((1e38, -1e38) if self.extremes else ()))
+        penalty = self.parameter(requests, lambda: self.choice.choice(penalties), (torch.float32,))
+        columns = self.choice.choice((0, 1, 4, 9))
+        return {
+            "diversity_tokens": self.token_matrix(requests, columns, vocab),
+            "diversity_penalty": 0.5 if penalty is None else penalty,
+        }
+
+    def bias(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        count = self.choice.choice((rows, requests, 0))
+        scale = self.choice.choice((0.0, 0.1, 3.0, 30.0))
+        values = [self.normal(vocab) * scale for _ in range(count or 1)]
+        if self.chance(0.3):
+            special = (-math.inf, 1e30, *((math.inf, math.nan) if self.extremes else ()))
+            share = self.choice.choice((1.0 / vocab, 0.3))
+            for value in values:
+                places = torch.rand(vocab, generator=self.generator) < share
+                value[places] = self.choice.choice(special)
+        bias = self.matrix(values, torch.float32)
+        return {"bias": bias if count else bias[0]}
+
+    def bitmask(self, rows: int, requests: int, vocab: int) -> dict[str, Any]:
+        share = self.choice.choice((0.0, 0.05, 0.5, 0.99))
+        count = self.choice.choice((rows, requests))
+        bits = torch.rand(count, (vocab + 31) // 32 * 32, generator=self.generator) < share
+        words = (bits.view(count, -1, 32).long() << torch.arange(32)).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        return {"token_bitmask": words.t().contiguous().t() if self.chance(0.3) else words}

@@ -2,13 +2,16 @@
 
 A row's log-softmax is ``x - max - log(sum of exp(x - max))`` with the sum taken over integer masses
 (see ``arithmetic``), so it does not depend on the order of its terms; the rest is in float64 up to
-one rounding to f32, and the beam's score is added in f32.
+one rounding to f32. Processors change it in f32, and the beam's score is added in f32.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,8 +24,8 @@ from lmdecode.reference.arithmetic import (
     token_mass,
 )
 
-STATUS_NAN = 1  # a logit was NaN
-STATUS_EMPTY = 2  # a row without a logit above -inf, or no beam alive
+STATUS_NAN = 1  # a logit was NaN, or a bias or penalty made a NaN of it
+STATUS_EMPTY = 2  # a row without a logit above -inf, or no candidate
 STATUS_SCORE = 4  # a beam score was NaN or +inf
 
 _INF = math.inf
@@ -54,8 +57,121 @@ def log_softmax_row(x: torch.Tensor) -> torch.Tensor:
     return (difference - log_sum).float()
 
 
+@dataclass(frozen=True)
+class RowProcessors:
+    """The processors of one row; ``None``, 0 or an empty list where one is off.
+
+    Numbers that are no token of the vocabulary stand for none.
+    """
+
+    history: list[int]
+    length: int
+    repetition_penalty: torch.Tensor
+    no_repeat_ngram_size: int
+    end_tokens: list[int]
+    min_length: int
+    suppressed_tokens: list[int]
+    forced_token: int
+    diversity_tokens: list[int]
+    diversity_penalty: torch.Tensor
+    bias: torch.Tensor | None
+    token_bitmask: torch.Tensor | None
+
+    def __call__(self, log_probs: torch.Tensor) -> torch.Tensor | None:
+        """Return [V] processed log-probabilities, or None where one of them came to be NaN."""
+        vocab = len(log_probs)
+        if self.bias is not None:
+            log_probs = log_probs + self.bias
+        counts = torch.zeros(vocab)
+        for token in self._tokens(self.diversity_tokens, vocab):
+            counts[token] += 1.0
+        reduced = log_probs - self.diversity_penalty * counts
+        log_probs = torch.where(counts > 0, reduced, log_probs)
+        repeated = torch.zeros(vocab, dtype=torch.bool)
+        repeated[self._tokens(self.history, vocab)] = True
+        penalty = self.repetition_penalty
+        penalized = torch.where(log_probs < 0, log_probs * penalty, log_probs / penalty)
+        log_probs = torch.where(repeated & (penalty != 1.0), penalized, log_probs)
+        if log_probs.isnan().any():
+            return None
+        log_probs = log_probs + 0.0  # never -0.0
+        log_probs[self._tokens(self.banned_by_ngrams(), vocab)] = -_INF
+        if self.length < self.min_length:
+            log_probs[self._tokens(self.end_tokens, vocab)] = -_INF
+        if self.token_bitmask is not None:
+            tokens = torch.arange(vocab)
+            allowed = self.token_bitmask[tokens // 32] >> (tokens % 32) & 1
+            log_probs[allowed == 0] = -_INF
+        if 0 <= self.forced_token < vocab:
+            log_probs[:] = -_INF
+            log_probs[self.forced_token] = 0.0
+        log_probs[self._tokens(self.suppressed_tokens, vocab)] = -_INF
+        return log_probs
+
+    def banned_by_ngrams(self) -> list[int]:
+        """Return the tokens that would end an n-gram that the history has."""
+        size, history = self.no_repeat_ngram_size, self.history
+        if size < 1 or len(history) + 1 < size:
+            return []
+        start = history[len(history) + 1 - size :]
+        ngrams = [history[i : i + size] for i in range(len(history) + 1 - size)]
+        return [ngram[-1] for ngram in ngrams if ngram[:-1] == start]
+
+    @staticmethod
+    def _tokens(numbers: list[int], vocab: int) -> list[int]:
+        return [number for number in numbers if 0 <= number < vocab]
+
+
+def _row_processors(
+    row: int, request: int, requests: int, arguments: dict[str, Any]
+) -> RowProcessors:
+    """Pick what belongs to a row from the arguments of the op, tensors on the CPU."""
+
+    def number(name: str, off: float) -> Any:
+        value = arguments.get(name)
+        if isinstance(value, torch.Tensor):
+            return value[request]
+        return off if value is None else value
+
+    def tokens(name: str) -> list[int]:
+        lists = arguments.get(name)
+        if lists is None:
+            return []
+        return (lists if lists.dim() == 1 else lists[request]).tolist()
+
+    def matrix(name: str) -> torch.Tensor | None:
+        values = arguments.get(name)
+        if values is None or values.dim() == 1:
+            return values
+        return values[request if len(values) == requests else row]
+
+    sequences, lengths = arguments.get("sequences"), arguments.get("lengths")
+    capacity = 0 if sequences is None else sequences.shape[1]
+    length = capacity if lengths is None else int(lengths[request])
+    forced = arguments.get("forced_tokens")
+    return RowProcessors(
+        history=[] if sequences is None else sequences[row, :length].tolist(),
+        length=length,
+        repetition_penalty=torch.as_tensor(number("repetition_penalty", 1.0)).float(),
+        no_repeat_ngram_size=int(number("no_repeat_ngram_size", 0)),
+        end_tokens=tokens("end_tokens"),
+        min_length=int(number("min_lengths", 0)),
+        suppressed_tokens=tokens("suppressed_tokens"),
+        forced_token=-1
+        if forced is None
+        else int(forced[request if len(forced) == requests else row]),
+        diversity_tokens=tokens("diversity_tokens"),
+        diversity_penalty=torch.as_tensor(number("diversity_penalty", 0.0)).float(),
+        bias=matrix("bias"),
+        token_bitmask=matrix("token_bitmask"),
+    )
+
+
 def _request(
-    logits: torch.Tensor, beam_scores: torch.Tensor, num_candidates: int
+    logits: torch.Tensor,
+    beam_scores: torch.Tensor,
+    num_candidates: int,
+    processors: list[RowProcessors],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
     """Return the fields of the result for one request: logits [beams, V], beam_scores [beams]."""
     beams, vocab = logits.shape
@@ -72,8 +188,12 @@ def _request(
         elif (x == -_INF).all():
             status |= STATUS_EMPTY
         else:
-            log_probs[beam] = log_softmax_row(x)
-            scores[beam] = (log_probs[beam] + beam_scores[beam]) + 0.0
+            processed = processors[beam](log_softmax_row(x))
+            if processed is None:
+                status |= STATUS_NAN
+                continue
+            log_probs[beam] = processed
+            scores[beam] = (processed + beam_scores[beam]) + 0.0
     if not status and (scores == -_INF).all():
         status = STATUS_EMPTY
     flat = scores.reshape(-1)
@@ -100,6 +220,7 @@ def log_softmax_top_k(
     num_candidates: int,
     *,
     num_beams: int | Sequence[int] | torch.Tensor,
+    **processors: Any,
 ) -> BeamCandidates:
     """Find the best continuations of each request's beams; see ``lmdecode.log_softmax_top_k``."""
     logits, beam_scores = logits.cpu(), beam_scores.reshape(-1).cpu()
@@ -107,9 +228,18 @@ def log_softmax_top_k(
         widths = [num_beams] * (len(logits) // num_beams)
     else:
         widths = torch.as_tensor(num_beams, dtype=torch.int64).tolist()
+    arguments = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in processors.items()
+    }
+    owners = [request for request, width in enumerate(widths) for _ in range(width)]
+    rows = [
+        _row_processors(row, request, len(widths), arguments) for row, request in enumerate(owners)
+    ]
+    ends = list(itertools.accumulate(widths, initial=0))
     requests = [
-        _request(*parts, num_candidates)
-        for parts in zip(logits.split(widths), beam_scores.split(widths), strict=True)
+        _request(logits[begin:end], beam_scores[begin:end], num_candidates, rows[begin:end])
+        for begin, end in itertools.pairwise(ends)
     ]
     shape = (len(requests), num_candidates)
     fields = zip(*requests, strict=True) if requests else ((),) * 5

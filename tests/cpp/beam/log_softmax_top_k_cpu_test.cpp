@@ -6,8 +6,9 @@
 #include <memory>
 
 #include "beam/candidate_score.h"
-#include "beam_case.h"
+#include "beam/processor_edits.h"
 #include "check.h"
+#include "processor_case.h"
 #include "sampling/sampling_workspace.h"
 #include "simd/cpu_capability.h"
 
@@ -19,6 +20,9 @@ namespace lmdecode {
                               void* workspace);                                                   \
   void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
                                   int64_t size, void* workspace);                                 \
+  void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,                       \
+                                        const LogitsProcessors& processors, int64_t max_edits,    \
+                                        int64_t begin, int64_t end, void* workspace);             \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
@@ -31,23 +35,43 @@ namespace beam_test {
 namespace {
 
 using Rows = void (*)(const LogSoftmaxTopKParams&, int64_t, int64_t, void*);
+using ProcessedRows = void (*)(const LogSoftmaxTopKParams&, const LogitsProcessors&, int64_t,
+                               int64_t, int64_t, void*);
 using Requests = void (*)(const LogSoftmaxTopKParams&, int64_t, int64_t, int64_t, void*);
 
-std::unique_ptr<void, void (*)(void*)> workspace_for(int64_t size) {
+struct Level {
+  const char* name;
+  Rows rows;
+  ProcessedRows processed_rows;
+  Requests requests;
+};
+
+std::unique_ptr<void, void (*)(void*)> workspace_for(int64_t size, size_t more = 0) {
   void* memory = nullptr;
-  if (posix_memalign(&memory, 64, sampling_workspace_bytes(size)) != 0) throw std::bad_alloc();
+  if (posix_memalign(&memory, 64, sampling_workspace_bytes(size) + more) != 0)
+    throw std::bad_alloc();
   return {memory, std::free};
 }
 
-BeamResult run(Rows rows, Requests requests, const BeamCase& c, int64_t first_part) {
+// processors: null where there are none.
+BeamResult run(const Level& level, const BeamCase& c, const ProcessorCase* processors,
+               int64_t first_part) {
   BeamResult result(c.params);
   const LogSoftmaxTopKParams params = c.params_into(result);
-  const auto row_memory = workspace_for(params.vocab);
-  rows(params, 0, first_part, row_memory.get());
-  rows(params, first_part, params.rows, row_memory.get());
+  if (processors == nullptr) {
+    const auto memory = workspace_for(params.vocab);
+    level.rows(params, 0, first_part, memory.get());
+    level.rows(params, first_part, params.rows, memory.get());
+  } else {
+    const int64_t edits = processors->max_edits;
+    const auto memory = workspace_for(params.vocab, TokenEdits::bytes(edits, params.vocab));
+    const LogitsProcessors& all = processors->processors;
+    level.processed_rows(params, all, edits, 0, first_part, memory.get());
+    level.processed_rows(params, all, edits, first_part, params.rows, memory.get());
+  }
   const int64_t size = c.most_beams() * params.row_candidates;
   const auto request_memory = workspace_for(size);
-  requests(params, 0, params.requests, size, request_memory.get());
+  level.requests(params, 0, params.requests, size, request_memory.get());
   return result;
 }
 
@@ -59,7 +83,7 @@ float logit_at(const LogSoftmaxTopKParams& p, int64_t row, int64_t token) {
 }
 
 // Every score of a request, sorted.
-BeamResult by_sorting(const BeamCase& c) {
+BeamResult by_sorting(const BeamCase& c, const ProcessorCase* processors) {
   BeamResult result(c.params);
   const LogSoftmaxTopKParams p = c.params_into(result);
   struct Candidate {
@@ -93,10 +117,16 @@ BeamResult by_sorting(const BeamCase& c) {
                                         : token_mass(x, top, exponent_factor(1.0f), fraction_bits);
       }
       const CandidateScore score = CandidateScore::of_row(top, total, fraction_bits, beam_score);
+      bool made_nan = false;
       for (int64_t v = 0; v < p.vocab; ++v) {
-        const float x = logit_at(p, row, v), s = score(x);
-        if (s > minus_infinity()) all.push_back({s, v, row - rows.begin, score.log_prob(x)});
+        float log_prob = score.log_prob(logit_at(p, row, v));
+        if (processors != nullptr) {
+          log_prob = processed(processors->processors, r, row, p.vocab, v, log_prob, &made_nan);
+        }
+        const float s = log_prob + beam_score + 0.0f;
+        if (s > minus_infinity()) all.push_back({s, v, row - rows.begin, log_prob});
       }
+      if (made_nan) status |= kBeamStatusNan;
     }
     if (status == 0 && all.empty()) status = kBeamStatusEmpty;
     if (status != 0) all.clear();
@@ -117,42 +147,49 @@ BeamResult by_sorting(const BeamCase& c) {
 
 int64_t cases_run = 0;
 
-void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab) {
+void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab,
+               bool with_processors) {
+#define LMD_LEVEL(level)                                                                  \
+  Level{#level, &level::log_softmax_top_k_rows, &level::log_softmax_top_k_processed_rows, \
+        &level::log_softmax_top_k_requests}
+  std::vector<Level> levels = {LMD_LEVEL(default_)};
 #if defined(LMD_HAS_X86_KERNELS)
   const CpuCapability best = max_cpu_capability();
+  if (best >= CpuCapability::kAvx2) levels.push_back(LMD_LEVEL(avx2));
+  if (best >= CpuCapability::kAvx512) levels.push_back(LMD_LEVEL(avx512));
 #endif
+#undef LMD_LEVEL
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(i);
     Random random(seed * 104729 + 1);
     const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
     const BeamCase c = random_case(seed, 1 + random.below(3), vocab);
-    const BeamResult expected = by_sorting(c);
+    ProcessorCase processor_case;
+    if (with_processors) processor_case = random_processors(random, c.params);
+    const ProcessorCase* processors = with_processors ? &processor_case : nullptr;
+    const BeamResult expected = by_sorting(c, processors);
     ++cases_run;
-    const auto same = [&](const char* level, Rows rows, Requests requests) {
-      const BeamResult result = run(rows, requests, c, random.below(c.params.rows + 1));
+    for (const Level& level : levels) {
+      const BeamResult result = run(level, c, processors, random.below(c.params.rows + 1));
       const bool equal = result == expected;
       CHECK(equal);
-      if (!equal)
-        std::cout << level << ": seed " << seed << " " << c.describe()
-                  << difference(c, expected, result) << std::endl;
-      return equal;
-    };
-#define LMD_SAME(level) \
-  same(#level, &level::log_softmax_top_k_rows, &level::log_softmax_top_k_requests)
-    if (!LMD_SAME(default_)) return;
-#if defined(LMD_HAS_X86_KERNELS)
-    if (best >= CpuCapability::kAvx2 && !LMD_SAME(avx2)) return;
-    if (best >= CpuCapability::kAvx512 && !LMD_SAME(avx512)) return;
-#endif
-#undef LMD_SAME
+      if (equal) continue;
+      std::cout << level.name << ": seed " << seed << " " << c.describe()
+                << difference(c, expected, result) << std::endl;
+      return;
+    }
   }
 }
 
-TEST(small_rows) { run_cases(1, 1500, 1, 70); }
-TEST(rows_about_a_power_of_two) { run_cases(10000, 200, 126, 130); }
-TEST(rows_of_1000) { run_cases(20000, 150, 990, 1030); }
-TEST(rows_of_5000) { run_cases(30000, 60, 4090, 5003); }
-TEST(rows_of_20000) { run_cases(40000, 15, 19997, 20011); }
+TEST(small_rows) { run_cases(1, 1500, 1, 70, false); }
+TEST(rows_about_a_power_of_two) { run_cases(10000, 200, 126, 130, false); }
+TEST(rows_of_1000) { run_cases(20000, 150, 990, 1030, false); }
+TEST(rows_of_5000) { run_cases(30000, 60, 4090, 5003, false); }
+TEST(rows_of_20000) { run_cases(40000, 15, 19997, 20011, false); }
+
+TEST(processors_on_small_rows) { run_cases(50000, 1500, 1, 70, true); }
+TEST(processors_on_rows_of_1000) { run_cases(60000, 300, 990, 1030, true); }
+TEST(processors_on_rows_of_5000) { run_cases(70000, 100, 4090, 5003, true); }
 
 TEST(cases_counted) {
   std::cout << cases_run << " cases up to level " << cpu_capability_name(max_cpu_capability())

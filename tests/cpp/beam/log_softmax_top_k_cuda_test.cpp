@@ -5,8 +5,10 @@
 #include <memory>
 
 #include "beam/log_softmax_top_k_kernel.cuh"
-#include "beam_case.h"
+#include "beam/processor_edits.h"
+#include "beam/processor_rows_kernel.cuh"
 #include "check.h"
+#include "processor_case.h"
 #include "sampling/sampling_workspace.h"
 
 namespace lmdecode {
@@ -16,28 +18,37 @@ void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, i
                             void* workspace);
 void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
                                 int64_t size, void* workspace);
+void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
+                                      const LogitsProcessors& processors, int64_t max_edits,
+                                      int64_t begin, int64_t end, void* workspace);
 }  // namespace default_
 
 namespace beam_test {
 namespace {
 
-BeamResult run_cpu(const BeamCase& c) {
+// processors: null where there are none.
+BeamResult run_cpu(const BeamCase& c, const ProcessorCase* processors) {
   BeamResult result(c.params);
   const LogSoftmaxTopKParams params = c.params_into(result);
   const int64_t size = c.most_beams() * params.row_candidates;
-  const size_t bytes = sampling_workspace_bytes(std::max(size, params.vocab));
+  size_t bytes = sampling_workspace_bytes(std::max(size, params.vocab));
+  if (processors != nullptr) bytes += TokenEdits::bytes(processors->max_edits, params.vocab);
   const std::unique_ptr<void, void (*)(void*)> workspace(
       std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
-  default_::log_softmax_top_k_rows(params, 0, params.rows, workspace.get());
+  if (processors == nullptr) {
+    default_::log_softmax_top_k_rows(params, 0, params.rows, workspace.get());
+  } else {
+    default_::log_softmax_top_k_processed_rows(
+        params, processors->processors, processors->max_edits, 0, params.rows, workspace.get());
+  }
   default_::log_softmax_top_k_requests(params, 0, params.requests, size, workspace.get());
   return result;
 }
 
-template <class T>
-void launch_rows(const LogSoftmaxTopKParams& params, const SamplingLaunchPlan& plan,
-                 uint64_t schedule) {
-  emulation::launch(beam_cuda::log_softmax_top_k_row_kernel<T>,
-                    dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size)),
+template <class Params>
+void launch_rows(void (*kernel)(Params, SamplingLaunchPlan), const Params& params,
+                 const SamplingLaunchPlan& plan, uint64_t schedule) {
+  emulation::launch(kernel, dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size)),
                     dim3(static_cast<unsigned>(plan.threads)),
                     static_cast<unsigned>(plan.cluster_size), plan.shared_bytes, schedule, params,
                     plan);
@@ -45,21 +56,35 @@ void launch_rows(const LogSoftmaxTopKParams& params, const SamplingLaunchPlan& p
 
 struct Layout {
   SamplingLaunchPlan plan;
+  SamplingLaunchPlan processed_plan;  // of rows of f32
   int merge_blocks, merge_threads;
 };
 
-BeamResult run_emulated(const BeamCase& c, const Layout& layout, uint64_t schedule) {
+template <class T>
+void launch_rows(const LogSoftmaxTopKParams& params, const ProcessorCase* processors,
+                 const Layout& layout, uint64_t schedule) {
+  if (processors == nullptr) {
+    return launch_rows(&beam_cuda::log_softmax_top_k_row_kernel<T>, params, layout.plan, schedule);
+  }
+  const Buffer<float> values(params.rows * params.vocab);
+  const ProcessedParams all{params, processors->processors, values.data()};
+  launch_rows(&beam_cuda::processor_row_kernel<T>, all, layout.plan, schedule);
+  launch_rows(&beam_cuda::processed_row_kernel, all, layout.processed_plan, schedule);
+}
+
+BeamResult run_emulated(const BeamCase& c, const ProcessorCase* processors, const Layout& layout,
+                        uint64_t schedule) {
   BeamResult result(c.params);
   const LogSoftmaxTopKParams params = c.params_into(result);
   switch (params.dtype) {
     case DType::kFloat32:
-      launch_rows<float>(params, layout.plan, schedule);
+      launch_rows<float>(params, processors, layout, schedule);
       break;
     case DType::kFloat16:
-      launch_rows<Half>(params, layout.plan, schedule);
+      launch_rows<Half>(params, processors, layout, schedule);
       break;
     case DType::kBFloat16:
-      launch_rows<BFloat16>(params, layout.plan, schedule);
+      launch_rows<BFloat16>(params, processors, layout, schedule);
       break;
   }
   emulation::launch(beam_cuda::log_softmax_top_k_request_kernel,
@@ -70,10 +95,10 @@ BeamResult run_emulated(const BeamCase& c, const Layout& layout, uint64_t schedu
 }
 
 // Layouts that a device would get, and stranger ones: the result must not depend on any.
-Layout random_layout(Random& random, const BeamCase& c) {
-  const int64_t vocab = c.params.vocab;
-  Layout layout;
-  SamplingLaunchPlan& plan = layout.plan;
+SamplingLaunchPlan random_plan(Random& random, const LogSoftmaxTopKParams& params,
+                               int element_bytes) {
+  const int64_t vocab = params.vocab;
+  SamplingLaunchPlan plan;
   plan.cluster_size = random.any_of({1, 1, 2, 4, 8});
   plan.threads = random.any_of({32, 64, 64, 128});
   plan.slice = (vocab + plan.cluster_size - 1) / plan.cluster_size;
@@ -81,9 +106,16 @@ Layout random_layout(Random& random, const BeamCase& c) {
   plan.cached = random.chance(0.5)   ? plan.slice
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
-  plan.clusters = random.chance(0.5) ? c.params.rows : 1 + random.below(c.params.rows);
-  plan.shared_bytes = sizeof(sampling_cuda::RowStorage) +
-                      sampling_cache_bytes(plan.cached, c.params.dtype == DType::kFloat32 ? 4 : 2);
+  plan.clusters = random.chance(0.5) ? params.rows : 1 + random.below(params.rows);
+  plan.shared_bytes =
+      sizeof(sampling_cuda::RowStorage) + sampling_cache_bytes(plan.cached, element_bytes);
+  return plan;
+}
+
+Layout random_layout(Random& random, const BeamCase& c) {
+  Layout layout;
+  layout.plan = random_plan(random, c.params, c.params.dtype == DType::kFloat32 ? 4 : 2);
+  layout.processed_plan = random_plan(random, c.params, 4);
   layout.merge_blocks = 1 + static_cast<int>(random.below(c.params.requests));
   layout.merge_threads = random.any_of({32, 64, 128});
   return layout;
@@ -91,14 +123,17 @@ Layout random_layout(Random& random, const BeamCase& c) {
 
 int64_t cases_run = 0, launches_run = 0;
 
-void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab,
-               int schedules) {
+void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab, int schedules,
+               bool with_processors = false) {
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(i);
     Random random(seed * 7919 + 1);
     const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
     const BeamCase c = random_case(seed, vocab > 2000 ? 1 : 1 + random.below(3), vocab);
-    const BeamResult expected = run_cpu(c);
+    ProcessorCase processor_case;
+    if (with_processors) processor_case = random_processors(random, c.params);
+    const ProcessorCase* processors = with_processors ? &processor_case : nullptr;
+    const BeamResult expected = run_cpu(c, processors);
     ++cases_run;
     for (int s = 0; s < schedules; ++s) {
       const uint64_t schedule =
@@ -107,7 +142,7 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
       ++launches_run;
       std::string what;
       try {
-        const BeamResult result = run_emulated(c, layout, schedule);
+        const BeamResult result = run_emulated(c, processors, layout, schedule);
         if (result == expected) continue;
         what = difference(c, expected, result);
       } catch (const std::exception& error) {
@@ -129,6 +164,11 @@ TEST(small_rows) { run_cases(1000, 200, 1, 70, 2); }
 TEST(rows_about_a_power_of_two) { run_cases(2000, 30, 127, 129, 2); }
 TEST(rows_of_1000) { run_cases(3000, 20, 1000, 1003, 1); }
 TEST(rows_of_5000) { run_cases(4000, 6, 4999, 5003, 1); }
+
+TEST(processors_on_all_schedules) { run_cases(5000, 40, 1, 70, 6, true); }
+TEST(processors_on_small_rows) { run_cases(6000, 200, 1, 70, 2, true); }
+TEST(processors_on_rows_of_1000) { run_cases(7000, 20, 1000, 1003, 1, true); }
+TEST(processors_on_rows_of_5000) { run_cases(8000, 6, 4999, 5003, 1, true); }
 
 TEST(more_than_200_cases) {
   std::cout << cases_run << " cases, " << launches_run << " launches" << std::endl;

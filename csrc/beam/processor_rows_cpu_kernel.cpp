@@ -1,0 +1,56 @@
+// Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "beam/processor_rows_cpu_kernel.h"
+
+#include "sampling/sampling_workspace.h"
+
+namespace lmdecode::LMD_SIMD {
+namespace {
+
+template <class T>
+void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& processors,
+              int64_t max_edits, int64_t begin, int64_t end, void* workspace) {
+  const SamplingWorkspace w = split_sampling_workspace(workspace, params.vocab);
+  const CandidateList list{w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
+  float* maxima = reinterpret_cast<float*>(w.spare_key);  // the searches here leave it alone
+  TokenEdits edits(w.row + sampling_workspace_capacity(params.vocab), max_edits, params.vocab);
+  const T* logits = static_cast<const T*>(params.logits);
+  const auto processors_of = [&](int64_t row) {
+    return processors_of_row(processors, params.request_of(row), row, params.vocab);
+  };
+  if (params.logits_vocab_stride == 1) {
+    ProcessedRowCandidates<T> candidates(params, list, maxima, w.row, &edits);
+    for (int64_t row = begin; row < end; ++row)
+      candidates.run(logits + row * params.logits_row_stride, processors_of(row), row,
+                     row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
+    return;
+  }
+  // Strided rows are gathered first, as f32: exact.
+  ProcessedRowCandidates<float> candidates(params, list, maxima, w.row, &edits);
+  for (int64_t row = begin; row < end; ++row) {
+    if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
+      const T* x = logits + row * params.logits_row_stride;
+      for (int64_t i = 0; i < params.vocab; ++i)
+        w.row[i] = to_float(x[i * params.logits_vocab_stride]);
+    }
+    candidates.run(w.row, processors_of(row), row, nullptr);
+  }
+}
+
+}  // namespace
+
+// Rows [begin, end): each to its part of the scratch. `workspace` has sampling_workspace_bytes() of
+// the vocabulary and, behind them, TokenEdits::bytes(max_edits, vocab); aligned to 64.
+void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
+                                      const LogitsProcessors& processors, int64_t max_edits,
+                                      int64_t begin, int64_t end, void* workspace) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return run_rows<float>(params, processors, max_edits, begin, end, workspace);
+    case DType::kFloat16:
+      return run_rows<Half>(params, processors, max_edits, begin, end, workspace);
+    case DType::kBFloat16:
+      return run_rows<BFloat16>(params, processors, max_edits, begin, end, workspace);
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD
