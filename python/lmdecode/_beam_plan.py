@@ -55,6 +55,7 @@ class BeamPass:
     slots: Tensor  # [R]
     beams: Tensor  # [W] slot * beams + beam, in the state
     row_offsets: Tensor  # [R + 1] of the next rows, within the pass
+    num_next_rows: int  # N
     parent_offsets: Tensor  # [R] first row of each search, in the logits
     # [N]: parents are held to these rows of the logits; None: they are always within
     parent_bounds: tuple[Tensor, Tensor] | None
@@ -161,6 +162,7 @@ def _make_pass(
         slots=ints(slots),
         beams=ints(ranges([slot * store.num_beams for slot in slots], widths)),
         row_offsets=ints(_starts(sizes)),
+        num_next_rows=sum(sizes),
         parent_offsets=ints(parents),
         parent_bounds=(ints(each(parents, sizes)), ints(each(last, sizes))) if bounded else None,
         next_rows=None if whole else ints(ranges(starts, sizes)),

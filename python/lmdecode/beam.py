@@ -262,7 +262,6 @@ def log_softmax_top_k(
     )
 
 
-
 def beam_step(
     state: BeamState,
     parameters: BeamParameters,

@@ -397,6 +397,7 @@ class BeamSearch:
             row_offsets=layout.row_offsets,
             parent_offsets=layout.parent_offsets,
             bonus=bonus,
+            rows=layout.num_next_rows,
             rules=layout.rules,
         )
         if layout.parent_bounds is not None:

@@ -18,6 +18,7 @@ __all__ = [
     "TableModel",
     "as_transformers_model",
     "assert_same_result",
+    "generate_arguments",
     "random_request",
     "run_requests",
 ]
@@ -61,12 +62,18 @@ class TableModel:
         return self.table.to(input_ids.device)[number % len(self.table)]
 
 
-def random_request(choice: random.Random, vocab_size: int, **changes: Any) -> BeamRequest:
-    """Return a request of random parameters; a few are given."""
+def random_request(
+    choice: random.Random, vocab_size: int, *, processors: bool = True, **changes: Any
+) -> BeamRequest:
+    """Return a request of random parameters; a few are given.
+
+    processors: also what changes log-probabilities before candidates are chosen.
+    """
     groups = choice.choice((1, 1, 1, 2, 3))
     beams = groups * choice.randint(1, 4 if groups == 1 else 2)
     rules = choice.choice(("generate", "generate", "scorer", "fairseq"))
     ends = choice.sample(range(vocab_size), choice.choice((0, 1, 1, 1, 2)))
+    prompt = [choice.randrange(vocab_size) for _ in range(choice.randint(1, 6))]
     arguments: dict[str, Any] = {
         "max_new_tokens": choice.randint(1, 12),
         "num_beams": beams,
@@ -78,7 +85,17 @@ def random_request(choice: random.Random, vocab_size: int, **changes: Any) -> Be
         "rules": rules,
         "patience": choice.choice((1.0, 1.0, 1.0, 1.5, 2.0)),
     }
-    prompt = [choice.randrange(vocab_size) for _ in range(choice.randint(1, 6))]
+    if processors and choice.random() < 0.5:
+        arguments |= {
+            "diversity_penalty": choice.choice((0.0, 0.5, 3.0)) if groups > 1 else 0.0,
+            "min_new_tokens": choice.choice((0, 0, 1, arguments["max_new_tokens"] // 2)),
+            "repetition_penalty": choice.choice((1.0, 1.0, 1.3, 0.7)),
+            "no_repeat_ngram_size": choice.choice((0, 0, 2, 3)),
+            "suppress_tokens": choice.sample(range(5, vocab_size), choice.choice((0, 0, 2))),
+            "forced_bos_token_id": choice.choice((None, None, 3)),
+            "forced_eos_token_id": choice.choice((None, None, 1)),
+            "logit_bias": choice.choice(({}, {}, {2: 1.5, 4: -0.75})),
+        }
     return BeamRequest(prompt, **{**arguments, **changes})
 
 
@@ -136,6 +153,32 @@ def assert_same_result(actual: BeamResult, expected: BeamResult, case: object = 
         assert got == want, f"{name}: {got} instead of {want}, {case}"
 
 
+def generate_arguments(request: BeamRequest) -> dict[str, Any]:
+    """Return the arguments of transformers' ``generate()`` for this request, ids and all."""
+    ends = list(request.eos_token_id)
+    arguments = {
+        "input_ids": torch.tensor([request.prompt_ids]),
+        "attention_mask": torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
+        "do_sample": False,
+        "eos_token_id": ends or None,
+        "pad_token_id": request.pad_token,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "suppress_tokens": list(request.suppress_tokens) or None,
+        "min_new_tokens": request.min_new_tokens or None,
+        "sequence_bias": {(token,): bias for token, bias in request.logit_bias.items()} or None,
+    }
+    for name in (
+        "num_beams", "num_return_sequences", "max_new_tokens", "length_penalty", "early_stopping",
+        "repetition_penalty", "no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id",
+    ):  # fmt: skip
+        arguments[name] = getattr(request, name)
+    if request.num_beam_groups > 1:
+        arguments["num_beam_groups"] = request.num_beam_groups
+        arguments["diversity_penalty"] = request.diversity_penalty
+    return arguments
+
+
 def as_transformers_model(table: TableModel) -> Any:
     """Return the table as a model for ``generate()``, without a cache; transformers 4.38 or 5."""
     from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -161,5 +204,5 @@ def as_transformers_model(table: TableModel) -> Any:
             lengths = torch.full((len(input_ids),), input_ids.shape[1])
             return CausalLMOutput(logits=table(input_ids, lengths)[:, None])
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+    sizes: Any = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
     return TableLM(TableConfig(vocab_size=table.table.shape[1], **sizes))

@@ -255,7 +255,66 @@ def test_mixed_rules_and_groups_in_one_batch() -> None:
     assert set(together[1].groups.tolist()) == {0, 1}
 
 
-# ---- patience and coverage
+# ---- processors, patience and coverage
+
+
+def test_token_bitmask_is_by_row() -> None:
+    """Each beam may go on with tokens of its own; also where groups and prompts are apart."""
+    model = TableModel(VOCAB, 16)
+    engine = BeamSearch()
+    for request in (_request(num_beams=4, num_beam_groups=2, rules="scorer"), _request(3)):
+        engine.insert(request)
+    for step in range(3):
+        rows = engine.num_rows
+        allowed = torch.zeros(rows, VOCAB, dtype=torch.bool)
+        for row in range(rows):
+            allowed[row, [(row + step + i) % VOCAB for i in range(4)]] = True
+        bits = (allowed.int() << torch.arange(VOCAB, dtype=torch.int32)).sum(1, dtype=torch.int32)
+        out = engine.step(model(*engine.input_ids()), token_bitmask=bits[:, None])
+        for token, parent in zip(out.tokens.tolist(), out.parents.tolist(), strict=True):
+            assert allowed[parent, token]
+
+
+def test_diversity_penalty_keeps_groups_apart() -> None:
+    model = TableModel(VOCAB, 17)
+
+    def firsts(penalty: float) -> list[int]:
+        engine = BeamSearch()
+        engine.insert(_request(num_beams=3, num_beam_groups=3, diversity_penalty=penalty))
+        return _step(engine, model).tokens.tolist()
+
+    assert len(set(firsts(0.0))) == 1
+    assert len(set(firsts(100.0))) == 3
+
+
+@pytest.mark.parametrize("rules", ["generate", "scorer", "fairseq"])
+def test_processors_of_each_request(rules: str) -> None:
+    """Each request is held to its own rules, in one batch."""
+    model = TableModel(VOCAB, 18)
+    base = {"rules": rules, "eos_token_id": 0, "num_return_sequences": 3, "max_new_tokens": 8}
+    requests = [
+        _request(**base),
+        _request(**base, min_new_tokens=8),
+        _request(**base, suppress_tokens=[1, 2, 3, 4]),
+        _request(**base, no_repeat_ngram_size=1),
+        _request(5, **base, forced_bos_token_id=9),
+        _request(**base, forced_eos_token_id=0, min_new_tokens=1),
+        _request(**base, logit_bias={6: 50.0, 99: 1.0}),
+        _request(**base, repetition_penalty=1e4),
+    ]
+    results = run_requests(BeamSearch(), model, list(enumerate(requests)))
+    new = [[results[n].new_tokens(rank) for rank in range(3)] for n in range(len(requests))]
+    assert all(len(tokens) >= 7 for tokens in new[1])
+    assert not any({1, 2, 3, 4} & set(tokens) for tokens in new[2])
+    assert all(len({1, 2, *tokens}) == len(tokens) + 2 for tokens in new[3])
+    assert all(tokens[0] == 9 for tokens in new[4])
+    assert all(len(tokens) < 8 or tokens[-1] == 0 for tokens in new[5])
+    assert set(new[6][0]) == {6}
+    assert len({1, 2, *new[7][0]}) == len(new[7][0]) + 2
+    for number, request in enumerate(requests):
+        assert_same_result(
+            results[number], run_requests(BeamSearch(), model, [(0, request)])[0], request
+        )
 
 
 def test_patience_keeps_more_hypotheses() -> None:
@@ -270,45 +329,56 @@ def test_patience_keeps_more_hypotheses() -> None:
     assert _request(num_beams=2, patience=0.1).num_hypotheses == 1
 
 
+def _attention_table(source: int) -> torch.Tensor:
+    """[VOCAB, source] the attention after each token."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(VOCAB, source, generator=generator).softmax(1)
+
+
+def _run_with_attention(
+    requests: list[BeamRequest], model: TableModel, attention: torch.Tensor
+) -> lmdecode.BeamResult:
+    """Return the result of the last request."""
+    engine = BeamSearch()
+    last_id = [engine.insert(request) for request in requests][-1]
+    while engine.num_rows:
+        ids, lengths = engine.input_ids()
+        last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
+        engine.step(model(ids, lengths), attention=attention[last])
+    return next(r for r in engine.pop_finished() if r.request_id == last_id)
+
+
 def test_coverage_penalty() -> None:
     """Against the formula of Wu et al. on the sequences that were found."""
-    model, source = TableModel(VOCAB, 12), 5
-    attention_table = torch.randn(
-        VOCAB, source, generator=torch.Generator().manual_seed(1)
-    ).softmax(1)
-    weight = 0.7
+    model, attention, weight = TableModel(VOCAB, 12), _attention_table(5), 0.7
     request = _request(
-        num_beams=4,
-        num_return_sequences=4,
-        coverage_penalty=weight,
-        eos_token_id=0,
+        num_beams=4, num_return_sequences=4, coverage_penalty=weight, eos_token_id=0,
         max_new_tokens=8,
-    )
-    # Another request's attention is wider: zeros behind the end of this one's.
-    for padding, others in ((0, []), (3, [_request(5, num_beams=2)])):
-        engine = BeamSearch()
-        for other in others:
-            engine.insert(other)
-        request_id = engine.insert(request)
-        while engine.num_rows:
-            ids, lengths = engine.input_ids()
-            last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
-            attention = torch.nn.functional.pad(attention_table[last], (0, padding))
-            engine.step(model(ids, lengths), attention=attention)
-        result = next(r for r in engine.pop_finished() if r.request_id == request_id)
-        for rank in range(4):
-            tokens = result.sequences[rank, : int(result.lengths[rank])].tolist()
-            coverage = sum(attention_table[token] for token in tokens[1:-1])
-            bonus = weight * float(coverage.double().clamp(max=1).log().sum())
-            total = _log_softmax_total(model, tokens, 2) / (len(tokens) - 2)
-            assert math.isclose(float(result.scores[rank]), total + bonus, rel_tol=1e-5)
-        if padding:
-            assert_same_result(result, dataclasses.replace(previous, request_id=request_id))
-        previous = result
-    plain = run_requests(
-        BeamSearch(), model, [(0, dataclasses.replace(request, coverage_penalty=0.0))]
-    )[0]
-    assert not torch.equal(plain.scores, result.scores)
+    )  # fmt: skip
+    result = _run_with_attention([request], model, attention)
+    for rank in range(4):
+        tokens = result.sequences[rank, : int(result.lengths[rank])].tolist()
+        coverage = sum(attention[token] for token in tokens[1:-1])
+        bonus = weight * float(coverage.double().clamp(max=1).log().sum())
+        total = _log_softmax_total(model, tokens, 2) / (len(tokens) - 2)
+        assert math.isclose(float(result.scores[rank]), total + bonus, rel_tol=1e-5)
+    plain = dataclasses.replace(request, coverage_penalty=0.0)
+    other = run_requests(BeamSearch(), model, [(0, plain)])[0]
+    assert not torch.equal(other.scores, result.scores)
+
+
+def test_coverage_does_not_depend_on_the_batch() -> None:
+    """Others' sources are longer: zeros behind the end of this one's."""
+    model, attention = TableModel(VOCAB, 12), _attention_table(5)
+    request = _request(num_beams=4, num_return_sequences=4, coverage_penalty=0.7, eos_token_id=0)
+    alone = _run_with_attention([request], model, attention)
+    padded = torch.nn.functional.pad(attention, (0, 3))
+    others = [
+        _request(5, num_beams=2),
+        _request(6, num_beams=4, num_beam_groups=2, coverage_penalty=0.1),
+    ]
+    together = _run_with_attention([*others, request], model, padded)
+    assert_same_result(together, alone)
 
 
 def test_coverage_penalty_needs_attention() -> None:
@@ -318,7 +388,7 @@ def test_coverage_penalty_needs_attention() -> None:
         engine.step(torch.zeros(1, VOCAB))
     with pytest.raises(ValueError, match=r"attention has shape \[2, 3\]; expected \[1, source\]"):
         engine.step(torch.zeros(1, VOCAB), attention=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="coverage_penalty is 0.5; expected 0 with rules"):
+    with pytest.raises(ValueError, match=r"coverage_penalty is 0\.5; expected 0 with"):
         _request(coverage_penalty=0.5, rules="scorer")
 
 
@@ -420,13 +490,13 @@ def test_format_trace() -> None:
         ({"eos_token_id": [1.5]}, TypeError, "eos_token_id is of type float; expected an int"),
         ({"pad_token_id": -1}, ValueError, "pad_token_id is -1"),
         ({"min_new_tokens": -1}, ValueError, "min_new_tokens is -1"),
-        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; expected a number ab"),
+        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; expected a number"),
         ({"patience": 0.0}, ValueError, "patience is 0.0; expected a number above 0"),
-        ({"patience": 0.3, "num_return_sequences": 3}, ValueError, "patience is 0.3; expected more"),
+        ({"patience": 0.3, "num_return_sequences": 3}, ValueError, "patience is 0.3; expected m"),
         ({"logit_bias": [1]}, TypeError, "logit_bias is of type list; expected a mapping"),
         ({"logit_bias": {1: math.inf}}, ValueError, "a value of logit_bias is inf"),
         ({"rules": "beam"}, ValueError, "rules is 'beam'; expected one of generate, scorer, fair"),
-        ({"rules": "fairseq", "early_stopping": True}, ValueError, "early_stopping is True; expect"),
+        ({"rules": "fairseq", "early_stopping": True}, ValueError, "early_stopping is True"),
         ({"prompt_ids": []}, ValueError, "prompt_ids is empty; expected at least one token"),
         ({"prompt_ids": "ab"}, TypeError, "prompt_ids is of type str; expected token ids"),
         ({"prompt_ids": torch.zeros(1, 2).long()}, ValueError, r"tensor of shape \[1, 2\]"),

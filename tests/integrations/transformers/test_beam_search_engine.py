@@ -13,6 +13,7 @@ from lmdecode import BeamRequest, BeamResult, BeamSearch
 from lmdecode.testing_beam_search import (
     TableModel,
     as_transformers_model,
+    generate_arguments,
     random_request,
     run_requests,
 )
@@ -20,21 +21,7 @@ from lmdecode.testing_beam_search import (
 
 def _generate(model, request: BeamRequest, **more):
     """Run stock transformers."""
-    return model.generate(
-        torch.tensor([request.prompt_ids]),
-        attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
-        do_sample=False,
-        num_beams=request.num_beams,
-        num_return_sequences=request.num_return_sequences,
-        max_new_tokens=request.max_new_tokens,
-        length_penalty=request.length_penalty,
-        early_stopping=request.early_stopping,
-        eos_token_id=list(request.eos_token_id) or None,
-        pad_token_id=request.pad_token,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **more,
-    )
+    return model.generate(**generate_arguments(request), **more)
 
 
 def _assert_equal(result: BeamResult, expected, case: object) -> None:
@@ -53,8 +40,23 @@ def test_table_models(seed: int) -> None:
         table = TableModel(choice.choice((7, 13, 40)), choice.getrandbits(30))
         vocab = table.table.shape[1]
         request = random_request(
-            choice, vocab, rules="generate", num_beams=choice.randint(2, 5), num_beam_groups=1,
-            patience=1.0, num_return_sequences=2,
+            choice, vocab, processors=False, rules="generate", num_beams=choice.randint(2, 5),
+            num_beam_groups=1, patience=1.0, num_return_sequences=2,
+        )  # fmt: skip
+        expected = _generate(as_transformers_model(table), request, use_cache=False)
+        result = run_requests(BeamSearch(), table, [(0, request)])[0]
+        _assert_equal(result, expected, request)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_processors(seed: int) -> None:
+    """Forced, banned, penalized tokens; theirs are processors of the log-probabilities."""
+    choice = random.Random(f"processors/{seed}")
+    for _ in range(12):
+        table = TableModel(40, choice.getrandbits(30))
+        request = random_request(
+            choice, 40, rules="generate", num_beams=choice.randint(2, 5), num_beam_groups=1,
+            diversity_penalty=0.0, patience=1.0, num_return_sequences=1,
         )  # fmt: skip
         expected = _generate(as_transformers_model(table), request, use_cache=False)
         result = run_requests(BeamSearch(), table, [(0, request)])[0]
