@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -181,13 +182,13 @@ def generate_arguments(request: BeamRequest) -> dict[str, Any]:
 
 def as_transformers_model(table: TableModel) -> Any:
     """Return the table as a model for ``generate()``, without a cache; transformers 4.38 or 5."""
-    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-    from transformers.modeling_outputs import CausalLMOutput
+    library: Any = importlib.import_module("transformers")
+    outputs: Any = importlib.import_module("transformers.modeling_outputs")
 
-    class TableConfig(PretrainedConfig):  # type: ignore[misc]
+    class TableConfig(library.PretrainedConfig):
         model_type = "table"
 
-    class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    class TableLM(library.PreTrainedModel, library.GenerationMixin):
         config_class = TableConfig
         main_input_name = "input_ids"
 
@@ -200,9 +201,9 @@ def as_transformers_model(table: TableModel) -> Any:
         ) -> dict[str, Tensor]:
             return {"input_ids": input_ids}
 
-        def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
             lengths = torch.full((len(input_ids),), input_ids.shape[1])
-            return CausalLMOutput(logits=table(input_ids, lengths)[:, None])
+            return outputs.CausalLMOutput(logits=table(input_ids, lengths)[:, None])
 
     sizes: Any = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
     return TableLM(TableConfig(vocab_size=table.table.shape[1], **sizes))

@@ -9,7 +9,9 @@ import warnings
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from lmdecode import BeamRequest, BeamSearch
 from lmdecode.testing_beam_search import (
