@@ -5,7 +5,13 @@ draws each token with one fused op; ``TopKTopPLogitsProcessor`` is the filter al
 that takes a ``LogitsProcessor``.
 """
 
+from lmdecode.integrations.transformers.beam_trace import BeamComparison, compare_with_transformers
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
-__all__ = ["TopKTopPLogitsProcessor", "sample"]
+__all__ = [
+    "BeamComparison",
+    "TopKTopPLogitsProcessor",
+    "compare_with_transformers",
+    "sample",
+]
