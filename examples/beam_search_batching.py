@@ -32,7 +32,7 @@ ARRIVALS = [
 
 
 class Batch:
-    """The KV cache and attention mask [rows, length] of all beams; shorter rows begin with zeros."""
+    """KV cache and attention mask [rows, length] of all beams; shorter rows begin with zeros."""
 
     def __init__(self) -> None:
         self.cache = DynamicCache()
