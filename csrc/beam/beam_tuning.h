@@ -22,10 +22,10 @@ constexpr int64_t kInsertionSize = 64;
 constexpr double kNanosecondsPerLogit = 0.17;
 constexpr double kRowNanoseconds = 500.0;
 constexpr double kNanosecondsPerCandidate = 4.0;
+constexpr double kNanosecondsPerEdit = 15.0;
 constexpr double kStepNanoseconds = 150.0;  // of a request in beam_step and beam_finalize
 constexpr double kStepNanosecondsPerCandidate = 5.0;
 constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
-constexpr double kNanosecondsPerEdit = 15.0;
 constexpr double kMinTaskNanoseconds = 25000.0;
 
 // Threads of the block that merges a request.

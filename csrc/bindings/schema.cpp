@@ -28,6 +28,17 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
       "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
       "status, Tensor log_probs)");
+  // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all requests;
+  // tensors, instead of them, hold one for each.
+  m.def(
+      "log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
+      "SymInt "
+      "num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
+      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
+      "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, Tensor? "
+      "suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
+      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) -> "
+      "(Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)");
   // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
   // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
   // given.
@@ -41,17 +52,6 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int rules) -> "
       "(Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor beam_indices, "
       "Tensor places)");
-  // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all requests;
-  // tensors, instead of them, hold one for each.
-  m.def(
-      "log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
-      "SymInt "
-      "num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
-      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
-      "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, Tensor? "
-      "suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
-      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) -> "
-      "(Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)");
   // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
   // along length_dim.
   m.def(

@@ -93,6 +93,40 @@ def _log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, row_offse
     )
 
 
+@torch.library.register_fake("lmdecode::log_softmax_top_k.processed")
+def _log_softmax_top_k_processed(
+    logits,
+    beam_scores,
+    num_candidates,
+    num_beams,
+    row_offsets,
+    sequences,
+    lengths,
+    repetition_penalty,
+    repetition_penalties,
+    no_repeat_ngram_size,
+    no_repeat_ngram_sizes,
+    end_tokens,
+    min_length,
+    min_lengths,
+    suppressed_tokens,
+    forced_tokens,
+    diversity_tokens,
+    diversity_penalty,
+    diversity_penalties,
+    bias,
+    token_bitmask,
+):
+    return _log_softmax_top_k(
+        logits, beam_scores, num_candidates, num_beams, row_offsets,
+        sequences=sequences, lengths=lengths, repetition_penalty=repetition_penalties,
+        no_repeat_ngram_size=no_repeat_ngram_sizes, end_tokens=end_tokens, min_lengths=min_lengths,
+        suppressed_tokens=suppressed_tokens, forced_tokens=forced_tokens,
+        diversity_tokens=diversity_tokens, diversity_penalty=diversity_penalties, bias=bias,
+        token_bitmask=token_bitmask,
+    )  # fmt: skip
+
+
 def _fields(state, parameters):
     """Name the tensors of a beam search's state and parameters for an error."""
     return {
@@ -154,40 +188,6 @@ def _beam_finalize(
         first.new_empty((*shape, state[2].shape[2]), dtype=torch.int32),
         first.new_empty(shape, dtype=torch.int64),
     )
-
-
-@torch.library.register_fake("lmdecode::log_softmax_top_k.processed")
-def _log_softmax_top_k_processed(
-    logits,
-    beam_scores,
-    num_candidates,
-    num_beams,
-    row_offsets,
-    sequences,
-    lengths,
-    repetition_penalty,
-    repetition_penalties,
-    no_repeat_ngram_size,
-    no_repeat_ngram_sizes,
-    end_tokens,
-    min_length,
-    min_lengths,
-    suppressed_tokens,
-    forced_tokens,
-    diversity_tokens,
-    diversity_penalty,
-    diversity_penalties,
-    bias,
-    token_bitmask,
-):
-    return _log_softmax_top_k(
-        logits, beam_scores, num_candidates, num_beams, row_offsets,
-        sequences=sequences, lengths=lengths, repetition_penalty=repetition_penalties,
-        no_repeat_ngram_size=no_repeat_ngram_sizes, end_tokens=end_tokens, min_lengths=min_lengths,
-        suppressed_tokens=suppressed_tokens, forced_tokens=forced_tokens,
-        diversity_tokens=diversity_tokens, diversity_penalty=diversity_penalties, bias=bias,
-        token_bitmask=token_bitmask,
-    )  # fmt: skip
 
 
 @torch.library.register_fake("lmdecode::reorder_cache_")

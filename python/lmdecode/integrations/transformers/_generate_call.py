@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,24 @@ _TAKES_NEXT_SEQUENCE_LENGTH = (
 )
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
 
-def arguments_of_generate(caller: FrameType | None) -> tuple[BaseStreamer | None, bool | None]:
-    """Return the ``streamer`` and ``synced_gpus`` that ``generate()`` was called with.
+class CallerArguments(NamedTuple):
+    """Arguments of ``generate()`` that a callable is not given; None where they are not known."""
+
+    streamer: BaseStreamer | None = None
+    synced_gpus: bool | None = None
+    assistant_model: Any = None
+
+
+def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
+    """Return what ``generate()`` was called with and does not hand on.
 
     transformers (5.0 to 5.23) replaces the arguments of a decoding loop by those which a callable
-    adds to the signature of ``_sample``. So a callable never gets these two: a streamer would be
+    adds to the signature of ``_sample``. So a callable never gets these: a streamer would be
     given the prompt and then nothing, and whoever iterates over it would wait for ever. They are
     read from the frame of ``generate()``, where it is the direct caller.
 
@@ -36,15 +45,13 @@ def arguments_of_generate(caller: FrameType | None) -> tuple[BaseStreamer | None
 
     Returns
     -------
-    tuple
-        (None, None) where the caller is not ``generate()``.
+    CallerArguments
+        All None where the caller is not ``generate()``.
     """
     generate = inspect.unwrap(generation_utils.GenerationMixin.generate)
     if caller is None or caller.f_code is not generate.__code__:
-        return None, None
-    if caller.f_locals.get("assistant_model") is not None:
-        raise ValueError("assistant_model: expected None, this loop samples one token a step")
-    return caller.f_locals.get("streamer"), caller.f_locals.get("synced_gpus")
+        return CallerArguments()
+    return CallerArguments(*(caller.f_locals.get(name) for name in CallerArguments._fields))
 
 
 def refuse_other_modes(generation_config: Any) -> None:
@@ -54,17 +61,21 @@ def refuse_other_modes(generation_config: Any) -> None:
     """
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(f"num_beams: expected 1 for sampling, got {generation_config.num_beams}")
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers"):
-        value = getattr(generation_config, name, None)
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None, this loop samples one token a step, got {value!r}"
-            )
     penalty_alpha = getattr(generation_config, "penalty_alpha", None)
     if penalty_alpha and not generation_config.do_sample:
         raise ValueError(
             f"penalty_alpha: expected None, this is no contrastive search, got {penalty_alpha}"
         )
+
+
+def refuse_assistance(generation_config: Any, caller: CallerArguments, reason: str) -> None:
+    """Raise ValueError where ``generate()`` was asked for tokens that something else proposes."""
+    if caller.assistant_model is not None:
+        raise ValueError(f"assistant_model: expected None, {reason}")
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers"):
+        value = getattr(generation_config, name, None)
+        if value is not None:
+            raise ValueError(f"{name}: expected None, {reason}, got {value!r}")
 
 
 def needs_synced_gpus(model: Any) -> bool:
@@ -88,3 +99,14 @@ def next_inputs(
     if _TAKES_NEXT_SEQUENCE_LENGTH:
         options["next_sequence_length"] = 1 if model_kwargs["use_cache"] else None
     return model.prepare_inputs_for_generation(input_ids, **options, **model_kwargs)
+
+
+def prefill(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Run the model over the prompts, [B, S], and return its outputs."""
+    options = {"is_first_iteration": False} if generation_config.is_assistant else {}
+    return model._prefill(input_ids, generation_config, model_kwargs, **options)

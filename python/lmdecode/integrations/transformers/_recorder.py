@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.utils import (
     ALL_CACHE_NAMES,
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
@@ -14,6 +16,8 @@ from transformers.generation.utils import (
 if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
+
+    from lmdecode.integrations.transformers._beam_loop import BeamResult
 
 
 class Recorder:
@@ -27,6 +31,7 @@ class Recorder:
     ) -> None:
         self.is_encoder_decoder = model.config.is_encoder_decoder
         self.returns_dict = bool(config.return_dict_in_generate)
+        self.keeps_sequences_scores = bool(config.output_scores)
 
         def wanted(flag: bool | None) -> tuple | None:
             return () if self.returns_dict and flag else None
@@ -66,21 +71,40 @@ class Recorder:
         """Return what ``generate()`` returns; ``sequences`` is [B, length] int64."""
         if not self.returns_dict:
             return sequences
+        fields = {"sequences": sequences, **self._common(model_kwargs)}
+        if self.is_encoder_decoder:
+            return GenerateEncoderDecoderOutput(**fields)
+        return GenerateDecoderOnlyOutput(**fields)
+
+    def beam_result(
+        self, result: BeamResult, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
+        """Return what ``generate()`` returns for beam search."""
+        if not self.returns_dict:
+            return result.sequences
+        fields = {
+            "sequences": result.sequences,
+            "sequences_scores": result.scores if self.keeps_sequences_scores else None,
+            "beam_indices": result.beam_indices,
+            **self._common(model_kwargs),
+        }
+        if self.is_encoder_decoder:
+            return GenerateBeamEncoderDecoderOutput(**fields)
+        return GenerateBeamDecoderOnlyOutput(**fields)
+
+    def _common(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that every kind of output has."""
         cache_name = next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
         common: dict[str, Any] = {
-            "sequences": sequences,
             "scores": self.scores,
             "logits": self.logits,
             "past_key_values": model_kwargs[cache_name] if cache_name else None,
         }
         if not self.is_encoder_decoder:
-            return GenerateDecoderOnlyOutput(
-                **common, attentions=self.attentions, hidden_states=self.hidden_states
-            )
-        return GenerateEncoderDecoderOutput(
-            **common,
+            return common | {"attentions": self.attentions, "hidden_states": self.hidden_states}
+        return common | {
             **self.encoder,
-            decoder_attentions=self.attentions,
-            cross_attentions=self.cross_attentions,
-            decoder_hidden_states=self.hidden_states,
-        )
+            "decoder_attentions": self.attentions,
+            "cross_attentions": self.cross_attentions,
+            "decoder_hidden_states": self.hidden_states,
+        }

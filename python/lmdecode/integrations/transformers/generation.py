@@ -11,10 +11,13 @@ from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     needs_synced_gpus,
     next_inputs,
+    prefill,
+    refuse_assistance,
     refuse_other_modes,
 )
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._sampling_plan import SamplingPlan, plan_sampling
+from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.logits_process import as_op_logits
 
 if TYPE_CHECKING:
@@ -25,10 +28,6 @@ if TYPE_CHECKING:
         GenerateDecoderOnlyOutput,
         GenerateEncoderDecoderOutput,
     )
-
-_MAX_ROWS_IN_MESSAGE = 8
-_STATUS_TEXT = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid parameter"}
-
 
 class _Step(NamedTuple):
     """The tokens of one step.
@@ -101,21 +100,6 @@ def _first_position(
     return getattr(generation_config, "_mask_length", input_ids.shape[1])
 
 
-def _raise_for_status(status: list[int], step: int) -> None:
-    """Raise for the rows whose status is not 0; it is called where there is one."""
-    rows = [
-        f"row {row} has " + " and ".join(text for bit, text in _STATUS_TEXT.items() if bits & bit)
-        for row, bits in enumerate(status)
-        if bits
-    ]
-    if len(rows) > _MAX_ROWS_IN_MESSAGE:
-        rows[_MAX_ROWS_IN_MESSAGE:] = [f"and {len(rows) - _MAX_ROWS_IN_MESSAGE} more rows"]
-    raise RuntimeError(
-        f"no token can be chosen at generation step {step}: after the logits processors "
-        + "; ".join(rows)
-    )
-
-
 def sample(
     model: GenerativePreTrainedModel,
     input_ids: torch.Tensor,
@@ -175,9 +159,10 @@ def sample(
     refuse_other_modes(generation_config)
     if isinstance(seed, int) and seed < 0:
         raise ValueError(f"seed: expected an int >= 0, got {seed}")
-    caller_streamer, caller_synced_gpus = arguments_of_generate(sys._getframe(1))
-    streamer = caller_streamer if streamer is None else streamer
-    synced_gpus = caller_synced_gpus if synced_gpus is None else synced_gpus
+    caller = arguments_of_generate(sys._getframe(1))
+    refuse_assistance(generation_config, caller, "this loop samples one token a step")
+    streamer = caller.streamer if streamer is None else streamer
+    synced_gpus = caller.synced_gpus if synced_gpus is None else synced_gpus
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
 
@@ -197,8 +182,7 @@ def sample(
     forward = model
     if model._valid_auto_compile_criteria(model_kwargs, generation_config):
         forward = model.get_compiled_call(generation_config.compile_config)
-    prefill_options = {"is_first_iteration": False} if generation_config.is_assistant else {}
-    outputs = model._prefill(input_ids, generation_config, model_kwargs, **prefill_options)
+    outputs = prefill(model, input_ids, generation_config, model_kwargs)
 
     finished, steps = False, 0
     with model._optimize_model_for_decode():
@@ -234,7 +218,7 @@ def sample(
             # The one point of a step at which the host waits for the device.
             failed, any_unfinished = torch.stack((status.max(), unfinished.max())).tolist()
             if failed:
-                _raise_for_status(status.tolist(), steps)
+                raise_for_status(status.tolist(), steps)
             finished = not any_unfinished
             if streamer is not None:
                 streamer.put(tokens.cpu())

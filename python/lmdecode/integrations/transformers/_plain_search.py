@@ -1,0 +1,188 @@
+"""Beam search and beam sampling by the rules of transformers 5."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from lmdecode.beam import beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_state import beam_parameters, new_beam_state
+from lmdecode.integrations.transformers._beam_candidates import (
+    Candidates,
+    accumulate,
+    drawn_candidates,
+    processed_log_probs,
+    rank_drawn,
+    take,
+    top_k_candidates,
+)
+from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
+from lmdecode.integrations.transformers._beam_plan import BeamPlan
+from lmdecode.integrations.transformers._search_settings import (
+    UNUSED,
+    SearchSettings,
+    raise_for_prompts,
+)
+from lmdecode.integrations.transformers.logits_process import as_op_logits
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    from lmdecode.integrations.transformers._recorder import Recorder
+
+def _end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
+    """Return the end tokens where there are no other criteria than these and the length."""
+    if type(criteria) is not StoppingCriteriaList:  # its __call__ may do more
+        return None
+    tokens: list[int] = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            tokens += criterion.eos_token_id.reshape(-1).tolist()
+        elif type(criterion) is not MaxLengthCriteria or criterion.max_length != max_length:
+            return None
+    return tokens
+
+
+class PlainSearch:
+    """One search for each prompt, all in step.
+
+    Parameters
+    ----------
+    settings
+        Of the search.
+    input_ids
+        [batch * num_beams, prompt length] int64.
+    do_sample
+        Draw the candidates.
+    processors, criteria
+        As ``generate()`` prepares them.
+    recorder
+        Gets every step's scores.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        input_ids: Tensor,
+        do_sample: bool,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        recorder: Recorder,
+    ) -> None:
+        self.settings, self.do_sample, self.recorder = settings, do_sample, recorder
+        self.processors, self.plan = processors, BeamPlan(processors)
+        self.num_candidates = settings.candidates_per_beam * settings.num_beams
+        device = input_ids.device
+        self.rows = torch.arange(len(input_ids), device=device)
+        self.prompts = input_ids.view(settings.batch, settings.num_beams, -1)
+
+        end_tokens = _end_tokens_of_criteria(criteria, settings.max_length)
+        self.criteria = criteria if end_tokens is None else None
+        self.end_tokens = torch.tensor(end_tokens or [], dtype=torch.int64, device=device)
+        self.parameters = beam_parameters(
+            settings.batch,
+            settings.num_beams,
+            prompt_lengths=settings.prompt_length,
+            max_lengths=settings.max_length,
+            length_penalty=settings.length_penalty,
+            early_stopping=settings.early_stopping,
+            end_tokens=end_tokens or [],
+            pad_tokens=settings.pad_token,
+            device=device,
+        )
+        self.state = new_beam_state(
+            settings.batch,
+            settings.num_beams,
+            settings.max_length,
+            keep_beam_indices=recorder.returns_dict,
+            device=device,
+        )
+        self.state.sequences[:, :, : settings.prompt_length] = self.prompts
+        self.state.lengths.fill_(settings.prompt_length)
+        self.state.scores[:, 1:] = UNUSED
+
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+        length = input_ids.shape[1]
+        candidates = self._candidates(outputs, logits, input_ids)
+        stopped, all_stopped = None, False
+        if self.criteria is not None:
+            stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)  # type: ignore[arg-type]
+            stopped = stopped.view_as(candidates.tokens)
+            all_stopped = bool(stopped.all())
+        if self.do_sample:
+            ends = torch.isin(candidates.tokens, self.end_tokens) if stopped is None else stopped
+            if length + 1 >= self.settings.max_length:
+                ends = torch.ones_like(ends)
+            order = rank_drawn(candidates, ends, self.settings.num_beams)
+            candidates = take(candidates, order)
+            stopped = None if stopped is None else stopped.gather(1, order)
+
+        scores, tokens, beams, status = candidates
+        decided = beam_step(
+            self.state, self.parameters, scores, tokens, beams, status=status, stopped=stopped
+        )
+        state = self.state
+        moved = (decided.parents != self.rows).any().to(torch.uint8)
+        # The one point of a step at which the host waits for the device.
+        failed, done, moved = torch.stack((state.status.max(), state.done.min(), moved)).tolist()
+        if failed:
+            raise_for_prompts(state.status, length - self.settings.prompt_length)
+        return Step(
+            state.sequences[:, :, : length + 1].flatten(0, 1),
+            decided.parents if moved else None,
+            bool(done) or all_stopped,
+        )
+
+    def _candidates(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Candidates:
+        recorder, vocab_size = self.recorder, logits.shape[1]
+        kept_logits = None
+        if recorder.logits is not None:
+            kept_logits = logits.to(torch.float32, copy=True)
+        if not self.do_sample and recorder.scores is None and self.plan.fits(vocab_size):
+            recorder.record(outputs, None, kept_logits)
+            best = log_softmax_top_k(
+                as_op_logits(logits),
+                self.state.scores,
+                self.num_candidates,
+                num_beams=self.settings.num_beams,
+                **self.plan.arguments(input_ids, vocab_size),
+            )
+            return Candidates(best.scores, best.tokens, best.beams, best.status)
+        log_probs = processed_log_probs(logits, input_ids, self.processors)
+        recorder.record(outputs, None if recorder.scores is None else log_probs, kept_logits)
+        accumulated = accumulate(log_probs, self.state.scores)
+        if self.do_sample:
+            return drawn_candidates(
+                accumulated, self.num_candidates, vocab_size, self.state.done
+            )
+        return top_k_candidates(accumulated, self.num_candidates, vocab_size)
+
+    def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
+        """Return what the candidates would make of their beams: [batch * K, length + 1]."""
+        first = torch.arange(len(candidates.beams), device=input_ids.device) * self.settings.num_beams
+        rows = (candidates.beams + first[:, None]).flatten()
+        return torch.cat((input_ids[rows], candidates.tokens.flatten()[:, None]), dim=1)
+
+    def finish(self, input_ids: Tensor) -> BeamResult:
+        settings = self.settings
+        final = beam_finalize(self.state, self.parameters, settings.num_return_sequences)
+        start = settings.prompt_length
+        lengths = final.lengths.clamp(min=start)
+        length = int(lengths.max())
+        positions = torch.arange(length, device=lengths.device)
+        sequences = torch.where(
+            positions < lengths[..., None], final.sequences[..., :length], settings.fill
+        )
+        sequences[..., :start] = self.prompts[:, :1]  # also where fewer were found
+        beam_indices = None
+        if self.recorder.returns_dict:
+            first_rows = self.rows[:: settings.num_beams, None, None].to(torch.int32)
+            beams = final.beam_indices[..., start:length]
+            beam_indices = torch.where(beams < 0, beams, beams + first_rows).flatten(0, 1)
+        return BeamResult(
+            sequences.flatten(0, 1), final.scores.flatten().to(torch.float32), beam_indices
+        )

@@ -1,0 +1,42 @@
+"""What a step could not decide, as an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+_MAX_IN_MESSAGE = 8
+_OF_SAMPLING = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid parameter"}
+
+
+def raise_for_status(
+    status: list[int],
+    step: int,
+    *,
+    noun: str = "row",
+    text: Mapping[int, str] = _OF_SAMPLING,
+) -> NoReturn:
+    """Raise for the rows whose status is not 0; it is called where there is one.
+
+    Parameters
+    ----------
+    status
+        Of each row: a sum of the keys of ``text``.
+    step
+        Generated tokens so far.
+    noun
+        What a row is.
+    text
+        What each bit means.
+    """
+    failed = [
+        f"{noun} {row} has " + " and ".join(words for bit, words in text.items() if bits & bit)
+        for row, bits in enumerate(status)
+        if bits
+    ]
+    if len(failed) > _MAX_IN_MESSAGE:
+        failed[_MAX_IN_MESSAGE:] = [f"and {len(failed) - _MAX_IN_MESSAGE} more {noun}s"]
+    raise RuntimeError(
+        f"no token can be chosen at generation step {step}: after the logits processors "
+        + "; ".join(failed)
+    )
