@@ -28,6 +28,12 @@ struct BeamFinalizeParams {
   int32_t* best_beam_indices = nullptr;  // [requests, num_return_sequences, beam_index_capacity]
   int64_t* best_places = nullptr;        // [requests, num_return_sequences]
 
+  // How many results can be hypotheses: more than there are places cannot.
+  LMD_HOST_DEVICE int64_t ranked() const {
+    const int64_t places = num_groups * state.hypotheses;
+    return num_return_sequences < places ? num_return_sequences : places;
+  }
+
   // -1 where the slots do not hold it: CUDA cannot check that before the launch.
   LMD_HOST_DEVICE int64_t slot_of(int64_t entry) const {
     const int64_t slot = slots.data == nullptr ? entry : slots.at(entry, 0);

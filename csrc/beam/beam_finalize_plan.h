@@ -53,27 +53,29 @@ namespace beam_finalize_detail {
 
 struct Ranked {
   double score;
-  int64_t group, number;  // number: below 0, no hypothesis
+  int64_t group, number, place;  // number: below 0, no hypothesis
 };
 
 LMD_HOST_DEVICE Ranked hypothesis_at(const BeamFinalizeParams& p, int64_t request, int64_t place) {
   const BeamSearchState& state = p.state;
   const int64_t group = place / state.hypotheses;
   const int64_t slot = p.slot_of(request * p.num_groups + group);
-  if (slot < 0) return {0.0, group, -1};
+  if (slot < 0) return {0.0, group, -1, place};
   const int64_t in_slot = place % state.hypotheses;
   const int64_t num_hypotheses = clamped(p.parameters.num_hypotheses[slot], 1, state.hypotheses);
   const int64_t at = slot * state.hypotheses + in_slot;
   const int64_t number = in_slot < num_hypotheses ? state.hypothesis_numbers[at] : -1;
-  return {state.hypothesis_scores[at], group, number};
+  return {state.hypothesis_scores[at], group, number, place};
 }
 
-// A total order whatever the scores are: NaN comes last.
+// A total order whatever the state holds: NaN comes last, and of one number the lower place first.
 LMD_HOST_DEVICE bool is_better(const Ranked& a, const Ranked& b, bool last_first) {
   const bool a_is_nan = a.score != a.score, b_is_nan = b.score != b.score;
   if (a_is_nan != b_is_nan) return b_is_nan;
   if (!a_is_nan && a.score != b.score) return a.score > b.score;
-  const bool is_earlier = a.group != b.group ? a.group < b.group : a.number < b.number;
+  const bool is_earlier = a.group != b.group     ? a.group < b.group
+                          : a.number != b.number ? a.number < b.number
+                                                 : a.place < b.place;
   return is_earlier != last_first;
 }
 

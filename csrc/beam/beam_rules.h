@@ -16,7 +16,9 @@ namespace lmdecode {
 
 // transformers' "never": a score that no hypothesis has, and what is taken off a stopped beam's.
 constexpr double kNeverScore = -1.0e9;
-constexpr int64_t kNoPlace = -1;
+constexpr int32_t kNoPlace = -1;
+// Far beyond memory, but sums of a few are below what 64 bits can count.
+constexpr int64_t kMaxLength = int64_t{1} << 60;
 
 LMD_HOST_DEVICE double rounded_to_f32(double value) {
   return static_cast<double>(static_cast<float>(value));
@@ -43,8 +45,8 @@ struct BeamSearchSlot {
       : rules(slot_rules),
         num_beams(clamped(parameters.num_beams[slot], 1, state.beams)),
         num_hypotheses(clamped(parameters.num_hypotheses[slot], 1, state.hypotheses)),
-        prompt_length(parameters.prompt_lengths[slot]),
-        max_length(parameters.max_lengths[slot]),
+        prompt_length(clamped(parameters.prompt_lengths[slot], 0, kMaxLength)),
+        max_length(clamped(parameters.max_lengths[slot], 0, kMaxLength)),
         early_stopping(parameters.early_stopping[slot]),
         pad_token(parameters.pad_tokens[slot]),
         length_penalty(parameters.length_penalty[slot]),
@@ -130,7 +132,7 @@ struct BeamSearchSlot {
     if (rules == BeamRules::kScorer && !full) return false;
     if (early_stopping == kEarlyStoppingNever && length_penalty > 0) {
       const int64_t left = max_length - prompt_length;
-      by = divisor(max_length <= 0 ? HUGE_VAL : static_cast<double>(left > 0 ? left : 0));
+      by = divisor(max_length == 0 ? HUGE_VAL : static_cast<double>(left > 0 ? left : 0));
     }
     const double attainable = normalised(best, by, 0.0);
     if (rules == BeamRules::kScorer) return *worst_score >= attainable;

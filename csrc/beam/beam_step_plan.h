@@ -34,6 +34,10 @@ struct BeamStepPlan {
 
 namespace beam_step_detail {
 
+LMD_HOST_DEVICE int64_t row_at(const RequestRows<int64_t>& offsets, int64_t request) {
+  return clamped(offsets.at(request, 0), 0, kMaxLength);
+}
+
 // The state of the decision about one request.
 struct Request {
   const BeamStepParams& params;
@@ -68,7 +72,7 @@ struct Request {
     }
     const bool given = params.parents.data != nullptr;
     if (!given || request + 1 < params.parent_count) {
-      const int64_t next = (given ? params.parents : params.offsets).at(request + 1, 0);
+      const int64_t next = row_at(given ? params.parents : params.offsets, request + 1);
       const int64_t last = next - parent_first - 1;
       if (beam > last) beam = last > 0 ? last : 0;
     }
@@ -151,8 +155,8 @@ LMD_HOST_DEVICE void plan_beam_step(const BeamStepParams& p, int64_t request, Be
   const BeamSearchState& state = p.state;
   const auto rows = p.rows_of(request);
   beam_step_detail::Request r{p, plan, request, 0, 0};
-  r.parent_first = p.parents.data != nullptr   ? p.parents.at(request, 0)
-                   : p.offsets.data != nullptr ? p.offsets.at(request, 0)
+  r.parent_first = p.parents.data != nullptr   ? beam_step_detail::row_at(p.parents, request)
+                   : p.offsets.data != nullptr ? beam_step_detail::row_at(p.offsets, request)
                                                : rows.begin;
   int32_t* const decisions = p.decisions + request * p.num_candidates;
   for (int64_t i = 0; i < p.num_candidates; ++i) decisions[i] = 0;

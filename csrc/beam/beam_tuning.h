@@ -30,5 +30,7 @@ constexpr double kMinTaskNanoseconds = 25000.0;
 
 // Threads of the block that merges a request.
 constexpr int kMergeThreads = 256;
+// Threads of the block of a request in beam_step and beam_finalize.
+constexpr int kStepThreads = 128;
 
 }  // namespace lmdecode::beam_tuning

@@ -68,8 +68,6 @@ void check_row_offsets(const BeamStepParams& p) {
   }
 }
 
-}  // namespace
-
 void check_beam_step(const BeamStepParams& p) {
   const char* const op = kBeamStepOp;
   check_slots(op, p.slots, p.requests, p.state.slots);
@@ -116,14 +114,14 @@ void check_beam_finalize(const BeamFinalizeParams& p) {
   }
 }
 
-namespace {
-
-void run_step(const BeamStepParams& params, const Tensor&) { beam_step_cpu(params); }
-
-void run_finalize(const BeamFinalizeParams& params, const Tensor&) { beam_finalize_cpu(params); }
-
-struct NoGuard {
-  explicit NoGuard(const Tensor&) {}
+struct Cpu {
+  struct Guard {
+    explicit Guard(const Tensor&) {}
+  };
+  static void check(const BeamStepParams& params) { check_beam_step(params); }
+  static void check(const BeamFinalizeParams& params) { check_beam_finalize(params); }
+  static void run(const BeamStepParams& params, const Tensor&) { beam_step_cpu(params); }
+  static void run(const BeamFinalizeParams& params, const Tensor&) { beam_finalize_cpu(params); }
 };
 
 }  // namespace
@@ -131,6 +129,6 @@ struct NoGuard {
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   using namespace lmdecode;
-  m.impl("beam_step", TORCH_BOX((&BeamStepOp<run_step, NoGuard>::call)));
-  m.impl("beam_finalize", TORCH_BOX((&BeamFinalizeOp<run_finalize, NoGuard>::call)));
+  m.impl("beam_step", TORCH_BOX((&BeamStepOp<Cpu>::call)));
+  m.impl("beam_finalize", TORCH_BOX((&BeamFinalizeOp<Cpu>::call)));
 }

@@ -188,12 +188,9 @@ inline CallerSequences caller_sequences(const char* op, const Tensor& tensor, in
           tensor.stride(2)};
 }
 
-// What CPU tensors hold; before anything is written.
-void check_beam_step(const BeamStepParams& params);
-void check_beam_finalize(const BeamFinalizeParams& params);
-
-// The op on one device, which `run(params, state)` launches, with the device selected by Guard.
-template <auto run, class Guard>
+// The op on one device: Device::check looks at what the tensors hold, before anything is written,
+// where that can be done, Device::Guard selects the device, Device::run launches.
+template <class Device>
 struct BeamStepOp {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> call(
       const std::vector<Tensor>& state, const std::vector<Tensor>& parameters, const Tensor& scores,
@@ -241,8 +238,8 @@ struct BeamStepOp {
                                      p.rules != BeamRules::kScorer, like);
     }
     set_rows(p, row_offsets, parent_offsets, rows, like);
-    if (like.is_cpu()) check_beam_step(p);
-    const Guard guard(like);
+    Device::check(p);
+    const typename Device::Guard guard(like);
     Tensor next_scores = new_tensor(like, {p.rows}, ScalarType::Float);
     Tensor next_tokens = new_tensor(like, {p.rows}, ScalarType::Long);
     Tensor next_parents = new_tensor(like, {p.rows}, ScalarType::Long);
@@ -251,7 +248,7 @@ struct BeamStepOp {
     p.next_tokens = static_cast<int64_t*>(next_tokens.mutable_data_ptr());
     p.next_parents = static_cast<int64_t*>(next_parents.mutable_data_ptr());
     p.decisions = static_cast<int32_t*>(decisions.mutable_data_ptr());
-    if (p.requests > 0) run(p, like);
+    if (p.requests > 0) Device::run(p, like);
     return {next_scores, next_tokens, next_parents, decisions};
   }
 
@@ -284,7 +281,7 @@ struct BeamStepOp {
   }
 };
 
-template <auto run, class Guard>
+template <class Device>
 struct BeamFinalizeOp {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> call(
       const std::vector<Tensor>& state, const std::vector<Tensor>& parameters,
@@ -320,8 +317,8 @@ struct BeamFinalizeOp {
       p.scores = request_rows<float>(op, "scores", *scores, ScalarType::Float, entries,
                                      p.state.beams, like);
     }
-    if (like.is_cpu()) check_beam_finalize(p);
-    const Guard guard(like);
+    Device::check(p);
+    const typename Device::Guard guard(like);
     const int64_t n = num_return_sequences;
     Tensor best = new_tensor(like, {p.requests, n, p.state.capacity}, ScalarType::Long);
     Tensor lengths = new_tensor(like, {p.requests, n}, ScalarType::Long);
@@ -337,7 +334,7 @@ struct BeamFinalizeOp {
     p.best_log_probs = static_cast<float*>(log_probs.mutable_data_ptr());
     p.best_beam_indices = static_cast<int32_t*>(beam_indices.mutable_data_ptr());
     p.best_places = static_cast<int64_t*>(places.mutable_data_ptr());
-    if (p.requests > 0) run(p, like);
+    if (p.requests > 0) Device::run(p, like);
     return {best, lengths, best_scores, log_probs, beam_indices, places};
   }
 };

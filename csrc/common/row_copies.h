@@ -53,4 +53,17 @@ LMD_HOST_DEVICE int32_t order_row_copies(const int32_t* parents, int32_t rows, i
   return count;
 }
 
+// The same where nobody has counted the readers yet; readers[rows]: overwritten.
+LMD_HOST_DEVICE int32_t order_row_copies_of(const int32_t* parents, int32_t rows, int32_t* readers,
+                                            RowCopy* copies) {
+  for (int32_t row = 0; row < rows; ++row) readers[row] = 0;
+  bool moves = false;
+  for (int32_t row = 0; row < rows; ++row) {
+    if (parents[row] == row) continue;
+    moves = true;
+    ++readers[parents[row]];
+  }
+  return moves ? order_row_copies(parents, rows, readers, copies) : 0;
+}
+
 }  // namespace lmdecode

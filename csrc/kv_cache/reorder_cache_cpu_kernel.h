@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kv_cache/cache_rows.h"
 #include "common/row_copies.h"
+#include "kv_cache/cache_rows.h"
 
 namespace lmdecode {
 

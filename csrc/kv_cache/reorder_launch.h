@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kv_cache/reorder_cache.h"
 #include "common/row_copies.h"
+#include "kv_cache/reorder_cache.h"
 
 namespace lmdecode {
 

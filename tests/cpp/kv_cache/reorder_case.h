@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kv_cache/reorder_cache.h"
-#include "kv_cache/row_copies.h"
+#include "common/row_copies.h"
 #include "kv_cache/strided_tensor.h"
 
 namespace lmdecode::kv_cache_test {

@@ -48,6 +48,7 @@ class Buffer {
         size_(size) {}
   T* data() const { return reinterpret_cast<T*>(data_.get()); }
   T& operator[](int64_t i) const { return data()[i]; }
+  int64_t size() const { return size_; }
   int64_t bytes() const { return size_ * static_cast<int64_t>(sizeof(T)); }
   bool operator==(const Buffer& other) const {
     return size_ == other.size_ &&

@@ -1,0 +1,14 @@
+// Launches beam_step.
+#include "beam/beam_step.h"
+#include "beam/beam_step_kernel.cuh"
+#include "beam/request_launch.h"
+
+namespace lmdecode {
+
+void beam_step_cuda(const BeamStepParams& params, void* stream) {
+  launch_requests("beam_step", &beam_cuda::beam_step_kernel, params.requests,
+                  beam_cuda::beam_step_shared_bytes(params.state.beams, params.state.hypotheses),
+                  "(24 bytes a beam, 4 a hypothesis)", params, stream);
+}
+
+}  // namespace lmdecode

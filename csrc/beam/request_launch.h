@@ -1,0 +1,34 @@
+// Launches a kernel that gives each request a block; no allocation and no wait, so that a CUDA
+// graph can capture it. For .cu files.
+#pragma once
+
+#include <sstream>
+
+#include "beam/beam_tuning.h"
+#include "sampling/row_launch.h"
+
+namespace lmdecode {
+
+// Dynamic shared memory that every device gives a block unasked.
+constexpr size_t kSharedBytesUnasked = 48 * 1024;
+
+// kernel(params) with so many bytes of shared memory; takes: what these hold, in an error.
+template <class Params>
+void launch_requests(const char* op, void (*kernel)(Params), int64_t requests, size_t shared_bytes,
+                     const char* takes, const Params& params, void* stream) {
+  if (shared_bytes > kSharedBytesUnasked) {
+    std::ostringstream message;
+    message << op << ": state has " << params.state.beams << " beams and "
+            << params.state.hypotheses << " hypotheses; expected no more " << takes << " than fit "
+            << kSharedBytesUnasked << " bytes on a GPU, here " << shared_bytes;
+    throw std::invalid_argument(message.str());
+  }
+  if (requests == 0) return;
+  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  const int64_t blocks = requests < kMaxGrid ? requests : kMaxGrid;
+  kernel<<<static_cast<unsigned>(blocks), beam_tuning::kStepThreads, shared_bytes,
+           static_cast<cudaStream_t>(stream)>>>(params);
+  check_cuda(op, cudaGetLastError(), "launch");
+}
+
+}  // namespace lmdecode
