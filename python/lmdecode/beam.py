@@ -17,9 +17,9 @@ __all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
 
 _OP = "log_softmax_top_k"
 _log_softmax_top_k = ops.log_softmax_top_k.default
-_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
+_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _MAX_INT = (1 << 63) - 1
 
 
@@ -129,9 +129,9 @@ def log_softmax_top_k(
     The processors act on the log-probabilities of the tokens before the beam's score is added, in
     the order and with the arithmetic of transformers' logits processors, without renormalising:
     ``bias``, diversity, repetition penalty, n-grams, ``end_tokens``, ``token_bitmask``,
-    ``forced_tokens``, ``suppressed_tokens``. What they give -inf is no candidate. Each is
-    off where it is None; a number stands for all requests, a tensor holds one for each. Wherever tokens
-    are listed, a number outside [0, vocab), such as -1, is none.
+    ``forced_tokens``, ``suppressed_tokens``. What they give -inf is no candidate. Each is off
+    where it is None; a number stands for all requests, a tensor holds one for each. Wherever
+    tokens are listed, a number outside [0, vocab), such as -1, is none.
 
     Parameters
     ----------
@@ -156,8 +156,9 @@ def log_softmax_top_k(
         ``[requests]`` int64: how many tokens of the request's sequences are valid, from the first
         on; all of them by default. 0 to ``capacity``; on CUDA it is held to these.
     repetition_penalty : float or Tensor, optional
-        > 0, 1 is off, ``[requests]`` float32: the log-probability of each token of the sequence is multiplied
-        by it, or divided where it is not negative (``RepetitionPenaltyLogitsProcessor``).
+        > 0, 1 is off, ``[requests]`` float32: the log-probability of each token of the sequence is
+        multiplied by it, or divided where it is not negative
+        (``RepetitionPenaltyLogitsProcessor``).
     no_repeat_ngram_size : int or Tensor, optional
         >= 0, ``[requests]`` int64: no n-gram of this size comes twice in a sequence; 0 is off
         (``NoRepeatNGramLogitsProcessor``).
