@@ -161,6 +161,7 @@ class BeamSearch:
         self._store = BeamSlots(slots, num_beams, capacity, torch.device(device))
         self._running: list[RunningSearch] = []
         self._finished: list[_Finished] = []
+        self._ids: set[Hashable] = set()  # of both
         self._numbers = itertools.count()
         self._plan: BeamPlan | None = None
         self._tools: list[_Tools] = []
@@ -183,17 +184,16 @@ class BeamSearch:
         if not isinstance(request, BeamRequest):
             kind = type(request).__name__
             raise TypeError(f"{_OP}.insert: request is of type {kind}; expected a BeamRequest")
-        used = {search.request_id for search in self._running}
-        used |= {finished.search.request_id for finished in self._finished}
         request_id = request.request_id
         if request_id is None:
-            request_id = next(number for number in self._numbers if number not in used)
-        elif request_id in used:
+            request_id = next(number for number in self._numbers if number not in self._ids)
+        elif request_id in self._ids:
             raise ValueError(
                 f"{_OP}.insert: request_id {request_id!r} is that of a request which is running, "
                 "or waits for pop_finished; expected another"
             )
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
+        self._ids.add(request_id)
         self._plan = None
         return request_id
 
@@ -211,18 +211,20 @@ class BeamSearch:
         ValueError
             No such request is running.
         """
-        search = next((s for s in self._running if s.request_id == request_id), None)
-        if search is None:
+        ids = [search.request_id for search in self._running]
+        if request_id not in ids:
             raise ValueError(
-                f"{_OP}.cancel: request_id is {request_id!r}; "
-                f"expected one that is running: {[s.request_id for s in self._running]}"
+                f"{_OP}.cancel: request_id is {request_id!r}; expected one that is running: {ids}"
             )
-        rows = self.row_ranges()[request_id]
-        left = [row for row in range(self.num_rows) if row not in rows]
-        self._running.remove(search)
+        counts = [search.num_rows for search in self._running]
+        number = ids.index(request_id)
+        first, last = sum(counts[:number]), sum(counts[: number + 1])
+        search = self._running.pop(number)
+        self._ids.remove(request_id)
         self._store.release(search.slots)
         self._plan = None
-        return torch.tensor(left, dtype=torch.int64, device=self._store.device)
+        rows = torch.arange(sum(counts), device=self._store.device)
+        return torch.cat((rows[:first], rows[last:]))
 
     # ---- what is running
 
@@ -458,4 +460,5 @@ class BeamSearch:
     def pop_finished(self) -> list[BeamResult]:
         """Return the results of the requests that have finished since the last call, in order."""
         finished, self._finished = self._finished, []
+        self._ids -= {entry.search.request_id for entry in finished}
         return [_result(entry) for entry in finished]
