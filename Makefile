@@ -6,7 +6,9 @@
 # make clean     remove everything that the other targets made
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
-# network. Variables: PYTHON (3.11 or later), VENV, CXX, JOBS.
+# network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
+# cannot share an environment with transformers 5. Variables: PYTHON (3.11 or later), VENV, CXX, JOBS; ARGS goes to
+# the tests of the first environment only.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +21,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# The environment whose transformers is the oracle of the beam search scorers. Newer pytest breaks its import.
+TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
+TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
@@ -36,8 +41,9 @@ demo: setup
 
 test: setup test-python test-cpp
 
-test-python: setup
+test-python: setup $(TRANSFORMERS_4_38)/.deps
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(TRANSFORMERS_4_38)/bin/python -m pytest -n $(JOBS) tests/transformers_4_38
 
 test-cpp: setup
 	@mkdir -p build
@@ -90,5 +96,14 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	CXX=$(CXX) $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo,lint]"
 	@touch $@
 
+# torch, lmdecode and what the tests need come from $(VENV), which is added behind the environment's own packages.
+$(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps
+	$(BIN)/python -m venv --clear $(TRANSFORMERS_4_38)
+	@packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$packages')" \
+	  >$$($(TRANSFORMERS_4_38)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_venv.pth
+	$(TRANSFORMERS_4_38)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_4_38_DEPS),"$(package)")
+	@touch $@
+
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38)

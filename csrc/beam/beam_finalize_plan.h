@@ -25,7 +25,7 @@ LMD_HOST_DEVICE void add_open_beams(const BeamFinalizeParams& p, int64_t entry,
   for (int64_t beam = 0; beam < slot.num_beams; ++beam) {
     const float score = p.scores.data != nullptr ? p.scores.at(entry, beam)
                                                  : state.scores[index * state.beams + beam];
-    if (!(score > -HUGE_VALF)) continue;
+    if (!slot.takes_part(score)) continue;
     const int64_t place = slot.add_hypothesis(slot.normalised(score, by, 0.0));
     if (place == kNoPlace) continue;
     open_beams[place] = static_cast<int32_t>(beam);

@@ -64,6 +64,12 @@ struct BeamSearchSlot {
     return false;
   }
 
+  // Whether this is the score of a candidate or a beam at all. BeamSearchScorer takes -inf for a
+  // score like any other: masks leave such candidates, and they go on where there is no other.
+  LMD_HOST_DEVICE bool takes_part(float score) const {
+    return rules == BeamRules::kScorer ? score == score : score > -HUGE_VALF;
+  }
+
   // What the scores of hypotheses of so many generated tokens are divided by.
   LMD_HOST_DEVICE double divisor(double length) const {
     const double power = pow(length, length_penalty);

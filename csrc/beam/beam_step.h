@@ -18,7 +18,7 @@ struct BeamStepParams {
   int64_t num_candidates = 0;
   int64_t rows = 0;  // of the next beams
 
-  RequestRows<float> scores;  // [requests, num_candidates], best first; -inf: none
+  RequestRows<float> scores;  // [requests, num_candidates], best first; -inf: none (unless kScorer)
   RequestRows<int64_t> tokens;
   RequestRows<int64_t> beams;    // counted within the request
   RequestRows<float> log_probs;  // null: 0

@@ -92,7 +92,7 @@ LMD_HOST_DEVICE bool decide(Request& r, const BeamSearchSlot& slot, int32_t* dec
   float best = -HUGE_VALF;
   for (int64_t i = 0; i < p.num_candidates; ++i) {
     const float score = p.scores.at(r.request, i);
-    if (!(score > -HUGE_VALF)) continue;
+    if (!slot.takes_part(score)) continue;
     const int64_t beam = p.beams.at(r.request, i);
     if (beam < 0 || beam >= plan.num_beams) continue;
     if (score > best) best = score;

@@ -8,7 +8,15 @@ plain torch.
 """
 
 from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam_constraints import (
+    Constraint,
+    ConstraintListState,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
+from lmdecode.beam_hypotheses import BeamHypotheses
 from lmdecode.beam_request import BeamRequest, BeamResult
+from lmdecode.beam_scorer import BeamSearchScorer
 from lmdecode.beam_search import BeamSearch, RowTokens, StepOutput
 from lmdecode.beam_state import (
     BeamFinal,
@@ -19,6 +27,7 @@ from lmdecode.beam_state import (
     new_beam_state,
 )
 from lmdecode.beam_trace import BeamTrace, format_trace
+from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
@@ -29,13 +38,20 @@ __all__ = [
     "DIALECTS",
     "BeamCandidates",
     "BeamFinal",
+    "BeamHypotheses",
     "BeamParameters",
     "BeamRequest",
     "BeamResult",
     "BeamSearch",
+    "BeamSearchScorer",
     "BeamState",
     "BeamStep",
     "BeamTrace",
+    "ConstrainedBeamSearchScorer",
+    "Constraint",
+    "ConstraintListState",
+    "DisjunctiveConstraint",
+    "PhrasalConstraint",
     "RowTokens",
     "SampleOutput",
     "StepOutput",

@@ -296,7 +296,8 @@ def beam_step(
         Of every slot of the state.
     scores, tokens, beams : Tensor
         [requests, K] float32, int64, int64, as ``log_softmax_top_k`` returns them: best first,
-        ``-inf`` where there is no candidate, beams counted within the request.
+        ``-inf`` where there is no candidate ("scorer": one like any other), beams counted within
+        the request.
     log_probs : Tensor, optional
         [requests, K] float32, of the tokens alone; 0 where not given.
     status : Tensor, optional
@@ -373,7 +374,7 @@ def beam_finalize(
         running beams, where the caller keeps them.
     add_open : bool, optional
         Whether the running beams of searches that are not done become hypotheses first; by default
-        for the rules "scorer" only. A beam of score -inf does not.
+        for the rules "scorer" only. A beam of score -inf does not, but for these rules.
     rules : {"generate", "scorer", "fairseq"}
         As in ``beam_step``. With "scorer" the last of equal scores comes first, else the first; and
         the first end token follows each sequence where there is room, not counted in its length.

@@ -11,6 +11,7 @@ happens at the maximum length:
     ``BeamSearchScorer`` of transformers up to 4.49. Scores are f64 quotients. A hypothesis does not
     hold its end token. A search that is done emits pad tokens. ``max_lengths`` only serves
     ``early_stopping="never"``; ``beam_finalize`` adds the open beams of searches that are not done.
+    Candidates and beams of score -inf are like any others.
 "fairseq"
     Its ``SequenceGenerator``: as "generate", in f32, but a hypothesis, once in, is never evicted,
     and the search is done when the places are taken.
@@ -73,6 +74,10 @@ class _Slot:
     @property
     def in_f32(self) -> bool:
         return self.rules != RULES["scorer"]
+
+    def takes_part(self, score: float) -> bool:
+        """Tell whether this is the score of a candidate or a beam at all."""
+        return score > -_INF or (self.rules == RULES["scorer"] and score == -_INF)
 
     def normalised(self, score: float, length: float, bonus: float = 0.0) -> float:
         """Return the score of a hypothesis with `length` generated tokens."""
@@ -177,7 +182,7 @@ def _step_request(
 ) -> tuple[list[tuple[float, int, int, float]], list[int]]:
     """Decide about one request that has not failed.
 
-    candidates: (rank, score, token, beam, log-prob, stopped), without those at -inf; sequences:
+    candidates: (rank, score, token, beam, log-prob, stopped), those that are some; sequences:
     [beams, >= length]. Returns the next beams as (score, token, beam, log-prob) and the decisions.
     """
     rules, state, at = slot.rules, slot.state, slot.slot
@@ -297,7 +302,7 @@ def beam_step(
                     False if stopped is None else bool(stopped[r, i]),
                 )
                 for i in range(num_candidates)
-                if float(scores[r, i]) > -_INF
+                if slot.takes_part(float(scores[r, i]))
             ]
             going, decisions = _step_request(
                 slot,
@@ -338,7 +343,7 @@ def _open_beams(slot: _Slot, sequences: Tensor, length: int, scores: Tensor) -> 
     """Add the running beams of a search that is not done to its hypotheses."""
     for beam in range(slot.num_beams):
         score = float(scores[beam])
-        if not score > -_INF:
+        if not slot.takes_part(score):
             continue
         place = slot.add(slot.normalised(score, length - slot.prompt_length))
         if place is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -13,26 +14,21 @@ import torch
 pytest.importorskip("transformers", minversion="5.0")
 
 import transformers
-from transformers import (
-    BartConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    T5Config,
-)
+from transformers import PreTrainedModel
 
 VOCAB = 61
 PAD, BOS, EOS = 0, 1, 2
 
 DECODER_ONLY = ("gpt2", "llama", "mistral", "qwen2")
 ENCODER_DECODER = ("bart", "t5")
+BEAM_MODELS = ("gpt2", "llama", "mistral", "bart", "t5", "marian")
 
 
-def _config(
-    name: str, vocab_size: int
-) -> tuple[type[PreTrainedModel], transformers.PreTrainedConfig]:
+def model_arguments(name: str, vocab_size: int = VOCAB) -> tuple[str, str, dict[str, Any]]:
+    """Return the names of a model's class and of its configuration's, and arguments of the latter.
+
+    They are the same in transformers 4 and 5.
+    """
     tokens = {
         "vocab_size": vocab_size,
         "pad_token_id": PAD,
@@ -50,50 +46,54 @@ def _config(
         "max_position_embeddings": 128,
         "initializer_range": 0.2,
     }
-    if name == "gpt2":
-        return transformers.GPT2LMHeadModel, GPT2Config(
-            **tokens, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2
-        )
-    if name == "llama":
-        return transformers.LlamaForCausalLM, LlamaConfig(**llama_like)
-    if name == "mistral":
-        return transformers.MistralForCausalLM, MistralConfig(**llama_like, sliding_window=5)
-    if name == "qwen2":
-        return transformers.Qwen2ForCausalLM, Qwen2Config(**llama_like)
-    if name == "bart":
-        return transformers.BartForConditionalGeneration, BartConfig(
-            **tokens,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=128,
-            decoder_start_token_id=EOS,
-            forced_eos_token_id=None,
-            init_std=0.2,
-        )
-    assert name == "t5"
-    return transformers.T5ForConditionalGeneration, T5Config(
+    bart_like = {
         **tokens,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=PAD,
-        initializer_factor=2.0,
-    )
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 128,
+        "forced_eos_token_id": None,
+        "init_std": 0.2,
+    }
+    if name == "gpt2":
+        small = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        return "GPT2LMHeadModel", "GPT2Config", {**tokens, **small, "initializer_range": 0.2}
+    if name == "llama":
+        return "LlamaForCausalLM", "LlamaConfig", llama_like
+    if name == "mistral":
+        return "MistralForCausalLM", "MistralConfig", {**llama_like, "sliding_window": 5}
+    if name == "qwen2":
+        return "Qwen2ForCausalLM", "Qwen2Config", llama_like
+    if name == "bart":
+        arguments = {**bart_like, "decoder_start_token_id": EOS}
+        return "BartForConditionalGeneration", "BartConfig", arguments
+    if name == "marian":
+        return "MarianMTModel", "MarianConfig", {**bart_like, "decoder_start_token_id": PAD}
+    assert name == "t5"
+    arguments = {
+        **tokens,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": PAD,
+        "initializer_factor": 2.0,
+    }
+    return "T5ForConditionalGeneration", "T5Config", arguments
 
 
 @functools.cache
 def _build(name: str, vocab_size: int, dtype: torch.dtype) -> PreTrainedModel:
-    model_class, config = _config(name, vocab_size)
+    model_class, config_class, arguments = model_arguments(name, vocab_size)
+    config = getattr(transformers, config_class)(**arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return model_class(config).eval().to(dtype)
+        return getattr(transformers, model_class)(config).eval().to(dtype)
 
 
 @pytest.fixture
@@ -115,6 +115,11 @@ def model(request, make_model) -> PreTrainedModel:
 
 @pytest.fixture(params=DECODER_ONLY)
 def decoder_model(request, make_model) -> PreTrainedModel:
+    return make_model(request.param)
+
+
+@pytest.fixture(params=BEAM_MODELS)
+def beam_model(request, make_model) -> PreTrainedModel:
     return make_model(request.param)
 
 

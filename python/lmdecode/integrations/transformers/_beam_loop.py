@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from transformers.generation.utils import ALL_CACHE_NAMES
 

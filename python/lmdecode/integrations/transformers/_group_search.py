@@ -15,7 +15,6 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.beam import beam_finalize, beam_step, log_softmax_top_k
-from lmdecode.beam_state import beam_parameters, new_beam_state
 from lmdecode.integrations.transformers._beam_candidates import (
     Candidates,
     accumulate,
@@ -25,8 +24,8 @@ from lmdecode.integrations.transformers._beam_candidates import (
 from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
 from lmdecode.integrations.transformers._beam_plan import BeamPlan
 from lmdecode.integrations.transformers._search_settings import (
-    UNUSED,
     SearchSettings,
+    new_search,
     raise_for_prompts,
 )
 from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
@@ -41,7 +40,7 @@ _LOWEST = -3.0e38
 _NOT_REAL = -1.0e25
 
 
-def with_diversity(
+def _with_diversity(
     processors: LogitsProcessorList, diversity_penalty: float, num_beams: int, num_groups: int
 ) -> LogitsProcessorList:
     """Return the list with a ``HammingDiversityLogitsProcessor`` where transformers 4 had it.
@@ -84,10 +83,12 @@ class GroupSearch:
         Of the search.
     num_groups
         Groups of a prompt; a divisor of ``num_beams``.
+    diversity_penalty
+        See ``HammingDiversityLogitsProcessor``.
     input_ids
         [batch * num_beams, prompt length] int64.
     processors, criteria
-        As ``generate()`` prepares them; the former with the diversity penalty.
+        As ``generate()`` prepares them.
     recorder
         Gets every step's scores.
     """
@@ -96,17 +97,19 @@ class GroupSearch:
         self,
         settings: SearchSettings,
         num_groups: int,
+        diversity_penalty: float,
         input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         recorder: Recorder,
     ) -> None:
         self.settings, self.num_groups, self.recorder = settings, num_groups, recorder
+        processors = _with_diversity(processors, diversity_penalty, settings.num_beams, num_groups)
         self.criteria, self.plan = criteria, BeamPlan(processors)
         self.group_size = settings.num_beams // num_groups
         self.num_candidates = settings.candidates_per_beam * self.group_size
         device, slots = input_ids.device, settings.batch * num_groups
-        # Slot b * num_groups + g is group g of prompt b, so that rows are in the order of beams.
+        # As new_search orders them.
         self.slots = torch.arange(slots, device=device).view(settings.batch, num_groups)
         self.rows = torch.arange(len(input_ids), device=device)
         self.rows_of_group = self.rows.view(settings.batch, num_groups, self.group_size)
@@ -114,36 +117,17 @@ class GroupSearch:
             _for_rows(processors, self.rows_of_group[:, group].flatten(), self.group_size)
             for group in range(num_groups)
         ]
-        ends = set(settings.end_tokens)
-        self.not_an_end = next(token for token in range(len(ends) + 1) if token not in ends)
-        self.parameters = beam_parameters(
-            slots,
-            self.group_size,
-            prompt_lengths=settings.prompt_length,
-            max_lengths=settings.max_length,
-            length_penalty=settings.length_penalty,
-            early_stopping=settings.early_stopping,
+        self.parameters, self.state = new_search(
+            settings,
+            input_ids,
+            num_groups=num_groups,
             end_tokens=settings.end_tokens,
-            pad_tokens=settings.pad_token,
-            device=device,
-        )
-        self.state = new_beam_state(
-            slots,
-            self.group_size,
-            settings.max_length,
             keep_beam_indices=recorder.returns_dict,
-            device=device,
         )
-        prompts = input_ids.view(slots, self.group_size, -1)
-        self.state.sequences[:, :, : settings.prompt_length] = prompts
-        self.state.lengths.fill_(settings.prompt_length)
-        self.state.scores[:, 1:] = UNUSED
 
     def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
         settings, state, recorder = self.settings, self.state, self.recorder
-        kept_logits, scores = None, None
-        if recorder.logits is not None:
-            kept_logits = logits.to(torch.float32, copy=True)
+        scores = None
         if recorder.scores is not None:
             scores = logits.new_empty(logits.shape, dtype=torch.float32)
         tokens, parents = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
@@ -155,7 +139,7 @@ class GroupSearch:
                 state,
                 self.parameters,
                 torch.where(exists, candidates.scores, _LOWEST),
-                torch.where(exists, candidates.tokens, self.not_an_end),
+                torch.where(exists, candidates.tokens, settings.not_an_end),
                 candidates.beams,
                 status=candidates.status,
                 slots=self.slots[:, group],
@@ -164,20 +148,25 @@ class GroupSearch:
             )
             tokens[rows.flatten()] = decided.tokens
             parents[rows.flatten()] = decided.parents
-        recorder.record(outputs, scores, kept_logits)
+        recorder.record(outputs, scores, recorder.copy_of(logits))
 
         length = input_ids.shape[1]
-        input_ids = state.sequences[:, :, : length + 1].flatten(0, 1)
-        stopped = self.criteria(input_ids, recorder.scores).all().to(torch.uint8)  # type: ignore[arg-type]
-        moved = (parents != self.rows).any().to(torch.uint8)
+        # A copy: whoever was given sequences must not see them change.
+        input_ids = state.sequences[:, :, : length + 1].flatten(0, 1).clone()
+        stopped = self.criteria(input_ids, recorder.scores)
         # The one point of a step at which the host waits for the device.
-        failed, done, stopped, moved = torch.stack(
-            (state.status.max(), state.done.min(), stopped, moved)
+        failed, moved, *finished = torch.stack(
+            [
+                state.status.any(),
+                (parents != self.rows).any(),
+                state.done.all(),
+                stopped.all(),
+            ]
         ).tolist()
         if failed:
             status = state.status.view(self.slots.shape).amax(dim=1)
             raise_for_prompts(status, length - settings.prompt_length)
-        return Step(input_ids, parents if moved else None, bool(done or stopped))
+        return Step(input_ids, parents if moved else None, any(finished))
 
     def _candidates(
         self, group: int, logits: Tensor, input_ids: Tensor, tokens: Tensor, scores: Tensor | None
@@ -214,9 +203,7 @@ class GroupSearch:
         )
         if scores is not None:
             scores[rows] = log_probs
-        return top_k_candidates(
-            accumulate(log_probs, beam_scores), self.num_candidates, vocab_size
-        )
+        return top_k_candidates(accumulate(log_probs, beam_scores), self.num_candidates, vocab_size)
 
     def finish(self, input_ids: Tensor) -> BeamResult:
         settings = self.settings

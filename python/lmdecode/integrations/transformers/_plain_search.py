@@ -10,7 +10,6 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lmdecode.beam import beam_finalize, beam_step, log_softmax_top_k
-from lmdecode.beam_state import beam_parameters, new_beam_state
 from lmdecode.integrations.transformers._beam_candidates import (
     Candidates,
     accumulate,
@@ -23,16 +22,17 @@ from lmdecode.integrations.transformers._beam_candidates import (
 from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
 from lmdecode.integrations.transformers._beam_plan import BeamPlan
 from lmdecode.integrations.transformers._search_settings import (
-    UNUSED,
     SearchSettings,
+    new_search,
     raise_for_prompts,
 )
 from lmdecode.integrations.transformers.logits_process import as_op_logits
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import LogitsProcessorList
 
     from lmdecode.integrations.transformers._recorder import Recorder
+
 
 def _end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
     """Return the end tokens where there are no other criteria than these and the length."""
@@ -54,10 +54,10 @@ class PlainSearch:
     ----------
     settings
         Of the search.
-    input_ids
-        [batch * num_beams, prompt length] int64.
     do_sample
         Draw the candidates.
+    input_ids
+        [batch * num_beams, prompt length] int64.
     processors, criteria
         As ``generate()`` prepares them.
     recorder
@@ -67,8 +67,8 @@ class PlainSearch:
     def __init__(
         self,
         settings: SearchSettings,
-        input_ids: Tensor,
         do_sample: bool,
+        input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         recorder: Recorder,
@@ -83,36 +83,20 @@ class PlainSearch:
         end_tokens = _end_tokens_of_criteria(criteria, settings.max_length)
         self.criteria = criteria if end_tokens is None else None
         self.end_tokens = torch.tensor(end_tokens or [], dtype=torch.int64, device=device)
-        self.parameters = beam_parameters(
-            settings.batch,
-            settings.num_beams,
-            prompt_lengths=settings.prompt_length,
-            max_lengths=settings.max_length,
-            length_penalty=settings.length_penalty,
-            early_stopping=settings.early_stopping,
+        self.parameters, self.state = new_search(
+            settings,
+            input_ids,
             end_tokens=end_tokens or [],
-            pad_tokens=settings.pad_token,
-            device=device,
-        )
-        self.state = new_beam_state(
-            settings.batch,
-            settings.num_beams,
-            settings.max_length,
             keep_beam_indices=recorder.returns_dict,
-            device=device,
         )
-        self.state.sequences[:, :, : settings.prompt_length] = self.prompts
-        self.state.lengths.fill_(settings.prompt_length)
-        self.state.scores[:, 1:] = UNUSED
 
     def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
         length = input_ids.shape[1]
         candidates = self._candidates(outputs, logits, input_ids)
-        stopped, all_stopped = None, False
+        stopped = None
         if self.criteria is not None:
-            stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)  # type: ignore[arg-type]
+            stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)
             stopped = stopped.view_as(candidates.tokens)
-            all_stopped = bool(stopped.all())
         if self.do_sample:
             ends = torch.isin(candidates.tokens, self.end_tokens) if stopped is None else stopped
             if length + 1 >= self.settings.max_length:
@@ -126,24 +110,20 @@ class PlainSearch:
             self.state, self.parameters, scores, tokens, beams, status=status, stopped=stopped
         )
         state = self.state
-        moved = (decided.parents != self.rows).any().to(torch.uint8)
         # The one point of a step at which the host waits for the device.
-        failed, done, moved = torch.stack((state.status.max(), state.done.min(), moved)).tolist()
+        failed, moved, finished = torch.stack(
+            [state.status.any(), (decided.parents != self.rows).any(), state.done.all()]
+        ).tolist()
         if failed:
             raise_for_prompts(state.status, length - self.settings.prompt_length)
-        return Step(
-            state.sequences[:, :, : length + 1].flatten(0, 1),
-            decided.parents if moved else None,
-            bool(done) or all_stopped,
-        )
+        # A copy: whoever was given sequences must not see them change.
+        input_ids = state.sequences[:, :, : length + 1].flatten(0, 1).clone()
+        return Step(input_ids, decided.parents if moved else None, bool(finished))
 
     def _candidates(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Candidates:
         recorder, vocab_size = self.recorder, logits.shape[1]
-        kept_logits = None
-        if recorder.logits is not None:
-            kept_logits = logits.to(torch.float32, copy=True)
         if not self.do_sample and recorder.scores is None and self.plan.fits(vocab_size):
-            recorder.record(outputs, None, kept_logits)
+            recorder.record(outputs, None, recorder.copy_of(logits))
             best = log_softmax_top_k(
                 as_op_logits(logits),
                 self.state.scores,
@@ -153,17 +133,17 @@ class PlainSearch:
             )
             return Candidates(best.scores, best.tokens, best.beams, best.status)
         log_probs = processed_log_probs(logits, input_ids, self.processors)
-        recorder.record(outputs, None if recorder.scores is None else log_probs, kept_logits)
+        recorder.record(outputs, log_probs, recorder.copy_of(logits))
         accumulated = accumulate(log_probs, self.state.scores)
         if self.do_sample:
-            return drawn_candidates(
-                accumulated, self.num_candidates, vocab_size, self.state.done
-            )
+            return drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
         return top_k_candidates(accumulated, self.num_candidates, vocab_size)
 
     def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
         """Return what the candidates would make of their beams: [batch * K, length + 1]."""
-        first = torch.arange(len(candidates.beams), device=input_ids.device) * self.settings.num_beams
+        first = (
+            torch.arange(len(candidates.beams), device=input_ids.device) * self.settings.num_beams
+        )
         rows = (candidates.beams + first[:, None]).flatten()
         return torch.cat((input_ids[rows], candidates.tokens.flatten()[:, None]), dim=1)
 

@@ -49,10 +49,17 @@ class Recorder:
             if config.output_hidden_states:
                 self.encoder["encoder_hidden_states"] = encoder_outputs.get("hidden_states")
 
+    def copy_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return logits [B, V] as ``record`` takes them, None where they are not asked for.
+
+        What is kept must not keep the logits of a whole prompt alive.
+        """
+        return None if self.logits is None else logits.to(torch.float32, copy=True)
+
     def record(
         self, outputs: Any, scores: torch.Tensor | None, logits: torch.Tensor | None
     ) -> None:
-        """Add one step; scores and logits are [B, V] float32, or None where not asked for."""
+        """Add one step; scores and logits are [B, V] float32, used where they are asked for."""
         prefix = "decoder_" if self.is_encoder_decoder else ""
         if self.scores is not None:
             self.scores += (scores,)

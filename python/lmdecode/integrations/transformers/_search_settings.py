@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lmdecode.beam_state import EarlyStopping
+from lmdecode.beam_state import (
+    BeamParameters,
+    BeamState,
+    EarlyStopping,
+    beam_parameters,
+    new_beam_state,
+)
 from lmdecode.integrations.transformers._beam_candidates import (
     STATUS_NAN,
     STATUS_NO_CANDIDATE,
@@ -63,10 +69,9 @@ class SearchSettings:
     @classmethod
     def of(cls, config: GenerationConfig, input_ids: Tensor) -> SearchSettings:
         """Read what ``generate()`` prepared; input_ids is [batch * num_beams, prompt length]."""
-        end_tokens = config._eos_token_tensor
-        end_tokens = [] if end_tokens is None else end_tokens.reshape(-1).tolist()
-        pad_token = config._pad_token_tensor
-        pad_token = 0 if pad_token is None else int(pad_token)
+        ends, pad = config._eos_token_tensor, config._pad_token_tensor
+        end_tokens: list[int] = [] if ends is None else ends.reshape(-1).tolist()
+        pad_token = 0 if pad is None else int(pad)
         early_stopping = config.early_stopping
         return cls(
             batch=input_ids.shape[0] // config.num_beams,
@@ -86,6 +91,49 @@ class SearchSettings:
     def candidates_per_beam(self) -> int:
         """Enough that one of them does not end."""
         return max(2, 1 + len(self.end_tokens))
+
+    @property
+    def not_an_end(self) -> int:
+        """A token that is no end token."""
+        return next(t for t in range(len(self.end_tokens) + 1) if t not in self.end_tokens)
+
+
+def new_search(
+    settings: SearchSettings,
+    input_ids: Tensor,
+    *,
+    num_groups: int = 1,
+    end_tokens: list[int],
+    keep_beam_indices: bool,
+) -> tuple[BeamParameters, BeamState]:
+    """Return what ``beam_step`` works on, at the beginning of a search.
+
+    Slot b * num_groups + g is group g of prompt b, so that rows are in the order of the beams of
+    input_ids, [batch * num_beams, prompt length].
+    """
+    slots, width = settings.batch * num_groups, settings.num_beams // num_groups
+    parameters = beam_parameters(
+        slots,
+        width,
+        prompt_lengths=settings.prompt_length,
+        max_lengths=settings.max_length,
+        length_penalty=settings.length_penalty,
+        early_stopping=settings.early_stopping,
+        end_tokens=end_tokens,
+        pad_tokens=settings.pad_token,
+        device=input_ids.device,
+    )
+    state = new_beam_state(
+        slots,
+        width,
+        settings.max_length,
+        keep_beam_indices=keep_beam_indices,
+        device=input_ids.device,
+    )
+    state.sequences[:, :, : settings.prompt_length] = input_ids.view(slots, width, -1)
+    state.lengths.fill_(settings.prompt_length)
+    state.scores[:, 1:] = UNUSED
+    return parameters, state
 
 
 def raise_for_prompts(status: Tensor, step: int) -> None:

@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmdecode.integrations.transformers._beam_loop import Search, decode
+from lmdecode.integrations.transformers._constrained_search import (
+    ConstrainedSearch,
+    constraints_of,
+)
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     needs_synced_gpus,
     refuse_assistance,
 )
-from lmdecode.integrations.transformers._group_search import GroupSearch, with_diversity
+from lmdecode.integrations.transformers._group_search import GroupSearch
 from lmdecode.integrations.transformers._plain_search import PlainSearch
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._search_settings import SearchSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers._typing import GenerativePreTrainedModel
     from transformers.generation.streamers import BaseStreamer
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
         GenerateBeamDecoderOnlyOutput,
         GenerateBeamEncoderDecoderOutput,
     )
+
+    from lmdecode.beam_constraints import Constraint
 
 
 def _check_beams(config: GenerationConfig, rows: int) -> None:
@@ -53,9 +61,7 @@ def _check_groups(config: GenerationConfig) -> int:
     groups, penalty = config.num_beam_groups or 1, config.diversity_penalty or 0.0
     if groups == 1:
         if penalty:
-            raise ValueError(
-                "num_beam_groups: expected at least 2 with a diversity_penalty, got 1"
-            )
+            raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
         return 1
     if groups < 1 or config.num_beams % groups:
         raise ValueError(
@@ -76,6 +82,28 @@ def _check_groups(config: GenerationConfig) -> int:
     return groups
 
 
+def _constraints(
+    config: GenerationConfig,
+    constraints: Sequence[Constraint] | None,
+    force_words_ids: Sequence[Any] | None,
+) -> list[Constraint]:
+    """Return all that is asked for; raise ValueError where the options do not fit."""
+    if constraints is None:
+        constraints = config.constraints
+    if force_words_ids is None:
+        force_words_ids = config.force_words_ids
+    found = list(constraints or ())
+    if force_words_ids is not None:
+        found += constraints_of(force_words_ids)
+    if found and config.do_sample:
+        raise ValueError("do_sample: expected False with constraints, got True")
+    if found and (config.num_beam_groups or 1) != 1:
+        raise ValueError(
+            f"num_beam_groups: expected 1 with constraints, got {config.num_beam_groups}"
+        )
+    return found
+
+
 def beam_search(
     model: GenerativePreTrainedModel,
     input_ids: torch.Tensor,
@@ -84,9 +112,59 @@ def beam_search(
     generation_config: GenerationConfig,
     synced_gpus: bool | None = None,
     streamer: BaseStreamer | None = None,
+    *,
+    constraints: Sequence[Constraint] | None = None,
+    force_words_ids: Sequence[Any] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
     """Decode with beams: ``model.generate(..., num_beams=4, custom_generate=beam_search)``.
+
+    The loop of ``GenerationMixin._beam_search`` of transformers 5.23, with its choices, scores,
+    outputs and stopping, for beam search and, with ``do_sample``, beam sampling. Where that takes a
+    log-softmax of all logits, adds the beams' scores, sorts out the best in ``torch.topk`` and
+    rearranges its sequences, this calls ``log_softmax_top_k`` on the model's logits and
+    ``beam_step``; the cache is reordered in place, and only where beams change rows. Logits
+    processors that the op has arguments for become such; a list that holds another one is called as
+    it is. With ``num_beam_groups`` or constraints it is the loop of transformers 4.38.2, which
+    transformers 5 has no more.
+
+    Parameters
+    ----------
+    model
+        Any model with a language modelling head, decoder-only or encoder-decoder.
+    input_ids
+        [B * num_beams, S] int64, the prompts (of the decoder), once for each beam.
+    logits_processor, stopping_criteria, generation_config
+        As ``generate()`` prepares them.
+    synced_gpus
+        Run the model until every process is done. None: what ``generate()`` was given, or if that
+        is None too, whether the weights are sharded over processes.
+    streamer
+        Must be None, as in transformers.
+    constraints
+        What every result must hold: ``lmdecode.PhrasalConstraint`` and the like.
+        ``generate(constraints=...)`` passes it through.
+    force_words_ids
+        The same as token ids: a list of phrases, each a list of ids, or a list of such lists of
+        which one has to appear. ``generate(force_words_ids=...)`` passes it through.
+    **model_kwargs
+        Arguments of the model's forward pass.
+
+    Returns
+    -------
+    torch.Tensor or GenerateBeamDecoderOnlyOutput or GenerateBeamEncoderDecoderOutput
+        [B * num_return_sequences, S + new tokens] int64; in the latter, for
+        ``return_dict_in_generate``, ``scores`` are the processed log-probabilities, [B * num_beams,
+        V] float32 a step, and ``beam_indices`` the rows of these that each token was chosen from.
+
+    Raises
+    ------
+    ValueError
+        For fewer than 2 beams, more results than beams, groups that do not divide the beams or have
+        no ``diversity_penalty``, groups or constraints that are sampled, a streamer,
+        ``low_memory``, and assisted generation.
+    RuntimeError
+        If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
     """
     caller = arguments_of_generate(sys._getframe(1))
     refuse_assistance(generation_config, caller, "this is beam search")
@@ -97,30 +175,21 @@ def beam_search(
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
     _check_beams(generation_config, input_ids.shape[0])
+    all_constraints = _constraints(generation_config, constraints, force_words_ids)
     num_groups = _check_groups(generation_config)
 
     settings = SearchSettings.of(generation_config, input_ids)
     recorder = Recorder(model, generation_config, model_kwargs)
+    common = (logits_processor, stopping_criteria, recorder)
     search: Search
-    if num_groups > 1:
-        processors = with_diversity(
-            logits_processor,
-            generation_config.diversity_penalty,
-            settings.num_beams,
-            num_groups,
-        )
-        search = GroupSearch(
-            settings, num_groups, input_ids, processors, stopping_criteria, recorder
-        )
+    if all_constraints:
+        search = ConstrainedSearch(settings, all_constraints, input_ids, *common)
+    elif num_groups > 1:
+        penalty = generation_config.diversity_penalty
+        search = GroupSearch(settings, num_groups, penalty, input_ids, *common)
     else:
-        search = PlainSearch(
-            settings,
-            input_ids,
-            bool(generation_config.do_sample),
-            logits_processor,
-            stopping_criteria,
-            recorder,
-        )
+        do_sample = bool(generation_config.do_sample)
+        search = PlainSearch(settings, do_sample, input_ids, *common)
     input_ids, model_kwargs = decode(
         model, search, input_ids, generation_config, synced_gpus, model_kwargs
     )

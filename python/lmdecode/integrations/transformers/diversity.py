@@ -47,8 +47,9 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
                 f"num_beam_groups: expected an int >= 2 that divides num_beams = {num_beams}, "
                 f"got {num_beam_groups!r}"
             )
-        self.diversity_penalty = float(diversity_penalty)
-        self.num_beams, self.group_size = int(num_beams), int(num_beams // num_beam_groups)
+        self.diversity_penalty: float = float(diversity_penalty)
+        self.num_beams: int = int(num_beams)
+        self.group_size: int = self.num_beams // int(num_beam_groups)
 
     def __call__(
         self,

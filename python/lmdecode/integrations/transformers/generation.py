@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         GenerateEncoderDecoderOutput,
     )
 
+
 class _Step(NamedTuple):
     """The tokens of one step.
 
