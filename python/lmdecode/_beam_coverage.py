@@ -46,12 +46,9 @@ class PassCoverage:
             ]
         )
         # What takes a row of the logits to one of the pass, for each next row.
-        first_rows = [
-            start - int(row)
-            for start, row in zip(starts, layout.parent_offsets.tolist(), strict=False)
-        ]
+        shifts = [start - row for start, row in zip(starts, layout.first_rows, strict=False)]
         self._shift = ints(
-            [shift for shift, size in zip(first_rows, sizes, strict=True) for _ in range(size)]
+            [shift for shift, size in zip(shifts, sizes, strict=True) for _ in range(size)]
         )
         self._layout, self._store = layout, store
 

@@ -56,7 +56,8 @@ class BeamPass:
     beams: Tensor  # [W] slot * beams + beam, in the state
     row_offsets: Tensor  # [R + 1] of the next rows, within the pass
     num_next_rows: int  # N
-    parent_offsets: Tensor  # [R] first row of each search, in the logits
+    first_rows: list[int]  # R: of each search, in the logits
+    parent_offsets: Tensor  # [R] the same on the device
     # [N]: parents are held to these rows of the logits; None: they are always within
     parent_bounds: tuple[Tensor, Tensor] | None
     next_rows: Tensor | None  # [N] places among all next rows; None: all, in order
@@ -134,7 +135,7 @@ def _make_pass(
     starts = [row + group * size for row, size in zip(next_rows, sizes, strict=True)]
     is_first = [search.steps == 0 for search in searches]
     # A beam that exists only in name, or a group that is done, may name a row it has not.
-    bounded = any(is_first) or (rules == "scorer" and len(searches) > 0)
+    bounded = any(is_first) or rules == "scorer"
     last = [row + width - 1 for row, width in zip(parents, widths, strict=True)]
 
     def each(values: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -163,6 +164,7 @@ def _make_pass(
         beams=ints(ranges([slot * store.num_beams for slot in slots], widths)),
         row_offsets=ints(_starts(sizes)),
         num_next_rows=sum(sizes),
+        first_rows=parents,
         parent_offsets=ints(parents),
         parent_bounds=(ints(each(parents, sizes)), ints(each(last, sizes))) if bounded else None,
         next_rows=None if whole else ints(ranges(starts, sizes)),

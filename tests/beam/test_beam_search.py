@@ -224,6 +224,49 @@ def test_fewer_tokens_than_beams() -> None:
         assert engine.pop_finished()[0].sequences.tolist() == [[1, 2, 2, 4, 4]]
 
 
+def test_beams_that_do_not_exist_follow_in_the_order_of_all_rows() -> None:
+    """As ``log_softmax_top_k`` of as many equal rows, all but the first at -1e9, would have it."""
+    logits = torch.full((1, 6), -math.inf)
+    logits[0, [4, 1]] = torch.tensor([0.6, 0.4]).log()
+    rows = torch.tensor([0.0, -1e9, -1e9, -1e9])
+    expected = lmdecode.log_softmax_top_k(logits.expand(4, 6), rows, 8, num_beams=4)
+    traces: list[BeamTrace] = []
+    engine = BeamSearch(on_step=traces.append)
+    engine.insert(_request(num_beams=4))
+    engine.insert(_request(3, num_beams=2))  # of the same batch, and with tokens enough
+    out = engine.step(torch.cat((logits, torch.arange(6.0)[None])))
+    assert out.tokens.tolist() == [4, 1, 1, 4, 5, 4]
+    candidates = traces[0].candidates
+    assert [c.token for c in candidates] == expected.tokens[0].tolist()
+    assert [c.beam for c in candidates] == expected.beams[0].tolist()
+    assert [c.score for c in candidates] == expected.scores[0].tolist()
+    assert [c.log_prob for c in candidates] == expected.log_probs[0].tolist()
+    assert [c.score for c in traces[1].candidates] == sorted(
+        (c.log_prob for c in traces[1].candidates), reverse=True
+    )
+
+
+def test_group_that_is_done_waits_for_the_others() -> None:
+    engine = BeamSearch()
+    engine.insert(
+        _request(
+            num_beams=2, num_beam_groups=2, diversity_penalty=9.0, rules="scorer", eos_token_id=0,
+            pad_token_id=5, early_stopping=True, num_return_sequences=2, max_new_tokens=3,
+        )
+    )  # fmt: skip
+    out = engine.step(torch.tensor([[0.0, 4.0, 3.0, 0.0, 0.0, 0.0]]))
+    assert out.tokens.tolist() == [1, 2]
+    ends, goes_on = [9.0, 1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0, 1.0, 0.0]
+    out = engine.step(torch.tensor([ends, goes_on]))
+    assert out.finished == () and out.tokens.tolist() == [1, 3]
+    out = engine.step(torch.tensor([goes_on, goes_on]))
+    # The group that is done emits padding, of rows of its own; the penalty counts the padding.
+    assert out.finished == (0,)
+    result = engine.pop_finished()[0]
+    assert result.groups.tolist() == [0, 1] and result.num_steps == 3
+    assert result.sequences.tolist() == [[1, 2, 1, 0, 5], [1, 2, 2, 3, 3]]
+
+
 def test_slots_are_used_again_and_grow() -> None:
     model = TableModel(VOCAB, 9)
     engine = BeamSearch(slots=1, num_beams=1, capacity=1)
@@ -379,6 +422,21 @@ def test_coverage_does_not_depend_on_the_batch() -> None:
     ]
     together = _run_with_attention([*others, request], model, padded)
     assert_same_result(together, alone)
+
+
+def test_coverage_begins_at_zero_in_a_used_slot() -> None:
+    model, attention = TableModel(VOCAB, 12), _attention_table(5)
+    request = _request(num_beams=3, num_return_sequences=3, coverage_penalty=0.7, eos_token_id=0)
+    engine = BeamSearch(slots=1)
+    results = []
+    for _ in range(2):
+        engine.insert(request)
+        while engine.num_rows:
+            ids, lengths = engine.input_ids()
+            last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
+            engine.step(model(ids, lengths), attention=attention[last])
+        results += engine.pop_finished()
+    assert_same_result(results[1], results[0])
 
 
 def test_coverage_penalty_needs_attention() -> None:
