@@ -100,6 +100,56 @@ def test_demo_fails_where_greedy_ids_differ(model: Path) -> None:
     assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in done.stderr
 
 
+def test_beam_demo_draws_the_tree_and_times_both(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "tree.png"
+    done = _run("beam", "--quick", "--model", model, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "the 4 best sequences equal to those of transformers, 4 prompts" in done.stdout
+    tree, rest = done.stdout.split("what became of it:\n\n")[1].split("\n\nThe best of each prompt")
+    assert re.search(r"^[|`]- '", tree) and "dropped after" in tree
+    assert [f"result {rank}" in tree for rank in (1, 2, 3, 4)] == [True] * 4
+    # The scores of the tree are those of the results.
+    shown = re.findall(r"(-\d+\.\d{3})  result (\d)", tree)
+    best = re.findall(r"(-\d+\.\d{3})  ['\"]", rest)[:4]
+    assert [score for score, _ in sorted(shown, key=lambda entry: entry[1])] == best
+    for name in ("transformers", "lmdecode"):
+        assert re.search(rf"^{name} +\d+ +\d+\.\d\d$", rest, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+_BROKEN_SEARCH = """
+import sys
+from lmdecode.demo import beam
+right = beam._search
+def wrong(*arguments):
+    results, traces = right(*arguments)
+    results[1].sequences[0, -1] += 1
+    return results, traces
+beam._search = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "beam", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_beam_demo_fails_where_results_differ(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_SEARCH, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "beam search differs from that of transformers: prompt 'Genesis 1" in done.stderr
+
+
+def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo_beam.png", "demo_sampling.png"]
+    assert "== sampling ==" in done.stdout and "== beam ==" in done.stdout
+
+
 def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
     done = _run("--model", tmp_path)
     assert done.returncode == 1

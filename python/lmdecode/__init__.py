@@ -2,7 +2,8 @@
 
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
-``reorder_cache_`` lets a KV cache follow its beams; ``lmdecode.reference`` holds every op again in
+``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
+that come and go; ``lmdecode.reference`` holds every op again in
 plain torch.
 """
 
@@ -14,7 +15,9 @@ from lmdecode.beam_constraints import (
     PhrasalConstraint,
 )
 from lmdecode.beam_hypotheses import BeamHypotheses
+from lmdecode.beam_request import BeamRequest, BeamResult
 from lmdecode.beam_scorer import BeamSearchScorer
+from lmdecode.beam_search import BeamSearch, RowTokens, StepOutput
 from lmdecode.beam_state import (
     BeamFinal,
     BeamParameters,
@@ -23,6 +26,7 @@ from lmdecode.beam_state import (
     beam_parameters,
     new_beam_state,
 )
+from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
@@ -43,9 +47,13 @@ __all__ = [
     "BeamHypotheses",
     "BeamIndirection",
     "BeamParameters",
+    "BeamRequest",
+    "BeamResult",
+    "BeamSearch",
     "BeamSearchScorer",
     "BeamState",
     "BeamStep",
+    "BeamTrace",
     "BlockSlots",
     "BlockTable",
     "ConstrainedBeamSearchScorer",
@@ -54,12 +62,15 @@ __all__ = [
     "DisjunctiveConstraint",
     "OutOfBlocksError",
     "PhrasalConstraint",
+    "RowTokens",
     "SampleOutput",
+    "StepOutput",
     "beam_finalize",
     "beam_parameters",
     "beam_step",
     "copy_blocks_",
     "cpu_capability",
+    "format_trace",
     "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",

@@ -17,9 +17,9 @@ __all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
 
 _OP = "log_softmax_top_k"
 _log_softmax_top_k = ops.log_softmax_top_k.default
-_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
+_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _MAX_INT = (1 << 63) - 1
 # What a call raises, before it begins, for an argument of a type that the schema does not have.
 _WRONG_TYPE = (RuntimeError, TypeError, KeyError)

@@ -11,10 +11,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import sampling
+from lmdecode.demo import beam, sampling
 from lmdecode.demo._output import DemoError
 
-_DEMOS = {"sampling": sampling.run}
+_DEMOS = {"sampling": sampling.run, "beam": beam.run}
 
 
 def main() -> int:
@@ -24,7 +24,9 @@ def main() -> int:
         "demos", nargs="*", metavar="NAME", help=f"of {', '.join(_DEMOS)}; none: all"
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="a causal LM with its tokenizer")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the timings")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw timings, and the tree of beams"
+    )
     parser.add_argument("--tokens", type=int, default=60, help="to generate (default 60)")
     parser.add_argument("--quick", action="store_true", help="few tokens, rough timings")
     arguments = parser.parse_args()
@@ -34,8 +36,13 @@ def main() -> int:
     if arguments.tokens < 1:
         parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
     try:
-        for name in arguments.demos or _DEMOS:
-            _DEMOS[name](arguments.model, arguments.plot, arguments.tokens, arguments.quick)
+        names = arguments.demos or list(_DEMOS)
+        for number, name in enumerate(names):
+            plot = arguments.plot
+            if len(names) > 1:
+                print(f"{os.linesep if number else ''}== {name} =={os.linesep}")
+                plot = plot and plot.with_stem(f"{plot.stem}_{name}")
+            _DEMOS[name](arguments.model, plot, arguments.tokens, arguments.quick)
     except DemoError as error:
         print(f"lmdecode.demo: {error}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
+from lmdecode.demo._model import load_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
@@ -38,21 +39,6 @@ _QUICK_TOKENS = 12
 class _Case(NamedTuple):
     name: str
     logits: Tensor
-
-
-def _load(folder: Path) -> tuple[Any, Any]:
-    transformers = require("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        message = str(error).strip().splitlines()[0]
-        raise DemoError(f"cannot load the model in {folder}: {message}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model.eval(), tokenizer
 
 
 def _check_greedy(model: Any, tokenizer: Any, tokens: int) -> None:
@@ -204,7 +190,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         require("matplotlib")
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
-    model, tokenizer = _load(folder)
+    model, tokenizer = load_model(folder)
     print(
         f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
         f"vocabulary {model.config.vocab_size}.\n"

@@ -5,9 +5,11 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``TopKTopPLogitsProcessor`` is the filter alone, for any place that takes a ``LogitsProcessor``.
 ``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches for beam search, and
 ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches that exist.
+``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
 """
 
 from lmdecode.integrations.transformers.beam_generation import beam_search
+from lmdecode.integrations.transformers.beam_trace import BeamComparison, compare_with_transformers
 from lmdecode.integrations.transformers.cache_utils import (
     BeamDynamicCache,
     BeamEncoderDecoderCache,
@@ -20,12 +22,14 @@ from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 
 __all__ = [
+    "BeamComparison",
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
     "HammingDiversityLogitsProcessor",
     "TopKTopPLogitsProcessor",
     "beam_cache",
     "beam_search",
+    "compare_with_transformers",
     "expand_beams",
     "reorder_beams",
     "sample",

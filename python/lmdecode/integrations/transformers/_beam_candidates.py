@@ -31,7 +31,7 @@ def processed_log_probs(
     logits: Tensor, input_ids: Tensor, processors: LogitsProcessorList, **arguments: Any
 ) -> Tensor:
     """Return log-softmax after the processors: [rows, V] float32 from logits of any dtype."""
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    log_probs = torch.log_softmax(logits.to(torch.float32), dim=-1)
     return processors(input_ids, log_probs, **arguments).to(torch.float32)  # type: ignore[arg-type]
 
 
@@ -73,14 +73,12 @@ def top_k_candidates(accumulated: Tensor, num_candidates: int, vocab_size: int) 
         # One more than asked for shows whether the last place is contested.
         last, next_best = scores[:, count - 1 : count], scores[:, count:]
         scores, indices = scores[:, :count], indices[:, :count]
-        if ((last == next_best) & (next_best > -math.inf)).any():
+        contested = ((last == next_best) & (next_best > -math.inf)).flatten()
+        for request in contested.nonzero().flatten().tolist():
             # The places of the lowest score go to the lowest indices that have it.
-            numbers = torch.arange(total, device=indices.device)
-            equal = torch.where(accumulated == last, numbers, total)
-            lowest = equal.topk(count, largest=False, sorted=True).values
-            better = (scores > last).sum(dim=1, keepdim=True)
-            places = numbers[:count] - better
-            indices = torch.where(places < 0, indices, lowest.gather(1, places.clamp(min=0)))
+            better = int((scores[request] > last[request]).sum())
+            equal = (accumulated[request] == last[request]).nonzero().flatten()
+            indices[request, better:] = equal[: count - better]
     indices, order = indices.sort(dim=1)
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
     indices = indices.gather(1, order)

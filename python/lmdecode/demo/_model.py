@@ -1,0 +1,35 @@
+"""The model of a demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmdecode.demo._output import DemoError, require
+
+__all__ = ["load_model"]
+
+
+def load_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Return a causal language model, in the dtype of its files by default, and its tokenizer.
+
+    Raises
+    ------
+    DemoError
+        They cannot be loaded.
+    """
+    transformers = require("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        message = str(error).strip().splitlines()[0]
+        raise DemoError(f"cannot load the model in {folder}: {message}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.eval(), tokenizer
