@@ -1,7 +1,7 @@
 // beam_step and beam_finalize on CPU tensors.
 #include "bindings/beam_search.h"
 
-#include <algorithm>
+#include "beam/beam_rules.h"
 
 namespace lmdecode {
 namespace {
@@ -86,7 +86,8 @@ void check_beam_step(const BeamStepParams& p) {
     const int64_t beams = p.parameters.num_beams[slot];
     for (int64_t i = 0; i < p.num_candidates; ++i) {
       const int64_t beam = p.beams.at(r, i);
-      if ((beam < 0 || beam >= beams) && p.scores.at(r, i) > -HUGE_VALF) {
+      if (beam >= 0 && beam < beams) continue;
+      if (BeamSearchSlot(p.state, p.parameters, slot, p.rules).takes_part(p.scores.at(r, i))) {
         fail(op, "beams[", r, ", ", i, "] is ", beam, "; expected 0 to ", beams - 1,
              ", the beams of the request");
       }

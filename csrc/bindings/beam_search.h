@@ -29,10 +29,31 @@ inline std::string sizes_text(std::initializer_list<int64_t> sizes) {
   return text + "]";
 }
 
+// A tensor whose device all others are to have; asked for it once, since each question to torch
+// takes a few nanoseconds of every step.
+struct LikeTensor {
+  const Tensor& tensor;
+  int32_t type = 0, index = 0;
+
+  explicit LikeTensor(const Tensor& like) : tensor(like) { ask(like, &type, &index); }
+
+  bool is_here(const Tensor& other) const {
+    int32_t other_type = 0, other_index = 0;
+    ask(other, &other_type, &other_index);
+    return other_type == type && other_index == index;
+  }
+
+ private:
+  static void ask(const Tensor& tensor, int32_t* type, int32_t* index) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), index));
+  }
+};
+
 // The pointer of a contiguous tensor of this dtype and shape on the device of `like`.
 template <class T>
 T* field(const char* op, FieldName name, const Tensor& tensor, ScalarType type,
-         std::initializer_list<int64_t> sizes, const char* shape, const Tensor& like) {
+         std::initializer_list<int64_t> sizes, const char* shape, const LikeTensor& like) {
   if (tensor.scalar_type() != type) check_dtype(op, name.text().c_str(), tensor, type);
   const auto given = tensor.sizes();
   if (given.size() != sizes.size() || !std::equal(sizes.begin(), sizes.end(), given.begin())) {
@@ -42,8 +63,8 @@ T* field(const char* op, FieldName name, const Tensor& tensor, ScalarType type,
   if (!tensor.is_contiguous()) {
     fail(op, name.text(), " has strides; expected a contiguous tensor");
   }
-  if (tensor.get_device_index() != like.get_device_index() || tensor.is_cpu() != like.is_cpu()) {
-    check_same_device(op, name.text().c_str(), tensor, "state.sequences", like);
+  if (!like.is_here(tensor)) {
+    check_same_device(op, name.text().c_str(), tensor, "state.sequences", like.tensor);
   }
   if constexpr (std::is_const_v<T>) {
     return static_cast<T*>(tensor.const_data_ptr());
@@ -52,13 +73,19 @@ T* field(const char* op, FieldName name, const Tensor& tensor, ScalarType type,
   }
 }
 
-inline BeamSearchState beam_search_state(const char* op, const std::vector<Tensor>& state) {
+// The sequences, once it is clear that there are some.
+inline const Tensor& state_sequences(const char* op, const std::vector<Tensor>& state) {
   constexpr size_t kFields = 14;
   if (state.size() != kFields) {
     fail(op, "state has ", state.size(), " tensors; expected the ", kFields, " of a BeamState");
   }
+  return state[0];
+}
+
+inline BeamSearchState beam_search_state(const char* op, const std::vector<Tensor>& state,
+                                         const LikeTensor& like) {
   BeamSearchState s;
-  const Tensor& sequences = state[0];
+  const Tensor& sequences = like.tensor;
   check_rank(op, "state.sequences", sequences, 3, "[slots, beams, capacity]");
   check_rank(op, "state.hypothesis_sequences", state[5], 3, "[slots, hypotheses, capacity]");
   check_rank(op, "state.log_probs", state[1], 3, "[slots, beams, capacity or 0]");
@@ -80,7 +107,7 @@ inline BeamSearchState beam_search_state(const char* op, const std::vector<Tenso
   size_t index = 0;
   const auto next = [&]<class T>(T*& pointer, const char* name, ScalarType type,
                                  std::initializer_list<int64_t> sizes, const char* shape) {
-    pointer = field<T>(op, {"state.", name}, state[index++], type, sizes, shape, sequences);
+    pointer = field<T>(op, {"state.", name}, state[index++], type, sizes, shape, like);
   };
   const char* const hypotheses = "[slots, hypotheses]";
   next(s.sequences, "sequences", ScalarType::Long, {s.slots, s.beams, s.capacity},
@@ -111,7 +138,7 @@ inline BeamSearchState beam_search_state(const char* op, const std::vector<Tenso
 
 inline BeamSearchParameters beam_search_parameters(const char* op,
                                                    const std::vector<Tensor>& parameters,
-                                                   int64_t slots, const Tensor& like) {
+                                                   int64_t slots, const LikeTensor& like) {
   constexpr size_t kFields = 8, kEndTokens = 6;
   if (parameters.size() != kFields) {
     fail(op, "parameters has ", parameters.size(), " tensors; expected the ", kFields,
@@ -148,30 +175,36 @@ inline BeamRules beam_rules(const char* op, int64_t rules) {
 // [requests, columns], any strides.
 template <class T>
 RequestRows<T> request_rows(const char* op, const char* name, const Tensor& tensor, ScalarType type,
-                            int64_t requests, int64_t columns, const Tensor& like) {
+                            int64_t requests, int64_t columns, const LikeTensor& like) {
   check_dtype(op, name, tensor, type);
   check_shape(op, name, tensor, requests, columns);
-  check_same_device(op, name, tensor, "state.sequences", like);
+  if (!like.is_here(tensor)) {
+    check_same_device(op, name, tensor, "state.sequences", like.tensor);
+  }
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1)};
 }
 
 // [requests], any stride; one column.
 template <class T>
 RequestRows<T> request_column(const char* op, const char* name, const Tensor& tensor,
-                              ScalarType type, int64_t requests, const Tensor& like) {
+                              ScalarType type, int64_t requests, const LikeTensor& like) {
   check_dtype(op, name, tensor, type);
   check_shape(op, name, tensor, requests);
-  check_same_device(op, name, tensor, "state.sequences", like);
+  if (!like.is_here(tensor)) {
+    check_same_device(op, name, tensor, "state.sequences", like.tensor);
+  }
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), 0};
 }
 
 // entries: requests, or the groups of them.
 inline CallerSequences caller_sequences(const char* op, const Tensor& tensor, int64_t entries,
                                         const BeamSearchState& state, bool adds_token,
-                                        const Tensor& like) {
+                                        const LikeTensor& like) {
   check_dtype(op, "sequences", tensor, ScalarType::Long);
   check_rank(op, "sequences", tensor, 3, "[requests, beams, length]");
-  check_same_device(op, "sequences", tensor, "state.sequences", like);
+  if (!like.is_here(tensor)) {
+    check_same_device(op, "sequences", tensor, "state.sequences", like.tensor);
+  }
   if (tensor.size(0) != entries || tensor.size(1) != state.beams) {
     fail(op, "sequences has shape ", shape_text(tensor), "; expected [", entries, ", ", state.beams,
          ", length]");
@@ -201,8 +234,9 @@ struct BeamStepOp {
       const std::optional<Tensor>& bonus, int64_t rules, int64_t rows) {
     const char* const op = kBeamStepOp;
     BeamStepParams p;
-    p.state = beam_search_state(op, state);
-    const Tensor& like = state[0];
+    const Tensor& first = state_sequences(op, state);
+    const LikeTensor like(first);
+    p.state = beam_search_state(op, state, like);
     p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
     p.rules = beam_rules(op, rules);
     check_rank(op, "scores", scores, 2, "[requests, candidates]");
@@ -239,16 +273,16 @@ struct BeamStepOp {
     }
     set_rows(p, row_offsets, parent_offsets, rows, like);
     Device::check(p);
-    const typename Device::Guard guard(like);
-    Tensor next_scores = new_tensor(like, {p.rows}, ScalarType::Float);
-    Tensor next_tokens = new_tensor(like, {p.rows}, ScalarType::Long);
-    Tensor next_parents = new_tensor(like, {p.rows}, ScalarType::Long);
-    Tensor decisions = new_tensor(like, {p.requests, p.num_candidates}, ScalarType::Int);
+    const typename Device::Guard guard(first);
+    Tensor next_scores = new_tensor(first, {p.rows}, ScalarType::Float);
+    Tensor next_tokens = new_tensor(first, {p.rows}, ScalarType::Long);
+    Tensor next_parents = new_tensor(first, {p.rows}, ScalarType::Long);
+    Tensor decisions = new_tensor(first, {p.requests, p.num_candidates}, ScalarType::Int);
     p.next_scores = static_cast<float*>(next_scores.mutable_data_ptr());
     p.next_tokens = static_cast<int64_t*>(next_tokens.mutable_data_ptr());
     p.next_parents = static_cast<int64_t*>(next_parents.mutable_data_ptr());
     p.decisions = static_cast<int32_t*>(decisions.mutable_data_ptr());
-    if (p.requests > 0) Device::run(p, like);
+    if (p.requests > 0) Device::run(p, first);
     return {next_scores, next_tokens, next_parents, decisions};
   }
 
@@ -256,13 +290,13 @@ struct BeamStepOp {
   // rows: below 0 where it is not known, which it is to CPU tensors.
   static void set_rows(BeamStepParams& p, const std::optional<Tensor>& row_offsets,
                        const std::optional<Tensor>& parent_offsets, int64_t rows,
-                       const Tensor& like) {
+                       const LikeTensor& like) {
     const char* const op = kBeamStepOp;
     p.rows = p.requests * p.state.beams;
     if (row_offsets) {
       p.offsets = request_column<int64_t>(op, "row_offsets", *row_offsets, ScalarType::Long,
                                           p.requests + 1, like);
-      if (rows < 0 && !like.is_cpu()) {
+      if (rows < 0 && !like.tensor.is_cpu()) {
         fail(op, "rows was not given; expected what row_offsets ends in, which nothing waits for");
       }
       p.rows = rows < 0 ? p.offsets.at(p.requests, 0) : rows;
@@ -290,8 +324,9 @@ struct BeamFinalizeOp {
       int64_t rules) {
     const char* const op = kBeamFinalizeOp;
     BeamFinalizeParams p;
-    p.state = beam_search_state(op, state);
-    const Tensor& like = state[0];
+    const Tensor& first = state_sequences(op, state);
+    const LikeTensor like(first);
+    p.state = beam_search_state(op, state, like);
     p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
     p.rules = beam_rules(op, rules);
     p.add_open = add_open;
@@ -318,23 +353,23 @@ struct BeamFinalizeOp {
                                      p.state.beams, like);
     }
     Device::check(p);
-    const typename Device::Guard guard(like);
+    const typename Device::Guard guard(first);
     const int64_t n = num_return_sequences;
-    Tensor best = new_tensor(like, {p.requests, n, p.state.capacity}, ScalarType::Long);
-    Tensor lengths = new_tensor(like, {p.requests, n}, ScalarType::Long);
-    Tensor best_scores = new_tensor(like, {p.requests, n}, ScalarType::Double);
+    Tensor best = new_tensor(first, {p.requests, n, p.state.capacity}, ScalarType::Long);
+    Tensor lengths = new_tensor(first, {p.requests, n}, ScalarType::Long);
+    Tensor best_scores = new_tensor(first, {p.requests, n}, ScalarType::Double);
     Tensor log_probs =
-        new_tensor(like, {p.requests, n, p.state.log_prob_capacity}, ScalarType::Float);
+        new_tensor(first, {p.requests, n, p.state.log_prob_capacity}, ScalarType::Float);
     Tensor beam_indices =
-        new_tensor(like, {p.requests, n, p.state.beam_index_capacity}, ScalarType::Int);
-    Tensor places = new_tensor(like, {p.requests, n}, ScalarType::Long);
+        new_tensor(first, {p.requests, n, p.state.beam_index_capacity}, ScalarType::Int);
+    Tensor places = new_tensor(first, {p.requests, n}, ScalarType::Long);
     p.best_sequences = static_cast<int64_t*>(best.mutable_data_ptr());
     p.best_lengths = static_cast<int64_t*>(lengths.mutable_data_ptr());
     p.best_scores = static_cast<double*>(best_scores.mutable_data_ptr());
     p.best_log_probs = static_cast<float*>(log_probs.mutable_data_ptr());
     p.best_beam_indices = static_cast<int32_t*>(beam_indices.mutable_data_ptr());
     p.best_places = static_cast<int64_t*>(places.mutable_data_ptr());
-    if (p.requests > 0) Device::run(p, like);
+    if (p.requests > 0) Device::run(p, first);
     return {best, lengths, best_scores, log_probs, beam_indices, places};
   }
 };

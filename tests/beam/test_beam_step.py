@@ -484,6 +484,8 @@ def test_indices_of_no_candidates_are_not_looked_at() -> None:
     call["scores"][:, 2] = -INF
     call["beams"][:, 2] = 99
     assert beam_step(**call).tokens.tolist() == [4, 5] * 3
+    with pytest.raises(ValueError, match=r"beams\[0, 2\] is 99"):  # it takes part there
+        beam_step(**{**call, "state": valid_call()["state"], "rules": "scorer"})
 
 
 def test_random_searches_vary() -> None:
