@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import model_arguments
 from generate_with_4_38 import ForbidTokens
+from tiny_models import build_model, model_arguments
 from transformers import LogitsProcessorList
 
 import lmdecode
@@ -92,7 +92,6 @@ CASES = {"groups": group_case, "constrained": constrained_case}
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> dict[str, list[dict]]:
     """Return random cases of each kind and model, each with the result of transformers 4.38.2."""
-    from conftest import _build
 
     python = python_with_4_38()
     found: dict[str, list[dict]] = {}
@@ -113,7 +112,7 @@ def cases(tmp_path_factory) -> dict[str, list[dict]]:
                 {
                     "name": name,
                     "model": model_arguments(name),
-                    "state": _build(name, VOCAB, torch.float32).state_dict(),
+                    "state": build_model(name, VOCAB, torch.float32).state_dict(),
                     "inputs": {"input_ids": ids, "attention_mask": mask},
                     "arguments": arguments,
                 }
