@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 
@@ -12,6 +13,13 @@ import lmdecode
 
 def main() -> None:
     """Print the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lmdecode",
+        description="Print versions, CPU capability, CUDA and the ops that are loaded.",
+        epilog="python -m lmdecode.demo shows what the library does on a small model.",
+    )
+    parser.add_argument("--version", action="version", version=lmdecode.__version__)
+    parser.parse_args()
     print(f"lmdecode        {lmdecode.__version__}")
     print(f"torch           {torch.__version__}")
     print(f"python          {platform.python_version()} on {platform.machine()}")

@@ -83,6 +83,8 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             BeamHypotheses(num_beams, length_penalty, do_early_stopping, max_length)
             for _ in range(batch_size)
         ]
+        # transformers drops the beam indices of hypotheses that fulfil too little.
+        self.keep_all_beam_indices = False
         self._done = torch.zeros(batch_size, dtype=torch.bool, device=device)
         self._followed: list[Constraint] = []
         self._progress: ConstraintProgress | None = None
@@ -339,7 +341,9 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             if len(fulfilled) < self.num_beam_hyps_to_keep:
                 for row in own_rows:
                     if row not in fulfilled:
-                        hypotheses.add(input_ids[row], scores[row], None, generated_len)
+                        keep = self.keep_all_beam_indices and beam_indices is not None
+                        indices = beam_indices[row] if keep else None
+                        hypotheses.add(input_ids[row], scores[row], indices, generated_len)
         best = []
         for hypotheses in self._beam_hyps:
             best += best_hypotheses(hypotheses.beams, self.num_beam_hyps_to_keep)

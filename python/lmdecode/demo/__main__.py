@@ -15,6 +15,7 @@ from lmdecode.demo import beam, sampling
 from lmdecode.demo._output import DemoError
 
 _DEMOS = {"sampling": sampling.run, "beam": beam.run}
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main() -> int:
@@ -35,6 +36,8 @@ def main() -> int:
             parser.error(f"there is no demo {name!r}; expected {', '.join(_DEMOS)}")
     if arguments.tokens < 1:
         parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
+    if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
+        parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
     try:
         names = arguments.demos or list(_DEMOS)
         for number, name in enumerate(names):

@@ -28,6 +28,40 @@ if TYPE_CHECKING:
     from lmdecode.integrations.transformers._recorder import Recorder
 
 
+def check_constraints(constraints: object, vocab_size: int) -> list[Constraint]:
+    """Return the constraints as a list.
+
+    Raises
+    ------
+    TypeError
+        If they are anything but a list or tuple of constraints.
+    ValueError
+        If a phrase has a token that the model's vocabulary does not have.
+    """
+    if not isinstance(constraints, (list, tuple)) or not all(
+        isinstance(constraint, Constraint) for constraint in constraints
+    ):
+        raise TypeError(
+            "constraints: expected a list of PhrasalConstraint, DisjunctiveConstraint or other "
+            f"lmdecode.Constraint, got {constraints!r}"
+        )
+    for constraint in constraints:
+        phrases = getattr(constraint, "token_ids", [])
+        for token in _flat(phrases):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    "constraints, force_words_ids: expected token ids of the vocabulary, 0 to "
+                    f"{vocab_size - 1}, got {token}"
+                )
+    return list(constraints)
+
+
+def _flat(phrases: Any) -> list[int]:
+    if isinstance(phrases, (list, tuple)):
+        return [token for phrase in phrases for token in _flat(phrase)]
+    return [phrases] if isinstance(phrases, int) else []
+
+
 def _is_words(value: object) -> bool:
     return (
         isinstance(value, list)
@@ -57,7 +91,7 @@ def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
             return constraints
     raise ValueError(
         "force_words_ids: expected a list whose entries are lists of token ids, or lists of such "
-        f"lists, none of them empty, got {force_words_ids!r}"
+        f"lists, none of them empty and no id below 0, got {force_words_ids!r}"
     )
 
 
@@ -105,6 +139,8 @@ class ConstrainedSearch:
             num_beam_hyps_to_keep=settings.num_return_sequences,
             max_length=settings.max_length,
         )
+        # compute_transition_scores() needs those of every result.
+        self.scorer.keep_all_beam_indices = True
         self.token_ids: dict[str, Any] = {
             "pad_token_id": settings.pad_token,
             "eos_token_id": settings.end_tokens or None,

@@ -10,6 +10,7 @@ import torch
 from lmdecode.integrations.transformers._beam_loop import Search, decode
 from lmdecode.integrations.transformers._constrained_search import (
     ConstrainedSearch,
+    check_constraints,
     constraints_of,
 )
 from lmdecode.integrations.transformers._generate_call import (
@@ -86,15 +87,16 @@ def _constraints(
     config: GenerationConfig,
     constraints: Sequence[Constraint] | None,
     force_words_ids: Sequence[Any] | None,
+    vocab_size: int,
 ) -> list[Constraint]:
     """Return all that is asked for; raise ValueError where the options do not fit."""
     if constraints is None:
         constraints = config.constraints
     if force_words_ids is None:
         force_words_ids = config.force_words_ids
-    found = list(constraints or ())
+    found = check_constraints([] if constraints is None else constraints, vocab_size)
     if force_words_ids is not None:
-        found += constraints_of(force_words_ids)
+        found += check_constraints(constraints_of(force_words_ids), vocab_size)
     if found and config.do_sample:
         raise ValueError("do_sample: expected False with constraints, got True")
     if found and (config.num_beam_groups or 1) != 1:
@@ -175,7 +177,8 @@ def beam_search(
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
     _check_beams(generation_config, input_ids.shape[0])
-    all_constraints = _constraints(generation_config, constraints, force_words_ids)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)
     num_groups = _check_groups(generation_config)
 
     settings = SearchSettings.of(generation_config, input_ids)

@@ -152,7 +152,9 @@ def reorder_beams(cache: Any, beam_idx: Tensor) -> None:
         [B, ...], which are written in place; or any object with a ``reorder_cache``.
     beam_idx : Tensor
         [B] int64 or int32, 0 to B - 1. Where it is on the CPU and maps each row to itself, nothing
-        at all is done.
+        at all is done. With more or fewer rows than the cache, as ``BeamSearch`` has them when
+        requests come and go, all of the cache, cross-attention too, is selected by its
+        ``batch_select_indices``.
 
     Raises
     ------
@@ -168,6 +170,22 @@ def reorder_beams(cache: Any, beam_idx: Tensor) -> None:
     tensors: list[Tensor] = []
     others: list[Any] = []
     _find_states(cache, tensors, others)
+    if tensors and beam_idx.dim() == 1 and tensors[0].shape[0] != len(beam_idx):
+        select = getattr(cache, "batch_select_indices", None)
+        if select is None:
+            raise ValueError(
+                f"reorder_beams: beam_idx has {len(beam_idx)} rows; expected "
+                f"{tensors[0].shape[0]}, the rows of the cache, which has no batch_select_indices"
+            )
+        if len(beam_idx):
+            low, high = torch.stack((beam_idx.min(), beam_idx.max())).tolist()
+            if low < 0 or high >= tensors[0].shape[0]:
+                raise ValueError(
+                    f"reorder_beams: beam_idx has {low if low < 0 else high}; expected 0 to "
+                    f"{tensors[0].shape[0] - 1}, the rows of the cache"
+                )
+        select(beam_idx)
+        return
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
