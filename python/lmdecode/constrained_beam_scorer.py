@@ -341,8 +341,9 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             if len(fulfilled) < self.num_beam_hyps_to_keep:
                 for row in own_rows:
                     if row not in fulfilled:
-                        keep = self.keep_all_beam_indices and beam_indices is not None
-                        indices = beam_indices[row] if keep else None
+                        indices = None
+                        if self.keep_all_beam_indices and beam_indices is not None:
+                            indices = beam_indices[row]
                         hypotheses.add(input_ids[row], scores[row], indices, generated_len)
         best = []
         for hypotheses in self._beam_hyps:
