@@ -1,6 +1,6 @@
 // lmdecode._store: the store behind a C interface that Python reaches by ctypes, so that one build
-// serves every Python; the interpreter's lock is released during every call. Each function returns a
-// status; the message of the last failure is kept for each thread. The structures are repeated in
+// serves every Python; the interpreter's lock is released during every call. Each function returns
+// a status; the message of the last failure is kept for each thread. The structures are repeated in
 // python/lmdecode/store/_library.py.
 #include <algorithm>
 #include <cstring>
@@ -164,8 +164,8 @@ LMD_EXPORT int lmdecode_store_open(const Options* options, lmdecode_store** out)
     StoreOptions settings;
     settings.directory = options->directory.text();
     settings.fingerprint = options->fingerprint.text();
-    settings.shape = {options->num_layers, options->num_kv_heads, options->head_size,
-                      options->element_size, {}};
+    settings.shape = {
+        options->num_layers, options->num_kv_heads, options->head_size, options->element_size, {}};
     if (options->windows != nullptr) {
       settings.shape.windows.assign(options->windows, options->windows + options->num_layers);
     }
@@ -227,8 +227,8 @@ LMD_EXPORT int lmdecode_store_key(lmdecode_store* store, const Place* place, con
                                   uint64_t num_tokens, uint8_t* key) {
   return guarded([&] {
     const StoreEngine& engine = *store->engine;
-    const Digest digest = prefix_key(engine.root(place->scope()), {tokens, num_tokens},
-                                     engine.layout().chunk_tokens);
+    const Digest digest =
+        prefix_key(engine.root(place->scope()), {tokens, num_tokens}, engine.layout().chunk_tokens);
     std::memcpy(key, digest.data(), digest.size());
   });
 }
@@ -238,9 +238,8 @@ LMD_EXPORT int lmdecode_store_read_session(lmdecode_store* store, const Place* p
                                            int64_t* num_tokens) {
   return guarded([&] {
     const auto session = store->engine->read_session(place->scope(), name.text());
-    *num_tokens = session.has_value()
-                      ? static_cast<int64_t>(copy_out(*session, tokens, capacity))
-                      : -1;
+    *num_tokens =
+        session.has_value() ? static_cast<int64_t>(copy_out(*session, tokens, capacity)) : -1;
   });
 }
 
@@ -250,10 +249,9 @@ LMD_EXPORT int lmdecode_store_commit_session(lmdecode_store* store, const Place*
                                              uint64_t num_planes, const Put* put,
                                              uint64_t* stored) {
   return guarded([&] {
-    *stored =
-        store->engine->commit_session(place->scope(), name.text(), {tokens, num_tokens},
-                                      num_computed, planes_of(planes, num_planes),
-                                      put_options(*put));
+    *stored = store->engine->commit_session(place->scope(), name.text(), {tokens, num_tokens},
+                                            num_computed, planes_of(planes, num_planes),
+                                            put_options(*put));
   });
 }
 
@@ -267,8 +265,7 @@ LMD_EXPORT int lmdecode_store_write_session(lmdecode_store* store, const Place* 
 
 LMD_EXPORT int lmdecode_store_remove_session(lmdecode_store* store, const Place* place, Bytes name,
                                              uint32_t* removed) {
-  return guarded(
-      [&] { *removed = store->engine->remove_session(place->scope(), name.text()); });
+  return guarded([&] { *removed = store->engine->remove_session(place->scope(), name.text()); });
 }
 
 LMD_EXPORT int lmdecode_store_sessions(lmdecode_store* store, SessionLine* lines, uint64_t capacity,
@@ -367,8 +364,7 @@ LMD_EXPORT int lmdecode_store_export(lmdecode_store* store, Bytes path, const Pl
 
 LMD_EXPORT int lmdecode_store_import(lmdecode_store* store, Bytes path, ProgressFunction progress,
                                      uint64_t* added) {
-  return guarded(
-      [&] { *added = store->engine->import_from(path.text(), progress_of(progress)); });
+  return guarded([&] { *added = store->engine->import_from(path.text(), progress_of(progress)); });
 }
 
 LMD_EXPORT uint64_t lmdecode_store_slot_bytes(lmdecode_store* store) {

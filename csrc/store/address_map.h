@@ -1,5 +1,5 @@
-// The address map in memory: hash -> list of entries; and what eviction needs to know of them: which
-// entry continues which, and which was used least recently.
+// The address map in memory: hash -> list of entries; and what eviction needs to know of them:
+// which entry continues which, and which was used least recently.
 #pragma once
 
 #include <cstdint>

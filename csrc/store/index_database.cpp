@@ -362,8 +362,7 @@ std::optional<SessionRow> IndexDatabase::read_session(const Digest& root, const 
     if (count > 0) std::memcpy(session.tokens.data() + before, tokens.data(), count * 4);
   }
   if (!digest.has_value()) return std::nullopt;
-  if (session.tokens.size() != size ||
-      prefix_key(root, session.tokens, kBlockTokens) != *digest) {
+  if (session.tokens.size() != size || prefix_key(root, session.tokens, kBlockTokens) != *digest) {
     throw StoreError(ErrorKind::kDamaged, "KVStore: the stored tokens of a session are damaged");
   }
   return session;
@@ -398,8 +397,7 @@ void IndexDatabase::check_structure() {
   const auto text = statement.blob_at(0);
   const std::string words(text.begin(), text.end());
   if (words != "ok") {
-    throw StoreError(ErrorKind::kDamaged,
-                     "KVStore: the index " + path_ + " is damaged: " + words);
+    throw StoreError(ErrorKind::kDamaged, "KVStore: the index " + path_ + " is damaged: " + words);
   }
 }
 
@@ -426,8 +424,6 @@ void IndexDatabase::copy_to(const std::string& path) {
   }
 }
 
-void IndexDatabase::compact() {
-  execute("VACUUM; PRAGMA wal_checkpoint(TRUNCATE)");
-}
+void IndexDatabase::compact() { execute("VACUUM; PRAGMA wal_checkpoint(TRUNCATE)"); }
 
 }  // namespace lmdecode::store

@@ -31,20 +31,20 @@ class PosixFile : public File {
   PosixFile& operator=(const PosixFile&) = delete;
 
   int64_t read(uint64_t offset, void* data, size_t size) override {
-    const ssize_t got = retried(
-        [&] { return ::pread(descriptor_, data, size, static_cast<off_t>(offset)); });
+    const ssize_t got =
+        retried([&] { return ::pread(descriptor_, data, size, static_cast<off_t>(offset)); });
     return got < 0 ? -errno : got;
   }
   int64_t write(uint64_t offset, const void* data, size_t size) override {
-    const ssize_t put = retried(
-        [&] { return ::pwrite(descriptor_, data, size, static_cast<off_t>(offset)); });
+    const ssize_t put =
+        retried([&] { return ::pwrite(descriptor_, data, size, static_cast<off_t>(offset)); });
     return put < 0 ? -errno : put;
   }
   // Not tried again after a failure: the kernel may have dropped the pages and say yes next time.
   int sync() override { return ::fdatasync(descriptor_) != 0 ? -errno : 0; }
   int truncate(uint64_t size) override {
     return retried([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); }) != 0 ? -errno
-                                                                                           : 0;
+                                                                                            : 0;
   }
   int64_t size() override {
     struct stat status;
@@ -77,9 +77,7 @@ class PosixFileSystem : public FileSystem {
   int rename(const std::string& from, const std::string& to) override {
     return ::rename(from.c_str(), to.c_str()) != 0 ? -errno : 0;
   }
-  int remove(const std::string& path) override {
-    return ::unlink(path.c_str()) != 0 ? -errno : 0;
-  }
+  int remove(const std::string& path) override { return ::unlink(path.c_str()) != 0 ? -errno : 0; }
   int sync_directory(const std::string& path) override {
     const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return -errno;

@@ -54,8 +54,8 @@ __attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(uint32_t* state
       } else {
         const __m128i last = words[(group + 3) & 3], third = words[(group + 2) & 3];
         const __m128i second = words[(group + 1) & 3];
-        current = _mm_add_epi32(_mm_sha256msg1_epu32(current, second),
-                                _mm_alignr_epi8(last, third, 4));
+        current =
+            _mm_add_epi32(_mm_sha256msg1_epu32(current, second), _mm_alignr_epi8(last, third, 4));
         current = _mm_sha256msg2_epu32(current, last);
       }
       const __m128i sum = _mm_add_epi32(

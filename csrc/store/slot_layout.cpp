@@ -81,9 +81,9 @@ void check_layout(const SlotLayout& layout) {
   // Of at most 2^16 * 2^20 * 2^16 * 8 bytes: no overflow.
   const uint64_t plane = layout.plane_bytes(layout.chunk_tokens);
   if (plane > kMaxSlotBytes || layout.slot_bytes() > kMaxSlotBytes) {
-    throw std::invalid_argument("KVStore: a slot of chunk_tokens = " +
-                                std::to_string(layout.chunk_tokens) +
-                                " tokens would have more than 2^31 bytes");
+    throw std::invalid_argument(
+        "KVStore: a slot of chunk_tokens = " + std::to_string(layout.chunk_tokens) +
+        " tokens would have more than 2^31 bytes");
   }
 }
 

@@ -95,7 +95,8 @@ AreaRow StoreEngine::row_of(const Entry& entry) const {
   return row;
 }
 
-// The entry, which nothing continues, leaves the map; its area waits for the deletion to be durable.
+// The entry, which nothing continues, leaves the map; its area waits for the deletion to be
+// durable.
 void StoreEngine::free_entry(EntryId id) {
   const uint32_t area = map_[id].area;
   remove_entry(id);

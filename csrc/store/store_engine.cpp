@@ -97,15 +97,16 @@ std::shared_ptr<StoreEngine> StoreEngine::open(const StoreOptions& options) {
 }
 
 uint32_t StoreEngine::capacity_areas() const {
-  return static_cast<uint32_t>(std::min<uint64_t>(options_.capacity_bytes / slot_bytes_, kMaxAreas));
+  return static_cast<uint32_t>(
+      std::min<uint64_t>(options_.capacity_bytes / slot_bytes_, kMaxAreas));
 }
 
 void StoreEngine::open_files() {
   const std::string& directory = options_.directory;
   const std::string index = directory + "/index.sqlite";
   layout_.shape = options_.shape;
-  layout_.chunk_tokens = options_.chunk_tokens != 0 ? options_.chunk_tokens
-                                                    : default_chunk_tokens(options_.shape);
+  layout_.chunk_tokens =
+      options_.chunk_tokens != 0 ? options_.chunk_tokens : default_chunk_tokens(options_.shape);
   layout_.values_by_column = options_.values_by_column;
   check_layout(layout_);
   if (options_.readonly) {
@@ -146,7 +147,8 @@ void StoreEngine::open_files() {
   } else {
     if (options_.readonly) throw_errno(ENOENT, "KVStore: nothing to read in", directory);
     slot_bytes_ = layout_.slot_bytes();
-    slots_per_slab_ = static_cast<uint32_t>(std::max<uint64_t>(1, options_.slab_bytes / slot_bytes_));
+    slots_per_slab_ =
+        static_cast<uint32_t>(std::max<uint64_t>(1, options_.slab_bytes / slot_bytes_));
     index_->set_superblock(encode({options_.fingerprint, layout_, slots_per_slab_}));
     // The directory and the names in it are durable before anything is acknowledged.
     const std::string parent = directory.substr(0, directory.rfind('/'));
@@ -215,7 +217,8 @@ void StoreEngine::check_usable() const {
 
 void StoreEngine::require_writer() const {
   check_usable();
-  if (options_.readonly) throw StoreError(ErrorKind::kUnusable, "KVStore: opened with readonly=True");
+  if (options_.readonly)
+    throw StoreError(ErrorKind::kUnusable, "KVStore: opened with readonly=True");
 }
 
 void StoreEngine::run_flush_timer() {

@@ -1,5 +1,5 @@
-// The store: slots in slab files, an index in SQLite, the address map and the queues of free areas in
-// memory. docs/store.md says what it guarantees, docs/store_format.md what lies on disk.
+// The store: slots in slab files, an index in SQLite, the address map and the queues of free areas
+// in memory. docs/store.md says what it guarantees, docs/store_format.md what lies on disk.
 //
 // Any number of threads may call. One process at a time writes a directory, any number read it.
 // Everything throws std::invalid_argument for wrong arguments and StoreError for the rest, before
@@ -41,15 +41,15 @@ struct StoreOptions {
   uint64_t slab_bytes = uint64_t{1} << 30;
   bool relaxed = false;  // acknowledge before the flush
   bool readonly = false;
-  int64_t flush_interval_ms = 1000;  // of relaxed; 0: only when asked to
-  int64_t idle_ms = 60000;           // after which a freed area counts as one that stored nothing
-  int io_threads = 2;                // of one put or load
-  std::function<int64_t()> now_ms;   // null: the system's clock
+  int64_t flush_interval_ms = 1000;   // of relaxed; 0: only when asked to
+  int64_t idle_ms = 60000;            // after which a freed area counts as one that stored nothing
+  int io_threads = 2;                 // of one put or load
+  std::function<int64_t()> now_ms;    // null: the system's clock
   FileSystem* file_system = nullptr;  // null: the real one
 };
 
-// A plane in a tensor's memory: [num_kv_heads, num_tokens, head_size], the last num_tokens tokens of
-// a prefix.
+// A plane in a tensor's memory: [num_kv_heads, num_tokens, head_size], the last num_tokens tokens
+// of a prefix.
 struct TensorPlane {
   char* data = nullptr;
   PlaneStrides strides;
@@ -57,14 +57,15 @@ struct TensorPlane {
 };
 
 struct PutOptions {
-  int64_t ttl_ms = 0;  // 0: kept until evicted
-  bool pin = false;    // never evicted
+  int64_t ttl_ms = 0;                 // 0: kept until evicted
+  bool pin = false;                   // never evicted
   uint64_t quota_bytes = UINT64_MAX;  // of the tenant
 };
 
 struct StoreStats {
   uint64_t entries, sessions, capacity_areas, used_areas, idle_areas, freed_areas;
-  uint64_t unusable_areas, slot_bytes, chunk_tokens, hits, misses, puts, declined, evicted, expired, damaged;
+  uint64_t unusable_areas, slot_bytes, chunk_tokens, hits, misses, puts, declined, evicted, expired,
+      damaged;
   uint64_t bytes_written, bytes_read, commits;
 };
 
@@ -203,7 +204,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
     Digest parent;
   };
   struct Chain {
-    EntryId last = kNoEntry;  // deepest entry or root
+    EntryId last = kNoEntry;                          // deepest entry or root
     std::vector<std::pair<EntryId, uint32_t>> parts;  // and how many of its tokens
     uint64_t num_tokens = 0;
   };
@@ -257,9 +258,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void release(const HitPart& part);
 
   // store_put.cpp
-  void put_locked(Lock& lock, const Digest& root, uint64_t tenant,
-                  std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
-                  const PutOptions& options);
+  void put_locked(Lock& lock, const Digest& root, uint64_t tenant, std::span<const int32_t> tokens,
+                  std::span<const TensorPlane> planes, const PutOptions& options);
   uint64_t acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens);
   void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
                     uint64_t num_tokens) const;
@@ -268,9 +268,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::vector<Step> plan(const Digest& root, std::span<const int32_t> tokens,
                          std::span<const TensorPlane> planes, const PutOptions& options,
                          EntryId* anchor);
-  int write_step(const Step& step, uint32_t area, uint64_t tenant,
-                 std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
-                 StagingBuffer& staging, uint32_t* header_crc);
+  int write_step(const Step& step, uint32_t area, uint64_t tenant, std::span<const int32_t> tokens,
+                 std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc);
   bool publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
                const PutOptions& options, std::span<const int32_t> tokens);
   void drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens);

@@ -10,7 +10,7 @@
 namespace lmdecode::store {
 
 // The header, if it is the one that the index means.
-std::optional<SlotHeader> StoreEngine::check_header(const HitPart& part,
+std::optional<SlotHeader> StoreEngine::check_header([[maybe_unused]] const HitPart& part,
                                                     std::span<const uint8_t> bytes) const {
 #if !defined(LMD_PLANT_NO_VERIFICATION)  // a test leaves it out to see that this is noticed
   if (crc32c(bytes.data(), bytes.size()) != part.header_crc) return std::nullopt;
@@ -36,10 +36,8 @@ std::optional<SlotHeader> StoreEngine::read_header(const HitPart& part, StagingB
 }
 
 // The slot's own tokens are those that were looked up: no hash is trusted alone.
-bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) const {
-#if defined(LMD_PLANT_NO_VERIFICATION)
-  return true;
-#endif
+bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
+                               const SlotHeader& header) const {
   const auto begin = hit.tokens_.begin() + static_cast<int64_t>(part.num_tokens - part.count);
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
@@ -77,7 +75,7 @@ bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32
   }
 
   const ModelShape& shape = layout_.shape;
-  const uint64_t plane_bytes = layout_.plane_bytes(part.count);
+  [[maybe_unused]] const uint64_t plane_bytes = layout_.plane_bytes(part.count);
   for (uint32_t i = 0; i < planes.size(); ++i) {
     const uint32_t plane = first_plane + i;
     const uint8_t* stored = bytes.data() + (layout_.plane_offset(plane, part.count) - from);
@@ -89,12 +87,12 @@ bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32
     if (end <= first_wanted) continue;
     const uint64_t first = std::max(begin, first_wanted);
     const PlaneStrides strides = layout_.plane_strides(plane, part.count);
-    copy_plane(target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token,
-               target.strides,
-               reinterpret_cast<const char*>(stored) +
-                   static_cast<int64_t>(first - begin) * strides.token,
-               strides, shape.num_kv_heads, static_cast<int64_t>(end - first), shape.head_size,
-               shape.element_size);
+    copy_plane(
+        target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token,
+        target.strides,
+        reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token,
+        strides, shape.num_kv_heads, static_cast<int64_t>(end - first), shape.head_size,
+        shape.element_size);
   }
   return true;
 }

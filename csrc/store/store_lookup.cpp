@@ -33,8 +33,8 @@ const std::vector<int32_t>* StoreEngine::tokens_of(EntryId id) {
     return &cached->second;
   }
   const Entry& entry = map_[id];
-  const HitPart part{id,           entry.sequence,   entry.area,       entry.count,
-                     entry.count,  entry.header_crc, entry.num_tokens, entry.key};
+  const HitPart part{id,          entry.sequence,   entry.area,       entry.count,
+                     entry.count, entry.header_crc, entry.num_tokens, entry.key};
   StagingBuffer staging;
   auto header = read_header(part, staging);
   if (!header.has_value()) return nullptr;

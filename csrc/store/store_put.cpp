@@ -39,11 +39,11 @@ void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t fir
     const uint64_t window = shape.windows.empty() ? 0 : shape.windows[layer];
     const uint64_t least = window == 0 ? num_tokens : std::min(num_tokens, window - 1);
     if (planes[i].num_tokens < least || planes[i].num_tokens > num_tokens) {
-      throw std::invalid_argument(
-          "KVStore: layer " + std::to_string(layer) + " has " +
-          std::to_string(planes[i].num_tokens) + (i % 2 == 0 ? " keys" : " values") +
-          "; expected " + (least == num_tokens ? "" : std::to_string(least) + " to ") +
-          std::to_string(num_tokens));
+      throw std::invalid_argument("KVStore: layer " + std::to_string(layer) + " has " +
+                                  std::to_string(planes[i].num_tokens) +
+                                  (i % 2 == 0 ? " keys" : " values") + "; expected " +
+                                  (least == num_tokens ? "" : std::to_string(least) + " to ") +
+                                  std::to_string(num_tokens));
     }
   }
 }
@@ -119,8 +119,8 @@ int StoreEngine::write_step(const Step& step, uint32_t area, uint64_t tenant,
     copy_plane(
         reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - step.begin) * strides.token,
         strides,
-        source.data + (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) *
-                          source.strides.token,
+        source.data +
+            (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) * source.strides.token,
         source.strides, shape.num_kv_heads, static_cast<int64_t>(step.begin + step.count - first),
         shape.head_size, shape.element_size);
     header.plane_crcs.push_back(crc32c(plane, plane_bytes));
@@ -158,8 +158,8 @@ void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const in
 // entry continues is gone.
 bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
                           const PutOptions& options, std::span<const int32_t> tokens) {
-  const EntryId parent = step.begin == 0 ? map_.root(step.parent)
-                                         : map_.find(step.begin, step.parent);
+  const EntryId parent =
+      step.begin == 0 ? map_.root(step.parent) : map_.find(step.begin, step.parent);
   if (parent == kNoEntry) return false;
   const int64_t time = now();
   EntryId id = map_.find(step.begin + step.count, step.key);

@@ -58,8 +58,8 @@ void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant
     known = sessions_.emplace(key, row.has_value() ? row->tokens : std::vector<int32_t>()).first;
   }
   SessionRow row{.root = root, .name = name, .tenant = tenant, .updated_ms = now()};
-  const auto end = std::mismatch(tokens.begin(), tokens.end(), known->second.begin(),
-                                 known->second.end());
+  const auto end =
+      std::mismatch(tokens.begin(), tokens.end(), known->second.begin(), known->second.end());
   row.unchanged = static_cast<size_t>(end.first - tokens.begin());
   row.tokens.assign(tokens.begin(), tokens.end());
   known->second = row.tokens;

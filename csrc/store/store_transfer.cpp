@@ -26,8 +26,8 @@ void check_errno(int error, const char* what, const std::string& path) {
 [[noreturn]] void damaged(const std::string& what) { throw StoreError(ErrorKind::kDamaged, what); }
 
 HitPart part_of(const AreaRow& row) {
-  return {kNoEntry, row.sequence, row.area, row.count, row.count, row.header_crc, row.num_tokens,
-          row.key};
+  return {kNoEntry,  row.sequence,   row.area,       row.count,
+          row.count, row.header_crc, row.num_tokens, row.key};
 }
 
 // Appends records: kind, length, content, CRC-32C of the three.
@@ -384,7 +384,8 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
   if (length > kMaxFingerprintBytes) damaged("import: " + path + ": a fingerprint too long");
   const auto fingerprint = in.raw(length);
   if (std::string(fingerprint.begin(), fingerprint.end()) != options_.fingerprint) {
-    throw StoreError(ErrorKind::kMismatch, "import: " + path + " was made with another fingerprint");
+    throw StoreError(ErrorKind::kMismatch,
+                     "import: " + path + " was made with another fingerprint");
   }
   const auto layout = in.raw(8);
   ByteReader numbers(layout, "import");
@@ -392,8 +393,8 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
   if (chunk_tokens != layout_.chunk_tokens || by_column != (layout_.values_by_column ? 1u : 0u)) {
     throw StoreError(ErrorKind::kMismatch,
                      "import: " + path + " has chunk_tokens = " + std::to_string(chunk_tokens) +
-                         ", v_layout = " + (by_column != 0 ? "'column'" : "'row'") +
-                         "; expected " + std::to_string(layout_.chunk_tokens) + ", " +
+                         ", v_layout = " + (by_column != 0 ? "'column'" : "'row'") + "; expected " +
+                         std::to_string(layout_.chunk_tokens) + ", " +
                          (layout_.values_by_column ? "'column'" : "'row'"));
   }
   Lock lock(mutex_);

@@ -48,7 +48,7 @@ class Place(ctypes.Structure):
 
 
 class Plane(ctypes.Structure):
-    """Keys or values of a layer in memory, [num_kv_heads, num_tokens, head_size]; strides in bytes."""
+    """Keys or values of a layer, [num_kv_heads, num_tokens, head_size]; strides in bytes."""
 
     _fields_ = [
         ("data", ctypes.c_void_p), ("head_stride", c_int64), ("token_stride", c_int64),

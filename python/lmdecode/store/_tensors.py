@@ -33,7 +33,7 @@ class Tokens:
         else:
             try:
                 ready = isinstance(tokens, array) and tokens.typecode == "i"
-                self._owner = tokens if ready else array("i", tokens)
+                ids: array[int] = tokens if ready else array("i", tokens)  # type: ignore[assignment]
             except OverflowError:
                 raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}") from None
             except TypeError:
@@ -41,7 +41,8 @@ class Tokens:
                     f"{what}: tokens is {type(tokens).__name__}; expected token ids, as a sequence "
                     "of ints or a tensor"
                 ) from None
-            self.address, self.size = self._owner.buffer_info()
+            self._owner = ids
+            self.address, self.size = ids.buffer_info()
 
     def __len__(self) -> int:
         return self.size
@@ -66,14 +67,10 @@ class Planes:
         self.size = len(tensors)
 
     @staticmethod
-    def checked(
-        kv: Sequence[tuple[Tensor, Tensor]], fingerprint: Fingerprint, what: str
-    ) -> Planes:
+    def checked(kv: Sequence[tuple[Tensor, Tensor]], fingerprint: Fingerprint, what: str) -> Planes:
         """Take a cache from a caller; the number of tokens is checked by the library."""
         if len(kv) != fingerprint.num_layers:
-            raise ValueError(
-                f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}"
-            )
+            raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
         heads, size = fingerprint.num_kv_heads, fingerprint.head_size
         tensors = []
         for layer, pair in enumerate(kv):

@@ -1,4 +1,4 @@
-"""What keys and values depend on besides the tokens: caches of different fingerprints never meet."""
+"""What keys and values depend on besides the tokens: different fingerprints never meet."""
 
 from __future__ import annotations
 

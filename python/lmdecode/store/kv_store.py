@@ -287,7 +287,7 @@ class KVStore:
     def load(self, hit: Hit, *, background: Literal[False] = False) -> KV | None: ...
     @overload
     def load(self, hit: Hit, *, background: Literal[True]) -> Future[KV | None]: ...
-    def load(self, hit: Hit, *, background: bool = False) -> KV | None | Future[KV | None]:
+    def load(self, hit: Hit, *, background: bool = False) -> KV | Future[KV | None] | None:
         """Read the keys and values of a hit into fresh tensors.
 
         Every byte is checked. With ``background`` a ``Future`` is returned.
@@ -465,11 +465,11 @@ class KVStore:
         """Return counters: what is stored, free areas of both queues, hits, evictions, bytes."""
         stats = Stats()
         self._engine.call("stats", byref(stats))
-        return {name: getattr(stats, name) for name, _ in Stats._fields_}
+        return {name: getattr(stats, name) for name in (field[0] for field in Stats._fields_)}
 
     def entries(self) -> list[dict[str, Any]]:
         """Return what is stored, chunk by chunk, prefixes before what continues them."""
-        names = [name for name, _ in EntryLine._fields_ if name != "key"]
+        names = [field[0] for field in EntryLine._fields_ if field[0] != "key"]
         return [
             {**{name: getattr(line, name) for name in names}, "key": bytes(line.key)}
             for line in self._lines("entries", EntryLine)
@@ -582,5 +582,3 @@ def read_export_fingerprint(path: str | os.PathLike[str]) -> Fingerprint | None:
             return Fingerprint.decoded(file.read(size))
         except (ValueError, TypeError):
             return None
-
-
