@@ -45,6 +45,7 @@ struct Findings {
 struct Settings {
   uint32_t areas = 10;
   bool relaxed = false;
+  int64_t idle_ms = 60000;  // 0: a freed area is the next to be used
   std::string ignored_syncs = {};
 };
 
@@ -74,6 +75,12 @@ class Run {
   }
 
  private:
+  StoreOptions settings_for(SimulatedDisk& disk, bool relaxed) const {
+    StoreOptions options = small::options(disk, settings_.areas, relaxed);
+    options.idle_ms = settings_.idle_ms;
+    return options;
+  }
+
   Tokens conversation() {
     // Few tokens to choose from: prefixes are shared, forked and extended.
     Tokens tokens;
@@ -93,7 +100,7 @@ class Run {
   void work(SimulatedDisk& disk) {
     std::shared_ptr<StoreEngine> engine;
     try {
-      engine = StoreEngine::open(small::options(disk, settings_.areas, settings_.relaxed));
+      engine = StoreEngine::open(settings_for(disk, settings_.relaxed));
     } catch (const std::exception& error) {
       if (!disk.power_is_lost()) findings_->note(&Findings::not_opened, seed_, error.what());
       return;
@@ -148,7 +155,7 @@ class Run {
     // The next life goes on from one of the states: there, what was under way came out one way.
     auto copy = disk.restarted();
     try {
-      const auto engine = StoreEngine::open(small::options(*copy, settings_.areas));
+      const auto engine = StoreEngine::open(settings_for(*copy, false));
       promise(*engine);
       promises_.sessions.clear();
       for (const char* name : {"a", "b", "c"}) {
@@ -165,7 +172,7 @@ class Run {
   void check(SimulatedDisk& disk) {
     ++findings_->states;
     try {
-      const auto engine = StoreEngine::open(small::options(disk, settings_.areas));
+      const auto engine = StoreEngine::open(settings_for(disk, false));
       check_opened(*engine);
       // And it goes on.
       const Tokens tokens = conversation();
@@ -260,13 +267,13 @@ TEST(strict_with_eviction) {
 }
 
 TEST(strict_with_room) {
-  const Findings findings = enumerate({.areas = 200}, kStates / 4);
+  const Findings findings = enumerate({.areas = 200, .idle_ms = 0}, kStates / 4);
   CHECK_EQ(findings.first, "");
   CHECK_EQ(findings.all(), 0u);
 }
 
 TEST(relaxed_loses_only_what_was_not_flushed) {
-  const Findings findings = enumerate({.areas = 10, .relaxed = true}, kStates / 4);
+  const Findings findings = enumerate({.areas = 20, .relaxed = true, .idle_ms = 0}, kStates / 4);
   CHECK_EQ(findings.first, "");
   CHECK_EQ(findings.all(), 0u);
 }
@@ -288,7 +295,7 @@ TEST(a_dropped_flush_of_the_index_is_noticed) {
 
 TEST(a_freed_area_that_is_reused_at_once_is_noticed) {
   // Between a deletion and its commit there is another put only where those do not wait.
-  CHECK(enumerate({.areas = 10, .relaxed = true}, 400).damaged > 0);
+  CHECK(enumerate({.areas = 200, .relaxed = true, .idle_ms = 0}, 400).damaged > 0);
 }
 
 #else
