@@ -149,8 +149,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
   // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
   // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
-  // does not hold what the index says; it was dropped, with all that continue it, and what the
-  // planes contain is undefined.
+  // does not hold what the index says, and was dropped with all that continue it, or cannot be read
+  // now; what the planes contain is undefined.
   bool load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
             std::span<const TensorPlane> planes);
   // Stores what of the prefix is not stored yet. Returns how many leading tokens are now stored, in
@@ -163,7 +163,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 
   // Tokens of the session; nothing where there is none. Throws StoreError kDamaged.
   std::optional<std::vector<int32_t>> read_session(const Scope& scope, const std::string& name);
-  // put() of the first `num_computed` tokens and the session's tokens in one transaction.
+  // put() of the first `num_computed` tokens and the session's tokens in one transaction; 0 where
+  // that failed.
   uint64_t commit_session(const Scope& scope, const std::string& name,
                           std::span<const int32_t> tokens, uint64_t num_computed,
                           std::span<const TensorPlane> planes, const PutOptions& options);
@@ -249,8 +250,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool is_alive(const Entry& entry) const;
 
   // store_load.cpp
-  bool load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
-                 std::span<const TensorPlane> planes, StagingBuffer& staging);
+  enum class PartResult { kLoaded, kDamaged, kUnreadable };
+  PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
+                       std::span<const TensorPlane> planes, StagingBuffer& staging);
   std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);
   std::optional<SlotHeader> check_header(const HitPart& part, std::span<const uint8_t> bytes) const;
   bool check_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) const;

@@ -2,12 +2,23 @@
 // index holds that of the header, the header those of the planes.
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 
 #include "store/crc32c.h"
 #include "store/plane_copy.h"
 #include "store/store_engine.h"
 
 namespace lmdecode::store {
+
+namespace {
+
+// What says nothing about the slot: it stays. A slot that cannot be read for good is dropped, or it
+// would be in the way of a new one for ever.
+bool is_transient(int error) {
+  return error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EACCES;
+}
+
+}  // namespace
 
 // The header, if it is the one that the index means.
 std::optional<SlotHeader> StoreEngine::check_header([[maybe_unused]] const HitPart& part,
@@ -42,13 +53,15 @@ bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
 
-bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32_t num_layers,
-                            std::span<const TensorPlane> planes, StagingBuffer& staging) {
+StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer,
+                                               uint32_t num_layers,
+                                               std::span<const TensorPlane> planes,
+                                               StagingBuffer& staging) {
   const HitPart& part = hit.parts_[index];
   const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
   const uint64_t total = hit.num_tokens();
   const auto is_wanted = [&](const TensorPlane& plane) { return end > total - plane.num_tokens; };
-  if (std::none_of(planes.begin(), planes.end(), is_wanted)) return true;
+  if (std::none_of(planes.begin(), planes.end(), is_wanted)) return PartResult::kLoaded;
 
   // A load of all layers reads a slot in one go; one of some layers reads the header once a hit.
   const bool whole = num_layers == layout_.shape.num_layers;
@@ -61,16 +74,18 @@ bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32
     auto& checked = hit.checked_->plane_crcs[index];
     if (!checked.has_value()) {
       const auto header = read_header(part, staging);
-      if (!header.has_value() || !check_tokens(hit, part, *header)) return false;
+      if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
       checked = header->plane_crcs;
     }
     crcs = *checked;
   }
   const auto bytes = staging.resized(to - from);
-  if (slabs_->read(part.area, from, bytes.data(), bytes.size()) != 0) return false;
+  if (const int error = slabs_->read(part.area, from, bytes.data(), bytes.size()); error != 0) {
+    return is_transient(error) ? PartResult::kUnreadable : PartResult::kDamaged;
+  }
   if (whole) {
     const auto header = check_header(part, bytes.first(layout_.header_bytes(part.count)));
-    if (!header.has_value() || !check_tokens(hit, part, *header)) return false;
+    if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
     crcs = header->plane_crcs;
   }
 
@@ -80,7 +95,7 @@ bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32
     const uint32_t plane = first_plane + i;
     const uint8_t* stored = bytes.data() + (layout_.plane_offset(plane, part.count) - from);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
-    if (crc32c(stored, plane_bytes) != crcs[plane]) return false;
+    if (crc32c(stored, plane_bytes) != crcs[plane]) return PartResult::kDamaged;
 #endif
     const TensorPlane& target = planes[i];
     const uint64_t first_wanted = total - target.num_tokens;
@@ -94,7 +109,7 @@ bool StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer, uint32
         strides, shape.num_kv_heads, static_cast<int64_t>(end - first), shape.head_size,
         shape.element_size);
   }
-  return true;
+  return PartResult::kLoaded;
 }
 
 bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
@@ -114,13 +129,14 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
     check_usable();
     ++active_;
   }
+  std::atomic<bool> unreadable{false};
   std::atomic<int64_t> damaged{-1};
   parallel_items(hit.parts_.size(), options_.io_threads, [&](size_t part) {
     thread_local StagingBuffer staging;
-    if (damaged.load() >= 0) return;
-    if (!load_part(hit, part, first_layer, num_layers, planes, staging)) {
-      damaged = static_cast<int64_t>(part);
-    }
+    if (damaged.load() >= 0 || unreadable.load()) return;
+    const PartResult result = load_part(hit, part, first_layer, num_layers, planes, staging);
+    if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
+    if (result == PartResult::kUnreadable) unreadable = true;
   });
   const Lock lock(mutex_);
   end_activity();
@@ -128,6 +144,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
     drop_damaged(hit.parts_[static_cast<size_t>(damaged.load())]);
     return false;
   }
+  if (unreadable.load()) return false;
   for (const TensorPlane& plane : planes) {
     stats_.bytes_read += plane.num_tokens * layout_.plane_bytes(1);
   }

@@ -39,8 +39,8 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
   record_session(lock, root_of_scope, tenant_id(scope.salt), name, tokens);
   const uint64_t batch = open_number_;
   const uint64_t stored = acknowledge(lock, root_of_scope, computed);
-  if (!options_.relaxed) commit(lock, batch);
-  return stored;
+  // Not the session's tokens: then nothing is acknowledged.
+  return options_.relaxed || commit(lock, batch) ? stored : 0;
 }
 
 void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant,

@@ -87,11 +87,15 @@ class Session:
         with self._engine.lock:
             self._engine.current = self
         # A slot that turns out to be damaged is dropped: each turn finds less.
+        found = len(tokens) + 1
         while hit := self._store.lookup(tokens, context=self._scope.context):
             kv = self._store.load(hit)
             hit.release()
             if kv is not None:
                 return hit.num_tokens, kv
+            if hit.num_tokens >= found:  # it cannot be read for a reason of another kind
+                break
+            found = hit.num_tokens
         return 0, None
 
     def _commit(self, ids: Tokens, computed: int, planes: Planes, put: Put) -> int:
@@ -127,7 +131,8 @@ class Session:
         Returns
         -------
         int
-            How many leading tokens have their keys and values stored.
+            How many leading tokens have their keys and values stored; 0 where not even the
+            session's tokens could be.
         """
         planes = Planes.checked(kv, self._store.fingerprint, "commit")
         computed = planes.max_tokens if num_tokens is None else num_tokens

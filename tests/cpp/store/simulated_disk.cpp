@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "simulated_vfs.h"
 
@@ -144,6 +146,9 @@ int SimulatedDisk::truncate(const SimulatedFilePointer& file, uint64_t size) {
 }
 
 int SimulatedDisk::sync(const SimulatedFilePointer& file, const std::string& path) {
+  if (sync_milliseconds_ > 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(sync_milliseconds_));
+  }
   if (const int error = begin_call(FaultKind::kFailedSync); error != 0) {
     // As Linux does: the pages count as clean, and the next sync says that all is well.
     const std::lock_guard lock(mutex_);

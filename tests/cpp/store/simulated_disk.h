@@ -74,6 +74,9 @@ class SimulatedDisk : public FileSystem {
   // Syncs of files whose path contains this do nothing: a mutant.
   void ignore_syncs_of(const std::string& part) { ignored_syncs_ = part; }
 
+  // Syncs take so long.
+  void slow_syncs(int milliseconds) { sync_milliseconds_ = milliseconds; }
+
   uint64_t calls() const { return calls_; }
   uint64_t faults() const { return faults_; }
   SimulatedFilePointer file(const std::string& path);
@@ -114,6 +117,7 @@ class SimulatedDisk : public FileSystem {
   uint64_t applicable_ = 0;
   uint64_t faults_ = 0;
   std::string ignored_syncs_;
+  int sync_milliseconds_ = 0;
   std::string vfs_name_;
   std::unique_ptr<struct SimulatedVfs> vfs_;
 };

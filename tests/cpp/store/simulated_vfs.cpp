@@ -135,7 +135,7 @@ int lock_shared(sqlite3_file* base, int offset, int count, int flags) {
   return SQLITE_OK;
 }
 
-void barrier(sqlite3_file*) { std::atomic_thread_fence(std::memory_order_seq_cst); }
+void barrier(sqlite3_file* base) { const std::lock_guard lock(of(base).disk->mutex()); }
 
 int unmap_shared(sqlite3_file* base, int remove) {
   VfsFile& file = of(base);
