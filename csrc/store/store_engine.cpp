@@ -375,9 +375,14 @@ void StoreEngine::wait_for_commit(Lock& lock) {
   check_usable();
 }
 
-void StoreEngine::end_activity() {
-  --active_;
-  committed_changed_.notify_all();
+StoreEngine::Activity::Activity(StoreEngine& engine, Lock& lock) : engine_(engine), lock_(lock) {
+  ++engine_.active_;
+}
+
+StoreEngine::Activity::~Activity() {
+  if (!lock_.owns_lock()) lock_.lock();
+  --engine_.active_;
+  engine_.committed_changed_.notify_all();
 }
 
 void StoreEngine::set_expiry(EntryId id, int64_t expires_ms) {

@@ -211,6 +211,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   };
   using Lock = std::unique_lock<std::mutex>;
 
+  // A call that uses files with the mutex released now and then: close() waits for it.
+  class Activity {
+   public:
+    Activity(StoreEngine& engine, Lock& lock);
+    ~Activity();
+    Activity(const Activity&) = delete;
+    Activity& operator=(const Activity&) = delete;
+
+   private:
+    StoreEngine& engine_;
+    Lock& lock_;
+  };
+
   // store_engine.cpp
   void open_files();
   void check_usable() const;
@@ -219,7 +232,6 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void apply_rows(std::vector<AreaRow>& rows);
   void refresh();
   void wait_for_commit(Lock& lock);
-  void end_activity();
   void set_expiry(EntryId id, int64_t expires_ms);
   void renew(EntryId id, const PutOptions& options);
   void remove_entry(EntryId id);
@@ -309,7 +321,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   StoreStats stats_{};
   std::string failure_;
   bool closed_ = false;
-  uint32_t active_ = 0;  // calls that use files without the mutex: close() waits for them
+  uint32_t active_ = 0;  // of Activity
   bool stopping_ = false;
 
   // Commits: changes gather in one batch; a thread that needs it durable writes it for all.

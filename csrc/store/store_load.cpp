@@ -124,11 +124,10 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
                                 "; expected a range within 0 to " + std::to_string(layers));
   }
   check_planes(planes, first_layer, num_layers, hit.num_tokens());
-  {
-    const Lock lock(mutex_);
-    check_usable();
-    ++active_;
-  }
+  Lock lock(mutex_);
+  check_usable();
+  const Activity activity(*this, lock);
+  lock.unlock();
   std::atomic<bool> unreadable{false};
   std::atomic<int64_t> damaged{-1};
   parallel_items(hit.parts_.size(), options_.io_threads, [&](size_t part) {
@@ -138,8 +137,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
     if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
     if (result == PartResult::kUnreadable) unreadable = true;
   });
-  const Lock lock(mutex_);
-  end_activity();
+  lock.lock();
   if (damaged.load() >= 0) {
     drop_damaged(hit.parts_[static_cast<size_t>(damaged.load())]);
     return false;

@@ -219,14 +219,12 @@ void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
     const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
     std::vector<int> results(areas.size(), 0);
     std::vector<uint32_t> crcs(areas.size(), 0);
-    ++active_;
     lock.unlock();
     parallel_items(areas.size(), options_.io_threads, [&](size_t i) {
       thread_local StagingBuffer staging;
       results[i] = write_step(steps[i], areas[i], tenant, tokens, planes, staging, &crcs[i]);
     });
     lock.lock();
-    end_activity();
     if (anchor != kNoEntry && map_.holds(anchor, anchor_sequence)) --map_[anchor].leases;
     bool is_open = true, disk_is_full = false;
     for (size_t i = 0; i < areas.size(); ++i) {
@@ -272,6 +270,7 @@ uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
   const Digest root_of_scope = root(scope);
   Lock lock(mutex_);
   require_writer();
+  const Activity activity(*this, lock);
   put_locked(lock, root_of_scope, tenant_id(scope.salt), tokens, planes, options);
   return acknowledge(lock, root_of_scope, tokens);
 }

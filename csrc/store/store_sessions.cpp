@@ -34,6 +34,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
   const Digest root_of_scope = root(scope);
   Lock lock(mutex_);
   require_writer();
+  const Activity activity(*this, lock);
   const auto computed = tokens.first(num_computed);
   put_locked(lock, root_of_scope, tenant_id(scope.salt), computed, planes, options);
   record_session(lock, root_of_scope, tenant_id(scope.salt), name, tokens);
@@ -71,6 +72,7 @@ bool StoreEngine::write_session(const Scope& scope, const std::string& name,
   check_token_ids(tokens);
   Lock lock(mutex_);
   require_writer();
+  const Activity activity(*this, lock);
   if (!failure_.empty()) return false;
   record_session(lock, root(scope), tenant_id(scope.salt), name, tokens);
   return options_.relaxed || commit(lock, open_number_);

@@ -124,14 +124,12 @@ std::string hex(const Digest& digest) {
 VerifyReport StoreEngine::verify(const Progress& progress) {
   const std::vector<AreaRow> rows = entries();
   VerifyReport report;
-  std::vector<SessionRow> sessions;
-  {
-    Lock lock(mutex_);
-    wait_for_commit(lock);
-    index_->check_structure();
-    sessions = index_->list_sessions();
-    ++active_;
-  }
+  Lock lock(mutex_);
+  wait_for_commit(lock);
+  index_->check_structure();
+  const std::vector<SessionRow> sessions = index_->list_sessions();
+  const Activity activity(*this, lock);
+  lock.unlock();
   StagingBuffer staging;
   for (size_t i = 0; i < rows.size() && progress(i, rows.size()); ++i) {
     const HitPart part = part_of(rows[i]);
@@ -144,7 +142,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
     ++report.entries;
     report.bytes += image.size();
     if (whole) continue;
-    const Lock lock(mutex_);
+    const Lock relock(mutex_);
     refresh();
     const EntryId id = part.area < by_area_.size() ? by_area_[part.area] : kNoEntry;
     if (id == kNoEntry || map_[id].sequence != part.sequence) continue;  // evicted meanwhile
@@ -153,20 +151,18 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
     ++stats_.damaged;
     drop_subtree(id);
   }
-  {
-    Lock lock(mutex_);
-    end_activity();
-    for (const SessionRow& session : sessions) {
-      wait_for_commit(lock);
-      ++report.sessions;
-      try {
-        index_->read_session(session.root, session.name);
-      } catch (const StoreError& error) {
-        report.damage.push_back("session '" + session.name + "': " + error.what());
-      }
+  lock.lock();
+  for (const SessionRow& session : sessions) {
+    wait_for_commit(lock);
+    ++report.sessions;
+    try {
+      index_->read_session(session.root, session.name);
+    } catch (const StoreError& error) {
+      report.damage.push_back("session '" + session.name + "': " + error.what());
     }
-    if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
   }
+  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  lock.unlock();
   progress(rows.size(), rows.size());
   return report;
 }
@@ -180,19 +176,17 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
   for (const std::string& name : stale) file_system_.remove(partial + "/" + name);
   std::vector<AreaRow> rows;
   SlabFiles copies(file_system_, partial, slot_bytes_, slots_per_slab_, false);
-  {
-    Lock lock(mutex_);
-    check_usable();
-    if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
-    wait_for_commit(lock);
-    rows = list_entries();
-    index_->copy_to(partial + "/index.sqlite");
-    ++holds_;  // no slot of the copied index is written again before it is copied
-    ++active_;
-  }
+  Lock lock(mutex_);
+  check_usable();
+  const Activity activity(*this, lock);
+  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  wait_for_commit(lock);
+  rows = list_entries();
+  index_->copy_to(partial + "/index.sqlite");
+  ++holds_;  // no slot of the copied index is written again before it is copied
+  lock.unlock();
   const auto release = [&] {
-    const Lock lock(mutex_);
-    end_activity();
+    const Lock relock(mutex_);
     if (--holds_ > 0) return;
     const int64_t time = now();
     for (const uint32_t area : std::exchange(held_, {})) free_areas_.add_freed(area, time, time);
@@ -241,68 +235,57 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
                             const Progress& progress) {
   const std::vector<AreaRow> rows = scope != nullptr ? chain_rows(*scope, session) : entries();
   std::vector<SessionRow> sessions;
-  {
-    Lock lock(mutex_);
-    wait_for_commit(lock);
-    for (const SessionRow& row : index_->list_sessions()) {
-      if (scope == nullptr || (row.root == root(*scope) && row.name == session)) {
-        sessions.push_back(row);
-      }
+  Lock lock(mutex_);
+  wait_for_commit(lock);
+  const Activity activity(*this, lock);
+  for (const SessionRow& row : index_->list_sessions()) {
+    if (scope == nullptr || (row.root == root(*scope) && row.name == session)) {
+      sessions.push_back(row);
     }
-    ++active_;
   }
+  lock.unlock();
   const std::string partial = path + ".partial";
-  const auto end = [&] {
-    const Lock lock(mutex_);
-    end_activity();
-  };
-  try {
-    file_system_.remove(partial);
-    int error = 0;
-    const auto file = file_system_.open(partial, OpenMode::kCreate, &error);
-    if (file == nullptr) throw_errno(error, "export: cannot make", partial);
-    RecordWriter out(*file, partial);
-    ByteWriter head;
-    head.raw(kMagic, sizeof(kMagic)).u32(kVersion).counted(options_.fingerprint);
-    head.u32(layout_.chunk_tokens).u32(layout_.values_by_column ? 1 : 0);
-    out.raw(head.bytes());
-    StagingBuffer staging;
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if (!progress(i, rows.size())) {
-        throw StoreError(ErrorKind::kUnusable, "export: interrupted");
-      }
-      const HitPart part = part_of(rows[i]);
-      const auto image = staging.resized(layout_.image_bytes(part.count));
-      if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) continue;
-      const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
-      // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
-      if (!header.has_value() || !planes_are_whole(layout_, *header, image)) continue;
-      out.record(kEntryRecord, image);
+  file_system_.remove(partial);
+  int error = 0;
+  const auto file = file_system_.open(partial, OpenMode::kCreate, &error);
+  if (file == nullptr) throw_errno(error, "export: cannot make", partial);
+  RecordWriter out(*file, partial);
+  ByteWriter head;
+  head.raw(kMagic, sizeof(kMagic)).u32(kVersion).counted(options_.fingerprint);
+  head.u32(layout_.chunk_tokens).u32(layout_.values_by_column ? 1 : 0);
+  out.raw(head.bytes());
+  StagingBuffer staging;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (!progress(i, rows.size())) {
+      throw StoreError(ErrorKind::kUnusable, "export: interrupted");
     }
-    for (const SessionRow& row : sessions) {
-      std::optional<SessionRow> whole;
-      {
-        Lock lock(mutex_);
-        wait_for_commit(lock);
-        whole = index_->read_session(row.root, row.name);
-      }
-      if (!whole.has_value()) continue;
-      ByteWriter content;
-      content.digest(whole->root).u64(whole->tenant).counted(whole->name);
-      content.u64(whole->tokens.size()).raw(whole->tokens.data(), 4 * whole->tokens.size());
-      out.record(kSessionRecord, content.bytes());
-    }
-    out.end();
-    check_errno(file->sync(), "export: cannot sync", partial);
-    check_errno(file_system_.rename(partial, path), "export: cannot rename", partial);
-    const size_t slash = path.rfind('/');
-    const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash);
-    check_errno(file_system_.sync_directory(parent), "export: cannot sync", parent);
-  } catch (...) {
-    end();
-    throw;
+    const HitPart part = part_of(rows[i]);
+    const auto image = staging.resized(layout_.image_bytes(part.count));
+    if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) continue;
+    const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
+    // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
+    if (!header.has_value() || !planes_are_whole(layout_, *header, image)) continue;
+    out.record(kEntryRecord, image);
   }
-  end();
+  for (const SessionRow& row : sessions) {
+    std::optional<SessionRow> whole;
+    {
+      Lock relock(mutex_);
+      wait_for_commit(relock);
+      whole = index_->read_session(row.root, row.name);
+    }
+    if (!whole.has_value()) continue;
+    ByteWriter content;
+    content.digest(whole->root).u64(whole->tenant).counted(whole->name);
+    content.u64(whole->tokens.size()).raw(whole->tokens.data(), 4 * whole->tokens.size());
+    out.record(kSessionRecord, content.bytes());
+  }
+  out.end();
+  check_errno(file->sync(), "export: cannot sync", partial);
+  check_errno(file_system_.rename(partial, path), "export: cannot rename", partial);
+  const size_t slash = path.rfind('/');
+  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash);
+  check_errno(file_system_.sync_directory(parent), "export: cannot sync", parent);
   progress(rows.size(), rows.size());
 }
 
@@ -399,6 +382,7 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
   }
   Lock lock(mutex_);
   require_writer();
+  const Activity activity(*this, lock);
   uint64_t added = 0;
   std::vector<uint8_t> content;
   for (uint64_t records = 0;; ++records) {

@@ -31,7 +31,7 @@ std::vector<Tokens> conversations() {
 struct Outcome {
   std::vector<Tokens> acknowledged;
   std::optional<Tokens> session;
-  bool dropped_unread = false;  // a slot could not be read: it may be lost
+  bool gave_up = false;  // a slot that it could not read, or had to evict for want of space
   uint64_t wrong = 0;
   std::string strange;  // an exception of another kind
 };
@@ -68,7 +68,8 @@ Outcome run(SimulatedDisk& disk, uint32_t areas, bool relaxed) {
   guarded(&outcome, [&] { engine->collect(); });
   guarded(&outcome, [&] { engine->verify(kProgress); });
   guarded(&outcome, [&] { engine->backup("/copy/fingerprint", kProgress); });
-  guarded(&outcome, [&] { outcome.dropped_unread = engine->stats().damaged > 0; });
+  guarded(&outcome,
+          [&] { outcome.gave_up = engine->stats().damaged > 0 || engine->stats().evicted > 0; });
   guarded(&outcome, [&] { engine->close(); });
   return outcome;
 }
@@ -78,7 +79,7 @@ void check_afterwards(SimulatedDisk& disk, const Outcome& outcome, bool has_room
   for (const Tokens& tokens : conversations()) {
     CHECK(small::check_prefix(*engine, tokens) != Found::kWrong);
   }
-  if (has_room && !outcome.dropped_unread) {
+  if (has_room && !outcome.gave_up) {
     for (const Tokens& tokens : outcome.acknowledged) {
       uint64_t found = 0;
       small::check_prefix(*engine, tokens, &found);
