@@ -104,9 +104,7 @@ def test_layers_come_one_by_one(open_store: Open) -> None:
 
 def test_background_save_and_load(open_store: Open) -> None:
     store = open_store()
-    saves = [
-        store.put([n, *TOKENS], cache([n, *TOKENS]), background=True) for n in range(6)
-    ]
+    saves = [store.put([n, *TOKENS], cache([n, *TOKENS]), background=True) for n in range(6)]
     assert [save.result() for save in saves] == [20] * 6
     loads = [store.load(store.lookup([n, *TOKENS]), background=True) for n in range(6)]
     for n, load in enumerate(loads):

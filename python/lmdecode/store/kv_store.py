@@ -531,11 +531,11 @@ class KVStore:
         StoreDamagedError
             The file is damaged; entries before the damage have been taken over.
         """
-        theirs = read_export_fingerprint(path)
-        if theirs is not None and theirs != self.fingerprint:
+        head = read_export_head(path)
+        if head is not None and head.fingerprint != self.fingerprint:
             raise FingerprintMismatchError(
                 f"import: {path} was made with another fingerprint; this store's and the file's:\n"
-                + self.fingerprint.difference(theirs)
+                + self.fingerprint.difference(head.fingerprint)
             )
         name = Bytes.of(str(Path(path).absolute()).encode())
         return read_u64(self._engine, "import", name, _callback(progress))
@@ -571,14 +571,27 @@ def _describe(directory: Path, fingerprint: Fingerprint) -> None:
     partial.replace(path)
 
 
-def read_export_fingerprint(path: str | os.PathLike[str]) -> Fingerprint | None:
-    """Return the fingerprint in an exported file; None where it has none that can be read."""
+@dataclass(frozen=True)
+class ExportHead:
+    """What an exported file says of itself."""
+
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    by_column: bool
+
+
+def read_export_head(path: str | os.PathLike[str]) -> ExportHead | None:
+    """Return what a file that ``export`` wrote begins with; None: it is none."""
     with open(path, "rb") as file:
         head = file.read(20)
         size = int.from_bytes(head[12:20], "little")
         if head[:8] != _EXPORT_MAGIC or size > 1 << 20:
             return None
         try:
-            return Fingerprint.decoded(file.read(size))
+            fingerprint = Fingerprint.decoded(file.read(size))
         except (ValueError, TypeError):
             return None
+        numbers = file.read(8)
+        return ExportHead(
+            fingerprint, int.from_bytes(numbers[:4], "little"), numbers[4:] != bytes(4)
+        )
