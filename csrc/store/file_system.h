@@ -20,6 +20,8 @@ class File {
   virtual int64_t write(uint64_t offset, const void* data, size_t size) = 0;
   // fdatasync: what was written, and the length, survive a loss of power.
   virtual int sync() = 0;
+  // Begins to bring the bytes to the disk and does not wait: a hint.
+  virtual void start_writing(uint64_t offset, size_t size) { (void)offset, (void)size; }
   virtual int truncate(uint64_t size) = 0;
   virtual int64_t size() = 0;
 };

@@ -42,6 +42,12 @@ class PosixFile : public File {
   }
   // Not tried again after a failure: the kernel may have dropped the pages and say yes next time.
   int sync() override { return ::fdatasync(descriptor_) != 0 ? -errno : 0; }
+  void start_writing([[maybe_unused]] uint64_t offset, [[maybe_unused]] size_t size) override {
+#if defined(SYNC_FILE_RANGE_WRITE)
+    static_cast<void>(::sync_file_range(descriptor_, static_cast<off_t>(offset),
+                                        static_cast<off_t>(size), SYNC_FILE_RANGE_WRITE));
+#endif
+  }
   int truncate(uint64_t size) override {
     return retried([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); }) != 0 ? -errno
                                                                                             : 0;

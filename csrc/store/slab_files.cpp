@@ -41,7 +41,9 @@ int SlabFiles::write(uint32_t area, const void* data, size_t size) {
   int error = 0;
   const auto slab = file(area / slots_per_slab_, &error);
   if (slab == nullptr) return -error;
-  const int result = write_all(*slab, area % slots_per_slab_ * slot_bytes_, data, size);
+  const uint64_t offset = area % slots_per_slab_ * slot_bytes_;
+  const int result = write_all(*slab, offset, data, size);
+  slab->start_writing(offset, size);  // while the next slot is filled
   // Not before: a sync that another thread makes meanwhile would take it for done.
   const std::lock_guard lock(mutex_);
   unsynced_.insert(area / slots_per_slab_);

@@ -95,6 +95,24 @@ def test_any_strides_and_a_batch_of_one(open_store: Open) -> None:
     assert same(store.load(store.lookup(TOKENS)), kv)
 
 
+def test_a_staging_buffer_is_used_again(open_store: Open) -> None:
+    store = open_store()
+    other = [n + 1 for n in TOKENS]
+    store.put(TOKENS, cache(TOKENS))
+    store.put(other, cache(other))
+    staging = [(k.zero_().transpose(1, 2).contiguous().transpose(1, 2), v.zero_())
+               for k, v in cache(TOKENS)]  # fmt: skip
+    for tokens in (TOKENS, other):
+        loaded = store.load(store.lookup(tokens), out=staging)
+        assert loaded is staging
+        assert same(staging, cache(tokens))
+    with pytest.raises(ValueError, match=r"layer 0 has 19 keys; expected 5"):
+        store.load(store.lookup(TOKENS[:5]), out=staging)
+    overlapping = [(k[:, :1].expand(-1, 19, -1), v) for k, v in staging]
+    with pytest.raises(ValueError, match="in place"):
+        store.load(store.lookup(TOKENS), out=overlapping)
+
+
 def test_layers_come_one_by_one(open_store: Open) -> None:
     store = open_store()
     store.put(TOKENS, cache(TOKENS))

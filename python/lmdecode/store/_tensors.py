@@ -95,6 +95,11 @@ class Planes:
                         f"{what}: {name} of layer {layer} is {plane.dtype}; expected "
                         f"{fingerprint.torch_dtype}"
                     )
+                if writable and (plane.device.type != "cpu" or 0 in plane.stride()):
+                    raise ValueError(
+                        f"{what}: {name} of layer {layer} cannot be written in place; expected a "
+                        "tensor on the CPU that does not overlap itself"
+                    )
                 tensors.append(plane.cpu())
         return Planes(tensors)
 

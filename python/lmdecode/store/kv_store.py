@@ -267,12 +267,16 @@ class KVStore:
         )
         return Hit(count.value, handle if count.value else None)
 
-    def _load(self, hit: Hit, layers: range) -> KV | None:
+    def _load(self, hit: Hit, layers: range, out: KV | None = None) -> KV | None:
         engine = self._engine
         if hit._handle is None:
             return None
-        cache = empty_cache(engine.fingerprint, layers, hit.num_tokens, engine.by_column)
-        planes = Planes([tensor for pair in cache for tensor in pair])
+        cache = out or empty_cache(engine.fingerprint, layers, hit.num_tokens, engine.by_column)
+        planes = (
+            Planes.checked(cache, engine.fingerprint, "load", writable=True)
+            if out
+            else Planes([tensor for pair in cache for tensor in pair])
+        )
         start = time.perf_counter()
         loaded = read_u32(
             engine, "load", hit._handle, layers.start, len(layers), planes.array, planes.size
@@ -284,13 +288,28 @@ class KVStore:
         return cache
 
     @overload
-    def load(self, hit: Hit, *, background: Literal[False] = False) -> KV | None: ...
+    def load(
+        self, hit: Hit, *, out: KV | None = None, background: Literal[False] = False
+    ) -> KV | None: ...
     @overload
-    def load(self, hit: Hit, *, background: Literal[True]) -> Future[KV | None]: ...
-    def load(self, hit: Hit, *, background: bool = False) -> KV | Future[KV | None] | None:
-        """Read the keys and values of a hit into fresh tensors.
+    def load(
+        self, hit: Hit, *, out: KV | None = None, background: Literal[True]
+    ) -> Future[KV | None]: ...
+    def load(
+        self, hit: Hit, *, out: KV | None = None, background: bool = False
+    ) -> KV | Future[KV | None] | None:
+        """Read the keys and values of a hit, and check every byte.
 
-        Every byte is checked. With ``background`` a ``Future`` is returned.
+        Parameters
+        ----------
+        hit
+            From ``lookup``.
+        out
+            Tensors to read into, in main memory, of the shapes below and with any strides: a
+            staging buffer that is used again is faster than fresh memory. After a miss their
+            content is undefined.
+        background
+            Return a ``Future``.
 
         Returns
         -------
@@ -302,8 +321,8 @@ class KVStore:
         """
         layers = range(self.fingerprint.num_layers)
         if background:
-            return self._engine.submit(self._load, hit, layers)
-        return self._load(hit, layers)
+            return self._engine.submit(self._load, hit, layers, out)
+        return self._load(hit, layers, out)
 
     def load_layers(self, hit: Hit, *, ahead: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (K, V) layer by layer, while the next ones are read.
