@@ -67,7 +67,12 @@ class Planes:
         self.size = len(tensors)
 
     @staticmethod
-    def checked(kv: Sequence[tuple[Tensor, Tensor]], fingerprint: Fingerprint, what: str) -> Planes:
+    def checked(
+        kv: Sequence[tuple[Tensor, Tensor]],
+        fingerprint: Fingerprint,
+        what: str,
+        writable: bool = False,
+    ) -> Planes:
         """Take a cache from a caller; the number of tokens is checked by the library."""
         if len(kv) != fingerprint.num_layers:
             raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
@@ -95,7 +100,11 @@ class Planes:
                         f"{what}: {name} of layer {layer} is {plane.dtype}; expected "
                         f"{fingerprint.torch_dtype}"
                     )
-                if writable and (plane.device.type != "cpu" or 0 in plane.stride()):
+                overlaps = any(
+                    size > 1 and stride == 0
+                    for size, stride in zip(plane.shape, plane.stride(), strict=True)
+                )
+                if writable and (plane.device.type != "cpu" or overlaps):
                     raise ValueError(
                         f"{what}: {name} of layer {layer} cannot be written in place; expected a "
                         "tensor on the CPU that does not overlap itself"
