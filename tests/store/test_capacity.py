@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CHUNK, Open, cache, same
+from store_cases import CHUNK, Open, cache, same
 
 
 def slots(open_store: Open, tmp_path: Path, count: int, **options: object) -> object:

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import Open, cache, fingerprint, same
+from store_cases import Open, cache, fingerprint, same
 
 import lmdecode.store
 from lmdecode.store import KVStore, StoreDamagedError, StoreError, StoreLockedError
@@ -51,6 +51,21 @@ def test_nothing_is_unpickled() -> None:
         assert not any(name == "load" and "torch" in names for name in names), path
 
 
+def test_a_build_without_the_store_says_so() -> None:
+    code = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "lmdecode._store" else find(name)
+try:
+    import lmdecode.store
+except ImportError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "needs SQLite" in done.stdout and "libsqlite3-dev" in done.stdout
+
+
 def test_a_symbolic_link_is_not_followed(open_store: Open, tmp_path: Path) -> None:
     open_store().close()
     (slot,) = (tmp_path / "store").iterdir()
@@ -69,7 +84,7 @@ def test_a_second_writer_is_refused(open_store: Open, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import fingerprint
+from store_cases import fingerprint
 from lmdecode.store import KVStore, StoreLockedError
 try:
     KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 20)
@@ -182,7 +197,7 @@ def test_a_full_disk_declines(open_store: Open, tmp_path: Path) -> None:
     code = f"""
 import resource, signal, sys, warnings
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import cache, fingerprint
+from store_cases import cache, fingerprint
 from lmdecode.store import KVStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 24,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK, Open, cache, fingerprint, first, same
+from store_cases import CHUNK, Open, cache, fingerprint, first, same
 
 from lmdecode.store import FingerprintMismatchError, KVStore
 

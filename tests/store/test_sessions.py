@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Open, cache, same
+from store_cases import Open, cache, same
 
 A, B = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 30, 31]
 
@@ -57,7 +57,7 @@ def test_a_session_is_resumed_by_another_process(open_store: Open, tmp_path: Pat
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import cache, fingerprint, same
+from store_cases import cache, fingerprint, same
 from lmdecode.store import KVStore
 with KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 20) as s:
     session = s.session("chat")

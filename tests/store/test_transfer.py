@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Open, cache, fingerprint, same
+from store_cases import Open, cache, fingerprint, same
 
 from lmdecode.store import Fingerprint, FingerprintMismatchError, StoreDamagedError
 from lmdecode.store.__main__ import main
