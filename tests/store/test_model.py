@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import CHUNK, cache, fingerprint, same
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_cases import CHUNK, cache, fingerprint, same
 
 from lmdecode.store import CostModel, Fingerprint, KVStore, Session
 
