@@ -16,6 +16,7 @@ WITH_EXAMPLES = (
     "docs/beam_search.md",
     "docs/kv_cache.md",
     "docs/sampling.md",
+    "docs/store.md",
     "docs/transformers.md",
     "examples/kjv_mistral/README.md",
 )

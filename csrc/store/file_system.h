@@ -1,0 +1,64 @@
+// What the store asks of the operating system. Tests put another implementation in its place: one
+// that records what is written and replays every state that a loss of power could leave, or that
+// fails at the k-th call. SQLite reaches its files through the VFS of the same implementation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace lmdecode::store {
+
+// Results below 0 are -errno.
+class File {
+ public:
+  virtual ~File() = default;
+  // The bytes read or written, which may be fewer than asked for.
+  virtual int64_t read(uint64_t offset, void* data, size_t size) = 0;
+  virtual int64_t write(uint64_t offset, const void* data, size_t size) = 0;
+  // fdatasync: what was written, and the length, survive a loss of power.
+  virtual int sync() = 0;
+  // Begins to bring the bytes to the disk and does not wait: a hint.
+  virtual void start_writing(uint64_t offset, size_t size) { (void)offset, (void)size; }
+  virtual int truncate(uint64_t size) = 0;
+  virtual int64_t size() = 0;
+};
+
+enum class OpenMode {
+  kRead,    // must exist
+  kWrite,   // must exist
+  kCreate,  // made with mode 0600 where it does not exist
+};
+
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+  // Null and *error (an errno) where it fails. Symbolic links are not followed.
+  virtual std::unique_ptr<File> open(const std::string& path, OpenMode mode, int* error) = 0;
+  // 0 or -errno; mode 0700. One that exists is fine.
+  virtual int make_directory(const std::string& path) = 0;
+  virtual int rename(const std::string& from, const std::string& to) = 0;
+  virtual int remove(const std::string& path) = 0;
+  // Names made in, or removed from, the directory survive a loss of power.
+  virtual int sync_directory(const std::string& path) = 0;
+  virtual bool exists(const std::string& path) = 0;
+  virtual int list(const std::string& path, std::vector<std::string>* names) = 0;
+  // A lock that one holder has; the kernel releases it when the holder dies. Null with *error
+  // EWOULDBLOCK where it is held.
+  virtual std::unique_ptr<File> lock(const std::string& path, int* error) = 0;
+  // The VFS by which SQLite reaches the same files; null: SQLite's own.
+  virtual const char* sqlite_vfs() = 0;
+};
+
+FileSystem& posix_file_system();
+
+// Loop over short transfers; 0 or -errno. A file that ends early is -ENODATA.
+int read_all(File& file, uint64_t offset, void* data, size_t size);
+int write_all(File& file, uint64_t offset, const void* data, size_t size);
+
+// "what path: reason", and the errno in the error.
+[[noreturn]] void throw_errno(int error, const std::string& what, const std::string& path);
+
+}  // namespace lmdecode::store

@@ -1,0 +1,112 @@
+// The durable index: SQLite in WAL mode. One row an area, so that no area can be owned twice; rows
+// carry the number of the change that wrote them, which is how readers follow the writer.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "store/file_system.h"
+#include "store/sha256.h"
+
+struct sqlite3;
+struct sqlite3_stmt;
+
+namespace lmdecode::store {
+
+// What an area holds. count 0: nothing, since used_ms.
+struct AreaRow {
+  uint32_t area = 0;
+  uint64_t sequence = 0;
+  uint64_t num_tokens = 0;
+  uint32_t count = 0;
+  uint32_t sliding_from = 0;
+  uint32_t header_crc = 0;
+  uint64_t tenant = 0;
+  int64_t created_ms = 0;
+  int64_t used_ms = 0;
+  int64_t expires_ms = 0;
+  bool pinned = false;
+  Digest key{};
+  Digest parent{};
+};
+
+// A session is found by its root key, which covers configuration, tenant and context, and its name.
+struct SessionRow {
+  Digest root{};
+  std::string name;
+  uint64_t tenant = 0;
+  int64_t updated_ms = 0;
+  bool removed = false;
+  std::vector<int32_t> tokens = {};
+  size_t unchanged = 0;  // leading tokens that the index has already
+};
+
+struct UseTime {
+  uint32_t area;
+  int64_t used_ms;
+};
+
+// What one transaction writes.
+struct IndexBatch {
+  std::vector<AreaRow> areas;
+  std::vector<SessionRow> sessions;
+  std::vector<UseTime> uses;
+  bool empty() const { return areas.empty() && sessions.empty(); }
+};
+
+enum class CommitResult { kDone, kDiskFull, kFailed };
+
+class IndexDatabase {
+ public:
+  // Opens, and for a writer makes, the file. Throws StoreError; kDamaged where it is not an index.
+  IndexDatabase(FileSystem& file_system, const std::string& path, bool readonly);
+  ~IndexDatabase();
+  IndexDatabase(const IndexDatabase&) = delete;
+  IndexDatabase& operator=(const IndexDatabase&) = delete;
+
+  // The description of the store, checksummed; nothing in an index that was just made.
+  std::optional<std::vector<uint8_t>> superblock();
+  void set_superblock(const std::vector<uint8_t>& content);
+
+  // Durable when it returns kDone. kDiskFull: nothing was written. Throws nothing.
+  CommitResult commit(const IndexBatch& batch, std::string* error);
+
+  // Whether another connection committed since the last call.
+  bool changed();
+  // Rows of changes after this one, each once.
+  void read_areas(uint64_t after_sequence, const std::function<void(const AreaRow&)>& visit);
+  uint64_t count_areas();
+  // Tokens are checked against their hash: throws StoreError kDamaged where they are not those.
+  std::optional<SessionRow> read_session(const Digest& root, const std::string& name);
+  std::vector<SessionRow> list_sessions();  // without tokens
+  uint64_t count_sessions();
+
+  // Throws StoreError kDamaged with SQLite's words where the file's structure is broken.
+  void check_structure();
+  // A copy of the committed state at another path, durable.
+  void copy_to(const std::string& path);
+  // Moves the log into the file and gives free pages back.
+  void compact();
+  // Lets go without touching the files: in a process that was forked.
+  void abandon();
+
+ private:
+  struct Statement;
+  [[noreturn]] void fail(const std::string& doing) const;
+  void execute(const char* sql);
+  void create_tables();
+  void write_session(const SessionRow& session);
+
+  FileSystem& file_system_;
+  const std::string path_;
+  const bool readonly_;
+  sqlite3* database_ = nullptr;
+  int64_t data_version_ = 0;
+  std::vector<std::unique_ptr<Statement>> statements_;
+};
+
+}  // namespace lmdecode::store

@@ -1,0 +1,69 @@
+// What lies in a slot: a header with the key, the tokens and a checksum of each plane, then a plane
+// of keys and one of values for each layer. docs/store_format.md gives it byte by byte.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "store/sha256.h"
+
+namespace lmdecode::store {
+
+struct ModelShape {
+  uint32_t num_layers = 0;
+  uint32_t num_kv_heads = 0;
+  uint32_t head_size = 0;
+  uint32_t element_size = 0;  // bytes
+  // One a layer: a token sees itself and window - 1 tokens before it; 0: all of them.
+  std::vector<uint32_t> windows;
+
+  uint32_t num_planes() const { return 2 * num_layers; }
+  uint32_t widest_window() const;  // 0: no layer has one
+};
+
+// Strides in bytes of [num_kv_heads, tokens, head_size].
+struct PlaneStrides {
+  int64_t head = 0;
+  int64_t token = 0;
+  int64_t element = 0;
+};
+
+struct SlotLayout {
+  ModelShape shape;
+  uint32_t chunk_tokens = 0;  // tokens of a full slot
+  bool values_by_column = true;
+
+  // Of a slot with `count` tokens; plane 2 * layer holds keys, 2 * layer + 1 values.
+  uint64_t header_bytes(uint32_t count) const;
+  uint64_t plane_bytes(uint32_t count) const;
+  uint64_t plane_offset(uint32_t plane, uint32_t count) const;
+  uint64_t image_bytes(uint32_t count) const { return plane_offset(shape.num_planes(), count); }
+  uint64_t slot_bytes() const;  // of a full one, in whole 4 KiB
+  PlaneStrides plane_strides(uint32_t plane, uint32_t count) const;
+};
+
+// The number of tokens, a power of two, with which a slot has at least 1 MiB; at least 16.
+uint32_t default_chunk_tokens(const ModelShape& shape);
+// Throws std::invalid_argument where a number is 0, or the slot would have more than 2^31 bytes.
+void check_layout(const SlotLayout& layout);
+
+struct SlotHeader {
+  uint64_t area = 0;
+  uint64_t num_tokens = 0;    // of the prefix that ends with this slot
+  uint32_t count = 0;         // of them in this slot
+  uint32_t sliding_from = 0;  // layers with a window hold the tokens from this one of the slot on
+  uint64_t tenant = 0;
+  Digest key{};
+  Digest parent{};
+  std::vector<uint32_t> plane_crcs;
+  std::vector<int32_t> tokens;
+};
+
+// Exactly header_bytes(count) bytes.
+void encode_header(const SlotLayout& layout, const SlotHeader& header, std::span<uint8_t> out);
+// Trusts nothing: throws StoreError kDamaged where a field cannot be one of this layout.
+SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> bytes);
+
+}  // namespace lmdecode::store

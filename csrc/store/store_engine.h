@@ -1,0 +1,351 @@
+// The store: slots in slab files, an index in SQLite, the address map and the queues of free areas
+// in memory. docs/store.md says what it guarantees, docs/store_format.md what lies on disk.
+//
+// Any number of threads may call. One process at a time writes a directory, any number read it.
+// Everything throws std::invalid_argument for wrong arguments and StoreError for the rest, before
+// anything is changed; but a miss, a full disk or a damaged slot is a result, not an exception.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "store/address_map.h"
+#include "store/file_system.h"
+#include "store/free_areas.h"
+#include "store/index_database.h"
+#include "store/slab_files.h"
+#include "store/slot_layout.h"
+#include "store/store_error.h"
+#include "store/token_chain.h"
+
+namespace lmdecode::store {
+
+struct StoreOptions {
+  std::string directory;    // of this fingerprint; its parent exists
+  std::string fingerprint;  // every number and hash that the KV depends on
+  ModelShape shape;
+  uint32_t chunk_tokens = 0;  // 0: that of the store, or the default
+  bool values_by_column = true;
+  uint64_t capacity_bytes = 0;  // of all slots
+  uint64_t slab_bytes = uint64_t{1} << 30;
+  bool relaxed = false;  // acknowledge before the flush
+  bool readonly = false;
+  int64_t flush_interval_ms = 1000;   // of relaxed; 0: only when asked to
+  int64_t idle_ms = 60000;            // after which a freed area counts as one that stored nothing
+  int io_threads = 2;                 // of one put or load
+  std::function<int64_t()> now_ms;    // null: the system's clock
+  FileSystem* file_system = nullptr;  // null: the real one
+};
+
+// A plane in a tensor's memory: [num_kv_heads, num_tokens, head_size], the last num_tokens tokens
+// of a prefix.
+struct TensorPlane {
+  char* data = nullptr;
+  PlaneStrides strides;
+  uint64_t num_tokens = 0;
+};
+
+struct PutOptions {
+  int64_t ttl_ms = 0;                 // 0: kept until evicted
+  bool pin = false;                   // never evicted
+  uint64_t quota_bytes = UINT64_MAX;  // of the tenant
+};
+
+struct StoreStats {
+  uint64_t entries, sessions, capacity_areas, used_areas, idle_areas, freed_areas;
+  uint64_t unusable_areas, slot_bytes, chunk_tokens, hits, misses, puts, declined, evicted, expired,
+      damaged;
+  uint64_t bytes_written, bytes_read, commits;
+};
+
+struct VerifyReport {
+  uint64_t entries = 0;
+  uint64_t bytes = 0;
+  uint64_t sessions = 0;
+  std::vector<std::string> damage;  // a line each
+};
+
+// Called with what is done and what there is to do; false: stop.
+using Progress = std::function<bool(uint64_t done, uint64_t total)>;
+
+// Memory that is reused from slot to slot; what it holds after a change of size is undefined.
+class StagingBuffer {
+ public:
+  std::span<uint8_t> resized(size_t size) {
+    if (size > size_) {
+      bytes_.reset(new uint8_t[size]);
+      size_ = size;
+    }
+    return {bytes_.get(), size};
+  }
+
+ private:
+  std::unique_ptr<uint8_t[]> bytes_;
+  size_t size_ = 0;
+};
+
+class StoreEngine;
+
+// The longest stored prefix of some tokens. It is not evicted while the hit lives.
+struct HitPart {
+  EntryId id;
+  uint64_t sequence;
+  uint32_t area;
+  uint32_t count;  // tokens in the slot
+  uint32_t take;   // of them in the hit
+  uint32_t header_crc;
+  uint64_t num_tokens;
+  Digest key;
+};
+
+class Hit {
+ public:
+  Hit() = default;
+  ~Hit();
+  Hit(const Hit&) = delete;
+  Hit& operator=(const Hit&) = delete;
+  Hit(Hit&& other) noexcept;
+  Hit& operator=(Hit&& other) noexcept;
+
+  uint64_t num_tokens() const { return tokens_.size(); }
+  const std::vector<HitPart>& parts() const { return parts_; }
+
+ private:
+  friend class StoreEngine;
+  std::shared_ptr<StoreEngine> engine_;
+  std::vector<int32_t> tokens_;
+  std::vector<HitPart> parts_;
+  // Headers that were read and checked, for loads of some layers; one mutex a hit.
+  struct Checked {
+    std::mutex mutex;
+    std::vector<std::optional<std::vector<uint32_t>>> plane_crcs;
+  };
+  std::unique_ptr<Checked> checked_;
+};
+
+class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
+ public:
+  static std::shared_ptr<StoreEngine> open(const StoreOptions& options);
+  ~StoreEngine();
+  StoreEngine(const StoreEngine&) = delete;
+  StoreEngine& operator=(const StoreEngine&) = delete;
+
+  const SlotLayout& layout() const { return layout_; }
+  const StoreOptions& options() const { return options_; }
+
+  // --- prefixes (store_lookup.cpp, store_load.cpp, store_put.cpp)
+
+  Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
+  // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
+  // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
+  // does not hold what the index says, and was dropped with all that continue it, or cannot be read
+  // now; what the planes contain is undefined.
+  bool load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
+            std::span<const TensorPlane> planes);
+  // Stores what of the prefix is not stored yet. Returns how many leading tokens are now stored, in
+  // strict mode durably: fewer than all where there is no room, or the disk fails.
+  uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
+               std::span<const TensorPlane> planes, const PutOptions& options);
+  void pin(const Hit& hit, bool pinned);
+
+  // --- sessions (store_sessions.cpp)
+
+  // Tokens of the session; nothing where there is none. Throws StoreError kDamaged.
+  std::optional<std::vector<int32_t>> read_session(const Scope& scope, const std::string& name);
+  // put() of the first `num_computed` tokens and the session's tokens in one transaction; 0 where
+  // that failed.
+  uint64_t commit_session(const Scope& scope, const std::string& name,
+                          std::span<const int32_t> tokens, uint64_t num_computed,
+                          std::span<const TensorPlane> planes, const PutOptions& options);
+  // The tokens alone; false where the store declines to write.
+  bool write_session(const Scope& scope, const std::string& name, std::span<const int32_t> tokens);
+  bool remove_session(const Scope& scope, const std::string& name);
+  std::vector<SessionRow> list_sessions();
+
+  // --- upkeep (store_engine.cpp, store_transfer.cpp)
+
+  // All that was acknowledged is durable when it returns true.
+  bool flush();
+  void close();
+  // Drops what has expired, gives free space back. Returns the number of entries dropped.
+  uint64_t collect();
+  VerifyReport verify(const Progress& progress);
+  void backup(const std::string& directory, const Progress& progress);
+  void export_to(const std::string& path, const Scope* scope, const std::string& session,
+                 const Progress& progress);
+  // Returns the number of entries that are new.
+  uint64_t import_from(const std::string& path, const Progress& progress);
+  StoreStats stats();
+  std::vector<AreaRow> entries();  // parents before what continues them
+  // Why the store no longer writes; empty: it does.
+  std::string failure();
+  Digest root(const Scope& scope) const;
+
+ private:
+  friend class Hit;
+  explicit StoreEngine(const StoreOptions& options);
+
+  // One chunk that a put writes.
+  struct Step {
+    uint64_t begin;
+    uint32_t count;
+    uint32_t sliding_from;
+    Digest key;
+    Digest parent;
+  };
+  struct Chain {
+    EntryId last = kNoEntry;                          // deepest entry or root
+    std::vector<std::pair<EntryId, uint32_t>> parts;  // and how many of its tokens
+    uint64_t num_tokens = 0;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  // A call that uses files with the mutex released now and then: close() waits for it.
+  class Activity {
+   public:
+    Activity(StoreEngine& engine, Lock& lock);
+    ~Activity();
+    Activity(const Activity&) = delete;
+    Activity& operator=(const Activity&) = delete;
+
+   private:
+    StoreEngine& engine_;
+    Lock& lock_;
+  };
+
+  // store_engine.cpp
+  void open_files();
+  void check_usable() const;
+  void require_writer() const;
+  void load_index();
+  void apply_rows(std::vector<AreaRow>& rows);
+  void refresh();
+  void wait_for_commit(Lock& lock);
+  void set_expiry(EntryId id, int64_t expires_ms);
+  void renew(EntryId id, const PutOptions& options);
+  void remove_entry(EntryId id);
+  EntryId add_entry(const Entry& entry, EntryId parent);
+  void touch(EntryId leaf);
+  void close_locked(Lock& lock);
+  void run_flush_timer();
+  int64_t now() const { return options_.now_ms(); }
+  uint32_t capacity_areas() const;
+  std::vector<AreaRow> list_entries() const;
+
+  // store_commit.cpp
+  bool commit(Lock& lock, uint64_t batch);
+  AreaRow row_of(const Entry& entry) const;
+  void free_entry(EntryId id);
+  void drop_subtree(EntryId id);
+  bool is_evictable(const Entry& entry) const;
+  uint64_t evict(uint64_t wanted, const uint64_t* tenant);
+  uint64_t drop_expired();
+  std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
+  void stop_writing(const std::string& reason);
+
+  // store_lookup.cpp
+  Chain walk(const Digest& root, std::span<const int32_t> tokens);
+  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched);
+  const std::vector<int32_t>* tokens_of(EntryId id);
+  bool covers_windows(const Chain& chain) const;
+  bool is_alive(const Entry& entry) const;
+
+  // store_load.cpp
+  enum class PartResult { kLoaded, kDamaged, kUnreadable };
+  PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
+                       std::span<const TensorPlane> planes, StagingBuffer& staging);
+  std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);
+  std::optional<SlotHeader> check_header(const HitPart& part, std::span<const uint8_t> bytes) const;
+  bool check_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) const;
+  void drop_damaged(const HitPart& part);
+  void release(const HitPart& part);
+
+  // store_put.cpp
+  void put_locked(Lock& lock, const Digest& root, uint64_t tenant, std::span<const int32_t> tokens,
+                  std::span<const TensorPlane> planes, const PutOptions& options);
+  uint64_t acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens);
+  void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
+                    uint64_t num_tokens) const;
+  uint32_t sliding_from(std::span<const TensorPlane> planes, uint64_t num_tokens, uint64_t begin,
+                        uint32_t count) const;
+  std::vector<Step> plan(const Digest& root, std::span<const int32_t> tokens,
+                         std::span<const TensorPlane> planes, const PutOptions& options,
+                         EntryId* anchor);
+  int write_step(const Step& step, uint32_t area, uint64_t tenant, std::span<const int32_t> tokens,
+                 std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc);
+  bool publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
+               const PutOptions& options, std::span<const int32_t> tokens);
+  void drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens);
+
+  // store_sessions.cpp
+  void record_session(Lock& lock, const Digest& root, uint64_t tenant, const std::string& name,
+                      std::span<const int32_t> tokens);
+
+  // store_transfer.cpp
+  std::vector<AreaRow> chain_rows(const Scope& scope, const std::string& session);
+  bool import_entry(Lock& lock, std::vector<uint8_t>& image);
+  void import_session(Lock& lock, std::span<const uint8_t> content);
+
+  StoreOptions options_;
+  SlotLayout layout_;
+  uint64_t slot_bytes_ = 0;
+  uint32_t slots_per_slab_ = 0;
+  FileSystem& file_system_;
+  const int process_;
+
+  std::mutex mutex_;  // of all that follows, up to the next comment
+  std::unique_ptr<File> writer_lock_;
+  std::unique_ptr<SlabFiles> slabs_;
+  std::unique_ptr<IndexDatabase> index_;  // a writer's is the committing thread's while it commits
+  AddressMap map_;
+  std::vector<EntryId> by_area_;
+  FreeAreas free_areas_;
+  std::unordered_map<uint64_t, uint64_t> tenant_areas_;
+  std::unordered_map<EntryId, std::vector<int32_t>> token_cache_;
+  uint64_t cached_tokens_ = 0;
+  std::map<std::pair<Digest, std::string>, std::vector<int32_t>> sessions_;
+  std::set<std::pair<int64_t, EntryId>> expiry_;
+  std::vector<EntryId> touched_;  // used since the index was told
+  uint64_t sequence_ = 0;
+  StoreStats stats_{};
+  std::string failure_;
+  bool closed_ = false;
+  uint32_t active_ = 0;  // of Activity
+  bool stopping_ = false;
+
+  // Commits: changes gather in one batch; a thread that needs it durable writes it for all.
+  struct OpenBatch {
+    IndexBatch changes;
+    std::vector<uint32_t> freed;  // nobody writes into these before the batch is durable
+  };
+  OpenBatch open_batch_;
+  uint64_t open_number_ = 1;
+  uint64_t committed_ = 0;
+  uint64_t failed_ = 0;
+  bool committing_ = false;
+  uint32_t holds_ = 0;  // freed areas are not handed out while a backup copies
+  std::vector<uint32_t> held_;
+  uint64_t unusable_areas_ = 0;  // the disk was full when they were first written
+  std::condition_variable committed_changed_;
+  std::condition_variable timer_;
+  std::thread flush_thread_;
+};
+
+// Throws std::invalid_argument where an id is below 0.
+void check_token_ids(std::span<const int32_t> tokens);
+
+// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw.
+void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body);
+
+}  // namespace lmdecode::store

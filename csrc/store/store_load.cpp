@@ -1,0 +1,161 @@
+// From slots to tensors. Every byte is checked against the checksums before it is handed out: the
+// index holds that of the header, the header those of the planes.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
+#include "store/crc32c.h"
+#include "store/plane_copy.h"
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+namespace {
+
+// What says nothing about the slot: it stays. A slot that cannot be read for good is dropped, or it
+// would be in the way of a new one for ever.
+bool is_transient(int error) {
+  return error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EACCES;
+}
+
+}  // namespace
+
+// The header, if it is the one that the index means.
+std::optional<SlotHeader> StoreEngine::check_header([[maybe_unused]] const HitPart& part,
+                                                    std::span<const uint8_t> bytes) const {
+#if !defined(LMD_PLANT_NO_VERIFICATION)  // a test leaves it out to see that this is noticed
+  if (crc32c(bytes.data(), bytes.size()) != part.header_crc) return std::nullopt;
+#endif
+  try {
+    SlotHeader header = decode_header(layout_, bytes);
+#if !defined(LMD_PLANT_NO_VERIFICATION)
+    if (header.area != part.area || header.key != part.key || header.count != part.count ||
+        header.num_tokens != part.num_tokens) {
+      return std::nullopt;
+    }
+#endif
+    return header;
+  } catch (const StoreError&) {
+    return std::nullopt;
+  }
+}
+
+std::optional<SlotHeader> StoreEngine::read_header(const HitPart& part, StagingBuffer& staging) {
+  const auto bytes = staging.resized(layout_.header_bytes(part.count));
+  if (slabs_->read(part.area, 0, bytes.data(), bytes.size()) != 0) return std::nullopt;
+  return check_header(part, bytes);
+}
+
+// The slot's own tokens are those that were looked up: no hash is trusted alone.
+bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
+                               const SlotHeader& header) const {
+  const auto begin = hit.tokens_.begin() + static_cast<int64_t>(part.num_tokens - part.count);
+  return std::equal(begin, begin + part.take, header.tokens.begin());
+}
+
+StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer,
+                                               uint32_t num_layers,
+                                               std::span<const TensorPlane> planes,
+                                               StagingBuffer& staging) {
+  const HitPart& part = hit.parts_[index];
+  const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
+  const uint64_t total = hit.num_tokens();
+  const auto is_wanted = [&](const TensorPlane& plane) { return end > total - plane.num_tokens; };
+  if (std::none_of(planes.begin(), planes.end(), is_wanted)) return PartResult::kLoaded;
+
+  // A load of all layers reads a slot in one go; one of some layers reads the header once a hit.
+  const bool whole = num_layers == layout_.shape.num_layers;
+  const uint32_t first_plane = 2 * first_layer;
+  const uint64_t from = whole ? 0 : layout_.plane_offset(first_plane, part.count);
+  const uint64_t to = layout_.plane_offset(first_plane + 2 * num_layers, part.count);
+  std::vector<uint32_t> crcs;
+  if (!whole) {
+    const std::lock_guard lock(hit.checked_->mutex);
+    auto& checked = hit.checked_->plane_crcs[index];
+    if (!checked.has_value()) {
+      const auto header = read_header(part, staging);
+      if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
+      checked = header->plane_crcs;
+    }
+    crcs = *checked;
+  }
+  const auto bytes = staging.resized(to - from);
+  if (const int error = slabs_->read(part.area, from, bytes.data(), bytes.size()); error != 0) {
+    return is_transient(error) ? PartResult::kUnreadable : PartResult::kDamaged;
+  }
+  if (whole) {
+    const auto header = check_header(part, bytes.first(layout_.header_bytes(part.count)));
+    if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
+    crcs = header->plane_crcs;
+  }
+
+  const ModelShape& shape = layout_.shape;
+  [[maybe_unused]] const uint64_t plane_bytes = layout_.plane_bytes(part.count);
+  for (uint32_t i = 0; i < planes.size(); ++i) {
+    const uint32_t plane = first_plane + i;
+    const uint8_t* stored = bytes.data() + (layout_.plane_offset(plane, part.count) - from);
+#if !defined(LMD_PLANT_NO_VERIFICATION)
+    if (crc32c(stored, plane_bytes) != crcs[plane]) return PartResult::kDamaged;
+#endif
+    const TensorPlane& target = planes[i];
+    const uint64_t first_wanted = total - target.num_tokens;
+    if (end <= first_wanted) continue;
+    const uint64_t first = std::max(begin, first_wanted);
+    const PlaneStrides strides = layout_.plane_strides(plane, part.count);
+    copy_plane(
+        target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token,
+        target.strides,
+        reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token,
+        strides, shape.num_kv_heads, static_cast<int64_t>(end - first), shape.head_size,
+        shape.element_size);
+  }
+  return PartResult::kLoaded;
+}
+
+bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
+                       std::span<const TensorPlane> planes) {
+  if (hit.num_tokens() > 0 && hit.engine_.get() != this) {
+    throw std::invalid_argument("load: the hit is of another store");
+  }
+  const uint32_t layers = layout_.shape.num_layers;
+  if (num_layers == 0 || first_layer >= layers || num_layers > layers - first_layer) {
+    throw std::invalid_argument("load: layers " + std::to_string(first_layer) + " to " +
+                                std::to_string(uint64_t{first_layer} + num_layers) +
+                                "; expected a range within 0 to " + std::to_string(layers));
+  }
+  check_planes(planes, first_layer, num_layers, hit.num_tokens());
+  Lock lock(mutex_);
+  check_usable();
+  const Activity activity(*this, lock);
+  lock.unlock();
+  std::atomic<bool> unreadable{false};
+  std::atomic<int64_t> damaged{-1};
+  parallel_items(hit.parts_.size(), options_.io_threads, [&](size_t part) {
+    thread_local StagingBuffer staging;
+    if (damaged.load() >= 0 || unreadable.load()) return;
+    const PartResult result = load_part(hit, part, first_layer, num_layers, planes, staging);
+    if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
+    if (result == PartResult::kUnreadable) unreadable = true;
+  });
+  lock.lock();
+  if (damaged.load() >= 0) {
+    drop_damaged(hit.parts_[static_cast<size_t>(damaged.load())]);
+    return false;
+  }
+  if (unreadable.load()) return false;
+  for (const TensorPlane& plane : planes) {
+    stats_.bytes_read += plane.num_tokens * layout_.plane_bytes(1);
+  }
+  return true;
+}
+
+void StoreEngine::drop_damaged(const HitPart& part) {
+  if (closed_) return;
+  // A reader is not told when the writer gives the slot to another prefix: that is no damage.
+  if (options_.readonly) refresh();
+  if (!map_.holds(part.id, part.sequence)) return;
+  ++stats_.damaged;
+  drop_subtree(part.id);
+}
+
+}  // namespace lmdecode::store

@@ -1,0 +1,278 @@
+// From tensors to slots: write, publish, commit.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "store/crc32c.h"
+#include "store/plane_copy.h"
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+namespace {
+
+constexpr int kAttempts = 2;  // the second after a full disk, into slots that have their space
+
+bool is_full(int error) { return error == -ENOSPC || error == -EDQUOT; }
+
+}  // namespace
+
+void check_token_ids(std::span<const int32_t> tokens) {
+  for (const int32_t token : tokens) {
+    if (token < 0) {
+      throw std::invalid_argument("KVStore: token id " + std::to_string(token) +
+                                  "; expected 0 or more");
+    }
+  }
+}
+
+void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t first_layer,
+                               uint32_t num_layers, uint64_t num_tokens) const {
+  if (planes.size() != 2 * size_t{num_layers}) {
+    throw std::invalid_argument("KVStore: " + std::to_string(planes.size()) +
+                                " planes; expected keys and values of " +
+                                std::to_string(num_layers) + " layers");
+  }
+  const ModelShape& shape = layout_.shape;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const size_t layer = first_layer + i / 2;
+    const uint64_t window = shape.windows.empty() ? 0 : shape.windows[layer];
+    const uint64_t least = window == 0 ? num_tokens : std::min(num_tokens, window - 1);
+    if (planes[i].num_tokens < least || planes[i].num_tokens > num_tokens) {
+      throw std::invalid_argument("KVStore: layer " + std::to_string(layer) + " has " +
+                                  std::to_string(planes[i].num_tokens) +
+                                  (i % 2 == 0 ? " keys" : " values") + "; expected " +
+                                  (least == num_tokens ? "" : std::to_string(least) + " to ") +
+                                  std::to_string(num_tokens));
+    }
+  }
+}
+
+// From which token of the chunk on all layers have keys and values.
+uint32_t StoreEngine::sliding_from(std::span<const TensorPlane> planes, uint64_t num_tokens,
+                                   uint64_t begin, uint32_t count) const {
+  uint64_t first = 0;
+  for (const TensorPlane& plane : planes) first = std::max(first, num_tokens - plane.num_tokens);
+  return static_cast<uint32_t>(std::min<uint64_t>(count, first - std::min(first, begin)));
+}
+
+// What is not stored yet, parents first. *anchor: the deepest entry that is, or none.
+std::vector<StoreEngine::Step> StoreEngine::plan(const Digest& root,
+                                                 std::span<const int32_t> tokens,
+                                                 std::span<const TensorPlane> planes,
+                                                 const PutOptions& options, EntryId* anchor) {
+  std::vector<Step> steps;
+  *anchor = kNoEntry;
+  const uint32_t chunk = layout_.chunk_tokens;
+  Digest key = root;
+  for (uint64_t begin = 0; begin < tokens.size(); begin += chunk) {
+    const auto count = static_cast<uint32_t>(std::min<uint64_t>(chunk, tokens.size() - begin));
+    const auto part = tokens.subspan(begin, count);
+    Step step{begin, count, sliding_from(planes, tokens.size(), begin, count),
+              chain_key(key, begin + count, part), key};
+    EntryId id = map_.find(begin + count, step.key);
+    const EntryId parent = map_.find(begin, key);
+    if (id == kNoEntry && count < chunk && parent != kNoEntry) {
+      uint32_t matched = 0;
+      id = longest_child(parent, part, &matched);  // one that goes on where this one ends
+      if (matched < count) id = kNoEntry;
+    }
+    if (id != kNoEntry && map_[id].sliding_from <= step.sliding_from) {
+      *anchor = id;
+    } else {
+      steps.push_back(step);
+    }
+    key = step.key;
+  }
+  if (*anchor != kNoEntry) {
+    renew(*anchor, options);
+    touch(*anchor);
+  }
+  return steps;
+}
+
+// Fills the slot. 0 or -errno.
+int StoreEngine::write_step(const Step& step, uint32_t area, uint64_t tenant,
+                            std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
+                            StagingBuffer& staging, uint32_t* header_crc) {
+  const ModelShape& shape = layout_.shape;
+  const auto image = staging.resized(layout_.image_bytes(step.count));
+  const uint64_t plane_bytes = layout_.plane_bytes(step.count);
+  SlotHeader header;
+  header.area = area;
+  header.num_tokens = step.begin + step.count;
+  header.count = step.count;
+  header.sliding_from = step.sliding_from;
+  header.tenant = tenant;
+  header.key = step.key;
+  header.parent = step.parent;
+  const auto chunk = tokens.subspan(step.begin, step.count);
+  header.tokens.assign(chunk.begin(), chunk.end());
+  for (uint32_t i = 0; i < planes.size(); ++i) {
+    const TensorPlane& source = planes[i];
+    const uint64_t offset = layout_.plane_offset(i, step.count);
+    uint8_t* plane = image.data() + offset;
+    const uint64_t first_held = tokens.size() - source.num_tokens;
+    const uint64_t first = std::clamp(first_held, step.begin, step.begin + step.count);
+    if (first > step.begin) std::memset(plane, 0, plane_bytes);
+    const PlaneStrides strides = layout_.plane_strides(i, step.count);
+    copy_plane(
+        reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - step.begin) * strides.token,
+        strides,
+        source.data +
+            (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) * source.strides.token,
+        source.strides, shape.num_kv_heads, static_cast<int64_t>(step.begin + step.count - first),
+        shape.head_size, shape.element_size);
+    header.plane_crcs.push_back(crc32c(plane, plane_bytes));
+    const uint64_t next = layout_.plane_offset(i + 1, step.count);
+    std::memset(plane + plane_bytes, 0, next - offset - plane_bytes);
+  }
+  const auto header_bytes = image.first(layout_.header_bytes(step.count));
+  encode_header(layout_, header, header_bytes);
+  *header_crc = crc32c(header_bytes.data(), header_bytes.size());
+  return slabs_->write(area, image.data(), image.size());
+}
+
+// Shorter tails whose tokens the new entry has too: it serves every prefix that they served.
+void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens) {
+  const Entry& entry = map_[id];
+  const auto chunk = tokens.subspan(entry.num_tokens - entry.count, entry.count);
+  std::unordered_map<uint32_t, Digest> keys;
+  for (EntryId sibling = map_[parent].first_child; sibling != kNoEntry;) {
+    const Entry& other = map_[sibling];
+    const EntryId next = other.next_sibling;
+    if (sibling != id && other.count < entry.count && other.leases == 0 && !other.pinned &&
+        other.sliding_from >= entry.sliding_from) {
+      auto [found, is_new] = keys.try_emplace(other.count);
+      if (is_new) {
+        found->second = chain_key(map_[parent].key, map_[parent].num_tokens + other.count,
+                                  chunk.first(other.count));
+      }
+      if (found->second == other.key) free_entry(sibling);
+    }
+    sibling = next;
+  }
+}
+
+// Puts a written slot into the map and the open batch. False: the area was not needed, or what the
+// entry continues is gone.
+bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
+                          const PutOptions& options, std::span<const int32_t> tokens) {
+  const EntryId parent =
+      step.begin == 0 ? map_.root(step.parent) : map_.find(step.begin, step.parent);
+  if (parent == kNoEntry) return false;
+  const int64_t time = now();
+  EntryId id = map_.find(step.begin + step.count, step.key);
+  if (id != kNoEntry) {
+    Entry& entry = map_[id];
+    if (entry.sliding_from <= step.sliding_from) return false;  // another thread was faster
+    // The same prefix with more of its windows: what continues it stays.
+    AreaRow freed;
+    freed.area = entry.area;
+    freed.sequence = ++sequence_;
+    freed.used_ms = time;
+    open_batch_.changes.areas.push_back(freed);
+    open_batch_.freed.push_back(entry.area);
+    by_area_[entry.area] = kNoEntry;
+    if (by_area_.size() <= area) by_area_.resize(area + 1, kNoEntry);
+    by_area_[area] = id;
+    entry.area = area;
+    entry.header_crc = header_crc;
+    entry.sliding_from = step.sliding_from;
+    entry.sequence = ++sequence_;
+    entry.leases = 0;  // hits of the old slot do not know this one
+    entry.batch = open_number_;
+  } else {
+    Entry entry;
+    entry.key = step.key;
+    entry.num_tokens = step.begin + step.count;
+    entry.area = area;
+    entry.count = step.count;
+    entry.header_crc = header_crc;
+    entry.sliding_from = step.sliding_from;
+    entry.tenant = tenant;
+    entry.sequence = ++sequence_;
+    entry.batch = open_number_;
+    entry.created_ms = entry.used_ms = time;
+    entry.expires_ms = options.ttl_ms == 0 ? 0 : time + options.ttl_ms;
+    entry.pinned = options.pin;
+    id = add_entry(entry, parent);
+  }
+  open_batch_.changes.areas.push_back(row_of(map_[id]));
+  renew(map_[id].parent, options);
+  drop_superseded(id, parent, tokens);
+  touch(id);
+  ++stats_.puts;
+  stats_.bytes_written += layout_.image_bytes(step.count);
+  return true;
+}
+
+void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
+                             std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
+                             const PutOptions& options) {
+  for (int attempt = 0; attempt < kAttempts && failure_.empty(); ++attempt) {
+    EntryId anchor;
+    const std::vector<Step> steps = plan(root, tokens, planes, options, &anchor);
+    if (steps.empty()) return;
+    const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : map_[anchor].sequence;
+    if (anchor != kNoEntry) ++map_[anchor].leases;
+    const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
+    std::vector<int> results(areas.size(), 0);
+    std::vector<uint32_t> crcs(areas.size(), 0);
+    lock.unlock();
+    parallel_items(areas.size(), options_.io_threads, [&](size_t i) {
+      thread_local StagingBuffer staging;
+      results[i] = write_step(steps[i], areas[i], tenant, tokens, planes, staging, &crcs[i]);
+    });
+    lock.lock();
+    if (anchor != kNoEntry && map_.holds(anchor, anchor_sequence)) --map_[anchor].leases;
+    bool is_open = true, disk_is_full = false;
+    for (size_t i = 0; i < areas.size(); ++i) {
+      is_open = is_open && results[i] == 0;
+      if (is_full(results[i])) {
+        disk_is_full = true;
+        ++unusable_areas_;  // it has no space of its own: until the store is opened again
+      } else if (!is_open || !publish(steps[i], areas[i], crcs[i], tenant, options, tokens)) {
+        free_areas_.give_back(areas[i]);
+      }
+    }
+    if (!disk_is_full) return;
+    free_areas_.keep_to_used();
+  }
+}
+
+// Makes durable what is stored of the tokens, in strict mode, and says how much that is.
+uint64_t StoreEngine::acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens) {
+  const auto last_batch = [&](const Chain& chain) {
+    uint64_t batch = 0;
+    for (const auto& [id, take] : chain.parts) batch = std::max(batch, map_[id].batch);
+    return batch;
+  };
+  Chain chain = walk(root, tokens);
+  uint64_t stored = chain.num_tokens;
+  if (!options_.relaxed) {
+    commit(lock, last_batch(chain));
+    chain = walk(root, tokens);
+    stored = 0;
+    for (const auto& [id, take] : chain.parts) {
+      if (map_[id].batch > committed_) break;
+      stored += take;
+    }
+  }
+  if (stored < tokens.size()) ++stats_.declined;
+  return stored;
+}
+
+uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
+                          std::span<const TensorPlane> planes, const PutOptions& options) {
+  check_token_ids(tokens);
+  check_planes(planes, 0, layout_.shape.num_layers, tokens.size());
+  const Digest root_of_scope = root(scope);
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  put_locked(lock, root_of_scope, tenant_id(scope.salt), tokens, planes, options);
+  return acknowledge(lock, root_of_scope, tokens);
+}
+
+}  // namespace lmdecode::store

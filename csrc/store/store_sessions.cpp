@@ -1,0 +1,100 @@
+// Sessions: their tokens, which outlive the keys and values that are evicted.
+#include <algorithm>
+#include <utility>
+
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+std::optional<std::vector<int32_t>> StoreEngine::read_session(const Scope& scope,
+                                                              const std::string& name) {
+  const Digest root_of_scope = root(scope);
+  Lock lock(mutex_);
+  check_usable();
+  const auto known = sessions_.find({root_of_scope, name});
+  if (known != sessions_.end()) return known->second;
+  wait_for_commit(lock);
+  const auto row = index_->read_session(root_of_scope, name);
+  if (!row.has_value()) return std::nullopt;
+  if (!options_.readonly) sessions_[{root_of_scope, name}] = row->tokens;
+  return row->tokens;
+}
+
+uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name,
+                                     std::span<const int32_t> tokens, uint64_t num_computed,
+                                     std::span<const TensorPlane> planes,
+                                     const PutOptions& options) {
+  check_token_ids(tokens);
+  if (num_computed > tokens.size()) {
+    throw std::invalid_argument("commit: keys and values of " + std::to_string(num_computed) +
+                                " tokens; expected at most the session's " +
+                                std::to_string(tokens.size()));
+  }
+  check_planes(planes, 0, layout_.shape.num_layers, num_computed);
+  const Digest root_of_scope = root(scope);
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  const auto computed = tokens.first(num_computed);
+  put_locked(lock, root_of_scope, tenant_id(scope.salt), computed, planes, options);
+  record_session(lock, root_of_scope, tenant_id(scope.salt), name, tokens);
+  const uint64_t batch = open_number_;
+  const uint64_t stored = acknowledge(lock, root_of_scope, computed);
+  // Not the session's tokens: then nothing is acknowledged.
+  return options_.relaxed || commit(lock, batch) ? stored : 0;
+}
+
+void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant,
+                                 const std::string& name, std::span<const int32_t> tokens) {
+  const auto key = std::make_pair(root, name);
+  auto known = sessions_.find(key);
+  if (known == sessions_.end()) {
+    wait_for_commit(lock);
+    std::optional<SessionRow> row;
+    try {
+      row = index_->read_session(root, name);
+    } catch (const StoreError&) {
+      // Damaged tokens are replaced as a whole.
+    }
+    known = sessions_.emplace(key, row.has_value() ? row->tokens : std::vector<int32_t>()).first;
+  }
+  SessionRow row{.root = root, .name = name, .tenant = tenant, .updated_ms = now()};
+  const auto end =
+      std::mismatch(tokens.begin(), tokens.end(), known->second.begin(), known->second.end());
+  row.unchanged = static_cast<size_t>(end.first - tokens.begin());
+  row.tokens.assign(tokens.begin(), tokens.end());
+  known->second = row.tokens;
+  open_batch_.changes.sessions.push_back(std::move(row));
+}
+
+bool StoreEngine::write_session(const Scope& scope, const std::string& name,
+                                std::span<const int32_t> tokens) {
+  check_token_ids(tokens);
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  if (!failure_.empty()) return false;
+  record_session(lock, root(scope), tenant_id(scope.salt), name, tokens);
+  return options_.relaxed || commit(lock, open_number_);
+}
+
+bool StoreEngine::remove_session(const Scope& scope, const std::string& name) {
+  const Digest root_of_scope = root(scope);
+  Lock lock(mutex_);
+  require_writer();
+  if (!failure_.empty()) return false;
+  sessions_.erase({root_of_scope, name});
+  SessionRow row{.root = root_of_scope, .name = name};
+  row.removed = true;
+  open_batch_.changes.sessions.push_back(std::move(row));
+  return commit(lock, open_number_);
+}
+
+std::vector<SessionRow> StoreEngine::list_sessions() {
+  Lock lock(mutex_);
+  check_usable();
+  wait_for_commit(lock);
+  return index_->list_sessions();
+}
+
+}  // namespace lmdecode::store

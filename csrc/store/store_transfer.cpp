@@ -1,0 +1,416 @@
+// Checking all, copying all, and files by which stores exchange entries.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "store/bytes.h"
+#include "store/crc32c.h"
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+namespace {
+
+constexpr char kMagic[8] = {'L', 'M', 'D', 'K', 'V', 'E', 'X', 'P'};
+constexpr uint32_t kVersion = 1;
+enum : uint32_t { kEndRecord = 0, kEntryRecord = 1, kSessionRecord = 2 };
+constexpr uint64_t kMaxFingerprintBytes = uint64_t{1} << 20;
+constexpr uint64_t kMaxSessionBytes = uint64_t{1} << 32;
+constexpr uint64_t kRecordHead = 12;  // kind, length
+
+void check_errno(int error, const char* what, const std::string& path) {
+  if (error < 0) throw_errno(-error, what, path);
+}
+
+[[noreturn]] void damaged(const std::string& what) { throw StoreError(ErrorKind::kDamaged, what); }
+
+HitPart part_of(const AreaRow& row) {
+  return {kNoEntry,  row.sequence,   row.area,       row.count,
+          row.count, row.header_crc, row.num_tokens, row.key};
+}
+
+// Appends records: kind, length, content, CRC-32C of the three.
+class RecordWriter {
+ public:
+  RecordWriter(File& file, const std::string& path) : file_(file), path_(path) {}
+
+  void raw(std::span<const uint8_t> bytes) {
+    check_errno(write_all(file_, offset_, bytes.data(), bytes.size()), "cannot write", path_);
+    offset_ += bytes.size();
+  }
+  void record(uint32_t kind, std::span<const uint8_t> content) {
+    ByteWriter head;
+    head.u32(kind).u64(content.size());
+    uint32_t crc = crc32c(head.bytes().data(), head.bytes().size());
+    crc = crc32c(content.data(), content.size(), crc);
+    raw(head.bytes());
+    raw(content);
+    raw(ByteWriter().u32(crc).bytes());
+    ++records_;
+  }
+  void end() { record(kEndRecord, ByteWriter().u64(records_).bytes()); }
+
+ private:
+  File& file_;
+  const std::string& path_;
+  uint64_t offset_ = 0;
+  uint64_t records_ = 0;
+};
+
+// Trusts nothing that it reads.
+class RecordReader {
+ public:
+  RecordReader(File& file, const std::string& path) : file_(file), path_(path) {
+    const int64_t size = file.size();
+    check_errno(static_cast<int>(std::min<int64_t>(size, 0)), "cannot read", path);
+    size_ = static_cast<uint64_t>(size);
+  }
+  std::vector<uint8_t> raw(uint64_t size) {
+    if (size > size_ - offset_) damaged("import: " + path_ + " ends too early");
+    std::vector<uint8_t> bytes(size);
+    check_errno(read_all(file_, offset_, bytes.data(), size), "cannot read", path_);
+    offset_ += size;
+    return bytes;
+  }
+  uint32_t record(uint64_t max_entry, std::vector<uint8_t>* content) {
+    const auto head = raw(kRecordHead);
+    ByteReader fields(head, "record");
+    const uint32_t kind = fields.u32();
+    const uint64_t length = fields.u64();
+    const uint64_t limit = kind == kEntryRecord     ? max_entry
+                           : kind == kSessionRecord ? kMaxSessionBytes
+                           : kind == kEndRecord     ? 8
+                                                    : 0;
+    if (length == 0 || length > limit) damaged("import: " + path_ + " has a record that is none");
+    *content = raw(length);
+    const auto tail = raw(4);
+    const uint32_t crc = crc32c(content->data(), length, crc32c(head.data(), head.size()));
+    if (ByteReader(tail, "record").u32() != crc) {
+      damaged("import: " + path_ + " is damaged: checksum of a record");
+    }
+    return kind;
+  }
+  uint64_t offset() const { return offset_; }
+  uint64_t size() const { return size_; }
+
+ private:
+  File& file_;
+  const std::string& path_;
+  uint64_t offset_ = 0;
+  uint64_t size_ = 0;
+};
+
+bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
+                      std::span<const uint8_t> image) {
+  for (uint32_t plane = 0; plane < layout.shape.num_planes(); ++plane) {
+    const uint8_t* bytes = image.data() + layout.plane_offset(plane, header.count);
+    if (crc32c(bytes, layout.plane_bytes(header.count)) != header.plane_crcs[plane]) return false;
+  }
+  return true;
+}
+
+std::string hex(const Digest& digest) {
+  std::string text;
+  for (const uint8_t byte : digest) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+}  // namespace
+
+VerifyReport StoreEngine::verify(const Progress& progress) {
+  const std::vector<AreaRow> rows = entries();
+  VerifyReport report;
+  Lock lock(mutex_);
+  wait_for_commit(lock);
+  index_->check_structure();
+  const std::vector<SessionRow> sessions = index_->list_sessions();
+  const Activity activity(*this, lock);
+  lock.unlock();
+  StagingBuffer staging;
+  for (size_t i = 0; i < rows.size() && progress(i, rows.size()); ++i) {
+    const HitPart part = part_of(rows[i]);
+    const auto image = staging.resized(layout_.image_bytes(part.count));
+    bool whole = slabs_->read(part.area, 0, image.data(), image.size()) == 0;
+    if (whole) {
+      const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
+      whole = header.has_value() && planes_are_whole(layout_, *header, image);
+    }
+    ++report.entries;
+    report.bytes += image.size();
+    if (whole) continue;
+    const Lock relock(mutex_);
+    refresh();
+    const EntryId id = part.area < by_area_.size() ? by_area_[part.area] : kNoEntry;
+    if (id == kNoEntry || map_[id].sequence != part.sequence) continue;  // evicted meanwhile
+    report.damage.push_back("slot " + std::to_string(part.area) + ", prefix of " +
+                            std::to_string(part.num_tokens) + " tokens, key " + hex(part.key));
+    ++stats_.damaged;
+    drop_subtree(id);
+  }
+  lock.lock();
+  for (const SessionRow& session : sessions) {
+    wait_for_commit(lock);
+    ++report.sessions;
+    try {
+      index_->read_session(session.root, session.name);
+    } catch (const StoreError& error) {
+      report.damage.push_back("session '" + session.name + "': " + error.what());
+    }
+  }
+  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  lock.unlock();
+  progress(rows.size(), rows.size());
+  return report;
+}
+
+void StoreEngine::backup(const std::string& directory, const Progress& progress) {
+  if (file_system_.exists(directory)) throw_errno(EEXIST, "backup: cannot make", directory);
+  const std::string partial = directory + ".partial";
+  check_errno(file_system_.make_directory(partial), "backup: cannot make", partial);
+  std::vector<std::string> stale;
+  check_errno(file_system_.list(partial, &stale), "backup: cannot read", partial);
+  for (const std::string& name : stale) file_system_.remove(partial + "/" + name);
+  std::vector<AreaRow> rows;
+  SlabFiles copies(file_system_, partial, slot_bytes_, slots_per_slab_, false);
+  Lock lock(mutex_);
+  check_usable();
+  const Activity activity(*this, lock);
+  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  wait_for_commit(lock);
+  rows = list_entries();
+  index_->copy_to(partial + "/index.sqlite");
+  ++holds_;  // no slot of the copied index is written again before it is copied
+  lock.unlock();
+  const auto release = [&] {
+    const Lock relock(mutex_);
+    if (--holds_ > 0) return;
+    const int64_t time = now();
+    for (const uint32_t area : std::exchange(held_, {})) free_areas_.add_freed(area, time, time);
+  };
+  try {
+    StagingBuffer staging;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (!progress(i, rows.size())) {
+        throw StoreError(ErrorKind::kUnusable, "backup: interrupted");
+      }
+      const auto image = staging.resized(layout_.image_bytes(rows[i].count));
+      // A slot that cannot be read is damaged there as it is here.
+      if (slabs_->read(rows[i].area, 0, image.data(), image.size()) != 0) continue;
+      check_errno(copies.write(rows[i].area, image.data(), image.size()), "backup: cannot write to",
+                  partial);
+    }
+    check_errno(copies.sync(), "backup: cannot sync", partial);
+    check_errno(file_system_.sync_directory(partial), "backup: cannot sync", partial);
+    check_errno(file_system_.rename(partial, directory), "backup: cannot rename", partial);
+    const std::string parent = directory.substr(0, directory.rfind('/'));
+    check_errno(file_system_.sync_directory(parent), "backup: cannot sync", parent);
+  } catch (...) {
+    release();
+    throw;
+  }
+  release();
+  progress(rows.size(), rows.size());
+}
+
+// The entries that hold what is stored of a session, parents first.
+std::vector<AreaRow> StoreEngine::chain_rows(const Scope& scope, const std::string& session) {
+  const auto tokens = read_session(scope, session);
+  if (!tokens.has_value()) {
+    throw std::invalid_argument("export: there is no session '" + session + "'");
+  }
+  const Digest root_of_scope = root(scope);
+  const Lock lock(mutex_);
+  std::vector<AreaRow> rows;
+  for (const auto& [id, take] : walk(root_of_scope, *tokens).parts) {
+    rows.push_back(row_of(map_[id]));
+  }
+  return rows;
+}
+
+void StoreEngine::export_to(const std::string& path, const Scope* scope, const std::string& session,
+                            const Progress& progress) {
+  const std::vector<AreaRow> rows = scope != nullptr ? chain_rows(*scope, session) : entries();
+  std::vector<SessionRow> sessions;
+  Lock lock(mutex_);
+  wait_for_commit(lock);
+  const Activity activity(*this, lock);
+  for (const SessionRow& row : index_->list_sessions()) {
+    if (scope == nullptr || (row.root == root(*scope) && row.name == session)) {
+      sessions.push_back(row);
+    }
+  }
+  lock.unlock();
+  const std::string partial = path + ".partial";
+  file_system_.remove(partial);
+  int error = 0;
+  const auto file = file_system_.open(partial, OpenMode::kCreate, &error);
+  if (file == nullptr) throw_errno(error, "export: cannot make", partial);
+  RecordWriter out(*file, partial);
+  ByteWriter head;
+  head.raw(kMagic, sizeof(kMagic)).u32(kVersion).counted(options_.fingerprint);
+  head.u32(layout_.chunk_tokens).u32(layout_.values_by_column ? 1 : 0);
+  out.raw(head.bytes());
+  StagingBuffer staging;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (!progress(i, rows.size())) {
+      throw StoreError(ErrorKind::kUnusable, "export: interrupted");
+    }
+    const HitPart part = part_of(rows[i]);
+    const auto image = staging.resized(layout_.image_bytes(part.count));
+    if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) continue;
+    const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
+    // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
+    if (!header.has_value() || !planes_are_whole(layout_, *header, image)) continue;
+    out.record(kEntryRecord, image);
+  }
+  for (const SessionRow& row : sessions) {
+    std::optional<SessionRow> whole;
+    {
+      Lock relock(mutex_);
+      wait_for_commit(relock);
+      whole = index_->read_session(row.root, row.name);
+    }
+    if (!whole.has_value()) continue;
+    ByteWriter content;
+    content.digest(whole->root).u64(whole->tenant).counted(whole->name);
+    content.u64(whole->tokens.size()).raw(whole->tokens.data(), 4 * whole->tokens.size());
+    out.record(kSessionRecord, content.bytes());
+  }
+  out.end();
+  check_errno(file->sync(), "export: cannot sync", partial);
+  check_errno(file_system_.rename(partial, path), "export: cannot rename", partial);
+  const size_t slash = path.rfind('/');
+  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash);
+  check_errno(file_system_.sync_directory(parent), "export: cannot sync", parent);
+  progress(rows.size(), rows.size());
+}
+
+// One entry of a file: checked, then written to a slot of its own. True: it is new.
+bool StoreEngine::import_entry(Lock& lock, std::vector<uint8_t>& image) {
+  SlotHeader header = decode_header(layout_, image);
+  if (image.size() != layout_.image_bytes(header.count) ||
+      !planes_are_whole(layout_, header, image) ||
+      chain_key(header.parent, header.num_tokens, header.tokens) != header.key ||
+      std::any_of(header.tokens.begin(), header.tokens.end(), [](int32_t id) { return id < 0; })) {
+    damaged("import: an entry is damaged");
+  }
+  Step step{header.num_tokens - header.count, header.count, header.sliding_from, header.key,
+            header.parent};
+  const EntryId known = map_.find(header.num_tokens, header.key);
+  if (known != kNoEntry && map_[known].sliding_from <= header.sliding_from) return false;
+  const EntryId parent = map_.find(step.begin, step.parent);
+  if (step.begin > 0 && parent == kNoEntry) return false;
+  const uint64_t parent_sequence = step.begin > 0 ? map_[parent].sequence : 0;
+  if (step.begin > 0) ++map_[parent].leases;
+  const auto areas = allocate(lock, 1, header.tenant, UINT64_MAX);
+  if (step.begin > 0 && map_.holds(parent, parent_sequence)) --map_[parent].leases;
+  if (areas.empty()) return false;
+  header.area = areas[0];
+  const auto header_bytes = std::span(image).first(layout_.header_bytes(header.count));
+  encode_header(layout_, header, header_bytes);
+  const uint32_t crc = crc32c(header_bytes.data(), header_bytes.size());
+  const int error = slabs_->write(areas[0], image.data(), image.size());
+  // The tokens of the prefix before are not here: only the entry's own are looked at.
+  std::vector<int32_t> tokens(step.begin, 0);
+  tokens.insert(tokens.end(), header.tokens.begin(), header.tokens.end());
+  if (error != 0 || !publish(step, areas[0], crc, header.tenant, PutOptions(), tokens)) {
+    free_areas_.give_back(areas[0]);
+    if (error != 0) throw_errno(-error, "import: cannot write to", options_.directory);
+    return false;
+  }
+  return true;
+}
+
+void StoreEngine::import_session(Lock& lock, std::span<const uint8_t> content) {
+  ByteReader fields(content, "import: a session");
+  const Digest root_of_session = fields.digest();
+  const uint64_t tenant = fields.u64();
+  const auto name_bytes = fields.counted();
+  const std::string name(name_bytes.begin(), name_bytes.end());
+  const uint64_t size = fields.u64();
+  const auto bytes = fields.raw(size > content.size() ? UINT64_MAX : 4 * size);
+  if (!fields.empty()) damaged("import: a session is damaged");
+  std::vector<int32_t> tokens(size);
+  if (size > 0) std::memcpy(tokens.data(), bytes.data(), bytes.size());
+  check_token_ids(tokens);
+  wait_for_commit(lock);
+  const auto known = index_->read_session(root_of_session, name);
+  // One that went on here, or went another way, is kept.
+  if (known.has_value() &&
+      (known->tokens.size() > size ||
+       !std::equal(known->tokens.begin(), known->tokens.end(), tokens.begin()))) {
+    return;
+  }
+  record_session(lock, root_of_session, tenant, name, tokens);
+}
+
+uint64_t StoreEngine::import_from(const std::string& path, const Progress& progress) {
+  int error = 0;
+  const auto file = file_system_.open(path, OpenMode::kRead, &error);
+  if (file == nullptr) throw_errno(error, "import: cannot read", path);
+  RecordReader in(*file, path);
+  const auto magic = in.raw(sizeof(kMagic));
+  if (std::memcmp(magic.data(), kMagic, sizeof(kMagic)) != 0) {
+    damaged("import: " + path + " is no file that export wrote");
+  }
+  const auto head = in.raw(12);
+  ByteReader fields(head, "import");
+  if (const uint32_t version = fields.u32(); version != kVersion) {
+    throw StoreError(ErrorKind::kMismatch,
+                     "import: " + path + " has format version " + std::to_string(version));
+  }
+  const uint64_t length = fields.u64();
+  if (length > kMaxFingerprintBytes) damaged("import: " + path + ": a fingerprint too long");
+  const auto fingerprint = in.raw(length);
+  if (std::string(fingerprint.begin(), fingerprint.end()) != options_.fingerprint) {
+    throw StoreError(ErrorKind::kMismatch,
+                     "import: " + path + " was made with another fingerprint");
+  }
+  const auto layout = in.raw(8);
+  ByteReader numbers(layout, "import");
+  const uint32_t chunk_tokens = numbers.u32(), by_column = numbers.u32();
+  if (chunk_tokens != layout_.chunk_tokens || by_column != (layout_.values_by_column ? 1u : 0u)) {
+    throw StoreError(ErrorKind::kMismatch,
+                     "import: " + path + " has chunk_tokens = " + std::to_string(chunk_tokens) +
+                         ", v_layout = " + (by_column != 0 ? "'column'" : "'row'") + "; expected " +
+                         std::to_string(layout_.chunk_tokens) + ", " +
+                         (layout_.values_by_column ? "'column'" : "'row'"));
+  }
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  uint64_t added = 0;
+  std::vector<uint8_t> content;
+  for (uint64_t records = 0;; ++records) {
+    lock.unlock();
+    const bool go_on = progress(in.offset(), in.size());
+    const uint32_t kind = go_on ? in.record(slot_bytes_, &content) : 0;
+    lock.lock();
+    require_writer();
+    if (!failure_.empty()) {
+      throw StoreError(ErrorKind::kUnusable, "import: the store no longer writes: " + failure_);
+    }
+    if (!go_on) break;
+    if (kind == kEndRecord) {
+      if (content.size() != 8 || ByteReader(content, "record").u64() != records) {
+        damaged("import: " + path + " lacks records");
+      }
+      break;
+    }
+    if (kind == kEntryRecord) {
+      added += import_entry(lock, content) ? 1 : 0;
+    } else {
+      import_session(lock, content);
+    }
+  }
+  if (!open_batch_.changes.empty() && !commit(lock, open_number_)) {
+    throw StoreError(ErrorKind::kInputOutput, "import: cannot be made durable", EIO);
+  }
+  return added;
+}
+
+}  // namespace lmdecode::store

@@ -1,0 +1,43 @@
+#include "store/token_chain.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "store/bytes.h"
+
+namespace lmdecode::store {
+
+static_assert(std::endian::native == std::endian::little, "token ids are hashed as they lie");
+
+Digest root_key(const std::string& fingerprint, uint32_t chunk_tokens, const Scope& scope) {
+  ByteWriter fields;
+  fields.counted(std::string("lmdecode.store.root.1")).counted(fingerprint).u32(chunk_tokens);
+  fields.counted(scope.salt).counted(scope.context);
+  return Sha256().update(fields.bytes().data(), fields.bytes().size()).finish();
+}
+
+Digest chain_key(const Digest& parent, uint64_t num_tokens, std::span<const int32_t> tokens) {
+  const uint64_t counts[2] = {num_tokens, tokens.size()};
+  Sha256 hash;
+  hash.update("lmdecode.chain.1", 16).update(parent.data(), parent.size());
+  hash.update(counts, sizeof(counts)).update(tokens.data(), tokens.size_bytes());
+  return hash.finish();
+}
+
+Digest prefix_key(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens) {
+  Digest key = root;
+  for (size_t begin = 0; begin < tokens.size(); begin += chunk_tokens) {
+    const size_t count = std::min<size_t>(chunk_tokens, tokens.size() - begin);
+    key = chain_key(key, begin + count, tokens.subspan(begin, count));
+  }
+  return key;
+}
+
+uint64_t tenant_id(const std::string& salt) {
+  ByteWriter fields;
+  fields.counted(std::string("lmdecode.store.tenant.1")).counted(salt);
+  const Digest digest = Sha256().update(fields.bytes().data(), fields.bytes().size()).finish();
+  return ByteReader(digest, "digest").u64();
+}
+
+}  // namespace lmdecode::store

@@ -1,0 +1,203 @@
+"""``python -m lmdecode.store``: look at stores, check them, copy them, move what they hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
+from lmdecode.store.fingerprint import Fingerprint
+from lmdecode.store.kv_store import KVStore, read_export_head
+
+_UNLIMITED = 1 << 60
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lmdecode.store", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=text)
+        found.add_argument("path", metavar="PATH", type=Path, help="directory of the store")
+        found.add_argument(
+            "--fingerprint",
+            metavar="NAME",
+            default="",
+            help="only the fingerprint whose name, as ls shows it, begins so",
+        )
+        return found
+
+    listing = command("ls", "list sessions and stored prefixes")
+    listing.add_argument("--all", action="store_true", help="every chunk, not each prefix's last")
+    command("stat", "show configuration and counters")
+    command("verify", "read and check every byte; exit 1 on damage")
+    command("gc", "drop what has expired and give free space back; nothing else may write")
+    backup = command("backup", "copy the store, while it is used")
+    backup.add_argument("destination", metavar="DST", type=Path, help="directory of the copy")
+    export = command("export", "write entries and sessions to one file")
+    export.add_argument("file", metavar="FILE", type=Path, help="file to write")
+    export.add_argument("--session", metavar="ID", help="only this session")
+    export.add_argument("--salt", default="", help="tenant of the session")
+    load = command("import", "take over what export wrote; nothing else may write")
+    load.add_argument("file", metavar="FILE", type=Path, help="file to read")
+    load.add_argument("--capacity", metavar="BYTES", type=int, default=_UNLIMITED,
+                      help="limit of the store (default: none)")  # fmt: skip
+    return parser
+
+
+def _stores(path: Path, prefix: str = "") -> list[tuple[Path, Fingerprint]]:
+    """Directories of fingerprints in a store's directory."""
+    found = []
+    for file in sorted(path.glob("*/fingerprint.json")):
+        if file.parent.name.startswith(prefix):
+            try:
+                found.append((file.parent, Fingerprint.decoded(file.read_bytes())))
+            except (ValueError, TypeError) as error:
+                raise StoreDamagedError(f"{file} is damaged: {error}") from None
+    return found
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, where tqdm is installed; else nothing."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda done, total: None
+        return
+    with tqdm(desc=what, disable=None, leave=False) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
+
+
+def _open(folder: Path, fingerprint: Fingerprint) -> KVStore:
+    """Open for reading, with whichever layout of values the store has."""
+    try:
+        return KVStore(folder, fingerprint=fingerprint, readonly=True)
+    except FingerprintMismatchError:
+        return KVStore(folder, fingerprint=fingerprint, readonly=True, v_layout="row")
+
+
+def _collect(folder: Path, fingerprint: Fingerprint) -> int:
+    with _open(folder, fingerprint) as reader:
+        by_column = reader._engine.by_column
+    with KVStore(folder, fingerprint=fingerprint, capacity_bytes=_UNLIMITED,
+                 v_layout="column" if by_column else "row") as store:  # fmt: skip
+        return store.gc()
+
+
+def _time(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _list(store: KVStore, every: bool) -> None:
+    for name, num_tokens in store.sessions():
+        print(f"  session  {num_tokens:>8} tokens  {name}")
+    entries = store.entries()
+    for entry in entries:
+        is_last = not every and entry["count"] == store.stats()["chunk_tokens"]
+        if is_last and any(e["num_tokens"] > entry["num_tokens"] for e in entries):
+            continue
+        marks = " pinned" if entry["pinned"] else ""
+        if entry["expires_ms"]:
+            marks += f" expires {_time(entry['expires_ms'])}"
+        print(
+            f"  prefix   {entry['num_tokens']:>8} tokens  {entry['key'].hex()[:16]}"
+            f"  slot {entry['area']:<6} used {_time(entry['used_ms'])}{marks}"
+        )
+
+
+def _stat(store: KVStore) -> None:
+    fingerprint = store.fingerprint
+    for name in fingerprint.__dataclass_fields__:
+        print(f"  {name:<21} {getattr(fingerprint, name)}")
+    stats = store.stats()
+    for name in ("chunk_tokens", "slot_bytes", "entries", "sessions"):
+        print(f"  {name:<21} {stats[name]}")
+    print(f"  {'stored bytes':<21} {sum(entry['bytes'] for entry in store.entries())}")
+
+
+def _verify(store: KVStore) -> bool:
+    with _progress("verify") as progress:
+        report = store.verify(progress)
+    print(f"  {report.entries} entries, {report.num_bytes} bytes, {report.sessions} sessions")
+    for line in report.damage:
+        print(f"  damaged: {line}")
+    return not report.damage
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    head = read_export_head(arguments.file)
+    if head is None:
+        raise StoreDamagedError(f"{arguments.file} is no file that export wrote")
+    stores = _stores(arguments.path) if arguments.path.exists() else []
+    if stores and all(fingerprint != head.fingerprint for _, fingerprint in stores):
+        raise FingerprintMismatchError(
+            f"{arguments.file} was made with another fingerprint; the store's and the file's:\n"
+            + stores[0][1].difference(head.fingerprint)
+        )
+    with (
+        KVStore(
+            arguments.path,
+            fingerprint=head.fingerprint,
+            capacity_bytes=arguments.capacity,
+            v_layout="column" if head.by_column else "row",
+            chunk_tokens=head.chunk_tokens,
+        ) as store,
+        _progress("import") as progress,
+    ):
+        print(f"{store.import_(arguments.file, progress)} entries are new")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "import":
+        _import(arguments)
+        return 0
+    stores = _stores(arguments.path, arguments.fingerprint)
+    if not stores:
+        raise FileNotFoundError(f"no store in {arguments.path}")
+    if arguments.command == "export" and len(stores) > 1:
+        names = ", ".join(directory.name for directory, _ in stores)
+        raise ValueError(f"one file holds one fingerprint; choose with --fingerprint: {names}")
+    whole = True
+    for directory, fingerprint in stores:
+        print(f"{directory.name}  {fingerprint.model_id} {fingerprint.dtype}")
+        if arguments.command == "gc":
+            print(f"  {_collect(arguments.path, fingerprint)} entries dropped")
+            continue
+        with _open(arguments.path, fingerprint) as store:
+            if arguments.command == "ls":
+                _list(store, arguments.all)
+            elif arguments.command == "stat":
+                _stat(store)
+            elif arguments.command == "verify":
+                whole = _verify(store) and whole
+            elif arguments.command == "backup":
+                with _progress("backup") as progress:
+                    store.backup(arguments.destination, progress)
+            else:
+                tenant = store.for_tenant(arguments.salt)
+                with _progress("export") as progress:
+                    tenant.export(arguments.file, arguments.session, progress=progress)
+    return 0 if whole else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 1 where a store is damaged or the command failed."""
+    try:
+        return _run(_parser().parse_args(argv))
+    except (StoreError, OSError, ValueError) as error:
+        print(f"lmdecode.store: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

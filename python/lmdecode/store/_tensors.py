@@ -1,0 +1,139 @@
+"""Tokens and KV tensors as the library sees them: pointers, sizes and strides."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmdecode.store._library import Plane
+from lmdecode.store.fingerprint import Fingerprint
+
+_MAX_TOKEN = 2**31 - 1
+
+
+class Tokens:
+    """Token ids side by side as int32, and where they lie."""
+
+    def __init__(self, tokens: Sequence[int] | Tensor, what: str) -> None:
+        self._owner: Tensor | array[int]
+        if isinstance(tokens, Tensor):
+            flat = tokens.reshape(-1) if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
+            if flat.dim() != 1 or flat.is_floating_point() or flat.dtype == torch.bool:
+                raise ValueError(
+                    f"{what}: tokens is a {tokens.dtype} tensor of shape {list(tokens.shape)}; "
+                    "expected integers of shape [n] or [1, n]"
+                )
+            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > _MAX_TOKEN):
+                raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}")
+            self._owner = flat.detach().to("cpu", torch.int32).contiguous()
+            self.address, self.size = self._owner.data_ptr(), self._owner.numel()
+        else:
+            try:
+                ready = isinstance(tokens, array) and tokens.typecode == "i"
+                ids: array[int] = tokens if ready else array("i", tokens)  # type: ignore[assignment]
+            except OverflowError:
+                raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}") from None
+            except TypeError:
+                raise TypeError(
+                    f"{what}: tokens is {type(tokens).__name__}; expected token ids, as a sequence "
+                    "of ints or a tensor"
+                ) from None
+            self._owner = ids
+            self.address, self.size = ids.buffer_info()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def tolist(self) -> list[int]:
+        """Return the ids."""
+        return self._owner.tolist()
+
+
+def _plane(tensor: Tensor) -> Plane:
+    size = tensor.element_size()
+    head, token, element = (stride * size for stride in tensor.stride())
+    return Plane(tensor.data_ptr(), head, token, element, tensor.shape[1])
+
+
+class Planes:
+    """Keys and values of some layers, for reading or writing."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._owners = tensors
+        self.array = (Plane * len(tensors))(*map(_plane, tensors))
+        self.size = len(tensors)
+
+    @staticmethod
+    def checked(
+        kv: Sequence[tuple[Tensor, Tensor]],
+        fingerprint: Fingerprint,
+        what: str,
+        writable: bool = False,
+    ) -> Planes:
+        """Take a cache from a caller; the number of tokens is checked by the library."""
+        if len(kv) != fingerprint.num_layers:
+            raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
+        heads, size = fingerprint.num_kv_heads, fingerprint.head_size
+        tensors = []
+        for layer, pair in enumerate(kv):
+            if len(pair) != 2:
+                raise ValueError(f"{what}: kv[{layer}] has {len(pair)} items; expected K and V")
+            for name, tensor in zip("KV", pair, strict=True):
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(
+                        f"{what}: {name} of layer {layer} is {type(tensor).__name__}; expected a "
+                        "tensor"
+                    )
+                plane = tensor.detach()
+                if plane.dim() == 4 and plane.shape[0] == 1:
+                    plane = plane[0]
+                if plane.dim() != 3 or plane.shape[0] != heads or plane.shape[2] != size:
+                    raise ValueError(
+                        f"{what}: {name} of layer {layer} has shape {list(tensor.shape)}; expected "
+                        f"[{heads}, tokens, {size}]"
+                    )
+                if plane.dtype != fingerprint.torch_dtype:
+                    raise ValueError(
+                        f"{what}: {name} of layer {layer} is {plane.dtype}; expected "
+                        f"{fingerprint.torch_dtype}"
+                    )
+                overlaps = any(
+                    size > 1 and stride == 0
+                    for size, stride in zip(plane.shape, plane.stride(), strict=True)
+                )
+                if writable and (plane.device.type != "cpu" or overlaps):
+                    raise ValueError(
+                        f"{what}: {name} of layer {layer} cannot be written in place; expected a "
+                        "tensor on the CPU that does not overlap itself"
+                    )
+                tensors.append(plane.cpu())
+        return Planes(tensors)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the layer that has most."""
+        return max(tensor.shape[1] for tensor in self._owners)
+
+
+def empty_cache(
+    fingerprint: Fingerprint, layers: range, num_tokens: int, by_column: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Return uninitialised tensors for a prefix; V lies as it is stored.
+
+    A layer with a window has its last window - 1 tokens.
+    """
+    heads, size, dtype = fingerprint.num_kv_heads, fingerprint.head_size, fingerprint.torch_dtype
+    cache = []
+    for layer in layers:
+        window = fingerprint.windows[layer] if fingerprint.windows else None
+        count = num_tokens if window is None else min(num_tokens, window - 1)
+        keys = torch.empty(heads, count, size, dtype=dtype)
+        if by_column:
+            values = torch.empty(heads, size, count, dtype=dtype).transpose(1, 2)
+        else:
+            values = torch.empty(heads, count, size, dtype=dtype)
+        cache.append((keys, values))
+    return cache

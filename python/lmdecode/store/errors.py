@@ -1,0 +1,19 @@
+"""What the store raises. A miss is no error, and neither is a full disk: those are results."""
+
+from __future__ import annotations
+
+
+class StoreError(RuntimeError):
+    """The store cannot be used: read-only, closed, or opened by another process."""
+
+
+class StoreLockedError(StoreError):
+    """Another process, or another ``KVStore`` of this one, writes the store."""
+
+
+class StoreDamagedError(StoreError):
+    """Bytes of the index, of a session or of an exported file are not what was written."""
+
+
+class FingerprintMismatchError(StoreError, ValueError):
+    """Made for another model, dtype or layout."""

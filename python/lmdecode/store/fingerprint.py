@@ -1,0 +1,183 @@
+"""What keys and values depend on besides the tokens: different fingerprints never meet."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Of a configuration: names of places and versions, which change no number.
+_IRRELEVANT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+
+
+def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    data = tensor.detach().cpu().contiguous()
+    if data.numel():
+        digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """The configuration of a model, as far as its keys and values depend on it.
+
+    Attributes
+    ----------
+    model_id
+        Name of the model.
+    weights_hash
+        Names the weights: another revision has another one.
+    dtype
+        Of keys and values: "float32", "float16", "bfloat16" or the torch dtype.
+    num_layers, num_kv_heads, head_size
+        Shape of the cache: K and V of a layer are [num_kv_heads, tokens, head_size].
+    rope
+        Position embedding: anything that JSON can say; None where there is none.
+    window
+        None where every token sees all before it; the number of tokens seen, itself included, by
+        every layer; or one such number or None for each layer.
+    layout
+        A name for anything else about the order of the numbers.
+    tensor_parallel_rank
+        Which part of the heads this is.
+    tokenizer_hash
+        Names the tokenizer, where token ids alone do not say what was computed.
+
+    Raises
+    ------
+    ValueError
+        A number below 1, an unknown dtype, or windows that are not one a layer.
+    """
+
+    model_id: str
+    weights_hash: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    rope: Any = None
+    window: int | tuple[int | None, ...] | None = None
+    layout: str = "default"
+    tensor_parallel_rank: int = 0
+    tokenizer_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", dtype)
+        if dtype not in _DTYPES:
+            raise ValueError(f"Fingerprint: dtype is {dtype}; expected one of {sorted(_DTYPES)}")
+        for name in ("num_layers", "num_kv_heads", "head_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Fingerprint: {name} is {value!r}; expected an int of 1 or more")
+        if isinstance(self.window, Iterable):
+            object.__setattr__(self, "window", tuple(self.window))
+        for window in self.windows or ():
+            if window is not None and (not isinstance(window, int) or window < 1):
+                raise ValueError(f"Fingerprint: window {window!r}; expected None, or 1 or more")
+        if self.windows is not None and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"Fingerprint: window has {len(self.windows)} numbers; expected one for each of "
+                f"{self.num_layers} layers"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...] | None:
+        """One number or None a layer; None where no layer has a window."""
+        if self.window is None:
+            return None
+        if isinstance(self.window, int):
+            return (self.window,) * self.num_layers
+        return self.window if any(self.window) else None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
+        return _DTYPES[self.dtype]
+
+    def encoded(self) -> bytes:
+        """Return the fields as canonical JSON: equal for equal fingerprints alone."""
+        return _json(asdict(self)).encode()
+
+    @staticmethod
+    def decoded(data: bytes) -> Fingerprint:
+        """Read what ``encoded`` wrote.
+
+        Raises
+        ------
+        ValueError
+            It is not that.
+        """
+        content = json.loads(data)
+        if not isinstance(content, dict) or set(content) != {f.name for f in fields(Fingerprint)}:
+            raise ValueError("Fingerprint: not the fields of one")
+        return Fingerprint(**content)
+
+    @property
+    def name(self) -> str:
+        """Name of the directory: the start of a SHA-256 of the fields."""
+        return hashlib.sha256(self.encoded()).hexdigest()[:24]
+
+    def difference(self, other: Fingerprint) -> str:
+        """Both side by side, a line a field; fields that differ are marked."""
+        mine, theirs = asdict(self), asdict(other)
+        width = max(len(_json(value)) for value in mine.values())
+        return "\n".join(
+            f"{'  ' if mine[name] == theirs[name] else '* '}{name:<21}"
+            f" {_json(mine[name]):<{width}}  {_json(theirs[name])}"
+            for name in mine
+        )
+
+    @staticmethod
+    def from_model(model: Any, tokenizer: Any = None) -> Fingerprint:
+        """Describe a transformers model.
+
+        Every weight is hashed (SHA-256, about 2 GB/s), with the configuration: build the
+        fingerprint once, or give your own ``weights_hash`` to the constructor.
+
+        Parameters
+        ----------
+        model
+            A decoder with ``config`` and ``state_dict()``.
+        tokenizer
+            Its vocabulary is hashed, where one is given.
+        """
+        whole = model.config.to_dict()
+        config = model.config.get_text_config(decoder=True)
+        digest = hashlib.sha256()
+        relevant = {k: v for k, v in whole.items() if k not in _IRRELEVANT}
+        digest.update(_json(relevant).encode())
+        for name, tensor in sorted(model.state_dict().items()):
+            shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
+            digest.update(shape.encode())
+            _hash_tensor(digest, tensor)
+        heads = config.num_attention_heads
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)
+        windows: int | tuple[int | None, ...] | None = window
+        if window is not None and kinds is not None:
+            windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        vocabulary = None
+        if tokenizer is not None:
+            vocabulary = hashlib.sha256(_json(tokenizer.get_vocab()).encode()).hexdigest()
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        return Fingerprint(
+            model_id=type(model).__name__,
+            weights_hash=digest.hexdigest(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rope=json.loads(_json({"theta": getattr(config, "rope_theta", None), "scaling": rope})),
+            window=windows,
+            tokenizer_hash=vocabulary,
+        )

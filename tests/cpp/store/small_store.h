@@ -1,0 +1,111 @@
+// A store small enough to be opened ten thousand times, and caches whose every number follows from
+// the tokens, so that a wrong byte is known without keeping the right ones.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "store/store_engine.h"
+
+namespace lmdecode::store::small {
+
+constexpr uint32_t kLayers = 2, kHeads = 1, kHeadSize = 4, kChunk = 4;
+constexpr const char* kDirectory = "/store/fingerprint";
+
+inline StoreOptions options(FileSystem& disk, uint32_t areas, bool relaxed = false) {
+  StoreOptions settings;
+  settings.directory = kDirectory;
+  settings.fingerprint = "small";
+  settings.shape = {kLayers, kHeads, kHeadSize, 4, {}};
+  settings.chunk_tokens = kChunk;
+  const SlotLayout layout{settings.shape, kChunk, true};
+  settings.capacity_bytes = areas * layout.slot_bytes();
+  settings.slab_bytes = 5 * layout.slot_bytes();  // several slabs
+  settings.relaxed = relaxed;
+  settings.flush_interval_ms = 0;
+  settings.io_threads = 1;
+  settings.file_system = &disk;
+  // Time goes by calls: the same run each time.
+  auto time = std::make_shared<int64_t>(1'000'000);
+  settings.now_ms = [time] { return ++*time; };
+  return settings;
+}
+
+// The number at a place of the cache: it depends on all tokens up to there.
+inline uint32_t element(const Digest& prefix, uint32_t plane, uint32_t index) {
+  uint32_t words[8];
+  std::memcpy(words, prefix.data(), 32);
+  return words[(plane + index) % 8] * 2654435761u + plane * 40503u + index;
+}
+
+// Keys and values of all layers, [heads, tokens, head_size] each.
+class Cache {
+ public:
+  explicit Cache(uint64_t tokens) : tokens_(tokens) {
+    for (uint32_t plane = 0; plane < 2 * kLayers; ++plane) {
+      data_.emplace_back(kHeads * tokens * kHeadSize);
+    }
+  }
+  static Cache of(const std::vector<int32_t>& tokens) {
+    Cache cache(tokens.size());
+    Digest prefix{};
+    for (uint64_t token = 0; token < tokens.size(); ++token) {
+      prefix = chain_key(prefix, token, {&tokens[token], 1});
+      for (uint32_t plane = 0; plane < 2 * kLayers; ++plane) {
+        for (uint32_t i = 0; i < kHeads * kHeadSize; ++i) {
+          cache.data_[plane][(i / kHeadSize * tokens.size() + token) * kHeadSize + i % kHeadSize] =
+              element(prefix, plane, i);
+        }
+      }
+    }
+    return cache;
+  }
+  std::vector<TensorPlane> planes() {
+    std::vector<TensorPlane> result;
+    const auto tokens = static_cast<int64_t>(tokens_);
+    for (auto& plane : data_) {
+      result.push_back({reinterpret_cast<char*>(plane.data()),
+                        {4 * kHeadSize * tokens, 4 * kHeadSize, 4},
+                        tokens_});
+    }
+    return result;
+  }
+  bool operator==(const Cache& other) const = default;
+
+ private:
+  uint64_t tokens_;
+  std::vector<std::vector<uint32_t>> data_;
+};
+
+enum class Found { kMiss, kRight, kWrong };
+
+// Looks a prefix up, loads it and compares every byte.
+inline Found check_prefix(StoreEngine& engine, const std::vector<int32_t>& tokens,
+                          uint64_t* num_tokens = nullptr) {
+  Hit hit = engine.lookup({}, tokens);
+  if (num_tokens != nullptr) *num_tokens = hit.num_tokens();
+  if (hit.num_tokens() == 0) return Found::kMiss;
+  const std::vector<int32_t> prefix(tokens.begin(), tokens.begin() + hit.num_tokens());
+  Cache loaded(hit.num_tokens());
+  if (!engine.load(hit, 0, kLayers, loaded.planes())) {
+    if (num_tokens != nullptr) *num_tokens = 0;
+    return Found::kMiss;
+  }
+  return loaded == Cache::of(prefix) ? Found::kRight : Found::kWrong;
+}
+
+inline uint64_t put(StoreEngine& engine, const std::vector<int32_t>& tokens) {
+  Cache cache = Cache::of(tokens);
+  return engine.put({}, tokens, cache.planes(), {});
+}
+
+inline uint64_t commit(StoreEngine& engine, const std::string& session,
+                       const std::vector<int32_t>& tokens) {
+  Cache cache = Cache::of(tokens);
+  return engine.commit_session({}, session, tokens, tokens.size(), cache.planes(), {});
+}
+
+}  // namespace lmdecode::store::small
