@@ -33,6 +33,13 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
       "SymInt? length) -> ()");
+  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads, ...].
+  // window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked for.
+  m.def(
+      "sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
+      "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "
+      "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? attn_mask, bool "
+      "true_is_visible, Tensor? key_padding_mask, bool return_lse) -> (Tensor out, Tensor lse)");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

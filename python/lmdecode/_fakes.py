@@ -98,6 +98,39 @@ def _reorder_cache_(tensors, parents, batch_dim, length_dim, length):
     _check_devices("reorder_cache_", "parents", parents, others)
 
 
+@torch.library.register_fake("lmdecode::sliding_window_attention")
+def _sliding_window_attention(
+    q,
+    k,
+    v,
+    window,
+    window_right,
+    scale,
+    softcap,
+    sinks,
+    alibi_slopes,
+    q_positions,
+    kv_lengths,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    attn_mask,
+    true_is_visible,
+    key_padding_mask,
+    return_lse,
+):
+    others = dict(
+        k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, q_positions=q_positions,
+        kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+    )  # fmt: skip
+    _check_devices("sliding_window_attention", "q", q, others)
+    lse_shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(lse_shape, dtype=torch.float32) if return_lse else None,
+    )
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

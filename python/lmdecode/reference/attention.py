@@ -135,7 +135,7 @@ def sliding_window_attention(
         if key_padding_mask is not None:
             visible = visible & key_padding_mask[row, :keys]
         if alibi_slopes is not None:
-            slopes = alibi_slopes.double().expand(row + 1, heads)[row]
+            slopes = (alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[row]).double()
             distance = (positions[:, None] - torch.arange(keys)).abs()
             bias = bias - slopes[:, None, None] * distance
         out, lse = _attend(one_q, one_k, one_v, visible, bias, scale, softcap, sinks)
