@@ -4,8 +4,16 @@
 namespace lmdecode {
 namespace {
 
-void run(const SlidingWindowAttentionParams& params, const Tensor&) {
+void attend(const SlidingWindowAttentionParams& params, const Tensor&) {
   sliding_window_attention_cpu(params);
+}
+
+void decode(const SlidingWindowAttentionParams& params, const Tensor&) {
+  sliding_window_decode_cpu(params);
+}
+
+void merge(const MergeAttentionStatesParams& params, const Tensor&) {
+  merge_attention_states_cpu(params);
 }
 
 struct NoGuard {
@@ -17,5 +25,7 @@ struct NoGuard {
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   using namespace lmdecode;
-  m.impl("sliding_window_attention", TORCH_BOX((&SlidingWindowAttentionOp<run, NoGuard>::call)));
+  m.impl("sliding_window_attention", TORCH_BOX((&SlidingWindowAttentionOp<attend, NoGuard>::call)));
+  m.impl("sliding_window_decode", TORCH_BOX((&SlidingWindowDecodeOp<decode, NoGuard>::call)));
+  m.impl("merge_attention_states", TORCH_BOX((&MergeAttentionStatesOp<merge, NoGuard>::call)));
 }
