@@ -9,6 +9,10 @@ namespace lmdecode::LMD_SIMD {
 
 // Keys of a block: between two looks at a row's maximum.
 constexpr int64_t kBlockKeys = 64;
+// Values that are read for some of their elements before the others.
+constexpr int64_t kChunkKeys = 16;
+// How far ahead rows are asked for, in bytes: a page, where hardware prefetches end.
+constexpr int64_t kPrefetchBytes = 4096;
 
 // Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
 inline F32 sum_lanes(const F32 (&v)[kLanes]) {
@@ -105,10 +109,11 @@ struct CacheTokens {
   int64_t bytes;  // of a row
 
   const T* row(int64_t token) const { return data + token * stride; }
+  int64_t rows_ahead() const { return max_of(1, kPrefetchBytes / max_of(1, bytes)); }
   // Asks for a row that will be read.
   void prefetch(int64_t token) const {
     const char* p = reinterpret_cast<const char*>(row(token));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
   }
 };
 
@@ -119,26 +124,25 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
                        const CacheTokens<typename Rows::Row>& keys, KeyRange range, int64_t key,
                        int64_t size, float* scores) {
   constexpr int kKeys = kLanes / kRows;
-  const typename Rows::Row* row[kKeys];
+  F32 sum[kLanes];
+  // Key by key: lines are read in the order in which they lie, as hardware prefetches them.
 #pragma GCC unroll 16
   for (int i = 0; i < kKeys; ++i) {
-    row[i] = keys.row(kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i);
-  }
-  F32 sum[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) sum[i] = splat(0.0f);
-  for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
-    typename Rows::Vector vector[kKeys];
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) vector[i] = Rows::load_row(row[i] + at);
+    const int64_t token =
+        kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i;
+    const typename Rows::Row* row = keys.row(token);
+    F32 of_key[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        sum[r * kKeys + i] =
-            Rows::multiply(sum[r * kKeys + i], queries + r * query_stride + at, vector[i]);
+    for (int r = 0; r < kRows; ++r) of_key[r] = splat(0.0f);
+    for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
+      const typename Rows::Vector vector = Rows::load_row(row + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        of_key[r] = Rows::multiply(of_key[r], queries + r * query_stride + at, vector);
       }
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sum[r * kKeys + i] = of_key[r];
   }
   alignas(64) float lane[kLanes];
   store(lane, sum_lanes(sum));

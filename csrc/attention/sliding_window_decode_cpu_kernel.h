@@ -111,6 +111,13 @@ class DecodeAttention {
     }
   }
 
+  // Rows to be asked for while those of a block are read, or none.
+  CacheTokens<Row> rows_ahead(const CacheTokens<Row>& rows, int64_t first, bool is_wanted) const {
+    const int64_t ahead = rows.rows_ahead();
+    is_wanted = is_wanted && first + ahead + kBlockKeys <= p_.keys_of(part_.sequence);
+    return {rows.row(is_wanted ? ahead : 0), rows.stride, is_wanted ? rows.bytes : 0};
+  }
+
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
     const CacheTokens<Row> keys = block_rows(head_rows(p_.k, p_.k_strides, p_.head_size), first,
                                              range, head_size_, w_.keys);
@@ -119,7 +126,7 @@ class DecodeAttention {
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
     for (int64_t row = 0; row < rows_;) {
-      const CacheTokens<Row> ahead = {values.data, values.stride, row == 0 ? values.bytes : 0};
+      const CacheTokens<Row> ahead = rows_ahead(keys, first, row == 0);
       row += with_rows(row, [&](auto count) {
         multiply_keys<decltype(count)::kValue>(row, keys, ahead, range, groups);
       });
@@ -130,14 +137,16 @@ class DecodeAttention {
     for (int64_t row = 0; row < partials_.rows; ++row) {
       add_row(row, first, groups, softmax);
     }
-    const bool has_next = first + 2 * kBlockKeys <= part_.keys.end;
     for (int64_t row = 0; row < rows_;) {
-      const CacheTokens<Row> ahead = {keys.row(kBlockKeys), keys.stride,
-                                      row == 0 && has_next ? keys.bytes : 0};
+      const CacheTokens<Row> ahead = rows_ahead(values, first, row == 0);
       row += with_rows(row, [&](auto count) {
         constexpr int kRows = decltype(count)::kValue;
-        add_all_values<Rows, kRows>(weights_of(row), values, ahead, range, value_size_,
-                                    out_ + row * partials_.out_stride, partials_.out_stride);
+        for (int64_t key = range.begin; key < range.end;) {
+          const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
+          add_all_values<Rows, kRows>(weights_of(row), values, ahead, {key, end}, value_size_,
+                                      out_ + row * partials_.out_stride, partials_.out_stride);
+          key = end;
+        }
       });
     }
   }
