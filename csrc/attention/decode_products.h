@@ -162,7 +162,7 @@ inline void add_values(const float* weights, const CacheTokens<T>& values,
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) sum[r][j] = load(out + r * out_stride + at + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = splat(0.0f);
   }
   for (int64_t key = range.begin; key < range.end; ++key) {
     ahead.prefetch(key);
@@ -179,7 +179,10 @@ inline void add_values(const float* weights, const CacheTokens<T>& values,
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) store(out + r * out_stride + at + j * kLanes, sum[r][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      float* to = out + r * out_stride + at + j * kLanes;
+      store(to, load(to) + sum[r][j]);
+    }
   }
 }
 
@@ -215,18 +218,12 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
   const __m512i second =
       _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-  const __m512i even = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
-  const __m512i odd =
-      _mm512_set_epi32(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4);
   __m512 low[kRows][kVectors], high[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) {
-      const float* p = out + r * out_stride + at + 32 * j;
-      const __m512 a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16);
-      low[r][j] = _mm512_permutex2var_ps(a, even, b);
-      high[r][j] = _mm512_permutex2var_ps(a, odd, b);
+      low[r][j] = high[r][j] = _mm512_setzero_ps();
     }
   }
   const auto add = [&](int64_t key, const __m512i(&a)[kVectors], const __m512i(&b)[kVectors]) {
@@ -267,8 +264,10 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) {
       float* p = out + r * out_stride + at + 32 * j;
-      _mm512_storeu_ps(p, _mm512_permutex2var_ps(low[r][j], first, high[r][j]));
-      _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(low[r][j], second, high[r][j]));
+      const __m512 a = _mm512_permutex2var_ps(low[r][j], first, high[r][j]);
+      const __m512 b = _mm512_permutex2var_ps(low[r][j], second, high[r][j]);
+      _mm512_storeu_ps(p, _mm512_add_ps(_mm512_loadu_ps(p), a));
+      _mm512_storeu_ps(p + 16, _mm512_add_ps(_mm512_loadu_ps(p + 16), b));
     }
   }
 }

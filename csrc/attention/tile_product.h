@@ -2,8 +2,9 @@
 //
 // A [6, depth] has its rows apart; B [depth, kPanelWidth] is packed, its rows side by side; C [6,
 // columns] is f32. An element of A and B is a float, or two bfloat16 numbers that are multiplied and
-// added together (BFloat16Pairs). Each element of C is one chain of additions in the order of the
-// depth, whatever the columns and rows beside it.
+// added together (BFloat16Pairs). Each element of A B is one chain of additions in the order of the
+// depth, whatever the columns and rows beside it, and is added to C at the end: chains that go on
+// from C would gather the rounding errors of all steps.
 #pragma once
 
 #include "attention/attention_vec.h"
@@ -81,9 +82,7 @@ inline void tile_product(const typename Dot::Element* a, int64_t a_stride,
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      sum[r][j] = kAdd ? Dot::c(c + r * c_stride + j * Dot::kVectorLanes) : Dot::zero();
-    }
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = Dot::zero();
   }
   for (int64_t i = 0; i < depth; ++i) {
     typename Dot::Vector row[kVectors];
@@ -101,7 +100,8 @@ inline void tile_product(const typename Dot::Element* a, int64_t a_stride,
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      Dot::put(c + r * c_stride + j * Dot::kVectorLanes, sum[r][j]);
+      float* to = c + r * c_stride + j * Dot::kVectorLanes;
+      Dot::put(to, kAdd ? Dot::c(to) + sum[r][j] : sum[r][j]);
     }
   }
 }
