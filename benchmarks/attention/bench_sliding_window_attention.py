@@ -134,9 +134,13 @@ GOALS = [
         "prefill", "warm", _PEAK, "at least", 0.75, _share_of_limit,
         [*_is(dtype="f32"), lambda result: result.case.shape["window"] != 256],
     ),
-    Goal("prefill", "warm", _PEAK, "at least", 0.65, _share_of_limit, _is(dtype="bf16", window=1024)),
-    Goal("prefill", "warm", _PEAK, "at least", 0.72, _share_of_limit, _is(dtype="bf16", window=4096)),
-    Goal("prefill", "warm", _PEAK, "at least", 0.55, _share_of_limit, _is(dtype="bf16", window=256)),
+    *(
+        Goal(
+            "prefill", "warm", _PEAK, "at least", share, _share_of_limit,
+            _is(dtype="bf16", window=window),
+        )
+        for window, share in ((256, 0.55), (1024, 0.65), (4096, 0.72))
+    ),
 ]  # fmt: skip
 
 

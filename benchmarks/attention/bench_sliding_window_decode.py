@@ -73,7 +73,12 @@ def _cases_of(
             name,
             {"B": batch, "keys": length, "heads": f"{heads}/{kv_heads}", "dtype": dtype},
             partial(
-                _contestants, batch=batch, length=length, heads=heads, kv_heads=kv_heads, dtype=dtype
+                _contestants,
+                batch=batch,
+                length=length,
+                heads=heads,
+                kv_heads=kv_heads,
+                dtype=dtype,
             ),
             threads=threads,
         )

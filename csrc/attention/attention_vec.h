@@ -143,7 +143,8 @@ inline uint16_t half_bits(float value) {
     const float rounded = float_of(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_of(rounded) - 0x3f000000u));
   }
-  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
+  return static_cast<uint16_t>(sign |
+                               ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
 }
 
 inline void store_one(float* p, float value) { *p = value; }
@@ -163,8 +164,8 @@ inline void store_all(float* p, F32 a) { store(p, a); }
 inline void store_all(BFloat16* p, F32 a) {
   const __m512i bits = _mm512_castps_si512(a.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
   const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
   rounded = _mm512_mask_mov_epi32(rounded, is_nan(a, a), quiet);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
@@ -191,7 +192,8 @@ inline void store_quotient(T* p, const float* from, int64_t size, float divisor)
   const F32 by = splat(divisor);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store_all(p + i, load(from + i) / by);
-  if (i < size) store_part(p + i, load_part(from + i, static_cast<int>(size - i), 0.0f) / by, size - i);
+  if (i < size)
+    store_part(p + i, load_part(from + i, static_cast<int>(size - i), 0.0f) / by, size - i);
 }
 
 }  // namespace lmdecode::LMD_SIMD

@@ -51,8 +51,8 @@ inline F32 sum_lanes(const F32 (&v)[kLanes]) {
   F32 sum;
   for (int i = 0; i < kLanes; ++i) {
     const float* lane = v[i].v;
-    sum.v[i] = ((lane[0] + lane[4]) + (lane[2] + lane[6])) +
-               ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+    sum.v[i] =
+        ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
   }
   return sum;
 #endif
@@ -64,7 +64,7 @@ struct FloatRows {
   using Row = T;
   using Query = float;
   using Weight = float;
-  static constexpr int64_t kVectorSize = kLanes;     // elements of a row in a vector
+  static constexpr int64_t kVectorSize = kLanes;  // elements of a row in a vector
   static constexpr int64_t kKeysOfAWeight = 1;
 
   struct Vector {
@@ -128,8 +128,7 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
   // Key by key: lines are read in the order in which they lie, as hardware prefetches them.
 #pragma GCC unroll 16
   for (int i = 0; i < kKeys; ++i) {
-    const int64_t token =
-        kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i;
+    const int64_t token = kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i;
     const typename Rows::Row* row = keys.row(token);
     F32 of_key[kRows];
 #pragma GCC unroll 4
@@ -152,8 +151,8 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
   }
 }
 
-// out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the keys
-// of a range. `ahead`: rows to ask for meanwhile.
+// out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the
+// keys of a range. `ahead`: rows to ask for meanwhile.
 template <class T, int kRows, int kVectors>
 inline void add_values(const float* weights, const CacheTokens<T>& values,
                        const CacheTokens<T>& ahead, KeyRange range, int64_t at, float* out,

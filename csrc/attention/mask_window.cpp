@@ -68,9 +68,8 @@ MaskWindow find_window(const SlidingWindowAttentionParams& p, const Mask& mask) 
                  for (int64_t i = from; i < to && same.load(std::memory_order_relaxed); ++i) {
                    const int64_t query = i % queries, head = i / queries % heads;
                    const Element* at = row(i / queries / heads, head, query);
-                   const KeyRange seen =
-                       visible_keys(aligned_position(query, queries, keys), found.window,
-                                    found.window_right, keys);
+                   const KeyRange seen = visible_keys(aligned_position(query, queries, keys),
+                                                      found.window, found.window_right, keys);
                    const auto hidden = [&](Element value) { return mask.is_hidden(value); };
                    const auto visible = [&](Element value) { return mask.is_visible(value); };
                    if (!all_have(at, s.element, 0, seen.begin, hidden) ||

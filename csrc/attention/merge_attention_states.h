@@ -10,7 +10,7 @@ namespace lmdecode {
 
 // Outputs and lse of one of the two.
 struct AttentionState {
-  const void* out = nullptr;  // [sequences, heads, tokens, size] by its strides
+  const void* out = nullptr;   // [sequences, heads, tokens, size] by its strides
   const float* lse = nullptr;  // [sequences, heads, tokens]
   AttentionStrides out_strides, lse_strides;
 };
@@ -22,7 +22,7 @@ struct MergeAttentionStatesParams {
   int64_t tokens = 0;
   int64_t size = 0;
   AttentionState states[2];
-  void* out = nullptr;  // [sequences, heads, tokens, size], elements side by side
+  void* out = nullptr;   // [sequences, heads, tokens, size], elements side by side
   float* lse = nullptr;  // [sequences, heads, tokens]
   AttentionStrides out_strides, lse_strides;
 

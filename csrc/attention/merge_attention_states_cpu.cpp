@@ -7,10 +7,10 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                          \
-  namespace level {                                                                       \
+#define LMD_DECLARE_LEVEL(level)                                                            \
+  namespace level {                                                                         \
   void merge_attention_states_rows(const MergeAttentionStatesParams& params, int64_t begin, \
-                                   int64_t end);                                          \
+                                   int64_t end);                                            \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
@@ -28,8 +28,8 @@ void merge_attention_states_cpu(const MergeAttentionStatesParams& params) {
   const auto run = &default_::merge_attention_states_rows;
 #endif
   using namespace attention_tuning;
-  const double row_nanoseconds = kMergeRowNanoseconds +
-                                 kNanosecondsPerElement * static_cast<double>(params.size);
+  const double row_nanoseconds =
+      kMergeRowNanoseconds + kNanosecondsPerElement * static_cast<double>(params.size);
   parallel_for(params.rows(), 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_nanoseconds),
                [&](int64_t begin, int64_t end) {
                  const ScopedIeeeMode ieee;

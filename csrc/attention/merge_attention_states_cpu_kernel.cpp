@@ -34,8 +34,8 @@ void merge_rows(const MergeAttentionStatesParams& p, int64_t begin, int64_t end)
         const AttentionStrides& s = p.states[i].out_strides;
         const HeadRows<T> part = {static_cast<const T*>(p.states[i].out) + place(s), 0, s.element,
                                   p.size};
-        merged = accumulate(splat(static_cast<float>(share[i] / sum)),
-                            load_elements(part, 0, at), merged);
+        merged = accumulate(splat(static_cast<float>(share[i] / sum)), load_elements(part, 0, at),
+                            merged);
       }
       if (at + kLanes <= p.size) {
         store_all(out + at, merged);

@@ -85,8 +85,7 @@ struct RowTotal {
   }
   bool is_empty() const { return sum == 0.0; }
   float lse() const {
-    return is_empty() ? minus_infinity()
-                      : static_cast<float>((max + __builtin_log2(sum)) / kLog2E);
+    return is_empty() ? minus_infinity() : static_cast<float>((max + __builtin_log2(sum)) / kLog2E);
   }
 };
 

@@ -77,9 +77,9 @@ KeyRange groups_with_visible_keys(const float* terms, int64_t stride, int64_t ro
 // Products to scores, all but what is hidden by a range.
 struct ScoreRule {
   float scale;
-  float softcap;     // 0: none
-  float slope;       // of ALiBi, 0: none
-  float distance;    // of the row's position from key 0 of the step
+  float softcap;       // 0: none
+  float slope;         // of ALiBi, 0: none
+  float distance;      // of the row's position from key 0 of the step
   const float* terms;  // [keys], or null
 
   void apply(float* scores, int64_t begin, int64_t end) const {

@@ -7,9 +7,9 @@
 // then plus the mask's value. A sink is the score of a key without a value.
 //
 // A row's result depends on its own query, the keys and values of its sequence and the parameters,
-// bit for bit: not on the other rows of the call, the number of threads or the tiles. It does depend
-// on the CPU capability: the same sums are taken with or without fused operations, and bfloat16 is
-// multiplied as it is where the processor can.
+// bit for bit: not on the other rows of the call, the number of threads or the tiles. It does
+// depend on the CPU capability: the same sums are taken with or without fused operations, and
+// bfloat16 is multiplied as it is where the processor can.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ struct SlidingWindowAttentionParams {
   bool mask_true_is_visible = false;  // of a bool mask
   const void* mask = nullptr;         // [sequences, q_heads, q_len, kv_len]
   AttentionStrides mask_strides;
-  const bool* key_padding = nullptr;  // [sequences, kv_len]: true is a token; or null
+  const bool* key_padding = nullptr;     // [sequences, kv_len]: true is a token; or null
   AttentionStrides key_padding_strides;  // sequence and token
 
   void* out = nullptr;  // [sequences, q_heads, q_len, value_size], elements side by side

@@ -11,11 +11,11 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                       \
-  namespace level {                                                                    \
-  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,      \
-                                      const AttentionTile* tiles, int64_t begin,       \
-                                      int64_t end, int64_t most_rows, void* workspace); \
+#define LMD_DECLARE_LEVEL(level)                                                              \
+  namespace level {                                                                           \
+  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,             \
+                                      const AttentionTile* tiles, int64_t begin, int64_t end, \
+                                      int64_t most_rows, void* workspace);                    \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
@@ -79,9 +79,9 @@ WorkList work_list(const SlidingWindowAttentionParams& p) {
 
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
 #if defined(LMD_HAS_X86_KERNELS)
-  auto run = select_kernel(&default_::sliding_window_attention_tiles,
-                           &avx2::sliding_window_attention_tiles,
-                           &avx512::sliding_window_attention_tiles);
+  auto run =
+      select_kernel(&default_::sliding_window_attention_tiles,
+                    &avx2::sliding_window_attention_tiles, &avx512::sliding_window_attention_tiles);
   if (given.dtype == DType::kBFloat16 && use_avx512_bf16()) {
     run = &avx512_bf16::sliding_window_attention_tiles;
   }
@@ -113,8 +113,7 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
       "sliding_window_attention", list.cost.back(), grain, bytes,
       [&](int64_t begin, int64_t end, void* memory) {
         const auto tile_from = [&](int64_t cost) {
-          return std::lower_bound(list.cost.begin(), list.cost.end() - 1, cost) -
-                 list.cost.begin();
+          return std::lower_bound(list.cost.begin(), list.cost.end() - 1, cost) - list.cost.begin();
         };
         run(params, list.tiles.data(), tile_from(begin), tile_from(end), most_rows, memory);
       },

@@ -160,8 +160,7 @@ class TileAttention {
     for (int64_t key = groups.begin; key < groups.end;) {
       const int64_t panel = key / kPanelWidth * kPanelWidth;
       const int64_t end = min_of(groups.end, panel + kPanelWidth);
-      const Element* keys =
-          reinterpret_cast<Element*>(w_.keys) + panel * depth_ + (key - panel);
+      const Element* keys = reinterpret_cast<Element*>(w_.keys) + panel * depth_ + (key - panel);
       panel_product<Dot, false>(queries, query_stride_, keys, depth_, w_.scores + key, kStep,
                                 end - key);
       key = end;
@@ -199,10 +198,8 @@ class TileAttention {
     ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
                       has_terms_ ? w_.terms + r * kStep : nullptr};
     if (p_.alibi_slopes != nullptr) {
-      rule.slope =
-          p_.alibi_slopes[tile_.sequence * p_.alibi_sequence_stride + head_of(row)];
-      rule.distance =
-          static_cast<float>(p_.position(tile_.sequence, token_of(row)) - first);
+      rule.slope = p_.alibi_slopes[tile_.sequence * p_.alibi_sequence_stride + head_of(row)];
+      rule.distance = static_cast<float>(p_.position(tile_.sequence, token_of(row)) - first);
     }
     rule.apply(w_.scores + r * kStep, groups.begin, groups.end);
   }

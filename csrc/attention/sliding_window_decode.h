@@ -26,8 +26,8 @@ struct DecodePart {
 // What the parts come to, before they are added: by slot and row, rows being token by token the
 // query heads of the KV head.
 struct DecodePartials {
-  float* out;      // [slots, rows, out_stride], not divided by the sum
-  float* row_max;  // [slots, rows], exponents of two
+  float* out;       // [slots, rows, out_stride], not divided by the sum
+  float* row_max;   // [slots, rows], exponents of two
   double* row_sum;  // [slots, rows]
   int64_t rows;
   int64_t out_stride;

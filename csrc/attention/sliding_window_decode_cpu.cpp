@@ -10,14 +10,14 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                          \
-  namespace level {                                                                       \
-  void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,            \
+#define LMD_DECLARE_LEVEL(level)                                                            \
+  namespace level {                                                                         \
+  void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,              \
                                    const DecodePart* parts, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end, void* workspace);          \
-  void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,            \
+                                   int64_t begin, int64_t end, void* workspace);            \
+  void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,              \
                                    const DecodeHead* heads, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end);                           \
+                                   int64_t begin, int64_t end);                             \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
@@ -84,8 +84,8 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
   partials.rows = padded_decode_rows(params.q_len * params.group());
   partials.out_stride = padded_decode_size(params.value_size);
   const size_t rows = static_cast<size_t>(plan.slots * partials.rows);
-  const auto out = std::make_unique_for_overwrite<float[]>(
-      rows * static_cast<size_t>(partials.out_stride));
+  const auto out =
+      std::make_unique_for_overwrite<float[]>(rows * static_cast<size_t>(partials.out_stride));
   const auto row_max = std::make_unique_for_overwrite<float[]>(rows);
   const auto row_sum = std::make_unique_for_overwrite<double[]>(rows);
   partials.out = out.get();
@@ -93,9 +93,9 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
   partials.row_sum = row_sum.get();
 
   const int64_t parts = static_cast<int64_t>(plan.parts.size());
-  const double part_nanoseconds =
-      kNanosecondsPerElement * static_cast<double>(params.head_size + params.value_size) *
-      static_cast<double>(1 + plan.keys / parts);
+  const double part_nanoseconds = kNanosecondsPerElement *
+                                  static_cast<double>(params.head_size + params.value_size) *
+                                  static_cast<double>(1 + plan.keys / parts);
   parallel_with_workspace(
       "sliding_window_decode", parts,
       1 + static_cast<int64_t>(kMinTaskNanoseconds / part_nanoseconds),
@@ -104,10 +104,9 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
         run_parts(params, plan.parts.data(), partials, begin, end, memory);
       },
       [] { return std::string(); });
-  const double head_nanoseconds = kNanosecondsPerElement *
-                                  static_cast<double>(partials.rows * partials.out_stride) *
-                                  static_cast<double>(plan.slots) /
-                                  static_cast<double>(plan.heads.size());
+  const double head_nanoseconds =
+      kNanosecondsPerElement * static_cast<double>(partials.rows * partials.out_stride) *
+      static_cast<double>(plan.slots) / static_cast<double>(plan.heads.size());
   parallel_for(static_cast<int64_t>(plan.heads.size()),
                1 + static_cast<int64_t>(kMinTaskNanoseconds / head_nanoseconds),
                [&](int64_t begin, int64_t end) {

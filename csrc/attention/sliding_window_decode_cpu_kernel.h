@@ -68,8 +68,7 @@ class DecodeAttention {
 
   // The queries as they are multiplied, and the keys of the part that some row sees.
   KeyRange start_rows() {
-    const float sign =
-        has_rule_ || p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
+    const float sign = has_rule_ || p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
     Query* queries = reinterpret_cast<Query*>(w_.queries);
     KeyRange seen = {0, 0};
     for (int64_t row = 0; row < partials_.rows; ++row) {
@@ -119,8 +118,8 @@ class DecodeAttention {
   }
 
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
-    const CacheTokens<Row> keys = block_rows(head_rows(p_.k, p_.k_strides, p_.head_size), first,
-                                             range, head_size_, w_.keys);
+    const CacheTokens<Row> keys =
+        block_rows(head_rows(p_.k, p_.k_strides, p_.head_size), first, range, head_size_, w_.keys);
     const CacheTokens<Row> values = block_rows(head_rows(p_.v, p_.v_strides, p_.value_size), first,
                                                range, value_size_, w_.values);
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
@@ -184,16 +183,15 @@ class DecodeAttention {
         score_tile<Rows, kRows, false>(queries, query_stride_, keys, range, key, head_size_,
                                        scores);
       } else {
-        score_tile<Rows, kRows, true>(queries, query_stride_, keys, range, key, head_size_,
-                                      scores);
+        score_tile<Rows, kRows, true>(queries, query_stride_, keys, range, key, head_size_, scores);
       }
     }
   }
 
   // Weights are in the place of the scores where they are floats.
   Weight* weights_of(int64_t row) const {
-    void* base = Rows::kKeysOfAWeight == 1 ? static_cast<void*>(w_.scores)
-                                           : static_cast<void*>(w_.weights);
+    void* base =
+        Rows::kKeysOfAWeight == 1 ? static_cast<void*>(w_.scores) : static_cast<void*>(w_.weights);
     return static_cast<Weight*>(base) + row * kBlockKeys;
   }
 
@@ -204,8 +202,7 @@ class DecodeAttention {
                         p_.key_padding == nullptr ? nullptr : w_.terms};
       if (p_.alibi_slopes != nullptr) {
         rule.slope = p_.alibi_slopes[part_.sequence * p_.alibi_sequence_stride + head_of(row)];
-        rule.distance = static_cast<float>(
-            p_.position(part_.sequence, row / p_.group()) - first);
+        rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first);
       }
       rule.apply(scores, groups.begin, groups.end);
     }

@@ -106,8 +106,8 @@ class AttentionArguments {
     p.kv_len = k.size(2);
     p.value_size = v.size(3);
     if (k.size(0) != p.sequences || k.size(3) != p.head_size) {
-      fail(op_, "k has shape ", shape_text(k), "; expected [", p.sequences,
-           ", kv_heads, tokens, ", p.head_size, "] for q ", shape_text(q_));
+      fail(op_, "k has shape ", shape_text(k), "; expected [", p.sequences, ", kv_heads, tokens, ",
+           p.head_size, "] for q ", shape_text(q_));
     }
     if (v.size(0) != p.sequences || v.size(1) != p.kv_heads || v.size(2) != p.kv_len) {
       fail(op_, "v has shape ", shape_text(v), "; expected [", p.sequences, ", ", p.kv_heads, ", ",
@@ -154,8 +154,7 @@ class AttentionArguments {
     check_rank(op_, name, offsets, 1, "[sequences + 1]");
     check_dtype(op_, name, offsets, ScalarType::Long);
     if (offsets.size(0) < 1 || !offsets.is_contiguous()) {
-      fail(op_, name, " has shape ", shape_text(offsets),
-           "; expected [sequences + 1], contiguous");
+      fail(op_, name, " has shape ", shape_text(offsets), "; expected [sequences + 1], contiguous");
     }
     if (!offsets.is_cpu()) return;
     const int64_t* at = offsets.const_data_ptr<int64_t>();
@@ -292,8 +291,8 @@ class AttentionArguments {
     if (mask) {
       check_same_device(op_, "attn_mask", *mask, "q", q_);
       check_rank(op_, "attn_mask", *mask, 4, "[batch or 1, heads or 1, q_tokens, kv_tokens]");
-      p.mask_type = mask->scalar_type() == ScalarType::Bool ? MaskType::kBool
-                                                            : additive_type(*mask);
+      p.mask_type =
+          mask->scalar_type() == ScalarType::Bool ? MaskType::kBool : additive_type(*mask);
       p.mask_true_is_visible = true_is_visible;
       p.mask = mask->const_data_ptr();
       p.mask_strides = {mask_stride(*mask, 0, p.sequences), mask_stride(*mask, 1, p.q_heads),
@@ -329,11 +328,11 @@ template <auto run, class Guard>
 struct SlidingWindowAttentionOp {
   static std::tuple<Tensor, Tensor> call(
       const Tensor& q, const Tensor& k, const Tensor& v, int64_t window, int64_t window_right,
-      double scale, double softcap, const OptionalTensor& sinks,
-      const OptionalTensor& alibi_slopes, const OptionalTensor& q_positions,
-      const OptionalTensor& kv_lengths, const OptionalTensor& cu_seqlens_q,
-      const OptionalTensor& cu_seqlens_kv, const OptionalTensor& attn_mask, bool true_is_visible,
-      const OptionalTensor& key_padding_mask, bool return_lse) {
+      double scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
+      const OptionalTensor& q_positions, const OptionalTensor& kv_lengths,
+      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_kv,
+      const OptionalTensor& attn_mask, bool true_is_visible, const OptionalTensor& key_padding_mask,
+      bool return_lse) {
     AttentionArguments arguments("sliding_window_attention", q, k, v, cu_seqlens_q, cu_seqlens_kv,
                                  attn_mask, true_is_visible,
                                  {window, window_right, scale, softcap, sinks, alibi_slopes,
@@ -347,11 +346,13 @@ struct SlidingWindowAttentionOp {
 
 template <auto run, class Guard>
 struct SlidingWindowDecodeOp {
-  static std::tuple<Tensor, Tensor> call(
-      const Tensor& q, const Tensor& k, const Tensor& v, int64_t window, int64_t window_right,
-      double scale, double softcap, const OptionalTensor& sinks,
-      const OptionalTensor& alibi_slopes, const OptionalTensor& q_positions,
-      const OptionalTensor& kv_lengths, const OptionalTensor& key_padding_mask, bool return_lse) {
+  static std::tuple<Tensor, Tensor> call(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         int64_t window, int64_t window_right, double scale,
+                                         double softcap, const OptionalTensor& sinks,
+                                         const OptionalTensor& alibi_slopes,
+                                         const OptionalTensor& q_positions,
+                                         const OptionalTensor& kv_lengths,
+                                         const OptionalTensor& key_padding_mask, bool return_lse) {
     AttentionArguments arguments("sliding_window_decode", q, k, v, {}, {}, {}, false,
                                  {window, window_right, scale, softcap, sinks, alibi_slopes,
                                   q_positions, kv_lengths, key_padding_mask});
@@ -362,9 +363,8 @@ struct SlidingWindowDecodeOp {
   }
 };
 
-inline AttentionState attention_state(const char* out_name, const Tensor& out,
-                                      const char* lse_name, const Tensor& lse,
-                                      const Tensor& first) {
+inline AttentionState attention_state(const char* out_name, const Tensor& out, const char* lse_name,
+                                      const Tensor& lse, const Tensor& first) {
   const char* op = "merge_attention_states";
   check_same_device(op, out_name, out, "o1", first);
   check_same_device(op, lse_name, lse, "o1", first);
@@ -414,9 +414,9 @@ struct MergeAttentionStatesOp {
     p.tokens = ragged ? o1.size(0) : o1.size(2);
     p.size = o1.size(ragged ? 2 : 3);
     const Guard guard(o1);
-    Tensor out = ragged ? new_tensor(o1, {p.tokens, p.heads, p.size}, o1.scalar_type())
-                        : new_tensor(o1, {p.sequences, p.heads, p.tokens, p.size},
-                                     o1.scalar_type());
+    Tensor out = ragged
+                     ? new_tensor(o1, {p.tokens, p.heads, p.size}, o1.scalar_type())
+                     : new_tensor(o1, {p.sequences, p.heads, p.tokens, p.size}, o1.scalar_type());
     Tensor lse = ragged ? new_tensor(o1, {p.heads, p.tokens}, ScalarType::Float)
                         : new_tensor(o1, {p.sequences, p.heads, p.tokens}, ScalarType::Float);
     p.out = out.mutable_data_ptr();

@@ -33,8 +33,9 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
       "SymInt? length) -> ()");
-  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads, ...].
-  // window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked for.
+  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads,
+  // ...]. window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked
+  // for.
   m.def(
       "sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
       "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "

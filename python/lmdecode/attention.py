@@ -154,8 +154,8 @@ def sliding_window_attention(
     Parameters
     ----------
     q : Tensor
-        ``[batch, q_heads, tokens, head_size]``, or ragged ``[tokens, q_heads, head_size]``: float32,
-        float16 or bfloat16, any strides, head sizes 1 to 1024.
+        ``[batch, q_heads, tokens, head_size]``, or ragged ``[tokens, q_heads, head_size]``:
+        float32, float16 or bfloat16, any strides, head sizes 1 to 1024.
     k, v : Tensor
         ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, or ragged ones, with
         the dtype of q. ``kv_heads`` divides ``q_heads``: query heads share keys and values in

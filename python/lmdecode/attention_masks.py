@@ -1,4 +1,4 @@
-"""Masks of a sliding window: for code that still wants them. ``sliding_window_attention`` needs none."""
+"""Masks of a sliding window, for code that wants them: ``sliding_window_attention`` needs none."""
 
 from __future__ import annotations
 
@@ -175,15 +175,15 @@ def expand_compressed_swa_mask(mask: Tensor, seq_len: int, window: int, head_siz
     _check_count(op, "window", window)
     _check_count(op, "head_size", head_size)
     tile = tile_size(head_size)
-    last = -(-window // tile)
-    token = torch.arange(seq_len, device=mask.device)
-    place, inside = token // tile, token % tile
-    distance = place[:, None] - place
-    hidden = (distance < 0) | (distance > last)
-    row = distance.clamp(0, 3)
-    if window > 3 * tile:
-        edge = distance - last
-        row = torch.where(edge >= -1, edge + 3, distance.clamp(max=1))
+    tiles, last = -(-seq_len // tile), -(-window // tile)
     # The first row sees itself alone: mask[0, 1] is what stands for masked.
-    expanded = mask[row.clamp(0, 3) * tile + inside[:, None], inside[None, :]]
-    return torch.where(hidden, mask[0, 1], expanded)
+    expanded = mask[0, 1].repeat(tiles * tile, tiles * tile)
+    blocks = expanded.view(tiles, tile, tiles, tile).transpose(1, 2)
+    for distance in range(min(tiles, last + 1)):
+        if window <= 3 * tile or distance == 0:
+            row = distance
+        else:
+            row = max(1, distance - last + 3)
+        below = torch.arange(tiles - distance, device=mask.device)
+        blocks[below + distance, below] = mask[row * tile : (row + 1) * tile, :tile]
+    return expanded[:seq_len, :seq_len].contiguous()

@@ -96,7 +96,7 @@ def plain_torch(case: AttentionCase) -> Tensor:
 
 
 def masks_and_biases(case: AttentionCase) -> Tensor:
-    """[B, Hq, S, Skv] float64: what is added to the scores of a dense case, written out by loops."""
+    """[B, Hq, S, Skv] float64: what is added to the scores of a dense case, written out."""
     o = case.options
     batch, heads, queries = case.q.shape[:3]
     keys = case.k.shape[2]

@@ -137,31 +137,46 @@ WRONG = {
     "form": (lambda: swa_mask(5, 2, form="int"), ValueError, "swa_mask: form is 'int'"),
     "65 bits": (lambda: swa_mask(5, 2**64), ValueError, "swa_mask: window is 18446744073709551616"),
     "compressed: window": (
-        lambda: compressed_swa_mask(0, 64), ValueError, "compressed_swa_mask: window is 0",
+        lambda: compressed_swa_mask(0, 64),
+        ValueError,
+        "compressed_swa_mask: window is 0",
     ),
     "compressed: head size": (
-        lambda: compressed_swa_mask(5, 0), ValueError, "compressed_swa_mask: head_size is 0",
+        lambda: compressed_swa_mask(5, 0),
+        ValueError,
+        "compressed_swa_mask: head_size is 0",
     ),
     "compressed: form": (
-        lambda: compressed_swa_mask(5, 64, form="b"), ValueError, "compressed_swa_mask: form is 'b'",
+        lambda: compressed_swa_mask(5, 64, form="b"),
+        ValueError,
+        "compressed_swa_mask: form is 'b'",
     ),
     "compressed: variant": (
-        lambda: compressed_swa_mask(5, 64, variant="c"), ValueError, "variant is 'c'; expected None",
+        lambda: compressed_swa_mask(5, 64, variant="c"),
+        ValueError,
+        "variant is 'c'; expected None",
     ),
     "compressed: a head of no tile": (
-        lambda: compressed_swa_mask(5, 1025, variant="cpp"), ValueError, "head_size is 1025",
+        lambda: compressed_swa_mask(5, 1025, variant="cpp"),
+        ValueError,
+        "head_size is 1025",
     ),
     "expanded: a list": (
-        lambda: expand_compressed_swa_mask([1], 5, 5, 64), TypeError, "mask is of type list",
+        lambda: expand_compressed_swa_mask([1], 5, 5, 64),
+        TypeError,
+        "mask is of type list",
     ),
     "expanded: a shape": (
-        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64), ValueError,
+        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64),
+        ValueError,
         r"mask has shape \[1, 512, 512\]; expected \[512, 512\]",
     ),
     "expanded: a length": (
-        lambda: expand_compressed_swa_mask(MASK, -5, 5, 64), ValueError, "seq_len is -5",
+        lambda: expand_compressed_swa_mask(MASK, -5, 5, 64),
+        ValueError,
+        "seq_len is -5",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,4 +1,4 @@
-"""``sliding_window_attention`` against float64: every option, any layout, and what never changes."""
+"""``sliding_window_attention`` against float64: every option, any layout, what never changes."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ def test_large_scores(dtype: torch.dtype, device: torch.device) -> None:
             assert_accurate(case.to(device).call(attend, return_lse=True), case)
 
 
-# --- Which keys are seen ---------------------------------------------------------------------------
+# --- Which keys are seen --------------------------------------------------------------------------
 
 
 def seen_keys(out: torch.Tensor) -> list[list[int]]:
@@ -196,7 +196,9 @@ for op in (lmdecode.sliding_window_attention, lmdecode.sliding_window_decode):
     out = op(q, cache, cache, window=window, kv_lengths=torch.tensor([length]))
     assert out.isfinite().all()
 print("only what is visible was read", flush=True)
-lmdecode.sliding_window_attention(q, cache, cache, window=window + 2, kv_lengths=torch.tensor([length]))
+lmdecode.sliding_window_attention(
+    q, cache, cache, window=window + 2, kv_lengths=torch.tensor([length])
+)
 print("more was read")
 """
 
@@ -211,7 +213,7 @@ def test_keys_out_of_the_window_are_not_read() -> None:
     assert run.returncode < 0
 
 
-# --- What a result does not depend on --------------------------------------------------------------
+# --- What a result does not depend on -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -323,7 +325,7 @@ def test_a_mask_that_is_a_window_gives_the_bits_of_the_window(shape: tuple[int, 
 
 
 def test_packed_documents_are_not_taken_for_a_window() -> None:
-    """Their first row and column are those of a causal mask, and their last row that of a window."""
+    """Their first row and column are those of a causal mask, their last row that of a window."""
     ends = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     hidden = (ends[:, None] != ends) | (torch.arange(9)[:, None] < torch.arange(9))
     case = AttentionCase("documents", *qkv(9, 9), {"attn_mask": hidden})
@@ -369,7 +371,7 @@ def test_the_float_mask_of_a_row_that_sees_nothing() -> None:
     torch.testing.assert_close(out[0, :, 1], v[0, :, 2].repeat_interleave(2, 0))
 
 
-# --- NaN and infinities ----------------------------------------------------------------------------
+# --- NaN and infinities ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -390,7 +392,7 @@ def test_nan_goes_where_it_is_seen(dtype: torch.dtype) -> None:
     assert torch.equal(out[0, 2:], attend(q, k, v, window=10)[0, 2:])
 
 
-# --- CPU capabilities ------------------------------------------------------------------------------
+# --- CPU capabilities -----------------------------------------------------------------------------
 
 CAPABILITY_SCRIPT = """
 import sys, torch, lmdecode

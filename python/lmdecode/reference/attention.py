@@ -150,7 +150,9 @@ def sliding_window_attention(
         out = torch.stack(outputs) if outputs else q.new_empty(*shape, v.shape[-1])
         lse = torch.stack(lses) if lses else q.new_empty(shape)
     out = out.to(q.dtype)
-    return (out, lse.to(q.dtype if q.dtype == torch.float64 else torch.float32)) if return_lse else out
+    return (
+        (out, lse.to(q.dtype if q.dtype == torch.float64 else torch.float32)) if return_lse else out
+    )
 
 
 def sliding_window_decode(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

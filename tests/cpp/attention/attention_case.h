@@ -95,24 +95,24 @@ struct Case {
     const int64_t kv_head = head / p.group();
     double sum = 0.0;
     for (int64_t i = 0; i < p.head_size; ++i) {
-      sum += q->values()[static_cast<size_t>(((sequence * p.q_heads + head) * p.q_len + token) *
-                                                 p.head_size + i)] *
-             k->values()[static_cast<size_t>(((sequence * p.kv_heads + kv_head) * p.kv_len + key) *
-                                                 p.head_size + i)];
+      sum += q->values()[static_cast<size_t>(
+                 ((sequence * p.q_heads + head) * p.q_len + token) * p.head_size + i)] *
+             k->values()[static_cast<size_t>(
+                 ((sequence * p.kv_heads + kv_head) * p.kv_len + key) * p.head_size + i)];
     }
     sum *= static_cast<double>(p.scale);
     const double cap = static_cast<double>(p.softcap);
     if (cap != 0.0) sum = cap * std::tanh(sum / cap);
     const int64_t distance = p.position(sequence, token) - key;
     if (p.alibi_slopes != nullptr) {
-      sum -= static_cast<double>(p.alibi_slopes[head]) *
-             std::fabs(static_cast<double>(distance));
+      sum -= static_cast<double>(p.alibi_slopes[head]) * std::fabs(static_cast<double>(distance));
     }
     const KeyRange seen = p.keys_seen(sequence, token);
     bool visible = key >= seen.begin && key < seen.end;
     if (mask) {
       visible &= mask[(static_cast<size_t>(sequence) * static_cast<size_t>(p.q_len) +
-                       static_cast<size_t>(token)) * static_cast<size_t>(p.kv_len) +
+                       static_cast<size_t>(token)) *
+                          static_cast<size_t>(p.kv_len) +
                       static_cast<size_t>(key)] == p.mask_true_is_visible;
     }
     if (padding) visible &= padding[static_cast<size_t>(sequence * p.kv_len + key)];

@@ -5,11 +5,11 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                        \
-  namespace level {                                                                     \
-  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,       \
-                                      const AttentionTile* tiles, int64_t begin,        \
-                                      int64_t end, int64_t most_rows, void* workspace); \
+#define LMD_DECLARE_LEVEL(level)                                                              \
+  namespace level {                                                                           \
+  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,             \
+                                      const AttentionTile* tiles, int64_t begin, int64_t end, \
+                                      int64_t most_rows, void* workspace);                    \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)

@@ -1,6 +1,5 @@
 // The CPU kernels of sliding_window_decode at every level that the machine has.
 #include "attention/sliding_window_decode.h"
-
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 
@@ -95,8 +94,8 @@ TEST(avx512) {
 }
 TEST(avx512_bf16) {
   if (use_avx512_bf16()) {
-    run_cases(&avx512_bf16::sliding_window_decode_parts,
-              &avx512_bf16::sliding_window_decode_heads, DType::kBFloat16);
+    run_cases(&avx512_bf16::sliding_window_decode_parts, &avx512_bf16::sliding_window_decode_heads,
+              DType::kBFloat16);
   }
 }
 #endif
