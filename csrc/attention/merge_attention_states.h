@@ -26,7 +26,7 @@ struct MergeAttentionStatesParams {
   float* lse = nullptr;  // [sequences, heads, tokens]
   AttentionStrides out_strides, lse_strides;
 
-  int64_t rows() const { return sequences * heads * tokens; }
+  LMD_HOST_DEVICE int64_t rows() const { return sequences * heads * tokens; }
 };
 
 void merge_attention_states_cpu(const MergeAttentionStatesParams& params);

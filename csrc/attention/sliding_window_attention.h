@@ -73,23 +73,23 @@ struct SlidingWindowAttentionParams {
   float* lse = nullptr;  // [sequences, q_heads, q_len] f32, or null
   AttentionStrides lse_strides;
 
-  int64_t group() const { return q_heads / kv_heads; }
+  LMD_HOST_DEVICE int64_t group() const { return q_heads / kv_heads; }
 
-  int64_t first_query(int64_t sequence) const {
+  LMD_HOST_DEVICE int64_t first_query(int64_t sequence) const {
     return cu_seqlens_q == nullptr ? 0 : cu_seqlens_q[sequence];
   }
-  int64_t queries_of(int64_t sequence) const {
+  LMD_HOST_DEVICE int64_t queries_of(int64_t sequence) const {
     return cu_seqlens_q == nullptr ? q_len : cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
   }
-  int64_t first_key(int64_t sequence) const {
+  LMD_HOST_DEVICE int64_t first_key(int64_t sequence) const {
     return cu_seqlens_kv == nullptr ? 0 : cu_seqlens_kv[sequence];
   }
-  int64_t keys_of(int64_t sequence) const {
+  LMD_HOST_DEVICE int64_t keys_of(int64_t sequence) const {
     if (cu_seqlens_kv != nullptr) return cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
     return kv_lengths == nullptr ? kv_len : kv_lengths[sequence];
   }
   // Of query `token` of a sequence.
-  int64_t position(int64_t sequence, int64_t token) const {
+  LMD_HOST_DEVICE int64_t position(int64_t sequence, int64_t token) const {
     if (q_positions == nullptr) {
       return aligned_position(token, queries_of(sequence), keys_of(sequence));
     }
@@ -97,7 +97,7 @@ struct SlidingWindowAttentionParams {
                        (first_query(sequence) + token) * position_strides.token];
   }
   // The keys that query `token` of a sequence can see, before masks.
-  KeyRange keys_seen(int64_t sequence, int64_t token) const {
+  LMD_HOST_DEVICE KeyRange keys_seen(int64_t sequence, int64_t token) const {
     const int64_t keys = keys_of(sequence);
     if (mask_type != MaskType::kNone) return {0, keys};
     return visible_keys(position(sequence, token), window, window_right, keys);
