@@ -11,8 +11,9 @@ namespace lmdecode::LMD_SIMD {
 constexpr int64_t kBlockKeys = 64;
 // Values that are read for some of their elements before the others.
 constexpr int64_t kChunkKeys = 16;
-// How far ahead rows are asked for, in bytes: a page, where hardware prefetches end.
-constexpr int64_t kPrefetchBytes = 4096;
+// How far ahead rows are asked for, in bytes. Hardware prefetches end with the page, and processors
+// drop requests that come too many at a time: those of a whole block at once gain nothing.
+constexpr int64_t kPrefetchBytes = 8192;
 
 // Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
 inline F32 sum_lanes(const F32 (&v)[kLanes]) {
@@ -106,14 +107,16 @@ template <class T>
 struct CacheTokens {
   const T* data;
   int64_t stride;
-  int64_t bytes;  // of a row
+  int64_t size;
+  int64_t ahead;  // what is read asks for what lies so many elements on
 
   const T* row(int64_t token) const { return data + token * stride; }
-  int64_t rows_ahead() const { return max_of(1, kPrefetchBytes / max_of(1, bytes)); }
-  // Asks for a row that will be read.
-  void prefetch(int64_t token) const {
-    const char* p = reinterpret_cast<const char*>(row(token));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+  void prefetch(const T* p) const {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead * static_cast<int64_t>(sizeof(T)));
+  }
+  void prefetch_row(int64_t token) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    for (int64_t i = 0; i < size; i += kLine) prefetch(row(token) + i);
   }
 };
 
@@ -134,6 +137,7 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) of_key[r] = splat(0.0f);
     for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
+      keys.prefetch(row + at);
       const typename Rows::Vector vector = Rows::load_row(row + at);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -152,11 +156,10 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
 }
 
 // out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the
-// keys of a range. `ahead`: rows to ask for meanwhile.
+// keys of a range.
 template <class T, int kRows, int kVectors>
-inline void add_values(const float* weights, const CacheTokens<T>& values,
-                       const CacheTokens<T>& ahead, KeyRange range, int64_t at, float* out,
-                       int64_t out_stride) {
+inline void add_values(const float* weights, const CacheTokens<T>& values, KeyRange range,
+                       int64_t at, float* out, int64_t out_stride) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -164,10 +167,13 @@ inline void add_values(const float* weights, const CacheTokens<T>& values,
     for (int j = 0; j < kVectors; ++j) sum[r][j] = splat(0.0f);
   }
   for (int64_t key = range.begin; key < range.end; ++key) {
-    ahead.prefetch(key);
+    const T* row = values.row(key) + at;
     F32 value[kVectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) value[j] = load(values.row(key) + at + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) {
+      if (j * kLanes * sizeof(T) % 64 == 0) values.prefetch(row + j * kLanes);
+      value[j] = load(row + j * kLanes);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const F32 weight = splat(weights[r * kBlockKeys + key]);
@@ -188,21 +194,18 @@ inline void add_values(const float* weights, const CacheTokens<T>& values,
 template <class Rows, int kRows>
   requires(Rows::kKeysOfAWeight == 1)
 void add_all_values(const typename Rows::Weight* weights,
-                    const CacheTokens<typename Rows::Row>& values,
-                    const CacheTokens<typename Rows::Row>& ahead, KeyRange range, int64_t size,
+                    const CacheTokens<typename Rows::Row>& values, KeyRange range, int64_t size,
                     float* out, int64_t out_stride) {
   using T = typename Rows::Row;
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
-  CacheTokens<T> wanted = ahead;  // by the first of the products
   for (int64_t at = 0; at < size;) {
     if (at + kVectors * kLanes <= size) {
-      add_values<T, kRows, kVectors>(weights, values, wanted, range, at, out, out_stride);
+      add_values<T, kRows, kVectors>(weights, values, range, at, out, out_stride);
       at += kVectors * kLanes;
     } else {
-      add_values<T, kRows, 1>(weights, values, wanted, range, at, out, out_stride);
+      add_values<T, kRows, 1>(weights, values, range, at, out, out_stride);
       at += kLanes;
     }
-    wanted.bytes = 0;
   }
 }
 
@@ -210,8 +213,7 @@ void add_all_values(const typename Rows::Weight* weights,
 // The same for pairs of keys; kVectors vectors of 32 elements.
 template <int kRows, int kVectors>
 inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>& values,
-                            const CacheTokens<BFloat16>& ahead, KeyRange range, int64_t at,
-                            float* out, int64_t out_stride) {
+                            KeyRange range, int64_t at, float* out, int64_t out_stride) {
   // Pairs come out of the interleaving with the elements 0-3, 8-11, ... in the one vector and
   // 4-7, 12-15, ... in the other.
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
@@ -246,8 +248,10 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
   };
   for (int64_t key = range.begin / 2 * 2; key < range.end; key += 2) {
     __m512i a[kVectors], b[kVectors];
-    ahead.prefetch(key);
-    ahead.prefetch(key + 1);
+    if (at == 0) {  // row by row was measured to be faster here
+      values.prefetch_row(key);
+      values.prefetch_row(key + 1);
+    }
     const bool has_a = key >= range.begin, has_b = key + 1 < range.end;
     const BFloat16* row_a = values.row(has_a ? key : key + 1) + at;
     const BFloat16* row_b = values.row(has_b ? key + 1 : key) + at;
@@ -273,17 +277,14 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
 
 template <class Rows, int kRows>
   requires(Rows::kKeysOfAWeight == 2)
-void add_all_values(const BFloat16* weights, const CacheTokens<BFloat16>& values,
-                    const CacheTokens<BFloat16>& ahead, KeyRange range, int64_t size, float* out,
-                    int64_t out_stride) {
-  CacheTokens<BFloat16> wanted = ahead;  // by the first of the products
+void add_all_values(const BFloat16* weights, const CacheTokens<BFloat16>& values, KeyRange range,
+                    int64_t size, float* out, int64_t out_stride) {
   for (int64_t at = 0; at < size; at += 64) {
     if (at + 64 <= size) {
-      add_value_pairs<kRows, 2>(weights, values, wanted, range, at, out, out_stride);
+      add_value_pairs<kRows, 2>(weights, values, range, at, out, out_stride);
     } else {
-      add_value_pairs<kRows, 1>(weights, values, wanted, range, at, out, out_stride);
+      add_value_pairs<kRows, 1>(weights, values, range, at, out, out_stride);
     }
-    wanted.bytes = 0;
   }
 }
 #endif

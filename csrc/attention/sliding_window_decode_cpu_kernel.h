@@ -104,17 +104,14 @@ class DecodeAttention {
           store(copy + key * padded + at, load_elements(rows, first + key, at));
         }
       }
-      return {copy, padded, 0};
+      return {copy, padded, padded, 0};
     } else {
-      return {rows.row(first), rows.token_stride, rows.size * static_cast<int64_t>(sizeof(T))};
+      const int64_t bytes = rows.size * static_cast<int64_t>(sizeof(T));
+      const int64_t ahead = max_of(1, kPrefetchBytes / bytes);
+      const bool has_them = first + kBlockKeys + ahead <= p_.keys_of(part_.sequence);
+      return {rows.row(first), rows.token_stride, rows.size,
+              has_them ? ahead * rows.token_stride : 0};
     }
-  }
-
-  // Rows to be asked for while those of a block are read, or none.
-  CacheTokens<Row> rows_ahead(const CacheTokens<Row>& rows, int64_t first, bool is_wanted) const {
-    const int64_t ahead = rows.rows_ahead();
-    is_wanted = is_wanted && first + ahead + kBlockKeys <= p_.keys_of(part_.sequence);
-    return {rows.row(is_wanted ? ahead : 0), rows.stride, is_wanted ? rows.bytes : 0};
   }
 
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
@@ -125,9 +122,8 @@ class DecodeAttention {
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
     for (int64_t row = 0; row < rows_;) {
-      const CacheTokens<Row> ahead = rows_ahead(keys, first, row == 0);
       row += with_rows(row, [&](auto count) {
-        multiply_keys<decltype(count)::kValue>(row, keys, ahead, range, groups);
+        multiply_keys<decltype(count)::kValue>(row, keys, range, groups);
       });
     }
     if (p_.key_padding != nullptr) {
@@ -137,12 +133,11 @@ class DecodeAttention {
       add_row(row, first, groups, softmax);
     }
     for (int64_t row = 0; row < rows_;) {
-      const CacheTokens<Row> ahead = rows_ahead(values, first, row == 0);
       row += with_rows(row, [&](auto count) {
         constexpr int kRows = decltype(count)::kValue;
         for (int64_t key = range.begin; key < range.end;) {
           const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows>(weights_of(row), values, ahead, {key, end}, value_size_,
+          add_all_values<Rows, kRows>(weights_of(row), values, {key, end}, value_size_,
                                       out_ + row * partials_.out_stride, partials_.out_stride);
           key = end;
         }
@@ -172,14 +167,12 @@ class DecodeAttention {
   }
 
   template <int kRows>
-  void multiply_keys(int64_t row, const CacheTokens<Row>& keys, const CacheTokens<Row>& ahead,
-                     KeyRange range, KeyRange groups) {
+  void multiply_keys(int64_t row, const CacheTokens<Row>& keys, KeyRange range, KeyRange groups) {
     constexpr int64_t kKeys = kLanes / kRows;
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
     float* scores = w_.scores + row * kBlockKeys;
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
       if (key >= range.begin && key + kKeys <= range.end) {
-        for (int64_t i = 0; i < kKeys; ++i) ahead.prefetch(key + i);
         score_tile<Rows, kRows, false>(queries, query_stride_, keys, range, key, head_size_,
                                        scores);
       } else {
