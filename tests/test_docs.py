@@ -13,6 +13,7 @@ PAGES = sorted(
 )
 WITH_EXAMPLES = (
     "README.md",
+    "docs/attention.md",
     "docs/beam_search.md",
     "docs/kv_cache.md",
     "docs/sampling.md",

@@ -35,7 +35,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def test_ops() -> None:
-    """A new op belongs here, and into the opchecks below."""
+    """A new op belongs here, and into the opchecks below or in its area's folder."""
     assert op_names() == [
         "lmdecode::beam_finalize",
         "lmdecode::beam_step",
@@ -45,7 +45,10 @@ def test_ops() -> None:
         "lmdecode::cpu_capability",
         "lmdecode::log_softmax_top_k",
         "lmdecode::log_softmax_top_k.processed",
+        "lmdecode::merge_attention_states",
         "lmdecode::reorder_cache_",
+        "lmdecode::sliding_window_attention",
+        "lmdecode::sliding_window_decode",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
         "lmdecode::update_beam_indirection_",

@@ -3,10 +3,19 @@
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
-that come and go; ``lmdecode.reference`` holds every op again in
+that come and go; ``sliding_window_attention`` and ``sliding_window_decode``
+attend to a window of keys; ``lmdecode.reference`` holds every op again in
 plain torch.
 """
 
+from lmdecode.attention import (
+    compressed_swa_mask,
+    expand_compressed_swa_mask,
+    merge_attention_states,
+    sliding_window_attention,
+    sliding_window_decode,
+    swa_mask,
+)
 from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
 from lmdecode.beam_constraints import (
     Constraint,
@@ -30,11 +39,7 @@ from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
-from lmdecode.kv_cache_indirection import (
-    BeamIndirection,
-    gather_indirect,
-    update_beam_indirection_,
-)
+from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -68,14 +73,20 @@ __all__ = [
     "beam_finalize",
     "beam_parameters",
     "beam_step",
+    "compressed_swa_mask",
     "copy_blocks_",
     "cpu_capability",
+    "expand_compressed_swa_mask",
     "format_trace",
     "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",
+    "merge_attention_states",
     "new_beam_state",
     "reorder_cache_",
+    "sliding_window_attention",
+    "sliding_window_decode",
+    "swa_mask",
     "top_k_top_p_sample",
     "update_beam_indirection_",
 ]

@@ -1,0 +1,69 @@
+"""The benchmarks of attention run, and their peers do the same work; nothing about speed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmdecode
+
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+@pytest.fixture(autouse=True)
+def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.mark.parametrize("name", ["sliding_window_attention", "sliding_window_decode"])
+def test_quick_run(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--quick"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "bf16" in line]
+    assert len(rows) == 1 and rows[0].count("x |") >= 3, done.stdout
+
+
+def test_peers_of_prefill_do_the_same() -> None:
+    from benchmarks.attention import bench_sliding_window_attention as bench
+
+    for window in (70, 512):
+        contestants = bench._contestants(True, tokens=512, window=window, dtype="f32", threads=1)
+        outputs = {c.name: c.call() for c in contestants if c.complete}
+        assert len(outputs) == (4 if window < 512 else 5)
+        for out in outputs.values():
+            torch.testing.assert_close(out, outputs["lmdecode"], rtol=1e-4, atol=1e-5)
+
+
+def test_peers_of_decoding_do_the_same() -> None:
+    from benchmarks.attention import bench_sliding_window_decode as bench
+
+    sizes = dict(batch=2, length=300, heads=8, kv_heads=2, dtype="f32")
+    contestants = [c for c in bench._contestants(True, **sizes) if c.name != "limit"]
+    assert len(contestants) == 4
+    want = contestants[0].call()
+    for contestant in contestants[1:]:
+        torch.testing.assert_close(contestant.call(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_operations_of_visible_pairs() -> None:
+    from benchmarks.attention.bench_sliding_window_attention import HEADS, useful_operations
+
+    for tokens, window in ((9, 4), (9, 9), (9, 20)):
+        pairs = int((~lmdecode.swa_mask(tokens, window, form="bool")).sum())
+        assert useful_operations(tokens, window) == 4 * 128 * HEADS * pairs

@@ -1,0 +1,186 @@
+"""The masks of a sliding window: both listings of the seed bit for bit, and what they stand for."""
+
+import numpy as np
+import pytest
+import torch
+
+import lmdecode
+from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
+
+FORMS = ("float", "bool")
+
+
+def value_of(form: str) -> float:
+    return -65536.0 if form == "float" else 1.0
+
+
+def assert_same_values(got: torch.Tensor, want: np.ndarray, form: str) -> None:
+    assert got.dtype == (torch.float32 if form == "float" else torch.bool)
+    np.testing.assert_array_equal(got.double().numpy(), want)
+
+
+# The published listings, in numpy; that in C++ with its own rows, not those of another size.
+
+
+def python_listing(size: int, window: int, value: float) -> np.ndarray:
+    mask = np.ones((size, size)) * value
+    return np.triu(mask, 1) + np.tril(mask, -window)
+
+
+def cpp_listing(size: int, window: int, value: float) -> np.ndarray:
+    mask = np.full((size, size), value)
+    for i in range(size):
+        first = i - window + 1 if i >= window else 0
+        mask[i, first : i + 1] = 0.0
+    return mask
+
+
+def python_width(window: int, head_size: int) -> int:
+    tile = 128 if head_size <= 128 else 64
+    if window <= tile * 3:
+        return window
+    return tile * 3 if window % tile == 0 else tile * 2 + window % tile
+
+
+def cpp_width(window: int, head_size: int) -> int:
+    tile = 16384 // head_size // 16 * 16 if head_size > 128 else 128
+    return 2 * tile + window % tile if window > 3 * tile else window
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 64, 130])
+def test_both_listings_are_the_mask(form: str, size: int) -> None:
+    for window in sorted({1, 2, 3, 5, 63, 64, 65, size, size + 1, 2**40} - {0}):
+        mask = swa_mask(size, window, form=form)
+        assert_same_values(mask, python_listing(size, min(window, size + 1), value_of(form)), form)
+        assert_same_values(mask, cpp_listing(size, window, value_of(form)), form)
+
+
+def test_the_example() -> None:
+    """Five tokens, a window of three."""
+    x = -65536.0
+    assert swa_mask(5, 3).tolist() == [
+        [0, x, x, x, x], [0, 0, x, x, x], [0, 0, 0, x, x], [x, 0, 0, 0, x], [x, x, 0, 0, 0],
+    ]  # fmt: skip
+    assert swa_mask(5, 3).half()[0, 1] == -float("inf")
+    assert swa_mask(5, 3).bfloat16()[0, 1] == x
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head_size", [16, 128, 129, 160, 192, 256, 320, 512, 1024])
+def test_variants(form: str, head_size: int) -> None:
+    edges = {tile * n + d for tile in (16, 32, 64, 128) for n in range(1, 9) for d in (-1, 0, 1)}
+    for window in sorted(edges | {1, 2, 333, 1000, 4096}):
+        for variant, width, listing in (
+            ("python", python_width, python_listing),
+            ("cpp", cpp_width, cpp_listing),
+        ):
+            got = compressed_swa_mask(window, head_size, form=form, variant=variant)
+            assert got.shape == (512, 512)
+            wanted = listing(512, width(window, head_size), value_of(form))
+            assert_same_values(got, wanted, form)
+
+
+def test_where_the_variants_differ() -> None:
+    """Every multiple of the tile from four tiles up, and nothing else: 4096 among them."""
+    differ = [
+        window
+        for window in range(1, 4097)
+        if not torch.equal(
+            compressed_swa_mask(window, 128, form="bool", variant="python")[:, 0],
+            compressed_swa_mask(window, 128, form="bool", variant="cpp")[:, 0],
+        )
+    ]
+    assert differ == list(range(512, 4097, 128))
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_expanded_it_is_the_mask(head_size: int) -> None:
+    """Every window to 2048, at lengths around the edges of tiles."""
+    tile = 128 if head_size <= 128 else 64
+    distance = torch.arange(2048)[:, None] - torch.arange(2048)
+    for window in range(1, 2049):
+        mask = compressed_swa_mask(window, head_size, form="bool")
+        edge = (window // tile + 2) * tile
+        length = min(2048, max(1, edge + (-1, 0, 1, tile // 2)[window % 4]))
+        expanded = expand_compressed_swa_mask(mask, length, window, head_size)
+        part = distance[:length, :length]
+        assert torch.equal(expanded, (part < 0) | (part >= window)), window
+
+
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_lengths(head_size: int, form: str) -> None:
+    for window in (1, 64, 128, 192, 193, 384, 385, 512, 640, 1000):
+        mask = compressed_swa_mask(window, head_size, form=form)
+        for length in (0, 1, 63, 64, 65, 127, 128, 129, 383, 512, 513, 700):
+            expanded = expand_compressed_swa_mask(mask, length, window, head_size)
+            assert torch.equal(expanded, swa_mask(length, window, form=form))
+            want = lmdecode.reference.expand_compressed_swa_mask(mask, length, window, head_size)
+            assert torch.equal(expanded, want)
+
+
+def test_attention_by_the_expanded_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 700, 32, generator=generator) for _ in range(3))
+    mask = expand_compressed_swa_mask(compressed_swa_mask(512, 32), 700, 512, 32)
+    want = lmdecode.sliding_window_attention(q, k, v, window=512)
+    assert torch.equal(lmdecode.sliding_window_attention(q, k, v, attn_mask=mask), want)
+
+
+MASK = torch.zeros(512, 512)
+WRONG = {
+    "window 0": (lambda: swa_mask(5, 0), ValueError, "swa_mask: window is 0; expected"),
+    "window: float": (lambda: swa_mask(5, 1.0), TypeError, "swa_mask: window is of type float"),
+    "window: bool": (lambda: swa_mask(5, True), TypeError, "swa_mask: window is of type bool"),
+    "length -1": (lambda: swa_mask(-1, 2), ValueError, "swa_mask: seq_len is -1"),
+    "form": (lambda: swa_mask(5, 2, form="int"), ValueError, "swa_mask: form is 'int'"),
+    "65 bits": (lambda: swa_mask(5, 2**64), ValueError, "swa_mask: window is 18446744073709551616"),
+    "compressed: window": (
+        lambda: compressed_swa_mask(0, 64),
+        ValueError,
+        "compressed_swa_mask: window is 0",
+    ),
+    "compressed: head size": (
+        lambda: compressed_swa_mask(5, 0),
+        ValueError,
+        "compressed_swa_mask: head_size is 0",
+    ),
+    "compressed: form": (
+        lambda: compressed_swa_mask(5, 64, form="b"),
+        ValueError,
+        "compressed_swa_mask: form is 'b'",
+    ),
+    "compressed: variant": (
+        lambda: compressed_swa_mask(5, 64, variant="c"),
+        ValueError,
+        "variant is 'c'; expected None",
+    ),
+    "compressed: a head of no tile": (
+        lambda: compressed_swa_mask(5, 1025, variant="cpp"),
+        ValueError,
+        "head_size is 1025",
+    ),
+    "expanded: a list": (
+        lambda: expand_compressed_swa_mask([1], 5, 5, 64),
+        TypeError,
+        "mask is of type list",
+    ),
+    "expanded: a shape": (
+        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64),
+        ValueError,
+        r"mask has shape \[1, 512, 512\]; expected \[512, 512\]",
+    ),
+    "expanded: a length": (
+        lambda: expand_compressed_swa_mask(MASK, -5, 5, 64),
+        ValueError,
+        "seq_len is -5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_argument(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()

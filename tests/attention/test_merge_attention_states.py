@@ -1,0 +1,122 @@
+"""``merge_attention_states``: attention over two sets of keys is attention over both."""
+
+import pytest
+import torch
+from attention_cases import DTYPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lmdecode
+from lmdecode import merge_attention_states as merge
+from lmdecode import sliding_window_attention as attend
+from lmdecode.reference import merge_attention_states as reference
+
+INF = float("inf")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    rows = shape[:-1]
+    return [
+        normal(*shape, seed=1, dtype=dtype), normal(*rows, seed=2) * 5,
+        normal(*shape, seed=3, dtype=dtype), normal(*rows, seed=4) * 5,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 16, 37, 128])
+def test_reference(dtype: torch.dtype, size: int, device: torch.device) -> None:
+    arguments = states(2, 3, 5, size, dtype=dtype)
+    arguments[1][0, 0, :2] = -INF
+    arguments[3][0, 0, 1:3] = -INF
+    arguments[0][0, 0, :2] = float("nan")  # of no weight: never looked at
+    out, lse = (x.cpu() for x in merge(*(x.to(device) for x in arguments)))
+    want, want_lse = reference(*arguments)
+    assert out.dtype == dtype and out.is_contiguous()
+    torch.testing.assert_close(out, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(lse, want_lse, rtol=2e-7, atol=2e-7)
+    assert not out[0, 0, 1].any() and lse[0, 0, 1] == -INF
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 400), st.data())
+def test_parts_make_the_whole(keys: int, data: st.DataObject) -> None:
+    """Any cut of the keys; the sink belongs to one part."""
+    cut = data.draw(st.integers(0, keys))
+    q, k = normal(1, 4, 3, 32), normal(1, 2, keys, 32, seed=1)
+    v, sinks = normal(1, 2, keys, 32, seed=2), normal(4, seed=3)
+    everything = {"window_right": None, "return_lse": True}
+    want = attend(q, k, v, sinks=sinks, **everything)
+    first = attend(q, k[:, :, :cut], v[:, :, :cut], sinks=sinks, **everything)
+    second = attend(q, k[:, :, cut:], v[:, :, cut:], **everything)
+    for got, whole in zip(merge(*first, *second), want, strict=True):
+        torch.testing.assert_close(got, whole, rtol=1e-5, atol=2e-6)
+
+
+def test_ragged() -> None:
+    out, other = normal(7, 3, 16), normal(7, 3, 16, seed=1)
+    lse, other_lse = normal(3, 7, seed=2), normal(3, 7, seed=3)
+    got, got_lse = merge(out, lse, other, other_lse)
+    dense = [
+        out.transpose(0, 1)[None], lse[None], other.transpose(0, 1)[None], other_lse[None],
+    ]  # fmt: skip
+    want, want_lse = merge(*dense)
+    assert torch.equal(got, want[0].transpose(0, 1)) and torch.equal(got_lse, want_lse[0])
+
+
+def test_strides_threads_and_empty() -> None:
+    arguments = states(2, 3, 5, 40)
+    want = merge(*arguments)
+    for change in (lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+                   lambda x: torch.stack((x, x), dim=-1)[..., 0]):  # fmt: skip
+        for got, expected in zip(merge(*(change(x) for x in arguments)), want, strict=True):
+            assert torch.equal(got, expected)
+    before = torch.get_num_threads()
+    try:
+        big = states(4, 8, 300, 64)
+        torch.set_num_threads(1)
+        alone = merge(*big)
+        torch.set_num_threads(4)
+        for got, expected in zip(merge(*big), alone, strict=True):
+            assert torch.equal(got, expected)
+    finally:
+        torch.set_num_threads(before)
+    out, lse = merge(*(x[:0] for x in arguments))
+    assert out.shape == (0, 3, 5, 40) and lse.shape == (0, 3, 5)
+
+
+def test_nan_is_kept() -> None:
+    arguments = states(1, 1, 3, 16)
+    arguments[1][0, 0, 0] = float("nan")
+    arguments[2][0, 0, 1, 2] = float("nan")
+    out, lse = merge(*arguments)
+    assert out[0, 0, 0].isnan().all() and lse[0, 0, 0].isnan()
+    assert out[0, 0, 1].isnan().sum() == 1 and out[0, 0, 2].isfinite().all()
+
+
+GOOD = states(1, 2, 3, 16)
+WRONG = {
+    "o1: a list": (r"o1 is of type list", TypeError, {0: [1.0]}),
+    "lse2: None": (r"lse2 is of type NoneType", TypeError, {3: None}),
+    "o1: float64": (r"o1 has dtype float64", ValueError, {0: GOOD[0].double()}),
+    "o2: another dtype": (r"o2 has dtype float16", ValueError, {2: GOOD[2].half()}),
+    "lse1: float64": (r"lse1 has dtype float64", ValueError, {1: GOOD[1].double()}),
+    "o1: a matrix": (r"o1 has shape \[3, 16\]", ValueError, {0: GOOD[0][0, 0]}),
+    "o2: other tokens": (r"o2 has shape \[1, 2, 2, 16\]", ValueError, {2: GOOD[2][:, :, :2]}),
+    "o2: fewer dimensions": (r"o2 has shape \[2, 3, 16\]", ValueError, {2: GOOD[2][0]}),
+    "lse1: other tokens": (r"lse1 has shape \[1, 2, 2\]", ValueError, {1: GOOD[1][:, :, :2]}),
+    "lse2: with a size": (r"lse2 has shape \[1, 2, 3, 1\]", ValueError, {3: GOOD[3][..., None]}),
+    "lse2: meta": (r"lse2 is on", ValueError, {3: GOOD[3].to("meta")}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_argument(case: str) -> None:
+    message, error, changes = WRONG[case]
+    arguments = [changes.get(i, x) for i, x in enumerate(GOOD)]
+    with pytest.raises(error, match=message) as raised:
+        lmdecode.merge_attention_states(*arguments)
+    assert str(raised.value).startswith("merge_attention_states: ")

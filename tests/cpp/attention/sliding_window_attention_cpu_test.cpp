@@ -1,0 +1,86 @@
+// The CPU kernels of sliding_window_attention at every level that the machine has.
+#include "attention/attention_workspace.h"
+#include "attention_case.h"
+#include "simd/cpu_capability.h"
+
+namespace lmdecode {
+
+#define LMD_DECLARE_LEVEL(level)                                                              \
+  namespace level {                                                                           \
+  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,             \
+                                      const AttentionTile* tiles, int64_t begin, int64_t end, \
+                                      int64_t most_rows, void* workspace);                    \
+  }
+LMD_DECLARE_LEVEL(default_)
+#if defined(LMD_HAS_X86_KERNELS)
+LMD_DECLARE_LEVEL(avx2)
+LMD_DECLARE_LEVEL(avx512)
+LMD_DECLARE_LEVEL(avx512_bf16)
+#endif
+#undef LMD_DECLARE_LEVEL
+
+namespace attention_test {
+namespace {
+
+using Tiles = decltype(&default_::sliding_window_attention_tiles);
+
+void attend(Tiles run, const SlidingWindowAttentionParams& p, int64_t tokens) {
+  std::vector<AttentionTile> tiles;
+  for (int64_t s = 0; s < p.sequences; ++s) {
+    for (int64_t h = 0; h < p.kv_heads; ++h) {
+      for (int64_t t = 0; t < p.q_len; t += tokens) {
+        tiles.push_back({s, h, t, std::min(tokens, p.q_len - t)});
+      }
+    }
+  }
+  const int64_t rows = tokens * p.group();
+  const size_t bytes = attention_workspace_bytes(rows, p.head_size, p.value_size);
+  void* workspace = std::aligned_alloc(64, bytes);
+  std::memset(workspace, 0xff, bytes);  // NaN, where it is read before it is written
+  run(p, tiles.data(), 0, static_cast<int64_t>(tiles.size()), rows, workspace);
+  std::free(workspace);
+}
+
+void run_cases(Tiles run, DType dtype) {
+  for (uint64_t seed = 0; seed < 120; ++seed) {
+    const std::unique_ptr<Case> c = random_case(seed, dtype, false);
+    const int64_t tokens = 1 + c->below(20);
+    attend(run, c->p, tokens);
+    c->check(tolerance_of(dtype));
+    // Other tiles, the same bits.
+    const std::vector<float> lse = c->lse;
+    attend(run, c->p, c->p.q_len);
+    CHECK(std::memcmp(lse.data(), c->lse.data(), lse.size() * sizeof(float)) == 0);
+  }
+}
+
+void run_all_dtypes(Tiles run) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    run_cases(run, dtype);
+  }
+}
+
+TEST(default_level) { run_all_dtypes(&default_::sliding_window_attention_tiles); }
+#if defined(LMD_HAS_X86_KERNELS)
+TEST(avx2) {
+  if (max_cpu_capability() >= CpuCapability::kAvx2) {
+    run_all_dtypes(&avx2::sliding_window_attention_tiles);
+  }
+}
+TEST(avx512) {
+  if (max_cpu_capability() >= CpuCapability::kAvx512) {
+    run_all_dtypes(&avx512::sliding_window_attention_tiles);
+  }
+}
+TEST(avx512_bf16) {
+  if (use_avx512_bf16()) {
+    run_cases(&avx512_bf16::sliding_window_attention_tiles, DType::kBFloat16);
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace attention_test
+}  // namespace lmdecode
+
+CHECK_MAIN()
