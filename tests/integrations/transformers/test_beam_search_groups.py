@@ -353,6 +353,30 @@ def test_words_that_are_none(llama, prompts, words):
         generated(llama, {"input_ids": prompts}, {"num_beams": 2, "force_words_ids": words})
 
 
+@pytest.mark.parametrize("constraints", [[[3]], [None], lmdecode.PhrasalConstraint([3]), "abc"])
+def test_constraints_that_are_none(llama, prompts, constraints):
+    with pytest.raises(TypeError, match=r"^constraints: expected a list of PhrasalConstraint"):
+        generated(llama, {"input_ids": prompts}, {"num_beams": 2, "constraints": constraints})
+
+
+@pytest.mark.parametrize("words", [[[VOCAB]], [[3, VOCAB]], [[[3], [VOCAB + 7]]]])
+def test_words_that_the_model_does_not_know(llama, prompts, words):
+    with pytest.raises(ValueError, match=rf"token ids of the vocabulary, 0 to {VOCAB - 1}, got"):
+        generated(llama, {"input_ids": prompts}, {"num_beams": 2, "force_words_ids": words})
+
+
+def test_every_constrained_result_has_its_beam_indices(llama, prompts):
+    """Also one that does not fulfil the constraints: 4.38.2 leaves out all, then."""
+    arguments = {
+        "num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 6,
+        "force_words_ids": [[30, 31, 32, 33]],
+    }  # fmt: skip
+    out = generated(llama, {"input_ids": prompts}, arguments | {"output_scores": True})
+    steps = llama.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    lengths = (out.beam_indices >= 0).sum(dim=1)
+    torch.testing.assert_close(steps.sum(dim=1) / lengths, out.sequences_scores, atol=1e-5, rtol=0)
+
+
 def test_constraints_are_not_sampled(llama, prompts):
     with pytest.raises(ValueError, match=r"^do_sample: expected False with constraints"):
         llama.generate(
