@@ -280,9 +280,23 @@ class BlockTable:
         -------
         Tensor
             ``[num_rows, heads, length, dim]``. What lies behind a row's length is not meaningful.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If ``pool`` has other blocks than the table, or ``length`` is more than a row can have.
         """
+        if not isinstance(pool, Tensor):
+            raise TypeError(f"BlockTable: pool is of type {type(pool).__name__}; expected a tensor")
+        blocks = (len(self.ref_counts), self.block_size)
+        if pool.dim() != 4 or (pool.shape[0], pool.shape[2]) != blocks:
+            raise ValueError(
+                f"BlockTable: pool has shape {list(pool.shape)}; expected "
+                f"[{len(self.ref_counts)}, heads, {self.block_size}, dim]"
+            )
         if length is None:
             length = int(self.lengths.max()) if self.num_rows else 0
+        _check_int("length", length, 0, self.table.shape[1] * self.block_size)
         count = -(-length // self.block_size)
-        blocks = self.table[:, :count].clamp(min=0).to(pool.device)
-        return pool[blocks].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        numbers = self.table[:, :count].clamp(min=0).to(pool.device)
+        return pool[numbers].transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -394,3 +394,15 @@ def test_wrong_rows_of_a_table() -> None:
     table._table[1, 0] = 77
     with pytest.raises(ValueError, match=r"block_table\[1, 0\] is 77"):
         table.reorder_([0])
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 2, 3, 8), (6, 2, 8, 8), (5, 2, 4, 8), (6, 4, 8), (6, 2, 4, 8, 1)]
+)
+def test_gather_refuses_a_pool_of_other_blocks(shape) -> None:
+    table = lmdecode.BlockTable(num_blocks=6, max_rows=2, max_blocks_per_row=3, block_size=4)
+    table.insert(5)
+    with pytest.raises(ValueError, match=r"BlockTable: pool has shape .*; expected \[6, heads, 4"):
+        table.gather(torch.zeros(shape))
+    with pytest.raises(ValueError, match="BlockTable: length is 13; expected an int, 0 to 12"):
+        table.gather(torch.zeros(6, 2, 4, 8), 13)
