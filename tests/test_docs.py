@@ -14,6 +14,8 @@ PAGES = sorted(
 WITH_EXAMPLES = (
     "README.md",
     "docs/attention.md",
+    "docs/beam_ops.md",
+    "docs/beam_scorers.md",
     "docs/beam_search.md",
     "docs/kv_cache.md",
     "docs/sampling.md",

@@ -1,5 +1,5 @@
 // beam_finalize: the best hypotheses of each request, which may have several slots, its groups.
-// docs/beam_search.md is the user's page.
+// docs/beam_ops.md is the user's page.
 #pragma once
 
 #include <cstdint>
