@@ -102,9 +102,14 @@ def test_engine_goes_in_and_out_of_inference_mode(inside: str) -> None:
 
     def run(*where: str) -> dict[Any, BeamResult]:
         with torch.inference_mode("create" in where):
-            engine = BeamSearch(slots=1, num_beams=1, capacity=3)
+            engine = BeamSearch(slots=2, num_beams=1, capacity=3)
         with torch.inference_mode("insert" in where):
-            engine.insert(_request(**options, request_id="a"))
+            # Grows all that the second request needs.
+            engine.insert(
+                _request(
+                    **options, num_beams=4, max_new_tokens=12, eos_token_id=[0, 1], request_id="a"
+                )
+            )
         with torch.inference_mode("step" in where):
             logits = model(*engine.input_ids())
             engine.step(logits, attention=source[: engine.num_rows])
@@ -143,7 +148,7 @@ def test_scorer_goes_in_and_out_of_inference_mode() -> None:
         scorer = lmdecode.BeamSearchScorer(1, 2, device=torch.device("cpu"))
         arguments = ([[-1.0, -2.0, -3.0, -4.0]], [[3, 4, 5, 6]], [[0, 0, 1, 1]])
         scores, tokens, beams = map(torch.tensor, arguments)
-        ids = torch.tensor([[1], [1]])
+        ids = torch.tensor([[1, 7, 8], [1, 8, 7]])
         with torch.inference_mode(inference):
             scorer.process(ids, scores, tokens, beams, pad_token_id=0, eos_token_id=3)
         more = torch.tensor([[1, 4, 5], [1, 5, 6]])
