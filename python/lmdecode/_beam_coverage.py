@@ -53,10 +53,13 @@ class PassCoverage:
         self._layout, self._store = layout, store
 
     def add(self, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a step's attention [W, source]; return coverage [W, source] and bonus [R, beams]."""
+        """Add a step's attention [W, source]; return coverage [W, source] and bonus [R, beams].
+
+        Of the values alone: the state would otherwise hold the graph of every step's attention.
+        """
         source = attention.shape[1]
         flat = self._store.coverage.flatten(0, 1)[:, :source]
-        coverage = flat.index_select(0, self._layout.beams) + attention
+        coverage = flat.index_select(0, self._layout.beams) + attention.detach()
         logs = coverage.clamp(max=1.0).double().log() * _UNITS
         total = logs.masked_fill(~(coverage > 0), 0.0).round().to(torch.int64).sum(dim=1)
         bonus = (total.double() / _UNITS * self._penalties).float()

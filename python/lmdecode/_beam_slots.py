@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ def _grown(old: Tensor, sizes: Sequence[int], fill: float) -> Tensor:
     """Return a tensor of at least these sizes that begins with the old one."""
     if all(size <= have for size, have in zip(sizes, old.shape, strict=True)):
         return old
-    new = old.new_full([max(pair) for pair in zip(sizes, old.shape, strict=True)], fill)
-    new[tuple(slice(size) for size in old.shape)] = old
+    # A tensor made under inference_mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        new = old.new_full([max(pair) for pair in zip(sizes, old.shape, strict=True)], fill)
+        new[tuple(slice(size) for size in old.shape)] = old
     return new
 
 
@@ -58,7 +60,8 @@ class BeamSlots:
         self.parameters: BeamParameters = beam_parameters(slots, 1, device=device)
 
         def column(value: float, dtype: torch.dtype, *sizes: int) -> Tensor:
-            return torch.full((slots, *sizes), value, dtype=dtype, device=device)
+            with torch.inference_mode(False):
+                return torch.full((slots, *sizes), value, dtype=dtype, device=device)
 
         self.columns = {
             "min_lengths": column(0, torch.int64),
@@ -79,14 +82,16 @@ class BeamSlots:
 
     def integers(self, values: Sequence[object]) -> Tensor:
         """Return int64 numbers on the device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def acquire(self, request: BeamRequest) -> list[int]:
-        """Take a slot for each group of a request, and write it there."""
+        """Take a slot for each group of a request, and write it there; if that fails, none."""
         self._make_room(request)
-        slots = [self._free.pop() for _ in range(request.num_beam_groups)]
+        slots = self._free[: -request.num_beam_groups - 1 : -1]
         for slot in slots:
             self._write(slot, request)
+        del self._free[-request.num_beam_groups :]
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
@@ -99,13 +104,13 @@ class BeamSlots:
         self.coverage = _grown(self.coverage, (slots, beams, _larger(have, source_length)), 0.0)
 
     def _make_room(self, request: BeamRequest) -> None:
+        """Grow to what a request needs; everything or, if memory is short, nothing."""
         state = self.state
         have, beams, capacity = state.sequences.shape
         slots = _larger(have, have - len(self._free) + request.num_beam_groups)
         beams = _larger(beams, request.group_size)
         capacity = _larger(capacity, request.max_length)
         hypotheses = _larger(state.hypothesis_scores.shape[1], request.num_hypotheses)
-        self._free = list(range(have, slots))[::-1] + self._free
         ends = max(self.parameters.end_tokens.shape[1], len(request.eos_token_id))
         suppressed = max(self.columns["suppressed_tokens"].shape[1], len(request.suppress_tokens))
         if (slots, beams, capacity) != tuple(state.sequences.shape) or (
@@ -117,19 +122,21 @@ class BeamSlots:
             )  # fmt: skip
             for new, old in zip(blank, state, strict=True):
                 new[tuple(slice(size) for size in old.shape)] = old
-            self.state = blank
+            state = blank
         sizes = {"end_tokens": ends, "suppressed_tokens": suppressed}
-        self.parameters = self.parameters._replace(
-            **{
+
+        def grown(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
                 name: _grown(old, (slots, sizes[name]) if name in sizes else (slots,), -1)
-                for name, old in self.parameters._asdict().items()
+                for name, old in columns.items()
             }
-        )
-        for name, old in self.columns.items():
-            self.columns[name] = _grown(
-                old, (slots, sizes[name]) if name in sizes else (slots,), -1
-            )
-        self.coverage = _grown(self.coverage, (slots, beams, self.coverage.shape[2]), 0.0)
+
+        parameters, columns = grown(self.parameters._asdict()), grown(self.columns)
+        coverage = _grown(self.coverage, (slots, beams, self.coverage.shape[2]), 0.0)
+        # From here on nothing is allocated on the device, and nothing fails.
+        self.state, self.columns, self.coverage = state, columns, coverage
+        self.parameters = BeamParameters(**parameters)
+        self._free = list(range(have, slots))[::-1] + self._free
 
     def _write(self, slot: int, request: BeamRequest) -> None:
         """Begin a search: nothing of the slot's last one is left that could be read."""

@@ -34,11 +34,12 @@ class Searches:
         old = self.state.hypothesis_sequences
         slots, num_beams, capacity = old.shape
         if length > capacity:
-            new = old.new_zeros((slots, num_beams, max(length, 2 * capacity)))
-            new[:, :, :capacity] = old
-            self.state = self.state._replace(
-                sequences=torch.zeros_like(new), hypothesis_sequences=new
-            )
+            # Tensors made under inference_mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                new = old.new_zeros((slots, num_beams, max(length, 2 * capacity)))
+                new[:, :, :capacity] = old
+                sequences = torch.zeros_like(new)
+            self.state = self.state._replace(sequences=sequences, hypothesis_sequences=new)
         return self.state
 
     def check_lengths(self, hypotheses: Sequence[BeamHypotheses], prompt_length: int) -> None:

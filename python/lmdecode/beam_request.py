@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -15,30 +18,40 @@ from lmdecode.beam_state import EARLY_STOPPING, RULES, EarlyStopping, Rules
 __all__ = ["BeamRequest", "BeamResult"]
 
 _MAX_INT = (1 << 63) - 1
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def _fail(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"BeamRequest: {name} is {value!r}; expected {expected}")
 
 
-def _integer(name: str, value: object, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"BeamRequest: {name} is of type {type(value).__name__}; expected an int")
+def _integer(name: str, value: Any, at_least: int) -> int:
+    try:
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+            raise TypeError
+        value = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"BeamRequest: {name} is of type {kind}; expected an int") from None
     if not at_least <= value <= _MAX_INT:
         raise _fail(name, value, f"an int of 64 bits, at least {at_least}")
-    return value
+    return int(value)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _number(name: str, value: object, most: float = sys.float_info.max) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"BeamRequest: {name} is of type {type(value).__name__}; expected a number")
-    if not math.isfinite(value):
-        raise _fail(name, value, "a finite number")
-    return float(value)
+    try:
+        converted = float(value)
+    except OverflowError:
+        converted = math.inf
+    if not abs(converted) <= most:
+        raise _fail(name, value, f"a finite number of {64 if most > _MAX_FLOAT32 else 32} bits")
+    return converted
 
 
 def _tokens(name: str, value: object) -> tuple[int, ...]:
-    """Return the tokens of None, an int, or any sequence or 1-D tensor of ints."""
+    """Return the tokens of None, an int, or any sequence, 1-D tensor or 1-D array of ints."""
     if value is None:
         return ()
     if isinstance(value, Tensor):
@@ -47,6 +60,13 @@ def _tokens(name: str, value: object) -> tuple[int, ...]:
             raise ValueError(
                 f"BeamRequest: {name} is a {dtype} tensor of shape {list(value.shape)}; "
                 "expected integers in one dimension"
+            )
+        value = value.tolist()
+    elif hasattr(value, "__array__") and hasattr(value, "tolist"):
+        shape = list(getattr(value, "shape", ()))
+        if len(shape) > 1:
+            raise ValueError(
+                f"BeamRequest: {name} is an array of shape {shape}; expected one dimension"
             )
         value = value.tolist()
     if isinstance(value, int):
@@ -66,7 +86,7 @@ class BeamRequest:
 
     Parameters
     ----------
-    prompt_ids : sequence of int or Tensor
+    prompt_ids : sequence of int, Tensor or array
         ``[length]``, at least one token; with an encoder-decoder model those of the decoder.
     max_new_tokens : int
         The search ends here at the latest, at least 1.
@@ -153,15 +173,16 @@ class BeamRequest:
         if not self.prompt_ids:
             raise ValueError("BeamRequest: prompt_ids is empty; expected at least one token")
         for name in ("max_new_tokens", "num_beams", "num_return_sequences", "num_beam_groups"):
-            _integer(name, getattr(self, name), 1)
+            put(name, _integer(name, getattr(self, name), 1))
         for name in ("min_new_tokens", "no_repeat_ngram_size"):
-            _integer(name, getattr(self, name), 0)
+            put(name, _integer(name, getattr(self, name), 0))
         for name in ("pad_token_id", "forced_bos_token_id", "forced_eos_token_id"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0)
-        numbers = ("length_penalty", "diversity_penalty", "repetition_penalty", "patience")
-        for name in (*numbers, "coverage_penalty"):
+                put(name, _integer(name, getattr(self, name), 0))
+        for name in ("length_penalty", "patience", "coverage_penalty"):
             put(name, _number(name, getattr(self, name)))
+        for name in ("diversity_penalty", "repetition_penalty"):
+            put(name, _number(name, getattr(self, name), _MAX_FLOAT32))
         for name in ("repetition_penalty", "patience"):
             if not getattr(self, name) > 0:
                 raise _fail(name, getattr(self, name), "a number above 0")
@@ -171,7 +192,9 @@ class BeamRequest:
                 f"BeamRequest: logit_bias is of type {kind}; expected a mapping of tokens to floats"
             )
         bias = {
-            _integer("a token of logit_bias", token, 0): _number("a value of logit_bias", value)
+            _integer("a token of logit_bias", token, 0): _number(
+                "a value of logit_bias", value, _MAX_FLOAT32
+            )
             for token, value in self.logit_bias.items()
         }
         put("logit_bias", bias)
@@ -181,9 +204,20 @@ class BeamRequest:
             raise _fail("early_stopping", self.early_stopping, 'True, False or "never"')
         if not isinstance(self.rules, str) or self.rules not in RULES:
             raise _fail("rules", self.rules, f"one of {', '.join(RULES)}")
+        try:
+            hash(self.request_id)
+        except TypeError:
+            kind = type(self.request_id).__name__
+            raise TypeError(
+                f"BeamRequest: request_id is of type {kind}; expected something hashable"
+            ) from None
         self._check_together()
 
     def _check_together(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens"):
+            most = _MAX_INT - len(self.prompt_ids)
+            if getattr(self, name) > most:
+                raise _fail(name, getattr(self, name), f"at most {most}: the prompt counts too")
         if self.num_return_sequences > self.num_beams:
             raise _fail(
                 "num_return_sequences",

@@ -123,10 +123,16 @@ class BeamSearch:
         Of the state, the logits and the results.
     on_step : callable, optional
         Called with a ``BeamTrace`` for each request, and each of its groups, after each step. This
-        copies candidates and state to the host: for debugging.
+        copies candidates and state to the host: for debugging. An error that it raises leaves
+        ``step``, which has happened all the same: go on with ``last_output``.
     slots, num_beams, capacity : int
         What there is room for at first: searches (a group of a diverse search is one), beams in
         each, and tokens in a sequence. All grow when more is needed.
+
+    Attributes
+    ----------
+    last_output : StepOutput or None
+        What the last step returned, or would have returned if ``on_step`` had not raised.
 
     Examples
     --------
@@ -157,6 +163,7 @@ class BeamSearch:
             if size < 1:
                 raise ValueError(f"{_OP}: {name} is {size}; expected at least 1")
         self.on_step = on_step
+        self.last_output: StepOutput | None = None
         self._vocab_size = vocab_size
         self._store = BeamSlots(slots, num_beams, capacity, torch.device(device))
         self._running: list[RunningSearch] = []
@@ -165,6 +172,12 @@ class BeamSearch:
         self._numbers = itertools.count()
         self._plan: BeamPlan | None = None
         self._tools: list[_Tools] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"BeamSearch({len(self._running)} requests running, {self.num_rows} rows, "
+            f"{len(self._finished)} finished)"
+        )
 
     # ---- requests
 
@@ -180,6 +193,8 @@ class BeamSearch:
         ------
         TypeError, ValueError
             Not a ``BeamRequest``, or its id is in use.
+        RuntimeError
+            There is no memory for it. The engine is as it was, and can go on.
         """
         if not isinstance(request, BeamRequest):
             kind = type(request).__name__
@@ -192,9 +207,9 @@ class BeamSearch:
                 f"{_OP}.insert: request_id {request_id!r} is that of a request which is running, "
                 "or waits for pop_finished; expected another"
             )
+        self._plan = None  # even if there is an error, its numbers of beams may be out of date
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
         self._ids.add(request_id)
-        self._plan = None
         return request_id
 
     def cancel(self, request_id: Hashable) -> Tensor:
@@ -294,14 +309,18 @@ class BeamSearch:
         ------
         ValueError, TypeError
             Names the argument, what came and what was expected; nothing has been changed then.
+        Exception
+            Whatever ``on_step`` raises; the step has happened, and ``last_output`` is its output.
         """
         check_step(
             self._running, self._vocab_size, self._store.device, logits, attention, token_bitmask
         )
         self._vocab_size = logits.shape[1]
+        logits = logits.detach()
         if not self._running:
             nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
-            return StepOutput(nothing, nothing.clone(), ())
+            self.last_output = StepOutput(nothing, nothing.clone(), ())
+            return self.last_output
         if self._plan is None:
             self._plan = make_plan(self._running, self._store)
             self._tools = [self._tools_of(layout) for layout in self._plan.passes]
@@ -324,6 +343,7 @@ class BeamSearch:
             if self.on_step is not None:
                 traces += trace_searches(self._store, layout, candidates, step)
         output = self._leave(plan, tokens[: plan.num_next_rows], parents)
+        self.last_output = output
         for trace in traces:
             assert self.on_step is not None
             self.on_step(trace)

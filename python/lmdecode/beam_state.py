@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,6 +169,41 @@ class BeamFinal(NamedTuple):
     places: Tensor
 
 
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, bool) or (
+        isinstance(value, Tensor) and (value.dim() > 0 or value.dtype == torch.bool)
+    ):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _integer(op: str, name: str, value: Any, at_least: int | None = None) -> int:
+    if not _is_integer(value):
+        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected an int")
+    number = operator.index(value)
+    if at_least is not None and number < at_least:
+        raise ValueError(f"{op}: {name} is {number}; expected at least {at_least}")
+    return number
+
+
+def _for_each_slot(op: str, name: str, value: Any, slots: int) -> list[Any]:
+    """Return a sequence as a list, of one entry for each slot."""
+    try:
+        values = list(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{op}: {name} is of type {kind}; expected one value or {slots}") from None
+    if len(values) != slots:
+        raise ValueError(
+            f"{op}: {name} has {len(values)} entries; expected one for each slot: {slots}"
+        )
+    return values
+
+
 def new_beam_state(
     slots: int,
     num_beams: int,
@@ -184,6 +220,7 @@ def new_beam_state(
     ----------
     slots, num_beams, capacity
         Sizes; ``num_beams`` is the widest search, ``capacity`` the longest sequence.
+        ``capacity`` may be 0, for a state whose sequences are put in later.
     num_hypotheses
         Finished sequences that can be kept; ``num_beams`` by default.
     keep_log_probs, keep_beam_indices
@@ -195,12 +232,23 @@ def new_beam_state(
     -------
     BeamState
         Lengths and scores 0.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A size is no int, or below 1, ``slots`` and ``capacity`` below 0.
     """
+    op = "new_beam_state"
+    slots, capacity = _integer(op, "slots", slots, 0), _integer(op, "capacity", capacity, 0)
+    num_beams = _integer(op, "num_beams", num_beams, 1)
     if num_hypotheses is None:
         num_hypotheses = num_beams
+    num_hypotheses = _integer(op, "num_hypotheses", num_hypotheses, 1)
 
     def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full(tuple(shape), value, dtype=dtype, device=device)
+        # A tensor made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
     log_prob_capacity = capacity if keep_log_probs else 0
     index_capacity = capacity if keep_beam_indices else 0
@@ -231,35 +279,80 @@ def beam_parameters(
     max_lengths: int | Sequence[int] = 0,
     length_penalty: float | Sequence[float] = 1.0,
     early_stopping: EarlyStopping | Sequence[EarlyStopping] = False,
-    end_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    end_tokens: int | Sequence[int] | Sequence[Sequence[int]] = (),
     pad_tokens: int | Sequence[int] = 0,
     device: torch.device | str = "cpu",
 ) -> BeamParameters:
     """Return the parameters of ``slots`` searches: one value for all, or one for each.
 
-    ``end_tokens`` are those of all slots, or one sequence for each. See ``BeamParameters``.
-    """
+    ``end_tokens`` are one token or those of all slots, or one sequence for each. See
+    ``BeamParameters``.
 
-    def column(value: object, dtype: torch.dtype) -> Tensor:
-        values = [value] * slots if isinstance(value, (int, float)) else list(value)  # type: ignore[call-overload]
-        return torch.tensor(values, dtype=dtype, device=device)
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument: ``slots`` below 0, ``num_beams`` or ``num_hypotheses`` below 1, lengths
+        below 0, an ``early_stopping`` that is not one of ``EARLY_STOPPING``, a sequence that has
+        not one entry for each slot, or entries that are no numbers.
+    """
+    op = "beam_parameters"
+    slots = _integer(op, "slots", slots, 0)
+
+    def integers(name: str, value: Any, at_least: int | None = None) -> list[int]:
+        if _is_integer(value):
+            return [_integer(op, name, value, at_least)] * slots
+        return [
+            _integer(op, name, entry, at_least) for entry in _for_each_slot(op, name, value, slots)
+        ]
+
+    def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        # A tensor made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return torch.tensor(values, dtype=dtype, device=device)
+
+    def mode(value: Any) -> int:
+        if not isinstance(value, (bool, str)) or value not in EARLY_STOPPING:
+            raise ValueError(f'{op}: early_stopping is {value!r}; expected True, False or "never"')
+        return EARLY_STOPPING[value]
+
+    def number(value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise TypeError(f"{op}: length_penalty is of type {kind}; expected a number") from None
 
     if isinstance(early_stopping, (bool, str)):
         early_stopping = [early_stopping] * slots
-    lists: list[list[int]]
-    if any(not isinstance(token, int) for token in end_tokens):
-        lists = [list(tokens) for tokens in end_tokens]  # type: ignore[arg-type]
-    else:
-        lists = [list(end_tokens) for _ in range(slots)]  # type: ignore[arg-type]
+    modes = _for_each_slot(op, "early_stopping", early_stopping, slots)
+    penalties: Any = length_penalty
+    if isinstance(penalties, (int, float)):
+        penalties = [penalties] * slots
+    penalties = _for_each_slot(op, "length_penalty", penalties, slots)
+    ends: Any = [end_tokens] if _is_integer(end_tokens) else end_tokens
+    if not hasattr(ends, "__iter__") or isinstance(ends, str):
+        kind = type(ends).__name__
+        raise TypeError(f"{op}: end_tokens is of type {kind}; expected token ids")
+    if all(_is_integer(token) for token in ends):
+        ends = [ends] * slots
+    lists = []
+    for tokens in _for_each_slot(op, "end_tokens", ends, slots):
+        if not hasattr(tokens, "__iter__") or isinstance(tokens, str):
+            kind = type(tokens).__name__
+            raise TypeError(f"{op}: end_tokens has an entry of type {kind}; expected token ids")
+        lists.append([_integer(op, "an entry of end_tokens", token) for token in tokens])
     longest = max(map(len, lists), default=0)
     padded = [tokens + [-1] * (longest - len(tokens)) for tokens in lists]
+    beams = integers("num_beams", num_beams, 1)
     return BeamParameters(
-        num_beams=column(num_beams, torch.int64),
-        num_hypotheses=column(num_beams if num_hypotheses is None else num_hypotheses, torch.int64),
-        prompt_lengths=column(prompt_lengths, torch.int64),
-        max_lengths=column(max_lengths, torch.int64),
-        length_penalty=column(length_penalty, torch.float64),
-        early_stopping=column([EARLY_STOPPING[mode] for mode in early_stopping], torch.int64),
-        end_tokens=torch.tensor(padded, dtype=torch.int64, device=device).reshape(slots, longest),
-        pad_tokens=column(pad_tokens, torch.int64),
+        num_beams=tensor(beams),
+        num_hypotheses=tensor(
+            beams if num_hypotheses is None else integers("num_hypotheses", num_hypotheses, 1)
+        ),
+        prompt_lengths=tensor(integers("prompt_lengths", prompt_lengths, 0)),
+        max_lengths=tensor(integers("max_lengths", max_lengths, 0)),
+        length_penalty=tensor([number(value) for value in penalties], torch.float64),
+        early_stopping=tensor([mode(value) for value in modes]),
+        end_tokens=tensor(padded).reshape(slots, longest),
+        pad_tokens=tensor(integers("pad_tokens", pad_tokens)),
     )

@@ -130,13 +130,15 @@ class BlockTable:
         _check_int("block_size", block_size, 1)
         self.block_size = block_size
         self.num_rows = 0
-        self._table = torch.full((max_rows, max_blocks_per_row), _NO_BLOCK, dtype=torch.int32)
-        self._lengths = torch.zeros(max_rows, dtype=torch.int32)
-        self.ref_counts = torch.zeros(num_blocks, dtype=torch.int32)
-        # The lowest block is taken first.
-        self._free_blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
-        self._counters = torch.tensor([num_blocks, 0, 0], dtype=torch.int32)
-        self._copies = torch.empty((max_rows, 3), dtype=torch.int32)
+        # Tensors made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._table = torch.full((max_rows, max_blocks_per_row), _NO_BLOCK, dtype=torch.int32)
+            self._lengths = torch.zeros(max_rows, dtype=torch.int32)
+            self.ref_counts = torch.zeros(num_blocks, dtype=torch.int32)
+            # The lowest block is taken first.
+            self._free_blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
+            self._counters = torch.tensor([num_blocks, 0, 0], dtype=torch.int32)
+            self._copies = torch.empty((max_rows, 3), dtype=torch.int32)
 
     def __repr__(self) -> str:
         return (

@@ -145,9 +145,11 @@ class BeamIndirection:
         for name, value in (("rows", rows), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"BeamIndirection: {name} is {value}; expected an int >= 0")
-        own = torch.arange(rows, dtype=torch.int32, device=device)
-        self.table = own[:, None].repeat(1, capacity)
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        # Tensors made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            own = torch.arange(rows, dtype=torch.int32, device=device)
+            self.table = own[:, None].repeat(1, capacity)
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def begin(self, rows: Sequence[int], prompt_row: int, length: int) -> None:
         """Start a request: ``rows`` read ``length`` positions of a prompt from ``prompt_row``.
