@@ -181,7 +181,10 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
   const Activity activity(*this, lock);
   if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
   wait_for_commit(lock);
-  rows = list_entries();
+  // What the copied index lists, and not what the map holds: others may have changed that since.
+  index_->read_areas(0, [&](const AreaRow& row) {
+    if (row.count != 0) rows.push_back(row);
+  });
   index_->copy_to(partial + "/index.sqlite");
   ++holds_;  // no slot of the copied index is written again before it is copied
   lock.unlock();

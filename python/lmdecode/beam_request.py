@@ -186,6 +186,8 @@ class BeamRequest:
         for name in ("repetition_penalty", "patience"):
             if not getattr(self, name) > 0:
                 raise _fail(name, getattr(self, name), "a number above 0")
+        if not torch.tensor(self.repetition_penalty, dtype=torch.float32) > 0:
+            raise _fail("repetition_penalty", self.repetition_penalty, "above 0 in float32")
         if not isinstance(self.logit_bias, Mapping):
             kind = type(self.logit_bias).__name__
             raise TypeError(
