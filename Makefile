@@ -97,7 +97,7 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@
 
 # torch, lmdecode and what the tests need come from $(VENV), which is added behind the environment's own packages.
-$(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps
+$(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
 	$(BIN)/python -m venv --clear $(TRANSFORMERS_4_38)
 	@packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "import site; site.addsitedir('$$packages')" \

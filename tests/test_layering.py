@@ -170,7 +170,14 @@ def test_imports(path: Path) -> None:
                 "lmdecode._library",
                 "lmdecode._fakes",
                 "lmdecode._C",
+                "lmdecode.attention",
                 "lmdecode.beam",
+                "lmdecode.beam_scorer",
+                "lmdecode.beam_search",
+                "lmdecode.constrained_beam_scorer",
+                "lmdecode.kv_cache",
+                "lmdecode.kv_cache_blocks",
+                "lmdecode.kv_cache_indirection",
                 "lmdecode.sampling",
             )
         }
