@@ -63,6 +63,22 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor parents, int rows, int block_size) "
       "-> ()");
   m.def("copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()");
+  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads, ...].
+  // window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked for.
+  m.def(
+      "sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
+      "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "
+      "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? attn_mask, bool "
+      "true_is_visible, Tensor? key_padding_mask, bool return_lse) -> (Tensor out, Tensor lse)");
+  m.def(
+      "sliding_window_decode(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
+      "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "
+      "Tensor? kv_lengths, Tensor? key_padding_mask, bool return_lse) -> (Tensor out, Tensor "
+      "lse)");
+  // Outputs [B, H, S, D] or ragged [tokens, H, D], with lse [B, H, S] or [H, tokens].
+  m.def(
+      "merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
+      "Tensor lse)");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

@@ -7,6 +7,9 @@
 
 namespace lmdecode {
 
+// Threads that parallel_for can use: for sizes of parts, never for what they hold.
+inline int64_t num_threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
+
 // Calls body(begin, end) for parts of [0, size) on torch's threads, in parts of at least `grain`.
 // The body must not throw: an exception could not cross the library boundary as itself.
 template <class Body>

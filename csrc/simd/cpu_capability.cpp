@@ -21,6 +21,14 @@ CpuCapability max_cpu_capability() {
   return CpuCapability::kDefault;
 }
 
+bool use_avx512_bf16() {
+#if defined(__x86_64__)
+  return cpu_capability() == CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 const char* cpu_capability_name(CpuCapability capability) {
   switch (capability) {
     case CpuCapability::kAvx512:

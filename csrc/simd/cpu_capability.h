@@ -14,6 +14,9 @@ CpuCapability cpu_capability();
 // The best level of this machine.
 CpuCapability max_cpu_capability();
 
+// Whether avx512 is in use on a machine that multiplies bfloat16 pairs as well (AVX512_BF16).
+bool use_avx512_bf16();
+
 const char* cpu_capability_name(CpuCapability capability);
 
 // Picks one of the builds of a kernel.

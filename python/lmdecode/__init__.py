@@ -2,10 +2,19 @@
 
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
-``reorder_cache_`` lets a KV cache follow its beams; ``lmdecode.reference`` holds every op again in
+``reorder_cache_`` lets a KV cache follow its beams; ``sliding_window_attention`` and
+``sliding_window_decode`` attend to a window of keys; ``lmdecode.reference`` holds every op again in
 plain torch.
 """
 
+from lmdecode.attention import (
+    compressed_swa_mask,
+    expand_compressed_swa_mask,
+    merge_attention_states,
+    sliding_window_attention,
+    sliding_window_decode,
+    swa_mask,
+)
 from lmdecode.beam import BeamCandidates, log_softmax_top_k
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
@@ -27,12 +36,18 @@ __all__ = [
     "BlockTable",
     "OutOfBlocksError",
     "SampleOutput",
+    "compressed_swa_mask",
     "copy_blocks_",
     "cpu_capability",
+    "expand_compressed_swa_mask",
     "gather_indirect",
     "has_cuda",
     "log_softmax_top_k",
+    "merge_attention_states",
     "reorder_cache_",
+    "sliding_window_attention",
+    "sliding_window_decode",
+    "swa_mask",
     "top_k_top_p_sample",
     "update_beam_indirection_",
 ]

@@ -12,6 +12,14 @@ from lmdecode.reference.arithmetic import (
     token_noise,
     token_weight,
 )
+from lmdecode.reference.attention import (
+    compressed_swa_mask,
+    expand_compressed_swa_mask,
+    merge_attention_states,
+    sliding_window_attention,
+    sliding_window_decode,
+    swa_mask,
+)
 from lmdecode.reference.beam import log_softmax_top_k
 from lmdecode.reference.kv_cache import (
     block_table_append_,
@@ -26,13 +34,19 @@ from lmdecode.reference.sampling import top_k_top_p_sample
 __all__ = [
     "block_table_append_",
     "block_table_reorder_",
+    "compressed_swa_mask",
     "copy_blocks_",
+    "expand_compressed_swa_mask",
     "exponential_noise",
     "gather_indirect",
     "log_softmax_top_k",
     "mass_threshold",
+    "merge_attention_states",
     "philox",
     "reorder_cache_",
+    "sliding_window_attention",
+    "sliding_window_decode",
+    "swa_mask",
     "token_mass",
     "token_noise",
     "token_weight",

@@ -1,0 +1,289 @@
+// The products of decoding: a few queries against rows of keys and values as they lie in a cache,
+// each of which is read once for all of the rows of a tile.
+#pragma once
+
+#include "attention/attention_vec.h"
+#include "attention/key_range.h"
+
+namespace lmdecode::LMD_SIMD {
+
+// Keys of a block: between two looks at a row's maximum.
+constexpr int64_t kBlockKeys = 64;
+
+// Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
+inline F32 sum_lanes(const F32 (&v)[kLanes]) {
+#if defined(LMD_SIMD_AVX512)
+  __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {  // halves: of v[i] in the lower, of v[i + 8] in the upper
+    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i].v, v[i + 8].v, 0x44),
+                         _mm512_shuffle_f32x4(v[i].v, v[i + 8].v, 0xee));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // quarters: v[i], v[i + 4], v[i + 8], v[i + 12]
+    b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88),
+                         _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+  }
+  // Now quarters hold v[i], v[i + 8], v[i + 4], v[i + 12], four lanes each.
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    c[i] = _mm512_add_ps(_mm512_unpacklo_ps(b[i], b[i + 2]), _mm512_unpackhi_ps(b[i], b[i + 2]));
+  }
+  // Lanes of a quarter: v[i], v[i + 2], v[i], v[i + 2], two of each.
+  const __m512 low = _mm512_unpacklo_ps(c[0], c[1]), high = _mm512_unpackhi_ps(c[0], c[1]);
+  const __m512 sum = _mm512_add_ps(low, high);  // 0, 1, 2, 3 | 8 to 11 | 4 to 7 | 12 to 15
+  return {_mm512_shuffle_f32x4(sum, sum, 0xd8)};
+#elif defined(LMD_SIMD_AVX2)
+  __m256 a[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_add_ps(_mm256_permute2f128_ps(v[i].v, v[i + 4].v, 0x20),
+                         _mm256_permute2f128_ps(v[i].v, v[i + 4].v, 0x31));
+  }
+  const __m256 b0 = _mm256_add_ps(_mm256_unpacklo_ps(a[0], a[2]), _mm256_unpackhi_ps(a[0], a[2]));
+  const __m256 b1 = _mm256_add_ps(_mm256_unpacklo_ps(a[1], a[3]), _mm256_unpackhi_ps(a[1], a[3]));
+  return {_mm256_add_ps(_mm256_unpacklo_ps(b0, b1), _mm256_unpackhi_ps(b0, b1))};
+#else
+  F32 sum;
+  for (int i = 0; i < kLanes; ++i) {
+    const float* lane = v[i].v;
+    sum.v[i] = ((lane[0] + lane[4]) + (lane[2] + lane[6])) +
+               ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+  }
+  return sum;
+#endif
+}
+
+// Rows of T as vectors of floats.
+template <class T>
+struct FloatRows {
+  using Row = T;
+  using Query = float;
+  using Weight = float;
+  static constexpr int64_t kVectorSize = kLanes;     // elements of a row in a vector
+  static constexpr int64_t kKeysOfAWeight = 1;
+
+  struct Vector {
+    F32 v;
+  };
+  static Vector load_row(const T* p) { return {load(p)}; }
+  static F32 multiply(F32 c, const float* query, Vector row) {
+    return accumulate(load(query), row.v, c);
+  }
+  static void store_weights(float* p, F32 weight) { store(p, weight); }
+};
+
+#if defined(LMD_SIMD_AVX512_BF16)
+// Rows of bfloat16, multiplied as pairs: along the head with queries, along the keys with weights.
+struct PairRows {
+  using Row = BFloat16;
+  using Query = BFloat16;
+  using Weight = BFloat16;
+  static constexpr int64_t kVectorSize = 32;
+  static constexpr int64_t kKeysOfAWeight = 2;
+
+  struct Vector {
+    __m512i v;
+  };
+  static Vector load_row(const BFloat16* p) { return {_mm512_loadu_si512(p)}; }
+  static F32 multiply(F32 c, const BFloat16* query, Vector row) {
+    return {_mm512_dpbf16_ps(c.v, reinterpret_cast<__m512bh>(_mm512_loadu_si512(query)),
+                             reinterpret_cast<__m512bh>(row.v))};
+  }
+  static void store_weights(BFloat16* p, F32 weight) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
+  }
+};
+#endif
+
+// Rows of keys or values in a cache.
+template <class T>
+struct CacheTokens {
+  const T* data;
+  int64_t stride;
+  int64_t bytes;  // of a row
+
+  const T* row(int64_t token) const { return data + token * stride; }
+  // Asks for a row that will be read.
+  void prefetch(int64_t token) const {
+    const char* p = reinterpret_cast<const char*>(row(token));
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  }
+};
+
+// scores[row][key] for kRows queries and the kLanes / kRows keys from `key` on; for a key out of
+// [range.begin, range.end) another one is read in its place.
+template <class Rows, int kRows, bool kAtEdge>
+inline void score_tile(const typename Rows::Query* queries, int64_t query_stride,
+                       const CacheTokens<typename Rows::Row>& keys, KeyRange range, int64_t key,
+                       int64_t size, float* scores) {
+  constexpr int kKeys = kLanes / kRows;
+  const typename Rows::Row* row[kKeys];
+#pragma GCC unroll 16
+  for (int i = 0; i < kKeys; ++i) {
+    row[i] = keys.row(kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i);
+  }
+  F32 sum[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sum[i] = splat(0.0f);
+  for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
+    typename Rows::Vector vector[kKeys];
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) vector[i] = Rows::load_row(row[i] + at);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        sum[r * kKeys + i] =
+            Rows::multiply(sum[r * kKeys + i], queries + r * query_stride + at, vector[i]);
+      }
+    }
+  }
+  alignas(64) float lane[kLanes];
+  store(lane, sum_lanes(sum));
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    __builtin_memcpy(scores + r * kBlockKeys + key, lane + r * kKeys, kKeys * sizeof(float));
+  }
+}
+
+// out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the keys
+// of a range. `ahead`: rows to ask for meanwhile.
+template <class T, int kRows, int kVectors>
+inline void add_values(const float* weights, const CacheTokens<T>& values,
+                       const CacheTokens<T>& ahead, KeyRange range, int64_t at, float* out,
+                       int64_t out_stride) {
+  F32 sum[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = load(out + r * out_stride + at + j * kLanes);
+  }
+  for (int64_t key = range.begin; key < range.end; ++key) {
+    ahead.prefetch(key);
+    F32 value[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) value[j] = load(values.row(key) + at + j * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const F32 weight = splat(weights[r * kBlockKeys + key]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[r][j] = accumulate(weight, value[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) store(out + r * out_stride + at + j * kLanes, sum[r][j]);
+  }
+}
+
+template <class Rows, int kRows>
+  requires(Rows::kKeysOfAWeight == 1)
+void add_all_values(const typename Rows::Weight* weights,
+                    const CacheTokens<typename Rows::Row>& values,
+                    const CacheTokens<typename Rows::Row>& ahead, KeyRange range, int64_t size,
+                    float* out, int64_t out_stride) {
+  using T = typename Rows::Row;
+  constexpr int kVectors = kLanes == 16 ? 4 : 2;
+  CacheTokens<T> wanted = ahead;  // by the first of the products
+  for (int64_t at = 0; at < size;) {
+    if (at + kVectors * kLanes <= size) {
+      add_values<T, kRows, kVectors>(weights, values, wanted, range, at, out, out_stride);
+      at += kVectors * kLanes;
+    } else {
+      add_values<T, kRows, 1>(weights, values, wanted, range, at, out, out_stride);
+      at += kLanes;
+    }
+    wanted.bytes = 0;
+  }
+}
+
+#if defined(LMD_SIMD_AVX512_BF16)
+// The same for pairs of keys; kVectors vectors of 32 elements.
+template <int kRows, int kVectors>
+inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>& values,
+                            const CacheTokens<BFloat16>& ahead, KeyRange range, int64_t at,
+                            float* out, int64_t out_stride) {
+  // Pairs come out of the interleaving with the elements 0-3, 8-11, ... in the one vector and
+  // 4-7, 12-15, ... in the other.
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i second =
+      _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+  const __m512i even = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+  const __m512i odd =
+      _mm512_set_epi32(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4);
+  __m512 low[kRows][kVectors], high[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      const float* p = out + r * out_stride + at + 32 * j;
+      const __m512 a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16);
+      low[r][j] = _mm512_permutex2var_ps(a, even, b);
+      high[r][j] = _mm512_permutex2var_ps(a, odd, b);
+    }
+  }
+  const auto add = [&](int64_t key, const __m512i(&a)[kVectors], const __m512i(&b)[kVectors]) {
+    __m512bh lows[kVectors], highs[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      lows[j] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a[j], b[j]));
+      highs[j] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a[j], b[j]));
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      int32_t pair;
+      __builtin_memcpy(&pair, weights + r * kBlockKeys + key, sizeof(pair));
+      const __m512bh weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) {
+        low[r][j] = _mm512_dpbf16_ps(low[r][j], weight, lows[j]);
+        high[r][j] = _mm512_dpbf16_ps(high[r][j], weight, highs[j]);
+      }
+    }
+  };
+  for (int64_t key = range.begin / 2 * 2; key < range.end; key += 2) {
+    __m512i a[kVectors], b[kVectors];
+    ahead.prefetch(key);
+    ahead.prefetch(key + 1);
+    const bool has_a = key >= range.begin, has_b = key + 1 < range.end;
+    const BFloat16* row_a = values.row(has_a ? key : key + 1) + at;
+    const BFloat16* row_b = values.row(has_b ? key + 1 : key) + at;
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      a[j] = _mm512_maskz_loadu_epi32(has_a ? 0xffff : 0, row_a + 32 * j);
+      b[j] = _mm512_maskz_loadu_epi32(has_b ? 0xffff : 0, row_b + 32 * j);
+    }
+    add(key, a, b);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      float* p = out + r * out_stride + at + 32 * j;
+      _mm512_storeu_ps(p, _mm512_permutex2var_ps(low[r][j], first, high[r][j]));
+      _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(low[r][j], second, high[r][j]));
+    }
+  }
+}
+
+template <class Rows, int kRows>
+  requires(Rows::kKeysOfAWeight == 2)
+void add_all_values(const BFloat16* weights, const CacheTokens<BFloat16>& values,
+                    const CacheTokens<BFloat16>& ahead, KeyRange range, int64_t size, float* out,
+                    int64_t out_stride) {
+  CacheTokens<BFloat16> wanted = ahead;  // by the first of the products
+  for (int64_t at = 0; at < size; at += 64) {
+    if (at + 64 <= size) {
+      add_value_pairs<kRows, 2>(weights, values, wanted, range, at, out, out_stride);
+    } else {
+      add_value_pairs<kRows, 1>(weights, values, wanted, range, at, out, out_stride);
+    }
+    wanted.bytes = 0;
+  }
+}
+#endif
+
+}  // namespace lmdecode::LMD_SIMD

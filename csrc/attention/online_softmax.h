@@ -1,0 +1,93 @@
+// The softmax of rows that see their keys step by step, in exponents of two.
+#pragma once
+
+#include "attention/attention_vec.h"
+
+namespace lmdecode::LMD_SIMD {
+
+class OnlineSoftmax {
+ public:
+  static constexpr int64_t kSumLanes = 16;
+
+  // row_max [rows], row_sum [rows, 16]; factor: from scores to exponents of two, not below 0.
+  OnlineSoftmax(float* row_max, float* row_sum, float factor)
+      : row_max_(row_max), row_sum_(row_sum), factor_(factor) {}
+
+  void reset(int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) row_max_[row] = minus_infinity();
+    for (int64_t i = 0; i < rows * kSumLanes; ++i) row_sum_[i] = 0.0f;
+  }
+
+  // scores[begin .. end) to weights, each put(key, weight) once; what the row has so far,
+  // out [size], is brought to the new maximum. begin and end are multiples of 16.
+  template <class Put>
+  void add(int64_t row, const float* scores, int64_t begin, int64_t end, float* out, int64_t size,
+           const Put& put) {
+    F32 top = load(scores + begin);
+    for (int64_t key = begin + kLanes; key < end; key += kLanes) top = max(load(scores + key), top);
+    const float old_max = row_max_[row], step_max = reduce_max(top) * factor_;
+    const float new_max = step_max > old_max ? step_max : old_max;
+    constexpr int kParts = kSumLanes / kLanes;
+    F32 sum[kParts];
+    for (int i = 0; i < kParts; ++i) sum[i] = load(row_sum_ + row * kSumLanes + i * kLanes);
+    if (new_max > old_max) {
+      row_max_[row] = new_max;
+      if (old_max > minus_infinity()) {
+        const F32 share = splat(exp2_of(old_max - new_max));
+        for (int i = 0; i < kParts; ++i) sum[i] = sum[i] * share;
+        for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(out + i) * share);
+      }
+    }
+    // Where nothing was seen yet all scores are -inf, or NaN: both stay.
+    const F32 shift = splat(new_max > minus_infinity() ? 0.0f - new_max : 0.0f);
+    const F32 factor = splat(factor_);
+    for (int64_t key = begin; key < end; key += kSumLanes) {
+      F32 weight[kParts];
+      for (int i = 0; i < kParts; ++i) {
+        weight[i] = exp2_of(accumulate(load(scores + key + i * kLanes), factor, shift));
+        sum[i] = sum[i] + weight[i];
+        put(key + i * kLanes, weight[i]);
+      }
+    }
+    for (int i = 0; i < kParts; ++i) store(row_sum_ + row * kSumLanes + i * kLanes, sum[i]);
+  }
+
+  float max_of_row(int64_t row) const { return row_max_[row]; }
+  double sum_of_row(int64_t row) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < kSumLanes; ++i) {
+      sum += static_cast<double>(row_sum_[row * kSumLanes + i]);
+    }
+    return sum;
+  }
+
+ private:
+  float* row_max_;
+  float* row_sum_;
+  float factor_;
+};
+
+// What a row's weights sum to, with the sink: out / divisor is the result.
+struct RowTotal {
+  double max;  // exponent of two
+  double sum;
+  float divisor;
+
+  // sink: null for none.
+  static RowTotal of(double max, double sum, const float* sink) {
+    if (sink == nullptr) return {max, sum, static_cast<float>(sum)};
+    const double score = static_cast<double>(*sink) * kLog2E;
+    const double top = score > max ? score : max;
+    if (!(top > -__builtin_inf())) return {max, sum, static_cast<float>(sum)};
+    const double share = __builtin_exp2(max - top);
+    const double total = sum * share + __builtin_exp2(score - top);
+    return {top, total, static_cast<float>(total / share)};
+  }
+  bool is_empty() const { return sum == 0.0; }
+  float lse() const {
+    return is_empty() ? minus_infinity()
+                      : static_cast<float>((max + __builtin_log2(sum)) / kLog2E);
+  }
+};
+
+}  // namespace lmdecode::LMD_SIMD

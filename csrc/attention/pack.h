@@ -1,0 +1,154 @@
+// Queries, keys and values in the order in which tile_product() reads them.
+//
+// Keys: panels of 64 keys, each [depth, 64]. Values: panels of 64 elements, each [keys, 64]. The
+// depth counts elements of Dot: floats along the head or, of bfloat16, pairs along it; values are
+// paired along the keys.
+#pragma once
+
+#include "attention/attention_tuning.h"
+#include "attention/key_range.h"
+#include "attention/tile_product.h"
+
+namespace lmdecode::LMD_SIMD {
+
+// Keys come in groups of so many; what a group lacks is zero.
+constexpr int64_t kKeyGroup = 16;
+
+// The keys or values of one head of a sequence.
+template <class T>
+struct HeadRows {
+  const T* data;  // [tokens, size]
+  int64_t token_stride;
+  int64_t element_stride;
+  int64_t size;
+
+  const T* row(int64_t token) const { return data + token * token_stride; }
+};
+
+// Elements [at, at + kLanes) of a row as floats, 0 beyond its size.
+template <class T>
+inline F32 load_elements(const HeadRows<T>& rows, int64_t token, int64_t at) {
+  const T* p = rows.row(token) + at * rows.element_stride;
+  const int64_t left = rows.size - at;
+  if (rows.element_stride == 1) {
+    return left >= kLanes ? load(p) : load_part(p, static_cast<int>(left), 0.0f);
+  }
+  alignas(64) float lane[kLanes] = {};
+  for (int64_t i = 0; i < kLanes && i < left; ++i) lane[i] = to_float(p[i * rows.element_stride]);
+  return load(lane);
+}
+
+#if defined(LMD_SIMD_AVX512_BF16)
+// Pairs [at, at + kLanes) of a row, as the bits of floats.
+inline F32 load_pairs(const HeadRows<BFloat16>& rows, int64_t token, int64_t at) {
+  const BFloat16* p = rows.row(token) + 2 * at * rows.element_stride;
+  const int64_t left = rows.size - 2 * at;
+  if (rows.element_stride == 1 && left >= 2 * kLanes) {
+    return {_mm512_castsi512_ps(_mm512_loadu_si512(p))};
+  }
+  alignas(64) uint16_t lane[2 * kLanes] = {};
+  for (int64_t i = 0; i < 2 * kLanes && i < left; ++i) lane[i] = p[i * rows.element_stride].bits;
+  return {_mm512_castsi512_ps(_mm512_load_si512(lane))};
+}
+
+inline void store_vector(uint32_t* p, F32 a) { _mm512_storeu_si512(p, _mm512_castps_si512(a.v)); }
+#endif
+inline void store_vector(float* p, F32 a) { store(p, a); }
+
+template <class Dot, class T>
+inline F32 load_depth(const HeadRows<T>& rows, int64_t token, int64_t at) {
+#if defined(LMD_SIMD_AVX512_BF16)
+  if constexpr (Dot::kPerElement == 2) {
+    return load_pairs(rows, token, at);
+  } else {
+    return load_elements(rows, token, at);
+  }
+#else
+  return load_elements(rows, token, at);
+#endif
+}
+
+// Elements of Dot that a head of `size` takes.
+template <class Dot>
+constexpr int64_t depth_of(int64_t size) {
+  return (size + Dot::kPerElement - 1) / Dot::kPerElement;
+}
+
+// The keys [first + range.begin, first + range.end), to their places in the panels of a step that
+// begins at `first`, with zeros to the ends of their groups. No other key is read.
+template <class Dot, class T>
+void pack_keys(const HeadRows<T>& keys, int64_t first, KeyRange range,
+               typename Dot::Element* panels) {
+  const int64_t depth = depth_of<Dot>(keys.size);
+  const int64_t begin = range.begin / kKeyGroup * kKeyGroup;
+  const int64_t end = (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup;
+  for (int64_t key = begin; key < end; key += kLanes) {
+    typename Dot::Element* panel =
+        panels + key / kPanelWidth * kPanelWidth * depth + key % kPanelWidth;
+    for (int64_t at = 0; at < depth; at += kLanes) {
+      F32 square[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const bool in_range = key + i >= range.begin && key + i < range.end;
+        square[i] = in_range ? load_depth<Dot>(keys, first + key + i, at) : splat(0.0f);
+      }
+      transpose(square);
+      for (int i = 0; i < kLanes && at + i < depth; ++i) {
+        store_vector(panel + (at + i) * kPanelWidth, square[i]);
+      }
+    }
+  }
+}
+
+// The values beside pack_keys(); where values are paired, a missing partner is zero.
+template <class Dot, class T>
+void pack_values(const HeadRows<T>& values, int64_t first, KeyRange range,
+                 typename Dot::Element* panels) {
+  constexpr int64_t kPanelRows = attention_tuning::kStepKeys / Dot::kPerElement;
+  for (int64_t at = 0; at < values.size; at += kLanes) {
+    typename Dot::Element* panel =
+        panels + at / kPanelWidth * kPanelWidth * kPanelRows + at % kPanelWidth;
+    const int64_t begin = range.begin / Dot::kPerElement;
+    const int64_t end = (range.end + Dot::kPerElement - 1) / Dot::kPerElement;
+    for (int64_t row = begin; row < end; ++row) {
+      typename Dot::Element* to = panel + row * kPanelWidth;
+#if defined(LMD_SIMD_AVX512_BF16)
+      if constexpr (Dot::kPerElement == 2) {
+        const auto half = [&](int64_t key) {
+          const bool in_range = key >= range.begin && key < range.end;
+          return in_range ? load_elements(values, first + key, at) : splat(0.0f);
+        };
+        // Floats that were bfloat16: the upper half of each lane.
+        store_vector(to, {_mm512_castsi512_ps(_mm512_or_si512(
+                             _mm512_srli_epi32(_mm512_castps_si512(half(2 * row).v), 16),
+                             _mm512_castps_si512(half(2 * row + 1).v)))});
+        continue;
+      }
+#endif
+      store_vector(to, load_elements(values, first + row, at));
+    }
+  }
+}
+
+// One query as a row of A, times 1, 0 or -1.
+template <class Dot, class T>
+void pack_query(const HeadRows<T>& query, float sign, typename Dot::Element* row) {
+  const int64_t depth = depth_of<Dot>(query.size);
+  for (int64_t at = 0; at < depth; at += kLanes) {
+    F32 value = load_depth<Dot>(query, 0, at);
+#if defined(LMD_SIMD_AVX512_BF16)
+    if constexpr (Dot::kPerElement == 2) {
+      const __m512i bits = _mm512_castps_si512(value.v);
+      if (sign < 0.0f) {
+        value.v = _mm512_castsi512_ps(_mm512_xor_si512(bits, _mm512_set1_epi16(-0x8000)));
+      } else if (sign == 0.0f) {
+        value = splat(0.0f);
+      }
+      store_vector(row + at, value);
+      continue;
+    }
+#endif
+    store_vector(row + at, value * splat(sign));
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD

@@ -1,0 +1,117 @@
+// sliding_window_attention: softmax(q k^T) v where each query sees a window of keys.
+// docs/attention.md is the user's page.
+//
+// A row (one query of one head) sees the keys of visible_keys() in key_range.h, less those that
+// key_padding hides; with an attn_mask, all of its sequence less those that the mask hides. Scores
+// are scale * q . k, then softcap * tanh(score / softcap), then minus slope * |position - key|,
+// then plus the mask's value. A sink is the score of a key without a value.
+//
+// A row's result depends on its own query, the keys and values of its sequence and the parameters,
+// bit for bit: not on the other rows of the call, the number of threads or the tiles. It does depend
+// on the CPU capability: the same sums are taken with or without fused operations, and bfloat16 is
+// multiplied as it is where the processor can.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/key_range.h"
+#include "common/half.h"
+
+namespace lmdecode {
+
+// What an additive mask holds where a key is masked, or less.
+constexpr float kMaskedScore = -65536.0f;
+
+enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat16, kBFloat16 };
+
+// In elements.
+struct AttentionStrides {
+  int64_t sequence = 0;
+  int64_t head = 0;
+  int64_t token = 0;
+  int64_t element = 0;
+};
+
+struct SlidingWindowAttentionParams {
+  DType dtype = DType::kFloat32;
+  int64_t sequences = 0;
+  int64_t q_heads = 0;
+  int64_t kv_heads = 0;    // divides q_heads
+  int64_t head_size = 0;   // of queries and keys
+  int64_t value_size = 0;  // of values and the output
+  int64_t q_len = 0;       // of each sequence, where cu_seqlens_q is null
+  int64_t kv_len = 0;      // of each sequence, where kv_lengths and cu_seqlens_kv are null
+
+  const void* q = nullptr;  // [sequences, q_heads, q_len, head_size] by its strides
+  const void* k = nullptr;  // [sequences, kv_heads, kv_len, head_size]
+  const void* v = nullptr;  // [sequences, kv_heads, kv_len, value_size]
+  AttentionStrides q_strides, k_strides, v_strides;  // ragged: sequence is 0
+
+  const int64_t* cu_seqlens_q = nullptr;   // [sequences + 1], or null
+  const int64_t* cu_seqlens_kv = nullptr;  // [sequences + 1], null where cu_seqlens_q is
+  const int64_t* kv_lengths = nullptr;     // [sequences], or null
+  const int64_t* q_positions = nullptr;    // [sequences, q_len], ragged [total], or null
+  AttentionStrides position_strides;       // sequence and token
+
+  int64_t window = kUnlimited;
+  int64_t window_right = 0;
+  float scale = 1.0f;
+  float softcap = 0.0f;                 // 0: none
+  const float* sinks = nullptr;         // [q_heads], or null
+  const float* alibi_slopes = nullptr;  // [sequences, q_heads], or null
+  int64_t alibi_sequence_stride = 0;
+
+  MaskType mask_type = MaskType::kNone;
+  bool mask_true_is_visible = false;  // of a bool mask
+  const void* mask = nullptr;         // [sequences, q_heads, q_len, kv_len]
+  AttentionStrides mask_strides;
+  const bool* key_padding = nullptr;  // [sequences, kv_len]: true is a token; or null
+  AttentionStrides key_padding_strides;  // sequence and token
+
+  void* out = nullptr;  // [sequences, q_heads, q_len, value_size], elements side by side
+  AttentionStrides out_strides;
+  float* lse = nullptr;  // [sequences, q_heads, q_len] f32, or null
+  AttentionStrides lse_strides;
+
+  int64_t group() const { return q_heads / kv_heads; }
+
+  int64_t first_query(int64_t sequence) const {
+    return cu_seqlens_q == nullptr ? 0 : cu_seqlens_q[sequence];
+  }
+  int64_t queries_of(int64_t sequence) const {
+    return cu_seqlens_q == nullptr ? q_len : cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
+  }
+  int64_t first_key(int64_t sequence) const {
+    return cu_seqlens_kv == nullptr ? 0 : cu_seqlens_kv[sequence];
+  }
+  int64_t keys_of(int64_t sequence) const {
+    if (cu_seqlens_kv != nullptr) return cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
+    return kv_lengths == nullptr ? kv_len : kv_lengths[sequence];
+  }
+  // Of query `token` of a sequence.
+  int64_t position(int64_t sequence, int64_t token) const {
+    if (q_positions == nullptr) {
+      return aligned_position(token, queries_of(sequence), keys_of(sequence));
+    }
+    return q_positions[sequence * position_strides.sequence +
+                       (first_query(sequence) + token) * position_strides.token];
+  }
+  // The keys that query `token` of a sequence can see, before masks.
+  KeyRange keys_seen(int64_t sequence, int64_t token) const {
+    const int64_t keys = keys_of(sequence);
+    if (mask_type != MaskType::kNone) return {0, keys};
+    return visible_keys(position(sequence, token), window, window_right, keys);
+  }
+};
+
+// Some queries of a sequence, with all query heads of one KV head.
+struct AttentionTile {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t first_token;
+  int64_t tokens;
+};
+
+void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
+
+}  // namespace lmdecode

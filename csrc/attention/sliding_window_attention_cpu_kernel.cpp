@@ -1,0 +1,33 @@
+// Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "attention/sliding_window_attention_cpu_kernel.h"
+
+namespace lmdecode::LMD_SIMD {
+namespace {
+
+template <class T, class Dot>
+void run_tiles(const SlidingWindowAttentionParams& params, const AttentionTile* tiles,
+               int64_t begin, int64_t end, int64_t most_rows, void* workspace) {
+  TileAttention<T, Dot> attention(params, most_rows, workspace);
+  for (int64_t i = begin; i < end; ++i) attention.run(tiles[i]);
+}
+
+}  // namespace
+
+void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
+                                    const AttentionTile* tiles, int64_t begin, int64_t end,
+                                    int64_t most_rows, void* workspace) {
+#if defined(LMD_SIMD_AVX512_BF16)
+  run_tiles<BFloat16, BFloat16Pairs>(params, tiles, begin, end, most_rows, workspace);
+#else
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return run_tiles<float, Floats>(params, tiles, begin, end, most_rows, workspace);
+    case DType::kFloat16:
+      return run_tiles<Half, Floats>(params, tiles, begin, end, most_rows, workspace);
+    case DType::kBFloat16:
+      return run_tiles<BFloat16, Floats>(params, tiles, begin, end, most_rows, workspace);
+  }
+#endif
+}
+
+}  // namespace lmdecode::LMD_SIMD

@@ -1,0 +1,91 @@
+// sliding_window_decode: sliding_window_attention for one or a few queries against a cache.
+// docs/attention.md is the user's page.
+//
+// The same function of the same arguments (sliding_window_attention.h), less attn_mask and
+// cu_seqlens. Keys and values are read once, as they lie, for all query heads of their KV head. The
+// keys of a sequence are cut into parts at fixed places, and the parts of a row are added in their
+// order: a row's result depends, bit for bit, on its own query and sequence alone. It is not bit
+// for bit what sliding_window_attention gives.
+#pragma once
+
+#include <cstddef>
+
+#include "attention/attention_tuning.h"
+#include "attention/sliding_window_attention.h"
+
+namespace lmdecode {
+
+// Keys [begin, end) of a sequence for one KV head, and where what they come to is kept.
+struct DecodePart {
+  int64_t sequence;
+  int64_t kv_head;
+  KeyRange keys;
+  int64_t slot;
+};
+
+// What the parts come to, before they are added: by slot and row, rows being token by token the
+// query heads of the KV head.
+struct DecodePartials {
+  float* out;      // [slots, rows, out_stride], not divided by the sum
+  float* row_max;  // [slots, rows], exponents of two
+  double* row_sum;  // [slots, rows]
+  int64_t rows;
+  int64_t out_stride;
+};
+
+// The slots of one KV head of one sequence.
+struct DecodeHead {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t first_slot;
+  int64_t slots;
+};
+
+// Scratch of a thread: queries, scores and weights of a block, the softmax, a block of keys or
+// values that do not lie as the kernel reads them.
+struct DecodeWorkspace {
+  float* queries;      // [rows, padded head_size], or as many bfloat16
+  float* scores;       // [rows, 64]
+  uint32_t* weights;   // [rows, 32], where weights are bfloat16
+  float* terms;        // [64]
+  float* row_sum;      // [rows, 16]
+  int64_t* row_begin;  // [rows]
+  int64_t* row_end;    // [rows]
+  float* keys;         // [64, padded head_size]
+  float* values;       // [64, padded value_size]
+};
+
+constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }
+constexpr int64_t padded_decode_size(int64_t size) { return (size + 31) / 32 * 32; }
+
+inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_size,
+                                     int64_t value_size, DecodeWorkspace* w) {
+  size_t used = 0;
+  const auto take = [&](auto** pointer, int64_t count) {
+    using Pointer = decltype(*pointer + 0);
+    if (memory != nullptr) {
+      *pointer = reinterpret_cast<Pointer>(static_cast<char*>(memory) + used);
+    }
+    used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
+  };
+  rows = padded_decode_rows(rows);
+  take(&w->queries, rows * padded_decode_size(head_size));
+  take(&w->scores, rows * 64);
+  take(&w->weights, rows * 32);
+  take(&w->terms, 64);
+  take(&w->row_sum, rows * 16);
+  take(&w->row_begin, rows);
+  take(&w->row_end, rows);
+  take(&w->keys, 64 * padded_decode_size(head_size));
+  take(&w->values, 64 * padded_decode_size(value_size));
+  return used;
+}
+
+inline size_t decode_workspace_bytes(int64_t rows, int64_t head_size, int64_t value_size) {
+  DecodeWorkspace w;
+  return split_decode_workspace(nullptr, rows, head_size, value_size, &w);
+}
+
+void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params);
+
+}  // namespace lmdecode

@@ -1,0 +1,111 @@
+// Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "attention/sliding_window_decode_cpu_kernel.h"
+
+namespace lmdecode::LMD_SIMD {
+namespace {
+
+template <class Rows, class T, bool kIsCopied>
+void run_parts(const SlidingWindowAttentionParams& params, const DecodePart* parts,
+               const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
+  DecodeAttention<Rows, T, kIsCopied> attention(params, partials, workspace);
+  for (int64_t i = begin; i < end; ++i) attention.run(parts[i]);
+}
+
+// Rows of keys and values are whole vectors, their elements side by side.
+bool are_whole(const SlidingWindowAttentionParams& params, int64_t vector_size) {
+  return params.k_strides.element == 1 && params.v_strides.element == 1 &&
+         params.head_size % vector_size == 0 && params.value_size % vector_size == 0;
+}
+
+template <class T>
+void run_with(const SlidingWindowAttentionParams& params, const DecodePart* parts,
+              const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
+  if (are_whole(params, FloatRows<T>::kVectorSize)) {
+    run_parts<FloatRows<T>, T, false>(params, parts, partials, begin, end, workspace);
+  } else {
+    run_parts<FloatRows<float>, T, true>(params, parts, partials, begin, end, workspace);
+  }
+}
+
+template <class T>
+void add_slots(const SlidingWindowAttentionParams& p, const DecodeHead& head,
+               const DecodePartials& partials) {
+  const int64_t group = p.group();
+  for (int64_t row = 0; row < p.q_len * group; ++row) {
+    const int64_t token = row / group, q_head = head.kv_head * group + row % group;
+    const auto at = [&](int64_t slot) { return (head.first_slot + slot) * partials.rows + row; };
+    float top = minus_infinity();
+    for (int64_t slot = 0; slot < head.slots; ++slot) {
+      const float of_slot = partials.row_max[at(slot)];
+      top = of_slot > top ? of_slot : top;
+    }
+    // The first slot takes up the others.
+    float* out = partials.out + at(0) * partials.out_stride;
+    double sum = 0.0;
+    for (int64_t slot = 0; slot < head.slots; ++slot) {
+      const float of_slot = partials.row_max[at(slot)];
+      const bool has_keys = of_slot > minus_infinity();  // or NaN alone: its sum tells
+      const double share = has_keys ? __builtin_exp2(static_cast<double>(of_slot - top)) : 1.0;
+      sum += partials.row_sum[at(slot)] * share;
+      const float* from = partials.out + at(slot) * partials.out_stride;
+      const F32 factor = splat(static_cast<float>(share));
+      for (int64_t i = 0; i < partials.out_stride; i += kLanes) {
+        const F32 part = load(from + i) * factor;
+        store(out + i, slot == 0 ? part : load(out + i) + part);
+      }
+    }
+    const RowTotal total = RowTotal::of(static_cast<double>(top), sum,
+                                        p.sinks == nullptr ? nullptr : p.sinks + q_head);
+    T* to = static_cast<T*>(p.out) + head.sequence * p.out_strides.sequence +
+            q_head * p.out_strides.head + token * p.out_strides.token;
+    store_quotient(to, out, p.value_size, total.is_empty() ? 1.0f : total.divisor);
+    if (p.lse != nullptr) {
+      p.lse[head.sequence * p.lse_strides.sequence + q_head * p.lse_strides.head +
+            token * p.lse_strides.token] = total.lse();
+    }
+  }
+}
+
+template <class T>
+void add_heads(const SlidingWindowAttentionParams& params, const DecodeHead* heads,
+               const DecodePartials& partials, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) add_slots<T>(params, heads[i], partials);
+}
+
+}  // namespace
+
+void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
+                                 const DecodePart* parts, const DecodePartials& partials,
+                                 int64_t begin, int64_t end, void* workspace) {
+#if defined(LMD_SIMD_AVX512_BF16)
+  if (are_whole(params, PairRows::kVectorSize)) {
+    run_parts<PairRows, BFloat16, false>(params, parts, partials, begin, end, workspace);
+  } else {
+    run_with<BFloat16>(params, parts, partials, begin, end, workspace);
+  }
+#else
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return run_with<float>(params, parts, partials, begin, end, workspace);
+    case DType::kFloat16:
+      return run_with<Half>(params, parts, partials, begin, end, workspace);
+    case DType::kBFloat16:
+      return run_with<BFloat16>(params, parts, partials, begin, end, workspace);
+  }
+#endif
+}
+
+void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,
+                                 const DecodeHead* heads, const DecodePartials& partials,
+                                 int64_t begin, int64_t end) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return add_heads<float>(params, heads, partials, begin, end);
+    case DType::kFloat16:
+      return add_heads<Half>(params, heads, partials, begin, end);
+    case DType::kBFloat16:
+      return add_heads<BFloat16>(params, heads, partials, begin, end);
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD
