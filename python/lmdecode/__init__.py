@@ -3,8 +3,8 @@
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
 ``reorder_cache_`` lets a KV cache follow its beams; ``sliding_window_attention`` and
-``sliding_window_decode`` attend to a window of keys; ``lmdecode.reference`` holds every op again in
-plain torch.
+``sliding_window_decode`` attend to a window of keys, which ``RingKVCache`` holds;
+``lmdecode.reference`` holds every op again in plain torch.
 """
 
 from lmdecode.attention import (
@@ -23,6 +23,7 @@ from lmdecode.kv_cache_indirection import (
     gather_indirect,
     update_beam_indirection_,
 )
+from lmdecode.ring_cache import RingKVCache, RingSnapshot, ring_cache_append_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -35,6 +36,8 @@ __all__ = [
     "BlockSlots",
     "BlockTable",
     "OutOfBlocksError",
+    "RingKVCache",
+    "RingSnapshot",
     "SampleOutput",
     "compressed_swa_mask",
     "copy_blocks_",
@@ -45,6 +48,7 @@ __all__ = [
     "log_softmax_top_k",
     "merge_attention_states",
     "reorder_cache_",
+    "ring_cache_append_",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",
