@@ -68,9 +68,8 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor parents, int rows, int block_size) "
       "-> ()");
   m.def("copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()");
-  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads,
-  // ...]. window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked
-  // for.
+  // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads, ...].
+  // window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked for.
   m.def(
       "sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
       "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "

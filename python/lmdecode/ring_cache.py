@@ -326,22 +326,22 @@ class RingKVCache:
         """
         length = self.window if length is None else length
         _check_int("ordered", "length", length, 0, self.window)
-        return self._join(0, length), self._join(1, length)
-
-    def _join(self, which: int, length: int) -> Tensor:
-        nothing = (self._keys, self._values)[which][:, :, :0]
-        pieces = self._pieces(max(self.num_sink_tokens, self.num_tokens - length))
-        return torch.cat([nothing, *(piece[which] for piece in pieces)], dim=2)
+        first = max(self.num_sink_tokens, self.num_tokens - length)
+        pieces = self._pieces(first) or [self._piece(0, 0, 0)]
+        return (
+            torch.cat([piece.keys for piece in pieces], dim=2),
+            torch.cat([piece.values for piece in pieces], dim=2),
+        )
 
     @property
     def keys(self) -> Tensor:
         """A copy of the keys in order, see ``ordered``."""
-        return self._join(0, self.window)
+        return self.ordered()[0]
 
     @property
     def values(self) -> Tensor:
         """A copy of the values in order, see ``ordered``."""
-        return self._join(1, self.window)
+        return self.ordered()[1]
 
     def _pieces(self, first: int) -> list[Piece]:
         """Views of the sinks, where there are, and of the tokens from ``first`` on: up to 3."""
@@ -425,10 +425,6 @@ class RingKVCache:
         before, end = self.num_tokens, self.num_tokens + (chunk[0].shape[2] if chunk else 0)
         first = self._check_queries(q, end)
         self._check_mask(key_padding_mask, end)
-        options = dict(
-            scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            key_padding_mask=key_padding_mask, return_lse=return_lse,
-        )  # fmt: skip
         try:
             write_first = first >= end - self.capacity
             if chunk and write_first:
@@ -439,9 +435,12 @@ class RingKVCache:
             pieces = [whole] if whole else self._pieces(first)
             if chunk and not write_first:
                 pieces += self._pieces_of_chunk(*chunk)
-            if not pieces:  # no token at all
-                pieces = [self._piece(0, 0, 0)]
-            out = attend_pieces(q, pieces, self.window, end - q.shape[2], **options)
+            pieces = pieces or [self._piece(0, 0, 0)]
+            out = attend_pieces(
+                q, pieces, self.window, end - q.shape[2], scale=scale, softcap=softcap,
+                alibi_slopes=alibi_slopes, sinks=sinks, key_padding_mask=key_padding_mask,
+                return_lse=return_lse,
+            )  # fmt: skip
         except (TypeError, ValueError):
             self.num_tokens = before
             raise
