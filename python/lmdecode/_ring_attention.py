@@ -17,6 +17,11 @@ from lmdecode.attention import (
 _DECODE_TOKENS = 8
 
 
+def attention_op(queries: int) -> Any:
+    """Return the op for so many queries."""
+    return sliding_window_decode if queries <= _DECODE_TOKENS else sliding_window_attention
+
+
 class Piece(NamedTuple):
     """Keys and values that lie side by side.
 
@@ -86,7 +91,7 @@ def attend_pieces(
         scale, softcap, alibi_slopes.
     """
     queries = q.shape[2]
-    attention = sliding_window_decode if queries <= _DECODE_TOKENS else sliding_window_attention
+    attention = attention_op(queries)
     has_distances = options.get("alibi_slopes") is not None
     out = lse = None
     for number, piece in enumerate(pieces):

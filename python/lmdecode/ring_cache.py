@@ -192,6 +192,11 @@ class RingKVCache:
             f"slots{sinks}, {self.num_tokens} tokens written)"
         )
 
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self._keys.shape[0]
+
     # --- Writing
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -316,7 +321,7 @@ class RingKVCache:
         Parameters
         ----------
         length : int, optional
-            At most so many tokens behind the sinks, up to ``window``, which is the default.
+            At most so many tokens behind the sinks, as far as they are held; by default ``window``.
 
         Returns
         -------
@@ -325,8 +330,8 @@ class RingKVCache:
             the last tokens.
         """
         length = self.window if length is None else length
-        _check_int("ordered", "length", length, 0, self.window)
-        first = max(self.num_sink_tokens, self.num_tokens - length)
+        _check_int("ordered", "length", length, 0, self.capacity)
+        first = max(self._first_held, self.num_tokens - length)
         pieces = self._pieces(first) or [self._piece(0, 0, 0)]
         return (
             torch.cat([piece.keys for piece in pieces], dim=2),
@@ -495,8 +500,8 @@ class RingKVCache:
         if mask is None:
             return
         _check_tensor("attend", "key_padding_mask", mask)
-        if list(mask.shape) != [self._keys.shape[0], end]:
+        if list(mask.shape) != [self.batch, end]:
             raise ValueError(
                 f"attend: key_padding_mask has shape {list(mask.shape)}; expected "
-                f"[{self._keys.shape[0]}, {end}], a column for each token so far"
+                f"[{self.batch}, {end}], a column for each token so far"
             )

@@ -232,7 +232,7 @@ def test_ordered_gives_as_many_as_are_asked_for() -> None:
         k, v = chunk(n)
         cache.append(k, v)
         tokens.append(k, v)
-        for length in range(9):
+        for length in range(12):
             assert torch.equal(cache.ordered(length)[0], tokens.k[:, :, tokens.held(length)])
 
 
@@ -438,7 +438,7 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
         r"restore: values of the snapshot are torch.float16", ValueError,
         lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half())),
     ),
-    "ordered": (r"ordered: length is 9; expected 0 to 8", ValueError, lambda c: c.ordered(9)),
+    "ordered": (r"ordered: length is 12; expected 0 to 11", ValueError, lambda c: c.ordered(12)),
     "reorder": (r"parents\[0\] is 3", ValueError, lambda c: c.reorder_(torch.tensor([3, 0, 0]))),
     "attend: a list": (r"attend: q is of type list", TypeError, lambda c: c.attend([1])),
     "attend: k alone": (r"attend: v is of type NoneType", TypeError, lambda c: c.attend(Q, K)),
