@@ -47,6 +47,7 @@ def test_ops() -> None:
         "lmdecode::log_softmax_top_k.processed",
         "lmdecode::merge_attention_states",
         "lmdecode::reorder_cache_",
+        "lmdecode::ring_cache_append_",
         "lmdecode::sliding_window_attention",
         "lmdecode::sliding_window_decode",
         "lmdecode::top_k_top_p_sample",
@@ -205,6 +206,13 @@ def test_opcheck_update_beam_indirection(lengths: torch.Tensor | None) -> None:
     opcheck(
         op, (torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([2, 0, 0]), 2, lengths)
     )
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 6], dtype=torch.int32)])
+def test_opcheck_ring_cache_append(rows: torch.Tensor | None) -> None:
+    rings = caches([(2, 3, 5, 4), (2, 3, 5, 2)])
+    chunk = caches([(2, 3, 7, 4), (2, 3, 7, 2)])
+    opcheck(torch.ops.lmdecode.ring_cache_append_.default, (*rings, *chunk, 9, rows, 1))
 
 
 def test_opcheck_copy_blocks() -> None:
@@ -607,6 +615,30 @@ def test_compile_update_beam_indirection(backend: str) -> None:
     for parents in (torch.tensor([2, 0, 0]), torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2])):
         assert compiled(got[0], parents, got[1]) == step(want[0], parents, want[1])
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_ring_cache_append(backend: str) -> None:
+    """A step whose positions are a tensor, so that it is compiled once."""
+
+    def step(
+        keys: torch.Tensor, values: torch.Tensor, chunk: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        lmdecode.ring_cache_append_(
+            keys, values, chunk * 2.0, chunk[..., :2], positions, num_sink_tokens=1
+        )
+        positions.add_(1)
+        return keys.sum() + values[0].sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    got, want = ((*caches([(2, 3, 5, 4), (2, 3, 5, 2)]), torch.tensor([0, 3])) for _ in range(2))
+    for _ in range(12):
+        (chunk,) = caches([(2, 3, 1, 4)])
+        one = compiled(got[0], got[1], chunk, got[2])
+        torch.testing.assert_close(one, step(want[0], want[1], chunk, want[2]))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert counter.frame_count == 1
 
 

@@ -2,6 +2,7 @@
 #include "bindings/kv_cache.h"
 
 #include "bindings/kv_cache_indirection.h"
+#include "bindings/kv_cache_ring.h"
 
 namespace lmdecode {
 namespace {
@@ -23,10 +24,19 @@ void update_beam_indirection(const Tensor& indirection, const Tensor& parents, i
   update_beam_indirection_cpu(params);
 }
 
+void ring_cache_append(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
+                       int64_t position, const std::optional<Tensor>& position_rows,
+                       int64_t num_sink_tokens) {
+  const RingAppendArguments arguments(keys, values, k, v, position, position_rows, num_sink_tokens);
+  arguments.check_positions();
+  ring_cache_append_cpu(arguments.p);
+}
+
 }  // namespace
 }  // namespace lmdecode
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
   m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
+  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::ring_cache_append));
 }

@@ -5,6 +5,7 @@
 #include "bindings/kv_cache.h"
 #include "bindings/kv_cache_blocks.h"
 #include "bindings/kv_cache_indirection.h"
+#include "bindings/kv_cache_ring.h"
 
 namespace lmdecode {
 namespace {
@@ -47,6 +48,14 @@ void update_beam_indirection(const Tensor& indirection, const Tensor& parents, i
   update_beam_indirection_cuda(params, stream.get());
 }
 
+void ring_cache_append(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
+                       int64_t position, const std::optional<Tensor>& position_rows,
+                       int64_t num_sink_tokens) {
+  const RingAppendArguments arguments(keys, values, k, v, position, position_rows, num_sink_tokens);
+  const LaunchStream stream(kRingAppendOp, "keys", keys);
+  ring_cache_append_cuda(arguments.p, stream.get());
+}
+
 void copy_blocks(const std::vector<Tensor>& pools, const Tensor& copies) {
   const CopyBlocksArguments arguments(pools, copies);
   const LaunchStream stream(kCopyBlocksOp, "copies", copies);
@@ -59,5 +68,6 @@ void copy_blocks(const std::vector<Tensor>& pools, const Tensor& copies) {
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
   m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
+  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::ring_cache_append));
   m.impl("copy_blocks_", TORCH_BOX(&lmdecode::copy_blocks));
 }

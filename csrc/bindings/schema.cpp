@@ -62,6 +62,11 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, Tensor? "
       "length_rows) -> ()");
+  // Tokens k [rows, heads, tokens, ...] and v go to their slots of a ring keys [rows, heads, slots,
+  // ...] and values; the first of them is the sequence's position-th, in row r position_rows[r].
+  m.def(
+      "ring_cache_append_(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, SymInt position, "
+      "Tensor? position_rows, SymInt num_sink_tokens) -> ()");
   // The bookkeeping of a cache in blocks, on the CPU: lmdecode.BlockTable, which holds these
   // tensors, int32 all, with block_table [rows, max_blocks], lengths [rows], ref_counts and
   // free_blocks [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3]

@@ -4,7 +4,7 @@
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
 that come and go; ``sliding_window_attention`` and ``sliding_window_decode``
-attend to a window of keys; ``lmdecode.reference`` holds every op again in
+attend to a window of keys, which ``RingKVCache`` holds; ``lmdecode.reference`` holds every op again in
 plain torch.
 """
 
@@ -40,6 +40,7 @@ from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
+from lmdecode.ring_cache import RingKVCache, RingSnapshot, ring_cache_append_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
@@ -67,6 +68,8 @@ __all__ = [
     "DisjunctiveConstraint",
     "OutOfBlocksError",
     "PhrasalConstraint",
+    "RingKVCache",
+    "RingSnapshot",
     "RowTokens",
     "SampleOutput",
     "StepOutput",
@@ -84,6 +87,7 @@ __all__ = [
     "merge_attention_states",
     "new_beam_state",
     "reorder_cache_",
+    "ring_cache_append_",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",

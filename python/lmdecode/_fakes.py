@@ -202,6 +202,12 @@ def _update_beam_indirection_(indirection, parents, length, length_rows):
     _check_devices("update_beam_indirection_", "indirection", indirection, others)
 
 
+@torch.library.register_fake("lmdecode::ring_cache_append_")
+def _ring_cache_append_(keys, values, k, v, position, position_rows, num_sink_tokens):
+    others = dict(values=values, k=k, v=v, position=position_rows)
+    _check_devices("ring_cache_append_", "keys", keys, others)
+
+
 @torch.library.register_fake("lmdecode::copy_blocks_")
 def _copy_blocks_(pools, copies):
     others = {f"pools[{number}]": pool for number, pool in enumerate(pools)}

@@ -28,6 +28,7 @@ from lmdecode.reference.kv_cache import (
     copy_blocks_,
     gather_indirect,
     reorder_cache_,
+    ring_cache_append_,
     update_beam_indirection_,
 )
 from lmdecode.reference.sampling import top_k_top_p_sample
@@ -47,6 +48,7 @@ __all__ = [
     "merge_attention_states",
     "philox",
     "reorder_cache_",
+    "ring_cache_append_",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",

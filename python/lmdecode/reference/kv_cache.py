@@ -12,6 +12,7 @@ __all__ = [
     "copy_blocks_",
     "gather_indirect",
     "reorder_cache_",
+    "ring_cache_append_",
     "update_beam_indirection_",
 ]
 
@@ -49,6 +50,27 @@ def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = No
         for position in range(length):
             out[row, :, position] = states[int(indirection[row, position]), :, position]
     return out
+
+
+def ring_cache_append_(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int | Tensor,
+    *,
+    num_sink_tokens: int = 0,
+) -> None:
+    """``lmdecode.ring_cache_append_``: token by token, later ones over earlier ones."""
+    capacity = keys.shape[2] - num_sink_tokens
+    for row in range(len(keys)):
+        first = int(position[row]) if isinstance(position, Tensor) else position
+        for token in range(k.shape[2]):
+            slot = first + token
+            if slot >= num_sink_tokens:
+                slot = num_sink_tokens + (slot - num_sink_tokens) % capacity
+            keys[row, :, slot] = k[row, :, token]
+            values[row, :, slot] = v[row, :, token]
 
 
 def copy_blocks_(pools: Sequence[Tensor], copies: Tensor) -> None:

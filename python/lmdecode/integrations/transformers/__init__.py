@@ -6,8 +6,11 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches for beam search, and
 ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches that exist.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
+``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
+masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
 """
 
+from lmdecode.integrations.transformers.attention import register
 from lmdecode.integrations.transformers.beam_generation import beam_search
 from lmdecode.integrations.transformers.beam_trace import BeamComparison, compare_with_transformers
 from lmdecode.integrations.transformers.cache_utils import (
@@ -20,17 +23,21 @@ from lmdecode.integrations.transformers.cache_utils import (
 from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
+from lmdecode.integrations.transformers.ring_cache_utils import DynamicRingCache, StaticRingCache
 
 __all__ = [
     "BeamComparison",
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
+    "DynamicRingCache",
     "HammingDiversityLogitsProcessor",
+    "StaticRingCache",
     "TopKTopPLogitsProcessor",
     "beam_cache",
     "beam_search",
     "compare_with_transformers",
     "expand_beams",
+    "register",
     "reorder_beams",
     "sample",
 ]

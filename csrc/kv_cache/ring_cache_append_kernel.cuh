@@ -1,0 +1,55 @@
+// ring_cache_append_ on a GPU. No two tokens that are held go to one slot, so that nothing has to
+// wait.
+#pragma once
+
+#include "common/cuda_intrinsics.cuh"
+#include "kv_cache/ring_cache_append_launch.h"
+
+namespace lmdecode::ring_append_cuda {
+
+template <class Unit>
+__device__ void copy_unit(unsigned char* to, const unsigned char* from, int64_t unit) {
+  reinterpret_cast<Unit*>(to)[unit] = reinterpret_cast<const Unit*>(from)[unit];
+}
+
+__global__ void __launch_bounds__(ring_append_cuda_tuning::kThreads)
+    ring_cache_append_kernel(const RingAppendLaunch launch) {
+  const RingCacheAppendParams& params = launch.params;
+  const int64_t of_keys = launch.vectors * launch.units[0];
+  const int64_t all = of_keys + launch.vectors * launch.units[1];
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < all;
+       at += threads) {
+    const int which = at < of_keys ? 0 : 1;
+    const int64_t index = at < of_keys ? at : at - of_keys;
+    const int64_t vector = index / launch.units[which];
+    const int64_t token = vector % params.tokens;
+    const int64_t head = vector / params.tokens % params.heads;
+    const int64_t row = vector / params.tokens / params.heads;
+    const int64_t begin = params.positions.at(row);
+    if (begin < 0 || begin > kMaxRingPosition) continue;
+    if (!params.slots.holds(begin + token, begin + params.tokens)) continue;
+    const RingStates& states = params.states[which];
+    unsigned char* const to = states.to(row, head, params.slots.slot(begin + token));
+    const unsigned char* const from = states.from(row, head, token);
+    const int64_t unit = index - vector * launch.units[which];
+    switch (launch.unit_bytes[which]) {
+      case 16:
+        copy_unit<uint4>(to, from, unit);
+        break;
+      case 8:
+        copy_unit<uint2>(to, from, unit);
+        break;
+      case 4:
+        copy_unit<uint32_t>(to, from, unit);
+        break;
+      case 2:
+        copy_unit<uint16_t>(to, from, unit);
+        break;
+      default:
+        copy_unit<uint8_t>(to, from, unit);
+    }
+  }
+}
+
+}  // namespace lmdecode::ring_append_cuda

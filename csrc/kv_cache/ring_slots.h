@@ -1,0 +1,37 @@
+// Where the positions of a sequence lie in a ring: pure arithmetic, shared by the CPU and the CUDA
+// kernels.
+//
+// The first num_sinks positions have slots of their own, in front; every other position p lies in
+// slot num_sinks + (p - num_sinks) mod capacity. What a ring holds therefore depends on the number
+// of tokens written alone, not on the chunks that they came in.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace lmdecode {
+
+struct RingSlots {
+  int64_t num_sinks = 0;
+  int64_t capacity = 1;  // slots behind those of the sinks, at least 1
+
+  LMD_HOST_DEVICE int64_t slot(int64_t position) const {
+    if (position < num_sinks) return position;
+    return num_sinks + (position - num_sinks) % capacity;
+  }
+
+  // Whether a position is still held once all positions below `end` have been written.
+  LMD_HOST_DEVICE bool holds(int64_t position, int64_t end) const {
+    return position < num_sinks || position >= end - capacity;
+  }
+
+  // How many of the positions [position, end) lie in slots that follow each other, at least 1.
+  LMD_HOST_DEVICE int64_t run_length(int64_t position, int64_t end) const {
+    const int64_t limit =
+        position < num_sinks ? num_sinks : position + num_sinks + capacity - slot(position);
+    return (limit < end ? limit : end) - position;
+  }
+};
+
+}  // namespace lmdecode

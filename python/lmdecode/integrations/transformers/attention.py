@@ -1,0 +1,180 @@
+"""``attn_implementation="lmdecode"`` of transformers 5.x: sliding windows without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from lmdecode._ring_attention import attention_op
+from lmdecode.attention import sliding_window_attention
+from lmdecode.integrations.transformers._ring_states import RingStates
+
+__all__ = ["attention_forward", "padding_mask", "register"]
+
+_NAME = "lmdecode"
+
+
+def register() -> None:
+    """Make ``attn_implementation="lmdecode"`` known to transformers, for any model.
+
+    Models are loaded with it, or changed by ``model.set_attn_implementation("lmdecode")``. It is
+    for those that support ``flash_attention_2``, which pass on their windows as it needs them;
+    there are no gradients, no dropout, no attention weights.
+    """
+    AttentionInterface.register(_NAME, attention_forward)
+    AttentionMaskInterface.register(_NAME, padding_mask)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return what ``attention_forward`` needs to know beside the window: which keys are padding.
+
+    Called by transformers, as an ``AttentionMaskInterface``.
+
+    Returns
+    -------
+    Tensor or None
+        None where no key that is seen is padding. Else ``[batch, tokens so far]`` bool, True =
+        token, a column for each position from the first on: as it comes, so that the second call
+        with the result of the first, which a static cache brings about, changes nothing. Where the
+        keys of a static cache reach farther than the tokens, always such a mask: its width tells.
+        Only for what is no causal window (packed sequences, blocks of an image, chunks, masks of
+        the caller) a mask of four dimensions, ``[batch, 1, q_length or 1, kv_length]`` bool.
+    """
+    is_chunked = local_size is not None and local_size == getattr(
+        config, "attention_chunk_size", None
+    )
+    is_causal_window = allow_is_causal_skip or (q_length == 1 and not use_vmap)
+    if allow_is_bidirectional_skip and local_size is None:
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        return attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
+    if allow_is_bidirectional_skip or is_chunked or not is_causal_window:
+        options = {} if mask_function is None else {"mask_function": mask_function}
+        return sdpa_mask(
+            batch_size, q_length, kv_length, int(q_offset), kv_offset,
+            attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap,
+            device=device, **options,
+        )  # fmt: skip
+    end = int(q_offset) + q_length
+    is_static = kv_offset + kv_length > end
+    if attention_mask is None:
+        return torch.ones(batch_size, end, dtype=torch.bool, device=device) if is_static else None
+    mask = attention_mask[:, :end]
+    if mask.shape[1] < end:
+        mask = nn.functional.pad(mask, (0, end - mask.shape[1]))  # as transformers has it
+    if not is_static and bool(mask[:, kv_offset:].all()):
+        return None
+    return mask
+
+
+def _check(query: Tensor, dropout: float, unsupported: dict[str, Any]) -> None:
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "lmdecode attention: query requires a gradient, and there is none; call the model "
+            "under torch.no_grad(), or train with another attn_implementation"
+        )
+    if dropout:
+        raise ValueError(f"lmdecode attention: dropout is {dropout}; expected 0")
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(
+                f"lmdecode attention: {name} was given; expected none: this model needs another "
+                "attn_implementation"
+            )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as ``lmdecode.sliding_window_attention`` and ``sliding_window_decode`` do.
+
+    Called by transformers, as an ``AttentionInterface``.
+
+    Parameters
+    ----------
+    module
+        Whose ``is_causal`` holds where the argument is None.
+    query, key, value
+        ``[batch, heads, tokens, head_size]``, keys and values not repeated; those of a ring are
+        read as they lie.
+    attention_mask
+        What ``padding_mask`` returned, or a mask of four dimensions, which alone decides.
+    sliding_window
+        Keys that a query sees, its own included.
+    softcap, s_aux
+        As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
+
+    Returns
+    -------
+    tuple
+        ``[batch, tokens, heads, head_size]``, and None for the weights.
+
+    Raises
+    ------
+    ValueError
+        In training, and for what is not supported.
+    """
+    _check(query, dropout, {"position_bias": position_bias, "cache": cache})
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        mask = attention_mask[..., : key.shape[2]]
+        out = sliding_window_attention(
+            query, key, value, attn_mask=mask, mask_convention="visible", **options
+        )
+        return _transposed(out), None
+    if isinstance(key, RingStates) and is_causal and key.ring.window == sliding_window:
+        return _transposed(key.attend(query, key_padding_mask=attention_mask, **options)), None
+    if attention_mask is not None:
+        seen, held = attention_mask.shape[1], key.shape[2]
+        if held > seen:  # a static cache that is not full
+            key, value = key[:, :, :seen], value[:, :, :seen]
+        attention_mask = attention_mask[:, max(0, seen - held) :]
+    if is_causal:
+        options |= dict(window=sliding_window)
+    else:
+        # A window of this size to both sides, the query not counted.
+        window = None if sliding_window is None else sliding_window + 1
+        options |= dict(window=window, window_right=sliding_window)
+    attend = attention_op(query.shape[2])
+    return _transposed(attend(query, key, value, key_padding_mask=attention_mask, **options)), None
+
+
+def _transposed(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)

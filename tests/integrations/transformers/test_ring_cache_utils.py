@@ -1,0 +1,247 @@
+"""The layers of ring caches against those of transformers, call by call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, reorder_beams
+from lmdecode.integrations.transformers._beam_layers import BeamLayer
+from lmdecode.integrations.transformers._ring_states import RingStates
+from lmdecode.integrations.transformers.ring_cache_utils import RingLayer, _FixedLayer
+
+BATCH, HEADS, SIZE, VALUE_SIZE, WINDOW = 3, 2, 4, 6, 8
+LENGTHS = [[1] * 30, [5, 1, 1, 1, 9, 1, 1, 30, 1], [40, 1, 1, 2, 3, 1], [7, 1, 1], [8, 1], [9, 1]]
+
+
+def states(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + count)
+    return (
+        torch.randn(BATCH, HEADS, count, SIZE, generator=generator),
+        torch.randn(BATCH, HEADS, count, VALUE_SIZE, generator=generator),
+    )
+
+
+def pair() -> tuple[RingLayer, DynamicSlidingWindowLayer]:
+    return RingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
+
+
+def assert_same(ours: RingLayer, theirs: DynamicSlidingWindowLayer) -> None:
+    assert ours.get_seq_length() == theirs.get_seq_length() == ours.cumulative_length
+    assert ours.get_max_length() == theirs.get_max_length()
+    for queries in (1, 2, 9):
+        assert ours.get_mask_sizes(queries) == theirs.get_mask_sizes(queries)
+    if ours.get_seq_length():
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+def update_both(ours: RingLayer, theirs: DynamicSlidingWindowLayer, count: int, seed: int) -> None:
+    """Write the same tokens, and compare what comes back."""
+    sizes = ours.get_mask_sizes(count)
+    got, want = ours.update(*states(count, seed)), theirs.update(*states(count, seed))
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) and one.shape[2] == sizes[0]
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_updates(lengths: list[int]) -> None:
+    ours, theirs = pair()
+    assert_same(ours, theirs)
+    for seed, count in enumerate(lengths):
+        update_both(ours, theirs, count, seed)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_rows(lengths: list[int]) -> None:
+    for change in (
+        lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda layer: layer.batch_select_indices(torch.tensor([2, 1, 1])),
+        lambda layer: (
+            layer.batch_repeat_interleave(2),
+            layer.batch_select_indices(torch.tensor([5, 0, 2])),
+        ),
+    ):
+        ours, theirs = pair()
+        change(ours), change(theirs)  # nothing to do yet
+        for seed, count in enumerate(lengths):
+            update_both(ours, theirs, count, seed)
+            change(ours), change(theirs)
+            assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_crop_while_the_past_is_recorded(lengths: list[int], late: bool) -> None:
+    ours, theirs = pair()
+    if late:
+        update_both(ours, theirs, 3, 77)
+    for layer in (ours, theirs):
+        layer.activate_past_recording()
+    for seed, count in enumerate(lengths):
+        ours.update(*states(count, seed)), theirs.update(*states(count, seed))
+        remove = min(count, 20) * (seed % 3) // 2
+        for layer in (ours, theirs):
+            layer.crop(-remove)
+        assert_same(ours, theirs)
+
+
+def test_crop_beyond_what_is_held() -> None:
+    layer = RingLayer(WINDOW)
+    layer.crop(-3)  # not in use: nothing to do, as in transformers
+    layer.update(*states(30))
+    with pytest.raises(ValueError, match="rollback: num_tokens is 2; expected at most 0"):
+        layer.crop(-2)
+    with pytest.raises(ValueError, match="tokens_to_remove is 2; expected 0 or less"):
+        layer.crop(2)
+    assert torch.equal(layer.keys, states(30)[0][:, :, -7:])
+
+
+def test_a_step_writes_one_slot_and_copies_nothing() -> None:
+    layer = RingLayer(WINDOW)
+    layer.update(*states(20))
+    ring = layer.ring
+    where = ring._keys.data_ptr(), ring._values.data_ptr()
+    for seed in range(20):
+        before = ring._keys.clone()
+        keys, values = layer.update(*states(1, seed))
+        assert isinstance(keys, RingStates) and isinstance(values, RingStates)
+        assert keys.ring is ring and where == (ring._keys.data_ptr(), ring._values.data_ptr())
+        changed = (ring._keys != before).any(-1).any(1).any(0)
+        assert changed.nonzero().flatten().tolist() == [(20 + seed) % WINDOW]
+    assert ring.capacity == WINDOW
+
+
+def test_reset_and_another_batch() -> None:
+    for keeps_memory in (False, True):
+        layer = RingLayer(WINDOW, keeps_memory=keeps_memory)
+        layer.update(*states(20))
+        ring = layer.ring
+        layer.reset()
+        assert layer.get_seq_length() == 0
+        layer.update(*states(3, 1))
+        assert (layer.ring is ring) == keeps_memory
+        assert torch.equal(layer.keys, states(3, 1)[0])
+    layer = RingLayer(WINDOW)
+    layer.update(*states(20))
+    layer.reset()
+    layer.update(*(tensor[:1] for tensor in states(3)))
+    assert layer.keys.shape[0] == 1
+
+
+def test_states_are_in_order_for_whoever_uses_them() -> None:
+    layer, seen = RingLayer(WINDOW), []
+    for seed in range(15):
+        seen.append(states(1, seed))
+        keys, values = layer.update(*seen[-1])
+    want = torch.cat([k for k, _ in seen], 2)[:, :, -WINDOW:]
+    assert keys.shape == want.shape and keys.dtype == want.dtype and keys.dim() == 4
+    assert torch.equal(keys, want) and torch.equal(torch.cat([keys, keys], 2)[:, :, :8], want)
+    assert torch.equal(keys[:, :1].transpose(2, 3), want[:, :1].mT)
+    assert torch.equal(want @ keys.mT, want @ want.mT)
+    assert type(keys + 0) is torch.Tensor
+    assert torch.equal(values, torch.cat([v for _, v in seen], 2)[:, :, -WINDOW:])
+
+
+def test_states_that_are_out_of_date_are_refused() -> None:
+    layer = RingLayer(WINDOW)
+    layer.update(*states(3))
+    old, _ = layer.update(*states(1))
+    layer.update(*states(1))
+    with pytest.raises(RuntimeError, match="of token 4 were read after token 5 had been written"):
+        old.shape  # noqa: B018
+
+
+def test_wrong_states_are_refused() -> None:
+    layer = RingLayer(WINDOW)
+    layer.update(*states(12))
+    before = layer.keys
+    k, v = states(1)
+    for wrong in ((k[:2], v), (k.half(), v.half()), (k, v[..., :3]), (k.requires_grad_(), v)):
+        with pytest.raises(ValueError, match=r"[kv] "):
+            layer.update(*wrong)
+        assert torch.equal(layer.keys, before) and layer.get_seq_length() == 12
+
+
+# --- Caches
+
+
+def config(**options: Any) -> Any:
+    return transformers.Gemma2Config(
+        num_hidden_layers=3, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], **options,
+    )  # fmt: skip
+
+
+def test_the_layers_of_a_cache() -> None:
+    dynamic, static = DynamicRingCache(config()), StaticRingCache(config(), 50)
+    assert [type(layer) for layer in dynamic.layers] == [RingLayer, BeamLayer, RingLayer]
+    assert [type(layer) for layer in static.layers] == [RingLayer, _FixedLayer, RingLayer]
+    assert dynamic.is_sliding == static.is_sliding == [True, False, True]
+    assert not dynamic.is_compileable and not static.is_compileable
+    assert static.get_max_length() == 50
+    short = StaticRingCache(config(), WINDOW)
+    assert [type(layer) for layer in short.layers] == [_FixedLayer] * 3
+
+
+def test_layers_of_other_kinds_stay() -> None:
+    lfm = transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    for cache in (DynamicRingCache(lfm), StaticRingCache(lfm, 9)):
+        assert isinstance(cache.layers[0], LinearAttentionLayer)
+        assert isinstance(cache.layers[1], BeamLayer)
+
+
+def test_all_layers_follow_the_beams() -> None:
+    for cache in (DynamicRingCache(config()), StaticRingCache(config(), 50)):
+        for seed in range(12):
+            for number in range(3):
+                cache.update(*states(1, 10 * number + seed), number)
+        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        rows = torch.tensor([1, 1, 0])
+        for reorder in (cache.reorder_cache, lambda rows, c=cache: reorder_beams(c, rows)):
+            reorder(rows)
+            before = [(keys[rows], values[rows]) for keys, values in before]
+            for layer, (keys, values) in zip(cache.layers, before, strict=True):
+                assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
+def test_a_static_cache_has_one_allocation_and_an_end() -> None:
+    cache = StaticRingCache(config(), 100)
+    pointers = set()
+    for seed in range(100):
+        for number in range(3):
+            cache.update(*states(1, seed), number)
+        pointers.add(tuple(layer.ring._keys.data_ptr() for layer in cache.layers[::2]))
+        pointers.add((cache.layers[1].keys.untyped_storage().data_ptr(),))
+    assert len(pointers) == 2
+    with pytest.raises(ValueError, match="would have 101 tokens; expected at most 100"):
+        cache.update(*states(1), 1)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.layers[1].get_seq_length() == 0
+    keys, _ = cache.update(*states(4), 1)
+    assert keys.untyped_storage().data_ptr() in {p for pointer in pointers for p in pointer}
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_static_cache_of_no_length(length: int) -> None:
+    with pytest.raises(ValueError, match=f"max_cache_len is {length}; expected at least 1"):
+        StaticRingCache(config(), length)
+    with pytest.raises(TypeError, match="max_cache_len is of type float"):
+        StaticRingCache(config(), 10.0)
+
+
+def test_a_cache_can_be_copied() -> None:
+    """As generate() does with the cache of a prompt that is used again."""
+    cache = DynamicRingCache(config())
+    for number in range(3):
+        cache.update(*states(20), number)
+    other = copy.deepcopy(cache)
+    for number in range(3):
+        cache.update(*states(5), number)
+    assert other.get_seq_length() == 20
+    assert torch.equal(other.layers[0].keys, states(20)[0][:, :, -7:])

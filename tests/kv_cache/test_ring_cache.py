@@ -1,0 +1,482 @@
+"""``RingKVCache`` against a list of all tokens, and its attention against that to all of them."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lmdecode
+from lmdecode import RingKVCache
+from lmdecode.reference import sliding_window_attention as reference
+
+BATCH, HEADS, SIZE, VALUE_SIZE = 3, 2, 4, 6
+
+
+class Tokens:
+    """All tokens of a sequence of each row: the model that a ring is compared with."""
+
+    def __init__(self, window: int, sinks: int) -> None:
+        self.window, self.sinks = window, sinks
+        self.k = torch.empty(BATCH, HEADS, 0, SIZE)
+        self.v = torch.empty(BATCH, HEADS, 0, VALUE_SIZE)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+
+    def __len__(self) -> int:
+        return self.k.shape[2]
+
+    def held(self, length: int | None = None) -> list[int]:
+        length = self.window if length is None else length
+        first = max(self.sinks, len(self) - length)
+        return [*range(min(self.sinks, len(self))), *range(first, len(self))]
+
+    def check(self, cache: RingKVCache) -> None:
+        assert cache.num_tokens == len(self)
+        keys, values = cache.ordered()
+        assert torch.equal(keys, self.k[:, :, self.held()])
+        assert torch.equal(values, self.v[:, :, self.held()])
+        assert torch.equal(cache.keys, keys) and torch.equal(cache.values, values)
+
+
+def make(window: int, capacity: int | None = None, sinks: int = 0) -> RingKVCache:
+    return RingKVCache(
+        BATCH, HEADS, SIZE, window, capacity=capacity, num_sink_tokens=sinks, value_size=VALUE_SIZE
+    )
+
+
+def chunk(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + n)
+    k = torch.randn(BATCH, n, HEADS, SIZE, generator=generator).transpose(1, 2)
+    return k, torch.randn(BATCH, HEADS, n, VALUE_SIZE, generator=generator)
+
+
+# --- Tokens and rows
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 25)),
+        st.tuples(st.just("append"), st.just(1)),
+        st.tuples(st.just("rollback"), st.integers(0, 12)),
+        st.tuples(st.just("reorder"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
+        st.tuples(st.just("snapshot"), st.just(0)),
+        st.tuples(st.just("restore"), st.just(0)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps, st.integers(1, 9), st.integers(0, 8), st.integers(0, 3))
+def test_any_use_against_a_list(actions: list[tuple], window: int, spare: int, sinks: int) -> None:
+    """Whatever the order of calls, the ring holds the sinks and the window, or refuses."""
+    cache, tokens = make(window, window + spare, sinks), Tokens(window, sinks)
+    longest = 0  # of the tokens whose slots have been written since the last restore
+    oldest = sinks  # what a restore brought back begins here
+    saved = None
+    for number, (action, argument) in enumerate(actions):
+        if action == "append":
+            k, v = chunk(argument, number)
+            cache.append(k, v)
+            tokens.append(k, v)
+            longest = max(longest, len(tokens))
+        elif action == "rollback":
+            left = len(tokens) - argument
+            lost = max(oldest, longest - cache.capacity)
+            if left < 0 or max(sinks, left - window) < lost:
+                with pytest.raises(ValueError, match="rollback: num_tokens is"):
+                    cache.rollback(argument)
+            else:
+                cache.rollback(argument)
+                tokens.k, tokens.v = tokens.k[:, :, :left], tokens.v[:, :, :left]
+        elif action == "reorder":
+            rows = torch.tensor(argument)
+            cache.reorder_(rows)
+            tokens.k, tokens.v = tokens.k[rows], tokens.v[rows]
+        elif action == "snapshot":
+            saved = (cache.snapshot(), tokens.k, tokens.v)
+        elif action == "restore" and saved is not None:
+            cache.restore(saved[0])
+            _, tokens.k, tokens.v = saved
+            longest = len(tokens)
+            oldest = max(sinks, longest - window)
+        elif action == "reset":
+            cache.reset()
+            tokens.k, tokens.v = tokens.k[:, :, :0], tokens.v[:, :, :0]
+            longest, oldest = 0, sinks
+        tokens.check(cache)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 3))
+def test_what_a_ring_holds_does_not_depend_on_the_chunks(lengths: list[int], sinks: int) -> None:
+    """All slots: what lies in them follows from the number of tokens."""
+    total = sum(lengths)
+    k, v = chunk(total)
+    first, second = make(5, 11, sinks), make(5, 11, sinks)
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    for begin, end in pairwise(ends):
+        first.append(k[:, :, begin:end], v[:, :, begin:end])
+    for token in range(total):
+        second.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
+    used = min(total, sinks + 11)
+    assert torch.equal(first._keys[:, :, :used], second._keys[:, :, :used])
+    assert torch.equal(first._values[:, :, :used], second._values[:, :, :used])
+    for position in range(max(sinks, total - 11), total):
+        slot = sinks + (position - sinks) % 11
+        assert torch.equal(first._keys[:, :, slot], k[:, :, position])
+
+
+def test_the_slot_is_the_position_modulo_the_capacity() -> None:
+    cache = make(4, 7)
+    k, v = chunk(40)
+    cache.append(k, v)
+    for position in range(33, 40):
+        assert torch.equal(cache._keys[:, :, position % 7], k[:, :, position])
+        assert torch.equal(cache._values[:, :, position % 7], v[:, :, position])
+
+
+@pytest.mark.parametrize("capacity", [8, 9, 20])
+def test_a_chunk_larger_than_the_ring_keeps_its_end(capacity: int) -> None:
+    cache, tokens = make(8, capacity), Tokens(8, 0)
+    for n in (3, 100, 1, capacity, capacity + 1):
+        k, v = chunk(n, n)
+        cache.append(k, v)
+        tokens.append(k, v)
+        tokens.check(cache)
+
+
+def test_rollback_as_far_as_the_spare_slots_go() -> None:
+    k, v = chunk(50)
+    for spare in range(6):
+        for count in range(8):
+            cache = make(8, 8 + spare)
+            cache.append(k, v)
+            if count > spare:
+                with pytest.raises(ValueError, match=f"expected at most {spare}: .* overwritten"):
+                    cache.rollback(count)
+                assert torch.equal(cache.keys, k[:, :, -8:])
+            else:
+                cache.rollback(count)
+                assert torch.equal(cache.keys, k[:, :, 42 - count : 50 - count])
+
+
+def test_rollbacks_add_up() -> None:
+    """Two rollbacks reach no further than one, unless new tokens have come in between."""
+    k, v = chunk(50)
+    cache = make(8, 12)
+    cache.append(k, v)
+    cache.rollback(3)
+    with pytest.raises(ValueError, match="expected at most 1"):
+        cache.rollback(2)
+    cache.append(k[:, :, :2], v[:, :, :2])
+    cache.rollback(3)
+    assert torch.equal(cache.keys, k[:, :, 38:46])
+
+
+def test_before_the_ring_is_full_any_rollback_is_exact() -> None:
+    k, v = chunk(12)
+    for count in range(13):
+        cache = make(8, 12)
+        cache.append(k, v)
+        cache.rollback(count)
+        assert torch.equal(cache.keys, k[:, :, max(0, 4 - count) : 12 - count])
+
+
+def test_a_snapshot_is_a_copy_and_fits_other_capacities() -> None:
+    cache, other = make(8, 20, 2), make(8, 8, 2)
+    k, v = chunk(33)
+    cache.append(k, v)
+    saved = cache.snapshot()
+    cache.append(*chunk(9))
+    assert saved.num_tokens == 33 and torch.equal(saved.keys[:, :, 2:], k[:, :, -8:])
+    for ring in (other, cache):
+        ring.restore(saved)
+        more = chunk(3, 7)
+        ring.append(*more)
+        assert torch.equal(ring.keys[:, :, 2:], torch.cat([k, more[0]], 2)[:, :, -8:])
+        assert torch.equal(ring.keys[:, :, :2], k[:, :, :2])
+
+
+def test_reorder_copies_rows_that_are_read_twice() -> None:
+    for n in (3, 30):
+        for rows in ([0, 1, 2], [1, 1, 0], [2, 0, 1], [2, 2, 2]):
+            cache = make(8, 11)
+            k, v = chunk(n)
+            cache.append(k, v)
+            cache.reorder_(torch.tensor(rows, dtype=torch.int32))
+            assert torch.equal(cache.keys, k[rows][:, :, -8:])
+            assert torch.equal(cache.values, v[rows][:, :, -8:])
+
+
+def test_select_rows_changes_their_number() -> None:
+    cache = make(8, 11)
+    k, v = chunk(30)
+    cache.append(k, v)
+    cache.select_rows_(torch.tensor([2, 2, 0, 1, 1]))
+    assert torch.equal(cache.keys, k[[2, 2, 0, 1, 1]][:, :, -8:])
+    more = torch.ones(5, HEADS, 1, SIZE), torch.ones(5, HEADS, 1, VALUE_SIZE)
+    cache.append(*more)
+    assert cache.keys.shape[0] == 5 and torch.equal(cache.values[:, :, -1:], more[1])
+
+
+def test_ordered_gives_as_many_as_are_asked_for() -> None:
+    cache, tokens = make(8, 11, 2), Tokens(8, 2)
+    for n in (1, 4, 3, 20):
+        k, v = chunk(n)
+        cache.append(k, v)
+        tokens.append(k, v)
+        for length in range(12):
+            assert torch.equal(cache.ordered(length)[0], tokens.k[:, :, tokens.held(length)])
+
+
+def test_written_outside_and_inside_of_inference_mode() -> None:
+    with torch.inference_mode():
+        cache = make(4)
+        cache.append(*chunk(3))
+    cache.append(*chunk(3))
+    cache.reorder_(torch.tensor([0, 0, 1]))
+    with torch.inference_mode():
+        cache.append(*chunk(1))
+    assert cache.num_tokens == 7
+
+
+def test_defaults() -> None:
+    cache = RingKVCache(1, 2, 3, 10)
+    assert (cache.capacity, cache.num_sink_tokens, cache.num_tokens) == (73, 0, 0)
+    assert cache.keys.shape == (1, 2, 0, 3) and cache.values.dtype == torch.float32
+    half = RingKVCache(1, 2, 3, 10, dtype=torch.bfloat16)
+    assert half.keys.dtype == torch.bfloat16
+    assert "window 10 of 73 slots" in repr(cache)
+
+
+# --- Attention
+
+
+def attend_to_all(
+    q: torch.Tensor, tokens: Tokens, queries: int, padding: torch.Tensor | None, options: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last queries with all keys and a mask, the slow way."""
+    total = len(tokens)
+    m = torch.arange(total - queries, total)[:, None]
+    n = torch.arange(total)
+    visible = (n <= m) & ((n > m - tokens.window) | (n < tokens.sinks))
+    visible = visible[None, None].expand(BATCH, 1, -1, -1)
+    if padding is not None:
+        visible = visible & padding[:, None, None]
+    slopes = options.pop("alibi_slopes", None)
+    bias = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+    if slopes is not None:
+        bias = bias - slopes[:, None, None] * (m - n).abs()
+    return reference(
+        q.double(), tokens.k.double(), tokens.v.double(), attn_mask=bias, return_lse=True,
+        **options,
+    )  # fmt: skip
+
+
+def compare(
+    lengths: list[int], window: int, capacity: int, pinned: int, seed: int, **chosen: object
+) -> None:
+    """A sequence in chunks, each attended to as it comes."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, tokens = make(window, capacity, pinned), Tokens(window, pinned)
+    total = sum(lengths)
+    padding = None
+    if chosen.pop("padding", False):
+        padding = torch.rand(BATCH, total, generator=generator) < 0.7
+        padding[1] = torch.arange(total) >= total // 2  # left padding
+    for number, n in enumerate(lengths):
+        k, v = chunk(n, 77 * seed + number)
+        q = torch.randn(BATCH, 2 * HEADS, n, SIZE, generator=generator)
+        tokens.append(k, v)
+        mask = None if padding is None else padding[:, : len(tokens)]
+        want, want_lse = attend_to_all(q, tokens, n, mask, dict(chosen))
+        if number % 3 == 2 and cache.fits(n):  # written before
+            cache.append(k, v)
+            got = cache.attend(q, key_padding_mask=mask, return_lse=True, **chosen)
+        else:
+            got = cache.attend(q, k, v, key_padding_mask=mask, return_lse=True, **chosen)
+        torch.testing.assert_close(got[0].double(), want, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(got[1].double(), want_lse.double(), atol=2e-6, rtol=2e-6)
+        tokens.check(cache)
+
+
+LENGTHS = [
+    [1] * 40,
+    [30, *[1] * 20],
+    [3, 1, 1, 4, 2, 1, 9, 1, 1, 1, 17, 1, 40, 1, 1],
+    [5] * 9,
+    [200, 1, 1, 100, 1],
+    [1, 0, 2],
+]
+OPTIONS: dict[str, dict] = {
+    "plain": {},
+    "scale and softcap": dict(scale=0.7, softcap=3.0),
+    "sinks": dict(sinks=torch.tensor([0.3, -2.0, 5.0, 0.0])),
+    "alibi": dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0])),
+    "padding": dict(padding=True),
+    "all": dict(
+        scale=0.4, softcap=9.0, sinks=torch.tensor([1.0, -1.0, 0.0, 2.0]), padding=True,
+        alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_attention_to_the_ring(lengths: list[int], options: str, pinned: int) -> None:
+    for seed, (window, capacity) in enumerate(
+        [(8, 8), (8, 11), (1, 1), (13, 40), (1, 4), (500, 500)]
+    ):
+        compare(lengths, window, capacity, pinned, seed, **OPTIONS[options])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=15),
+    st.integers(1, 12), st.integers(0, 10), st.integers(0, 3), st.booleans(),
+)  # fmt: skip
+def test_attention_in_any_chunks(
+    lengths: list[int], window: int, spare: int, sinks: int, padding: bool
+) -> None:
+    compare(lengths, window, window + spare, sinks, 1, padding=padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    cache = RingKVCache(1, 2, 64, 20, capacity=24, dtype=dtype)
+    q, k, v = (torch.randn(1, heads, 70, 64).to(dtype) for heads in (4, 2, 2))
+    for begin, end in pairwise([0, 33, 34, 35, 39, 70]):
+        out = cache.attend(q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end])
+        want = reference(q[:, :, :end], k[:, :, :end], v[:, :, :end], window=20)[:, :, begin:end]
+        assert out.dtype == dtype
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+def test_no_window_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step gives the ops views of the ring, one of all of it where all is visible."""
+    seen: list[torch.Tensor] = []
+    decode = lmdecode.sliding_window_decode
+
+    def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> object:
+        seen.extend((k, v))
+        return decode(q, k, v, **options)
+
+    monkeypatch.setattr("lmdecode._ring_attention.sliding_window_decode", watch)
+    for capacity, most in ((8, 1), (11, 2)):
+        cache = make(8, capacity)
+        for number in range(40):
+            seen.clear()
+            cache.attend(torch.randn(BATCH, 4, 1, SIZE), *chunk(1, number))
+            assert len(seen) <= 2 * most
+            storages = {cache._keys.data_ptr(), cache._values.data_ptr()}
+            assert {tensor.untyped_storage().data_ptr() for tensor in seen} == storages
+
+
+def test_the_result_depends_on_the_row_alone() -> None:
+    """The same sequence in another row, beside other ones: the same bits."""
+    choice = random.Random(3)
+    lengths = [choice.choice((1, 1, 1, 5, 30)) for _ in range(20)]
+    results = []
+    for rows in ([0, 1, 2], [2, 1, 0]):
+        cache, outs = make(8, 11), []
+        for number, n in enumerate(lengths):
+            k, v = chunk(n, number)
+            q = torch.randn(BATCH, 4, n, SIZE, generator=torch.Generator().manual_seed(number))
+            outs.append(cache.attend(q[rows], k[rows], v[rows]))
+        results.append(torch.cat(outs, 2)[rows])
+    assert torch.equal(*results)
+
+
+# --- Wrong calls
+
+
+Q, (K, V) = torch.randn(BATCH, 4, 2, SIZE), chunk(2)
+CALLS: dict[str, tuple[str, type[Exception], object]] = {
+    "window": (r"RingKVCache: window is 0; expected at least 1", ValueError, lambda c: make(0)),
+    "window: None": (
+        r"RingKVCache: window is of type NoneType", TypeError, lambda c: RingKVCache(1, 1, 1, None),
+    ),
+    "capacity": (
+        r"RingKVCache: capacity is 7; expected at least 8, the window", ValueError,
+        lambda c: make(8, 7),
+    ),
+    "sinks": (
+        r"RingKVCache: num_sink_tokens is -1", ValueError, lambda c: make(8, 8, -1),
+    ),
+    "batch": (r"RingKVCache: batch is -2", ValueError, lambda c: RingKVCache(-2, 1, 1, 1)),
+    "append: a list": (r"RingKVCache: k is of type list", TypeError, lambda c: c.append([1], V)),
+    "append: gradient": (
+        r"RingKVCache: v requires a gradient", ValueError,
+        lambda c: c.append(K, V.clone().requires_grad_()),
+    ),
+    "append: other rows": (r"k has shape \[2, 2, 2, 4\]", ValueError, lambda c: c.append(K[:2], V)),
+    "append: other dtype": (r"k has another dtype", ValueError, lambda c: c.append(K.half(), V)),
+    "rollback: below 0": (r"rollback: num_tokens is -1", ValueError, lambda c: c.rollback(-1)),
+    "rollback: more than there are": (
+        r"rollback: num_tokens is 31; expected 0 to 30", ValueError, lambda c: c.rollback(31),
+    ),
+    "rollback: past the ring": (
+        r"rollback: num_tokens is 4; expected at most 3", ValueError, lambda c: c.rollback(4),
+    ),
+    "rollback: a tensor": (
+        r"rollback: num_tokens is of type Tensor", TypeError, lambda c: c.rollback(torch.tensor(1)),
+    ),
+    "restore: another window": (
+        r"restore: keys of the snapshot are .*\[3, 2, 9, 4\]; expected .*\[3, 2, 8, 4\]",
+        ValueError,
+        lambda c: c.restore(lmdecode.RingSnapshot(30, *(chunk(9)))),
+    ),
+    "restore: another dtype": (
+        r"restore: values of the snapshot are torch.float16", ValueError,
+        lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half())),
+    ),
+    "ordered": (r"ordered: length is 12; expected 0 to 11", ValueError, lambda c: c.ordered(12)),
+    "reorder": (r"parents\[0\] is 3", ValueError, lambda c: c.reorder_(torch.tensor([3, 0, 0]))),
+    "attend: a list": (r"attend: q is of type list", TypeError, lambda c: c.attend([1])),
+    "attend: k alone": (r"attend: v is of type NoneType", TypeError, lambda c: c.attend(Q, K)),
+    "attend: three dimensions": (
+        r"attend: q has shape \[4, 2, 4\]", ValueError, lambda c: c.attend(Q[0], K, V),
+    ),
+    "attend: no chunk of four dimensions": (
+        r"attend: v has shape \[2, 2, 6\]", ValueError, lambda c: c.attend(Q, K, V[0]),
+    ),
+    "attend: queries that are too old": (
+        r"attend: q has 5 tokens; expected at most 4: .* overwritten", ValueError,
+        lambda c: c.attend(torch.randn(BATCH, 4, 5, SIZE)),
+    ),
+    "attend: more queries than tokens": (
+        r"attend: q has 40 tokens; expected at most 32", ValueError,
+        lambda c: c.attend(torch.randn(BATCH, 4, 40, SIZE), K, V),
+    ),
+    "attend: another mask": (
+        r"attend: key_padding_mask has shape \[3, 30\]; expected \[3, 32\]", ValueError,
+        lambda c: c.attend(Q, K, V, key_padding_mask=torch.ones(3, 30, dtype=torch.bool)),
+    ),
+    "attend: heads that no group makes": (
+        r"expected a divisor of the 3 heads of q", ValueError,
+        lambda c: c.attend(torch.randn(BATCH, 3, 2, SIZE), K, V),
+    ),
+    "attend: a chunk of other heads": (
+        r"k has shape", ValueError, lambda c: c.attend(Q, K[:, :1], V),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_wrong_calls_change_nothing(case: str) -> None:
+    message, error, call = CALLS[case]
+    cache, tokens = make(8, 11), Tokens(8, 0)
+    k, v = chunk(30)
+    cache.append(k, v)
+    tokens.append(k, v)
+    with pytest.raises(error, match=message):
+        call(cache)
+    tokens.check(cache)
