@@ -3,9 +3,8 @@
 ``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
-that come and go; ``sliding_window_attention`` and ``sliding_window_decode``
-attend to a window of keys, which ``RingKVCache`` holds; ``lmdecode.reference`` holds every op again in
-plain torch.
+that come and go. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window of
+keys, which ``RingKVCache`` holds. ``lmdecode.reference`` holds every op again in plain torch.
 """
 
 from lmdecode.attention import (
