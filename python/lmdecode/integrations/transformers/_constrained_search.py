@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam_constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
+from lmdecode.beam_types import UNUSED_BEAM_SCORE
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.integrations.transformers._beam_candidates import (
     accumulate,
@@ -17,7 +18,6 @@ from lmdecode.integrations.transformers._beam_candidates import (
 )
 from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
 from lmdecode.integrations.transformers._search_settings import (
-    UNUSED,
     SearchSettings,
     raise_for_prompts,
 )
@@ -127,7 +127,7 @@ class ConstrainedSearch:
         device = input_ids.device
         self.rows = torch.arange(len(input_ids), device=device)
         self.beam_scores = torch.zeros((settings.batch, settings.num_beams), device=device)
-        self.beam_scores[:, 1:] = UNUSED
+        self.beam_scores[:, 1:] = UNUSED_BEAM_SCORE
         self.beam_indices: tuple[tuple[int, ...], ...] = tuple(() for _ in input_ids)
         self.scorer = ConstrainedBeamSearchScorer(
             settings.batch,
