@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lmdecode.beam_state import (
@@ -133,6 +134,11 @@ def new_search(
     state.lengths.fill_(settings.prompt_length)
     state.scores[:, 1:] = UNUSED_BEAM_SCORE
     return parameters, state
+
+
+def rows_of_beams(beams: Tensor, first_rows: Tensor) -> Tensor:
+    """Return beams that are counted within a search as rows; -1, none, stays."""
+    return torch.where(beams < 0, beams, beams + first_rows.to(beams.dtype))
 
 
 def raise_for_prompts(status: Tensor, step: int) -> None:
