@@ -1,4 +1,4 @@
-"""Fixtures of the attention tests."""
+"""Fixtures of every test."""
 
 import pytest
 import torch
