@@ -233,7 +233,8 @@ class Conversation:
             of = self._store.fingerprint
             nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
             kv = [(nothing, nothing)] * of.num_layers
-        result: int | Future[int] = self.attempt(lambda: session.commit(kv, **options), 0)
+        nothing_stored: int | Future[int] = 0
+        result = self.attempt(lambda: session.commit(kv, **options), nothing_stored)
         self._stored = num_tokens
         if isinstance(result, Future):
             self._pending = result

@@ -91,6 +91,12 @@ def check_store(model: GenerativePreTrainedModel, store: KVStore) -> None:
         raise ValueError(f"{_OP}: the model lies on {len(devices)} devices; expected one")
 
 
+def check_positive(name: str, value: int | None) -> None:
+    """Raise ValueError where a number of tokens is neither None nor 1 or more."""
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{_OP}: {name} is {value}; expected 1 or more, or None")
+
+
 def _one_row(ids: Any, name: str) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"{_OP}: {name} is {type(ids).__name__}; expected a tensor of token ids")
@@ -218,6 +224,7 @@ def read_request(
     chunk_size = config.prefill_chunk_size
     if chunk_size is None and "prefill_chunk_size" not in arguments:
         chunk_size = _DEFAULT_CHUNK
+    check_positive("prefill_chunk_size", chunk_size)
     tokens = array("i", ids[0].tolist())
     new = config.max_new_tokens or max(0, (config.max_length or 0) - len(tokens)) or 20
     outputs = {name: True for name in _OUTPUTS if getattr(config, name, None)}

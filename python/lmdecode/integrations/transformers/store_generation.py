@@ -17,7 +17,12 @@ from lmdecode.integrations.transformers._store_encoder import (
     stand_in_outputs,
     store_cross_attention,
 )
-from lmdecode.integrations.transformers._store_request import Request, check_store, read_request
+from lmdecode.integrations.transformers._store_request import (
+    Request,
+    check_positive,
+    check_store,
+    read_request,
+)
 from lmdecode.integrations.transformers.store_cache import (
     cache_to_kv,
     empty_cache_for,
@@ -267,6 +272,7 @@ def generate_with_store(
     --------
     prefill, load_cache, cache_from_kv, cache_to_kv : the parts.
     """
+    check_positive("commit_every", commit_every)
     check_store(model, store)
     request = read_request(model, input_ids, context, generate_arguments)
     conversation = Conversation(
