@@ -71,10 +71,10 @@ def talk(
                 missing = ends[name] - len(tokens)
                 on_event("turn", name=name, number=turn + 1, missing=missing)
                 ids = generate_with_store(
-                    model, store, name, torch.tensor([tokens]), commit_every=max(1, num_tokens // 8),
-                    max_new_tokens=missing, min_new_tokens=missing, do_sample=True,
-                    temperature=0.8, top_p=0.9, custom_generate=sample, seed=SEED,
-                    streamer=Words(lambda: on_event("token")),
+                    model, store, name, torch.tensor([tokens]),
+                    commit_every=max(1, num_tokens // 8), max_new_tokens=missing,
+                    min_new_tokens=missing, do_sample=True, temperature=0.8, top_p=0.9,
+                    custom_generate=sample, seed=SEED, streamer=Words(lambda: on_event("token")),
                 )  # fmt: skip
                 said[name] = ids[0].tolist()
         return {name: list(tokens) for name, tokens in said.items()}

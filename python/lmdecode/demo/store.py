@@ -96,7 +96,7 @@ def _time_first_token(
     longest = min(model.config.max_position_embeddings - 1, 1 << 20)
     lengths = [n for n in (_QUICK_LENGTHS if quick else _LENGTHS) if n <= longest]
     text = torch.tensor([(ids * (max(lengths) // len(ids) + 1))[: max(lengths)]])
-    options = {"max_new_tokens": 1, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
     with KVStore(
         folder, fingerprint=fingerprint, capacity_bytes=_store_talk.CAPACITY_BYTES
     ) as store:

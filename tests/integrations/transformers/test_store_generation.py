@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,26 @@ def test_another_model_does_not_get_the_cache_that_was_left(tmp_path: Path) -> N
         before = store.stats()["hits"]
         converse(twin, store, "a", TURNS[1:2], tokens)
         assert store.stats()["hits"] == before + 1
+
+
+def test_the_cache_that_is_left_is_let_go(tmp_path: Path) -> None:
+    model = model_of("llama")
+
+    def talk(store: Any, name: str) -> weakref.ref[Any]:
+        cache = DynamicCache(config=model.config)
+        answer(model, store, name, TURNS[0], past_key_values=cache)
+        return weakref.ref(cache)
+
+    with store_of(model, tmp_path) as store:
+        kept = store.session("a")
+        first, second = talk(store, "a"), talk(store, "b")
+        gc.collect()
+        assert first() is None and second() is not None
+        third = talk(store, "a")
+        assert third() is not None
+    del kept
+    gc.collect()
+    assert second() is None and third() is None
 
 
 # --- sessions -------------------------------------------------------------------------------------
