@@ -142,12 +142,51 @@ def test_beam_demo_fails_where_results_differ(model: Path) -> None:
     assert "beam search differs from that of transformers: prompt 'Genesis 1" in done.stderr
 
 
+def test_store_demo_goes_on_after_a_kill(model: Path) -> None:
+    pytest.importorskip("lmdecode.store")
+    done = _run("store", "--quick", "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert "the process was killed (SIGKILL) in turn 3 of 4, after 8 of 12 tokens" in done.stdout
+    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", done.stdout)
+    assert found is not None and int(found[1]) > 12 and int(found[2]) > 12
+    assert "token for token, the conversations that nobody interrupted" in done.stdout
+    for length in (64, 192):
+        assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", done.stdout, re.MULTILINE)
+
+
+_BROKEN_RESUME = """
+import sys
+from lmdecode.demo import store
+right = store._resume
+def wrong(*arguments):
+    tokens = right(*arguments)
+    tokens["genesis"][-1] += 1
+    return tokens
+store._resume = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "store", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
+    pytest.importorskip("lmdecode.store")
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_RESUME, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
+
+
 def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo_beam.png", "demo_sampling.png"]
-    assert "== sampling ==" in done.stdout and "== beam ==" in done.stdout
+    names = ["demo_beam.png", "demo_sampling.png", "demo_store.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    for name in ("sampling", "beam", "store"):
+        assert f"== {name} ==" in done.stdout
 
 
 def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -256,7 +256,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 
   // store_lookup.cpp
   Chain walk(const Digest& root, std::span<const int32_t> tokens);
-  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched);
+  using IsUsable = std::function<bool(EntryId, uint32_t num_tokens)>;
+  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched,
+                        const IsUsable& is_usable);
   const std::vector<int32_t>* tokens_of(EntryId id);
   bool covers_windows(const Chain& chain) const;
   bool is_alive(const Entry& entry) const;

@@ -11,10 +11,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import beam, sampling
+from lmdecode.demo import beam, sampling, store
 from lmdecode.demo._output import DemoError
 
-_DEMOS = {"sampling": sampling.run, "beam": beam.run}
+_DEMOS = {"sampling": sampling.run, "beam": beam.run, "store": store.run}
 _PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -122,7 +122,7 @@ def bar_chart(
     axes.set_xscale("log")
     low, high = min(map(min, bars.values())), max(map(max, bars.values()))
     axes.set_xlim(low / 3, high * 4)
-    axes.set_xlabel("microseconds a step, log scale (shorter is better)")
+    axes.set_xlabel("microseconds, log scale (shorter is better)")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(bars), frameon=False)

@@ -82,6 +82,7 @@ class Engine:
         """Wait for what runs in the background, make everything durable and let go."""
         with self.lock:
             executor, self._executor = self._executor, None
+            self.current = None
         if executor is not None:
             executor.shutdown(wait=True)
         self.call("close")
