@@ -147,6 +147,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // --- prefixes (store_lookup.cpp, store_load.cpp, store_put.cpp)
 
   Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
+  // The same, but it counts as no use: neither for eviction nor in stats().
+  Hit peek(const Scope& scope, std::span<const int32_t> tokens);
   // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
   // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
   // does not hold what the index says, and was dropped with all that continue it, or cannot be read
@@ -158,6 +160,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
                std::span<const TensorPlane> planes, const PutOptions& options);
   void pin(const Hit& hit, bool pinned);
+
+  // --- whole entries, for a second tier (store_images.cpp)
+
+  // Of the hit, parents first, as far as they are there still.
+  std::vector<AreaRow> entries_of(const Hit& hit);
+  // The hit's index-th entry, layout().image_bytes(count) bytes, every byte checked. False: as
+  // load().
+  bool read_image(const Hit& hit, size_t index, std::span<uint8_t> image);
+  // Takes over what read_image gave elsewhere, as the entry with this key; what it continues is
+  // stored. Nothing in it is trusted. Overwrites the image. True: the entry is stored, durably
+  // after the next commit.
+  bool insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
+                    const PutOptions& options);
 
   // --- sessions (store_sessions.cpp)
 
@@ -256,6 +271,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 
   // store_lookup.cpp
   Chain walk(const Digest& root, std::span<const int32_t> tokens);
+  Hit hit_of(const Chain& chain, std::span<const int32_t> tokens);
   EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched);
   const std::vector<int32_t>* tokens_of(EntryId id);
   bool covers_windows(const Chain& chain) const;
@@ -292,9 +308,13 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void record_session(Lock& lock, const Digest& root, uint64_t tenant, const std::string& name,
                       std::span<const int32_t> tokens);
 
+  // store_images.cpp
+  SlotHeader check_image(std::span<const uint8_t> image) const;
+  bool place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
+                   const PutOptions& options);
+
   // store_transfer.cpp
   std::vector<AreaRow> chain_rows(const Scope& scope, const std::string& session);
-  bool import_entry(Lock& lock, std::vector<uint8_t>& image);
   void import_session(Lock& lock, std::span<const uint8_t> content);
 
   StoreOptions options_;
