@@ -140,10 +140,22 @@ Hit StoreEngine::lookup(const Scope& scope, std::span<const int32_t> tokens) {
   check_usable();
   refresh();
   const Chain chain = walk(root_of_scope, tokens);
-  Hit hit;
   ++(chain.parts.empty() ? stats_.misses : stats_.hits);
+  if (!chain.parts.empty()) touch(chain.last);
+  return hit_of(chain, tokens);
+}
+
+Hit StoreEngine::peek(const Scope& scope, std::span<const int32_t> tokens) {
+  const Digest root_of_scope = root(scope);
+  const Lock lock(mutex_);
+  check_usable();
+  refresh();
+  return hit_of(walk(root_of_scope, tokens), tokens);
+}
+
+Hit StoreEngine::hit_of(const Chain& chain, std::span<const int32_t> tokens) {
+  Hit hit;
   if (chain.parts.empty()) return hit;
-  touch(chain.last);
   ++map_[chain.last].leases;
   hit.engine_ = shared_from_this();
   hit.tokens_.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(chain.num_tokens));

@@ -237,7 +237,10 @@ void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
         free_areas_.give_back(areas[i]);
       }
     }
-    if (!disk_is_full) return;
+    if (!disk_is_full) {
+      keep_reserve();
+      return;
+    }
     free_areas_.keep_to_used();
   }
 }
