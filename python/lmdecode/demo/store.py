@@ -153,6 +153,10 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     require("transformers")
     if plot is not None:
         require("matplotlib")
+    try:
+        require("lmdecode.store")
+    except DemoError as error:  # no extra has it: it is built where SQLite is
+        raise DemoError(str(error.__cause__)) from error
     folder = model_folder(model_path)
     tokens = max(3, min(tokens, _QUICK_TOKENS) if quick else tokens)
     model, tokenizer = load_model(folder)

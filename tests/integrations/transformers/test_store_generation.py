@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from store_models import (
     model_of,
     store_of,
 )
-from transformers import DynamicCache, LogitsProcessor, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, StaticCache
 
 from lmdecode.integrations.transformers import (
     DynamicRingCache,
@@ -194,6 +195,21 @@ def test_another_model_does_not_get_the_cache_that_was_left(tmp_path: Path) -> N
         before = store.stats()["hits"]
         converse(twin, store, "a", TURNS[1:2], tokens)
         assert store.stats()["hits"] == before + 1
+
+
+def test_threads_have_sessions_of_their_own(tmp_path: Path) -> None:
+    model = model_of("llama")
+    prompts = {f"session {seed}": ids(20 + seed, seed=seed) for seed in range(4)}
+    expected = {name: plain(model, prompt) for name, prompt in prompts.items()}
+
+    def talk(name: str) -> list[int]:
+        said, _ = answer(model, store, name, prompts[name])
+        return converse(model, store, name, [ids(3)], said)[0][: len(said)]
+
+    with store_of(model, tmp_path) as store, ThreadPoolExecutor(4) as threads:
+        for name, said in zip(prompts, threads.map(talk, prompts), strict=True):
+            assert said == expected[name]
+            assert store.session(name).tokens[: len(said)] == said
 
 
 def test_the_cache_that_is_left_is_let_go(tmp_path: Path) -> None:
@@ -416,6 +432,9 @@ def test_wrong_stores_and_caches(tmp_path: Path) -> None:
             answer(llama, store, "a", TURNS[0], past_key_values=cache)
         with pytest.raises(TypeError, match="input_ids is list; expected a tensor of token ids"):
             generate_with_store(llama, store, "a", [[1]], **ANSWER)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="past_key_values is a EncoderDecoderCache; expected"):
+            pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            answer(llama, store, "a", TURNS[0], past_key_values=pair)
         # The caller's own cache, left by one session, is not that of another one.
         cache.reset()
         answer(llama, store, "a", TURNS[0], past_key_values=cache)

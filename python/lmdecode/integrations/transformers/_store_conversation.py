@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ class _Live(NamedTuple):
 
 # Of the session that the model is at: a store keeps that one alive, and no other.
 _live: weakref.WeakKeyDictionary[Session, _Live] = weakref.WeakKeyDictionary()
+_live_lock = Lock()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -100,7 +103,8 @@ class Conversation:
 
     def left(self, cache: Any) -> bool:
         """Whether the last call of this session left this cache."""
-        live = None if self._session is None else _live.get(self._session)
+        with _live_lock:
+            live = None if self._session is None else _live.get(self._session)
         return live is not None and live.cache is cache
 
     def begin(self, model: Any, given: Any) -> Any:
@@ -121,9 +125,10 @@ class Conversation:
         session = self._session
         if session is None:
             return None
-        live = _live.pop(session, None)
-        for other in [key for key in _live if key._engine is session._engine]:
-            del _live[other]  # the model leaves it
+        with _live_lock:
+            live = _live.pop(session, None)
+            for other in [key for key in _live if key._engine is session._engine]:
+                del _live[other]  # the model leaves it
         known = session._tokens
         common = _common(known, self._tokens)
         is_begun = len(known) > 0
@@ -159,6 +164,8 @@ class Conversation:
         return max(below, found // self._chunk_size * self._chunk_size)
 
     def _find(self, limit: int) -> Hit | None:
+        if limit == 0:
+            return None
         hit = self._store.lookup(self._tokens[:limit], context=self._context)
         used = self._boundary(hit.num_tokens)
         if used < hit.num_tokens:
@@ -172,19 +179,23 @@ class Conversation:
         At most all tokens but the last one, whose logits are wanted.
         """
         limit = len(self._tokens) - 1
-        while limit > 0:
-            bound = limit
-            hit = self.attempt(lambda: self._find(bound), None)  # noqa: B023
-            if hit is None or (if_faster and not self._store.should_load(hit)):
-                return 0
+        # What turns out to be damaged is dropped: each turn finds less.
+        before = limit + 1
+        while hit := self.attempt(lambda: self._find(limit), None):
             try:
-                if self.attempt(lambda: load_cache(self._store, hit, cache, device=device), False):  # noqa: B023
+                if if_faster and not self._store.should_load(hit):
+                    break
+                loaded = self.attempt(
+                    partial(load_cache, self._store, hit, cache, device=device), False
+                )
+                if loaded:
                     self._stored = hit.num_tokens
                     return hit.num_tokens
+                if hit.num_tokens >= before:  # it cannot be read for a reason of another kind
+                    break
+                before = hit.num_tokens
             finally:
                 hit.release()
-            # What was damaged has been dropped: the next turn finds less.
-            limit = hit.num_tokens - 1
         return 0
 
     # --- export
@@ -254,7 +265,8 @@ class Conversation:
         """Leave the cache to the next call."""
         count = int(self_attention(cache).get_seq_length())
         if self._session is not None and 0 < count <= len(self._tokens):
-            _live[self._session] = _Live(weakref.ref(model), cache, self._tokens[:count])
+            with _live_lock:
+                _live[self._session] = _Live(weakref.ref(model), cache, self._tokens[:count])
 
     def interrupted(self, cache: Any) -> None:
         """Store what can be stored of a generation that ended with an exception."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import EncoderDecoderCache, StoppingCriteria, StoppingCriteriaList
 
 from lmdecode.integrations.transformers._kv_layers import check_layers
 from lmdecode.integrations.transformers._store_conversation import Conversation, self_attention
@@ -117,6 +117,13 @@ def _ready_cache(
     model: Any, request: Request, conversation: Conversation, given: Any, if_faster: bool
 ) -> Any:
     """Return a cache that holds as much of the prompt as there is."""
+    if given is not None and isinstance(given, EncoderDecoderCache) != (
+        request.encoder is not None
+    ):
+        raise ValueError(
+            f"generate_with_store: past_key_values is a {type(given).__name__}; expected an "
+            "EncoderDecoderCache for an encoder-decoder model, and for no other"
+        )
     if given is not None and not is_empty(given) and not conversation.left(given):
         raise ValueError(
             f"generate_with_store: past_key_values holds {int(given.get_seq_length())} tokens; "
