@@ -149,10 +149,7 @@ def test_window_demo_generates_the_same_text_and_measures_both(model: Path, tmp_
     picture = tmp_path / "pictures" / "window.png"
     done = _run("window", "--quick", "--model", model, "--plot", picture)
     assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"Greedy: ids equal to those of transformers, 8 new tokens behind a prompt of \d+, 4 windows",
-        done.stdout,
-    )
+    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in done.stdout
     lines = done.stdout.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("tokens "))
     assert lines[head].split("  ")[:3] == ["tokens", "transformers ms", "lmdecode ms"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, StaticCache
+from transformers import Cache, PretrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from lmdecode.integrations.transformers._beam_layers import BeamLayer, BeamSlidingWindowLayer
@@ -32,12 +32,22 @@ class RingLayer(CacheLayerMixin):
         Keys that a query sees, its own included.
     keeps_memory : bool
         Whether the ring stays allocated when the layer is reset.
+
+    Raises
+    ------
+    ValueError
+        If ``sliding_window`` is below 1.
     """
 
     is_sliding = True
     is_croppable = True
 
     def __init__(self, sliding_window: int, *, keeps_memory: bool = False) -> None:
+        if sliding_window < 1:
+            raise ValueError(
+                f"RingLayer: sliding_window is {sliding_window}; expected at least 1, or a layer "
+                "without a window"
+            )
         # Not that of the base class, which assigns keys and values.
         self.sliding_window = sliding_window
         self.record_past = False
@@ -95,6 +105,11 @@ class RingLayer(CacheLayerMixin):
         """Write [B, H, n, D], and return what their queries see, and them: a prompt comes whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif len(key_states) != self.ring.batch:
+            raise ValueError(
+                f"RingLayer: key_states has {len(key_states)} rows; expected {self.ring.batch}, "
+                "those that the cache holds: a new batch needs a new cache, or reset()"
+            )
         count, held = key_states.shape[2], self.cumulative_length
         if held == 0:
             self.ring.append(key_states, value_states)
@@ -187,6 +202,14 @@ class _FixedLayer(BeamLayer):
             states.start = states.end = 0
 
 
+def _check_config(cache: str, config: object) -> None:
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(
+            f"{cache}: config is of type {type(config).__name__}; expected the config of a model, "
+            "model.config, which tells its windows"
+        )
+
+
 class DynamicRingCache(BeamDynamicCache):
     """A ``DynamicCache`` whose sliding layers are rings, and whose other ones grow in place.
 
@@ -200,9 +223,15 @@ class DynamicRingCache(BeamDynamicCache):
         Of the model: tells which layers have a sliding window.
     capacity : int
         Positions to make room for at once in layers without a window.
+
+    Raises
+    ------
+    TypeError
+        If ``config`` is none, such as the model itself.
     """
 
     def __init__(self, config: Any, *, capacity: int = 0) -> None:
+        _check_config("DynamicRingCache", config)
         super().__init__(config=config, capacity=capacity)
         self.layers = [
             RingLayer(layer.sliding_window) if type(layer) is BeamSlidingWindowLayer else layer
@@ -222,9 +251,15 @@ class StaticRingCache(Cache):
         Of the model: tells which layers have a sliding window.
     max_cache_len : int
         Tokens of a sequence at most; only layers without a window hold so many.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
     """
 
     def __init__(self, config: Any, max_cache_len: int) -> None:
+        _check_config("StaticRingCache", config)
         if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int):
             kind = type(max_cache_len).__name__
             raise TypeError(f"StaticRingCache: max_cache_len is of type {kind}; expected an int")
