@@ -91,6 +91,23 @@ def test_crop_while_the_past_is_recorded(lengths: list[int], late: bool) -> None
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("remove", [0, 1, 70, 100, 139, 140])
+def test_crop_of_a_prompt_that_came_with_a_draft(remove: int) -> None:
+    """As prompt lookup has it: more than the ring's spare slots, in the first chunk."""
+    ours, theirs = pair()
+    for layer in (ours, theirs):
+        layer.activate_past_recording()
+        layer.update(*states(140, 1))
+        layer.crop(-remove)
+    assert_same(ours, theirs)
+    for layer in (ours, theirs):
+        layer.update(*states(3, 2))
+        layer.crop(-1)
+    assert_same(ours, theirs)
+    with pytest.raises(ValueError, match=f"rollback: num_tokens is {143 - remove}"):
+        ours.crop(remove - 143)
+
+
 def test_crop_beyond_what_is_held() -> None:
     layer = RingLayer(WINDOW)
     layer.crop(-3)  # not in use: nothing to do, as in transformers
@@ -163,9 +180,9 @@ def test_wrong_states_are_refused() -> None:
     before = layer.keys
     k, v = states(1)
     for wrong, message in (
-        ((k[:2], v[:2]), "key_states has 2 rows; expected 3, those that the cache holds"),
+        ((k[:2], v[:2]), "key_states has 2 rows of torch.float32; expected 3 of torch.float32"),
         ((k, v[:2]), "v has shape"),
-        ((k.half(), v.half()), "k has dtype float16; expected float32"),
+        ((k.half(), v.half()), "has 3 rows of torch.float16; expected 3 of torch.float32"),
         ((k, v[..., :3]), "v has shape"),
         ((k.clone().requires_grad_(), v), "k requires a gradient"),
     ):

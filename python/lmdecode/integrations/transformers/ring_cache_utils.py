@@ -54,6 +54,8 @@ class RingLayer(CacheLayerMixin):
         self.is_initialized = False
         self._keeps_memory = keeps_memory
         self._ring: RingKVCache | None = None
+        # What came first, until more comes: it may be longer than the ring, and be cropped.
+        self._first_chunk: tuple[Tensor, Tensor] | None = None
 
     @property
     def ring(self) -> RingKVCache:
@@ -105,14 +107,18 @@ class RingLayer(CacheLayerMixin):
         """Write [B, H, n, D], and return what their queries see, and them: a prompt comes whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif len(key_states) != self.ring.batch:
+        elif len(key_states) != self.ring.batch or key_states.dtype != self.dtype:
             raise ValueError(
-                f"RingLayer: key_states has {len(key_states)} rows; expected {self.ring.batch}, "
-                "those that the cache holds: a new batch needs a new cache, or reset()"
+                f"RingLayer: key_states has {len(key_states)} rows of {key_states.dtype}; expected "
+                f"{self.ring.batch} of {self.dtype}, as the cache holds: another batch needs "
+                "another cache, or reset()"
             )
         count, held = key_states.shape[2], self.cumulative_length
+        self._first_chunk = None
         if held == 0:
             self.ring.append(key_states, value_states)
+            if self.record_past:
+                self._first_chunk = key_states, value_states
             return key_states, value_states
         if self.record_past:
             self._make_room(self.sliding_window + count)
@@ -149,11 +155,20 @@ class RingLayer(CacheLayerMixin):
                 f"RingLayer: tokens_to_remove is {tokens_to_remove}; expected 0 or less, the "
                 "number of tokens to remove, negated"
             )
-        if self.is_initialized:
+        if not self.is_initialized:
+            return
+        if self._first_chunk is None or -tokens_to_remove > self.cumulative_length:
             self.ring.rollback(-tokens_to_remove)
+            return
+        left = self.cumulative_length + tokens_to_remove
+        keys, values = (states[:, :, :left] for states in self._first_chunk)
+        self.ring.reset()
+        self.ring.append(keys, values)
+        self._first_chunk = keys, values
 
     def reset(self) -> None:
         """Forget everything."""
+        self._first_chunk = None
         if self._keeps_memory and self._ring is not None:
             self._ring.reset()
         else:
@@ -162,16 +177,19 @@ class RingLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row r go on as row ``beam_idx[r]``, in place; only rows that move are copied."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.reorder_(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let ``repeats`` rows follow on each row."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.select_rows_(torch.arange(self.ring.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, in this order."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.select_rows_(torch.arange(self.ring.batch)[indices.cpu()])
 
