@@ -23,7 +23,7 @@ _PEAKS: dict[str, dict[str, float]] = {}
 
 @lru_cache(maxsize=1)
 def _model(window: int, dtype: str) -> Any:
-    """Return a Mistral of 20 million parameters."""
+    """Return a Mistral of 15 million parameters."""
     from transformers import MistralConfig, MistralForCausalLM
 
     from lmdecode.integrations.transformers import register
