@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = MistralConfig(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+        sliding_window=32, max_position_embeddings=512,
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(folder)
     return folder
@@ -142,6 +144,68 @@ def test_beam_demo_fails_where_results_differ(model: Path) -> None:
     assert "beam search differs from that of transformers: prompt 'Genesis 1" in done.stderr
 
 
+def test_window_demo_generates_the_same_text_and_measures_both(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "window.png"
+    done = _run("window", "--quick", "--model", model, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in done.stdout
+    lines = done.stdout.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("tokens "))
+    assert lines[head].split("  ")[:3] == ["tokens", "transformers ms", "lmdecode ms"]
+    tokens, *figures = lines[head + 2].split()
+    assert int(tokens) in (4 * 128, 4 * 32)
+    assert len(figures) == 5 and re.fullmatch(r"\d+\.\dx", figures[2])
+    assert re.search(r"^Each token after a prompt of \d+: -?\d", done.stdout, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+_BROKEN_ATTENTION = """
+import sys
+import transformers
+from lmdecode.integrations.transformers import attention
+right = attention.attention_forward
+def wrong(*arguments, **options):
+    out, weights = right(*arguments, **options)
+    return out.flip(1), weights
+attention.attention_forward = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "window", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_window_demo_fails_where_greedy_ids_differ(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_ATTENTION, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "greedy ids differ from those of transformers, first at new token" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": None}, "has no sliding_window; expected one with a window"),
+        ({"max_position_embeddings": 500}, "expected room for 4 windows and 8 tokens"),
+    ],
+)
+def test_window_demo_needs_a_model_with_a_window(
+    model: Path, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=8, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=128)
+    MistralForCausalLM(MistralConfig(**{**sizes, **heads, **options})).save_pretrained(folder)
+    done = _run("window", "--quick", "--model", folder)
+    assert done.returncode == 1
+    assert message in _error_line(done)
+
+
 def test_store_demo_goes_on_after_a_kill(model: Path) -> None:
     pytest.importorskip("lmdecode.store")
     done = _run("store", "--quick", "--model", model)
@@ -183,10 +247,9 @@ def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path
     pytest.importorskip("matplotlib")
     done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
     assert done.returncode == 0, done.stderr
-    names = ["demo_beam.png", "demo_sampling.png", "demo_store.png"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
-    for name in ("sampling", "beam", "store"):
-        assert f"== {name} ==" in done.stdout
+    names = ("beam", "sampling", "store", "window")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"demo_{name}.png" for name in names]
+    assert all(f"== {name} ==" in done.stdout for name in names)
 
 
 def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -11,10 +11,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import beam, sampling, store
+from lmdecode.demo import beam, sampling, store, window
 from lmdecode.demo._output import DemoError
 
-_DEMOS = {"sampling": sampling.run, "beam": beam.run, "store": store.run}
+_DEMOS = {
+    "sampling": sampling.run,
+    "beam": beam.run,
+    "window": window.run,
+    "store": store.run,
+}
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -26,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="a causal LM with its tokenizer")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw timings, and the tree of beams"
+        "--plot", type=Path, metavar="FILE.png", help="draw timings, the tree of beams, masks"
     )
     parser.add_argument("--tokens", type=int, default=60, help="to generate (default 60)")
     parser.add_argument("--quick", action="store_true", help="few tokens, rough timings")
