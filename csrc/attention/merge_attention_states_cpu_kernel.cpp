@@ -22,9 +22,9 @@ void merge_rows(const MergeAttentionStatesParams& p, int64_t begin, int64_t end)
       for (int i = 0; i < 2; ++i) {
         if (shares.share[i] == 0.0) continue;
         const AttentionStrides& s = p.states[i].out_strides;
-        const HeadRows<T> part = {static_cast<const T*>(p.states[i].out) + place(s), 0, s.element,
-                                  p.size};
-        merged = accumulate(splat(shares.factor(i)), load_elements(part, 0, at), merged);
+        const HeadRow<T> part = {static_cast<const T*>(p.states[i].out) + place(s), s.element,
+                                 p.size};
+        merged = accumulate(splat(shares.factor(i)), load_elements(part, at), merged);
       }
       if (at + kLanes <= p.size) {
         store_all(out + at, merged);

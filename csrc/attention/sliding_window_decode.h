@@ -53,6 +53,10 @@ struct DecodeWorkspace {
   int64_t* row_end;    // [rows]
   float* keys;         // [64, padded head_size]
   float* values;       // [64, padded value_size]
+  // Where keys and values begin: those of a block, then of the next.
+  const void** key_rows;     // [128]
+  const void** value_rows;   // [128]
+  const void** copied_rows;  // [128]: those of `keys`, then those of `values`
 };
 
 constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }
@@ -78,6 +82,9 @@ inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_si
   take(&w->row_end, rows);
   take(&w->keys, 64 * padded_decode_size(head_size));
   take(&w->values, 64 * padded_decode_size(value_size));
+  take(&w->key_rows, 128);
+  take(&w->value_rows, 128);
+  take(&w->copied_rows, 128);
   return used;
 }
 
