@@ -37,11 +37,13 @@ struct SlidingWindowAttentionParams {
   DType dtype = DType::kFloat32;
   int64_t sequences = 0;
   int64_t q_heads = 0;
-  int64_t kv_heads = 0;    // divides q_heads
-  int64_t head_size = 0;   // of queries and keys
-  int64_t value_size = 0;  // of values and the output
-  int64_t q_len = 0;       // of each sequence, where cu_seqlens_q is null
-  int64_t kv_len = 0;      // of each sequence, where kv_lengths and cu_seqlens_kv are null
+  int64_t kv_heads = 0;        // divides q_heads
+  int64_t head_size = 0;       // of queries and keys
+  int64_t value_size = 0;      // of values and the output
+  int64_t q_len = 0;           // of each sequence, where cu_seqlens_q is null
+  int64_t kv_len = 0;          // of each sequence, where kv_lengths and cu_seqlens_kv are null
+  int64_t ragged_queries = 0;  // of all sequences, where cu_seqlens_q is given
+  int64_t ragged_keys = 0;     // of all sequences, where cu_seqlens_kv is given
 
   const void* q = nullptr;  // [sequences, q_heads, q_len, head_size] by its strides
   const void* k = nullptr;  // [sequences, kv_heads, kv_len, head_size]
@@ -133,5 +135,6 @@ struct AttentionTile {
 };
 
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
+void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, void* stream);
 
 }  // namespace lmdecode

@@ -95,4 +95,9 @@ inline size_t decode_workspace_bytes(int64_t rows, int64_t head_size, int64_t va
 
 void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params);
 
+// Floats of the workspace that sliding_window_decode_cuda takes.
+int64_t sliding_window_decode_cuda_workspace(const SlidingWindowAttentionParams& params);
+void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, float* workspace,
+                                void* stream);
+
 }  // namespace lmdecode

@@ -126,6 +126,7 @@ class AttentionArguments {
     p.head_size = q_.size(2);
     check_offsets("cu_seqlens_q", cu_q, q_.size(0), "q");
     p.sequences = cu_q.size(0) - 1;
+    p.ragged_queries = q_.size(0);
     p.cu_seqlens_q = cu_q.const_data_ptr<int64_t>();
     p.q_strides = ragged_strides(q_);
   }
@@ -229,6 +230,7 @@ class AttentionArguments {
       fail(op_, "cu_seqlens_kv has shape ", shape_text(cu_kv), "; expected ", shape_text(cu_q),
            ", that of cu_seqlens_q");
     }
+    p.ragged_keys = k.size(0);
     p.cu_seqlens_kv = cu_kv.const_data_ptr<int64_t>();
     p.k_strides = ragged_strides(k);
     p.v_strides = ragged_strides(v);
