@@ -84,6 +84,13 @@ struct AttentionRows {
   }
 };
 
+// Whether scores are more than scale times the product, scale above 0: what kernels without a rule
+// for scores take.
+LMD_HOST_DEVICE bool needs_score_rule(const SlidingWindowAttentionParams& p) {
+  return p.softcap != 0.0f || p.alibi_slopes != nullptr || p.mask_type != MaskType::kNone ||
+         p.key_padding != nullptr || !(p.scale > 0.0f);
+}
+
 // Rows to tiles of tile_rows. Ragged sequences have their tiles one after the other, each at a
 // place that its offset alone tells, with some to spare: nothing counts tiles on the device.
 struct AttentionTiles {

@@ -46,7 +46,7 @@ __device__ void attend_plainly(const SlidingWindowAttentionParams& p, const Atte
   constexpr int kChunks = kValueSize / kPlainColumns;
   Storage& storage = cuda::shared_storage<Storage>();
   const ScoreRule rule(p, rows);
-  const bool has_rule = rule.is_needed();
+  const bool has_rule = needs_score_rule(p);
   const float factor = rule.exponent_factor();
   const int lane = cuda::lane_id(), first_row = cuda::warp_id() * kWarpRows;
   const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);

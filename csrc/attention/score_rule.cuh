@@ -23,15 +23,9 @@ class ScoreRule {
   __device__ ScoreRule(const SlidingWindowAttentionParams& p, const AttentionRows& rows)
       : p_(p), rows_(rows) {}
 
-  // False: a score is scale times the product, and scale is above 0.
-  __device__ bool is_needed() const {
-    return p_.softcap != 0.0f || p_.alibi_slopes != nullptr || p_.mask_type != MaskType::kNone ||
-           p_.key_padding != nullptr || !(p_.scale > 0.0f);
-  }
-
   // From what the softmax is given, products or scores, to exponents of two.
   __device__ float exponent_factor() const {
-    const double scale = is_needed() ? 1.0 : static_cast<double>(p_.scale);
+    const double scale = needs_score_rule(p_) ? 1.0 : static_cast<double>(p_.scale);
     return static_cast<float>(scale * kLog2E);
   }
 

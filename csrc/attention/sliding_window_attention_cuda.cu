@@ -1,6 +1,5 @@
 // Launches sliding_window_attention.
-#include "attention/attention_kernel_launch.h"
-#include "attention/sliding_window_attention_kernel.cuh"
+#include "attention/attention_tile_launch.h"
 
 namespace lmdecode {
 namespace {
@@ -9,12 +8,8 @@ constexpr const char* kOp = "sliding_window_attention";
 
 template <class T>
 void launch_tiles(const SlidingWindowAttentionParams& params, void* stream) {
-  with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
-    using Shape = attention_cuda::AttentionShape<size>;
-    launch_attention(kOp, &attention_cuda::sliding_window_attention_kernel<T, size>,
-                     AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
-                     sizeof(attention_cuda::AttentionStorage<T, size>), params, stream);
-  });
+  if (needs_score_rule(params)) return launch_attention_tiles_with_rule<T>(params, stream);
+  launch_attention_tiles<T, false>(params, stream);
 }
 
 template <class T, int... kValueSizes>

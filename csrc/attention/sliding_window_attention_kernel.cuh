@@ -27,7 +27,8 @@ struct AttentionStorage {
 };
 
 // While scores are multiplied a step's values arrive, and while values are, the next step's keys.
-template <class T, int kSize>
+// kHasRule: needs_score_rule, whose code takes registers from the rest.
+template <class T, int kSize, bool kHasRule>
 __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
     sliding_window_attention_kernel(const SlidingWindowAttentionParams p) {
   using Shape = AttentionShape<kSize>;
@@ -43,7 +44,6 @@ __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
     const AttentionRows rows = tiles.tile(p, index);
     if (rows.count == 0) continue;
     const ScoreRule rule(p, rows);
-    const bool has_rule = rule.is_needed();
     const float factor = rule.exponent_factor();
     const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
 
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
       cuda::copy_async_commit();
       float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
       warp.multiply_keys(storage.queries, first_row, storage.keys, 0, head_size, scores);
-      if (has_rule || !seen.all_see(first, first + Shape::kKeys)) {
-        warp.apply_rule(rule, has_rule, storage.row_keys, seen.some, first_row, first, scores);
+      if (kHasRule || !seen.all_see(first, first + Shape::kKeys)) {
+        warp.apply_rule(rule, kHasRule, storage.row_keys, seen.some, first_row, first, scores);
       }
       warp.weigh(factor, scores);
       cuda::copy_async_wait<0>();

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(DecodeShape<kSize>::kThreads)
     const AttentionRows rows =
         AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
     const ScoreRule rule(p, rows);
-    const bool has_rule = rule.is_needed();
+    const bool has_rule = needs_score_rule(p);
     const float factor = rule.exponent_factor();
     const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
 

@@ -15,10 +15,11 @@ inline unsigned some_blocks(int64_t count, uint64_t seed) {
 template <class T, int kSize>
 void attend_by_tiles(const SlidingWindowAttentionParams& p, uint64_t seed) {
   using Shape = attention_cuda::AttentionShape<kSize>;
-  emulation::launch(attention_cuda::sliding_window_attention_kernel<T, kSize>,
-                    dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)),
-                    dim3(Shape::kThreads), 1, sizeof(attention_cuda::AttentionStorage<T, kSize>),
-                    seed, p);
+  emulation::launch(
+      needs_score_rule(p) ? attention_cuda::sliding_window_attention_kernel<T, kSize, true>
+                          : attention_cuda::sliding_window_attention_kernel<T, kSize, false>,
+      dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)), dim3(Shape::kThreads), 1,
+      sizeof(attention_cuda::AttentionStorage<T, kSize>), seed, p);
 }
 
 template <class T, int kSize>
