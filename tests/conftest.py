@@ -1,5 +1,7 @@
 """Fixtures of every test."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,3 +18,11 @@ import torch
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that an op runs on."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restore the thread count."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

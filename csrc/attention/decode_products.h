@@ -102,21 +102,19 @@ struct PairRows {
 };
 #endif
 
-// Rows of keys or values in a cache.
+// Keys or values of a block, and those behind it that are asked for meanwhile.
 template <class T>
 struct CacheTokens {
-  const T* data;
-  int64_t stride;
+  const T* const* rows;  // [kBlockKeys + ahead]
   int64_t size;
-  int64_t ahead;  // what is read asks for what lies so many elements on
+  int64_t ahead;  // what is read asks for what lies so many tokens on, at most kBlockKeys
 
-  const T* row(int64_t token) const { return data + token * stride; }
-  void prefetch(const T* p) const {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead * static_cast<int64_t>(sizeof(T)));
-  }
+  const T* row(int64_t token) const { return rows[token]; }
+  const T* row_ahead(int64_t token) const { return rows[token + ahead]; }
   void prefetch_row(int64_t token) const {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < size; i += kLine) prefetch(row(token) + i);
+    const T* row = row_ahead(token);
+    for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(row + i);
   }
 };
 
@@ -133,11 +131,12 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
   for (int i = 0; i < kKeys; ++i) {
     const int64_t token = kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i;
     const typename Rows::Row* row = keys.row(token);
+    const typename Rows::Row* ahead = keys.row_ahead(token);
     F32 of_key[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) of_key[r] = splat(0.0f);
     for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
-      keys.prefetch(row + at);
+      __builtin_prefetch(ahead + at);
       const typename Rows::Vector vector = Rows::load_row(row + at);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -168,10 +167,11 @@ inline void add_values(const float* weights, const CacheTokens<T>& values, KeyRa
   }
   for (int64_t key = range.begin; key < range.end; ++key) {
     const T* row = values.row(key) + at;
+    const T* ahead = values.row_ahead(key) + at;
     F32 value[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      if (j * kLanes * sizeof(T) % 64 == 0) values.prefetch(row + j * kLanes);
+      if (j * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + j * kLanes);
       value[j] = load(row + j * kLanes);
     }
 #pragma GCC unroll 4

@@ -53,6 +53,10 @@ struct DecodeWorkspace {
   int64_t* row_end;    // [rows]
   float* keys;         // [64, padded head_size]
   float* values;       // [64, padded value_size]
+  // Where keys and values begin: those of a block, then of the next.
+  const void** key_rows;     // [128]
+  const void** value_rows;   // [128]
+  const void** copied_rows;  // [128]: those of `keys`, then those of `values`
 };
 
 constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }
@@ -78,6 +82,9 @@ inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_si
   take(&w->row_end, rows);
   take(&w->keys, 64 * padded_decode_size(head_size));
   take(&w->values, 64 * padded_decode_size(value_size));
+  take(&w->key_rows, 128);
+  take(&w->value_rows, 128);
+  take(&w->copied_rows, 128);
   return used;
 }
 
@@ -87,5 +94,10 @@ inline size_t decode_workspace_bytes(int64_t rows, int64_t head_size, int64_t va
 }
 
 void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params);
+
+// Floats of the workspace that sliding_window_decode_cuda takes.
+int64_t sliding_window_decode_cuda_workspace(const SlidingWindowAttentionParams& params);
+void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, float* workspace,
+                                void* stream);
 
 }  // namespace lmdecode

@@ -44,6 +44,9 @@ class DecodeAttention {
     softmax.reset(partials_.rows);
     for (int64_t first = seen.begin / kBlockKeys * kBlockKeys; first < seen.end;
          first += kBlockKeys) {
+      const bool is_first = first <= seen.begin;
+      list_block(p_.k, p_.k_strides, first, is_first, seen.begin, w_.key_rows);
+      list_block(p_.v, p_.v_strides, first, is_first, seen.begin, w_.value_rows);
       run_block(first, part_of_range(seen, first, first + kBlockKeys), &softmax);
     }
     double* row_sum = partials_.row_sum + part.slot * partials_.rows;
@@ -59,11 +62,6 @@ class DecodeAttention {
     return (size + multiple - 1) / multiple * multiple;
   }
 
-  HeadRows<T> head_rows(const void* data, const AttentionStrides& s, int64_t size) const {
-    return {static_cast<const T*>(data) + part_.sequence * s.sequence + part_.kv_head * s.head,
-            s.token, s.element, size};
-  }
-
   int64_t head_of(int64_t row) const { return part_.kv_head * p_.group() + row % p_.group(); }
 
   // The queries as they are multiplied, and the keys of the part that some row sees.
@@ -71,6 +69,7 @@ class DecodeAttention {
     const float sign = has_rule_ || p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
     Query* queries = reinterpret_cast<Query*>(w_.queries);
     KeyRange seen = {0, 0};
+    sequence_keys_ = {0, 0};
     for (int64_t row = 0; row < partials_.rows; ++row) {
       KeyRange of_row = {0, 0};
       Query* query = queries + row * query_stride_;
@@ -78,6 +77,7 @@ class DecodeAttention {
       if (row < rows_) {
         const int64_t token = row / p_.group();
         const KeyRange visible = p_.keys_seen(part_.sequence, token);
+        sequence_keys_ = hull(sequence_keys_, visible);
         of_row = {max_of(visible.begin, part_.keys.begin), min_of(visible.end, part_.keys.end)};
         if (of_row.begin >= of_row.end) of_row = {0, 0};
         const AttentionStrides& s = p_.q_strides;
@@ -95,30 +95,47 @@ class DecodeAttention {
     return seen;
   }
 
-  // The rows from `first` on of a block, as the products read them.
-  CacheTokens<Row> block_rows(const HeadRows<T>& rows, int64_t first, KeyRange range,
-                              int64_t padded, float* copy) const {
+  // Lists where the rows of a block and of the next one begin. From the second block of a part on,
+  // its own are those that were the next.
+  void list_block(const void* data, const AttentionStrides& s, int64_t first, bool is_first,
+                  int64_t begin, const void** memory) const {
+    const T** rows = reinterpret_cast<const T**>(memory);
+    if (!is_first) {
+      for (int64_t i = 0; i < kBlockKeys; ++i) rows[i] = rows[kBlockKeys + i];
+      begin = first + kBlockKeys;
+    }
+    // What nobody sees may lie nowhere.
+    const int64_t end = min_of(first + 2 * kBlockKeys, sequence_keys_.end);
+    list_rows(p_, data, s, part_.sequence, part_.kv_head, {begin, end}, rows + (begin - first));
+    for (int64_t i = max_of(1, end - first); i < 2 * kBlockKeys; ++i) rows[i] = rows[i - 1];
+  }
+
+  // The keys or values of a listed block as the products read them.
+  CacheTokens<Row> block_rows(const void** memory, const AttentionStrides& s, int64_t size,
+                              KeyRange range, int64_t padded, float* copy,
+                              const void** copied_rows) const {
+    const T* const* rows = reinterpret_cast<const T**>(memory);
     if constexpr (kIsCopied) {
+      const float** copied = reinterpret_cast<const float**>(copied_rows);
+      const HeadRows<T> from = {rows, s.element, size};
       for (int64_t key = range.begin; key < range.end; ++key) {
+        copied[key] = copy + key * padded;
         for (int64_t at = 0; at < padded; at += kLanes) {
-          store(copy + key * padded + at, load_elements(rows, first + key, at));
+          store(copy + key * padded + at, load_elements(from.row(key), at));
         }
       }
-      return {copy, padded, padded, 0};
+      return {copied, padded, 0};
     } else {
-      const int64_t bytes = rows.size * static_cast<int64_t>(sizeof(T));
-      const int64_t ahead = max_of(1, kPrefetchBytes / bytes);
-      const bool has_them = first + kBlockKeys + ahead <= p_.keys_of(part_.sequence);
-      return {rows.row(first), rows.token_stride, rows.size,
-              has_them ? ahead * rows.token_stride : 0};
+      const int64_t bytes = size * static_cast<int64_t>(sizeof(T));
+      return {rows, size, min_of(kBlockKeys, max_of(1, kPrefetchBytes / bytes))};
     }
   }
 
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
-    const CacheTokens<Row> keys =
-        block_rows(head_rows(p_.k, p_.k_strides, p_.head_size), first, range, head_size_, w_.keys);
-    const CacheTokens<Row> values = block_rows(head_rows(p_.v, p_.v_strides, p_.value_size), first,
-                                               range, value_size_, w_.values);
+    const CacheTokens<Row> keys = block_rows(w_.key_rows, p_.k_strides, p_.head_size, range,
+                                             head_size_, w_.keys, w_.copied_rows);
+    const CacheTokens<Row> values = block_rows(w_.value_rows, p_.v_strides, p_.value_size, range,
+                                               value_size_, w_.values, w_.copied_rows + kBlockKeys);
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
     for (int64_t row = 0; row < rows_;) {
@@ -217,6 +234,7 @@ class DecodeAttention {
   DecodeWorkspace w_;
   int64_t query_stride_;
   DecodePart part_ = {};
+  KeyRange sequence_keys_ = {};  // that some query of its sequence sees
   float* out_ = nullptr;
 };
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,14 +38,6 @@ def qkv(
         normal(batch, kv_heads, keys, size, seed=2, dtype=dtype),
         normal(batch, kv_heads, keys, value_size, seed=3, dtype=dtype),
     ]
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 # --- Accuracy -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -145,14 +144,6 @@ def test_nan() -> None:
         assert torch.equal(out.isnan().all(-1)[..., 0], bad)
         assert torch.equal(out.isnan().any(-1)[..., 0], bad)
         assert torch.equal(lse.isnan()[..., 0], bad)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")
