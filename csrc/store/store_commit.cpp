@@ -9,7 +9,7 @@ namespace lmdecode::store {
 namespace {
 constexpr size_t kMaxUsesPerCommit = 1024;
 constexpr uint64_t kReserveFraction = 64;  // of all areas
-}
+}  // namespace
 
 void StoreEngine::stop_writing(const std::string& reason) {
   if (failure_.empty()) failure_ = reason;

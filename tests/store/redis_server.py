@@ -14,6 +14,9 @@ import pytest
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install redis")
 
+from redis.backoff import NoBackoff  # noqa: E402
+from redis.retry import Retry  # noqa: E402
+
 INSTALL = "redis-server is not installed: apt-get install redis-server"
 
 
@@ -24,9 +27,12 @@ def require_server() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 55000:  # nodes of a cluster also use the port 10000 above
+            return port
 
 
 class Server:
@@ -49,13 +55,13 @@ class Server:
         if self.password:
             command += ["--requirepass", self.password]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        for _ in range(500):
+        while self.process.poll() is None:
             try:
                 self.client().ping()
                 return
             except redis.ConnectionError:
                 time.sleep(0.01)
-        raise RuntimeError("redis-server does not answer")
+        raise RuntimeError(f"redis-server ended with status {self.process.returncode}")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -68,7 +74,9 @@ class Server:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self.password or None)
+        return redis.Redis(
+            port=self.port, password=self.password or None, retry=Retry(NoBackoff(), 0)
+        )
 
 
 class Proxy:
