@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import lmdecode
+import lmdecode.reference
 from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
 FORMS = ("float", "bool")
