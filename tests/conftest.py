@@ -1,9 +1,14 @@
-"""Fixtures of every test."""
+"""Fixtures of all tests."""
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+CAPABILITIES = ("default", "avx2", "avx512")
 
 
 @pytest.fixture(
@@ -26,3 +31,31 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=CAPABILITIES)
+def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
+    """Run code in a process of its own, at every CPU capability that the machine has.
+
+    The folder of the test is where it imports from. What it prints is returned, as words.
+    """
+    capability: str = request.param
+    best = {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
+    if capability not in CAPABILITIES[:best]:
+        pytest.skip(f"this CPU has no {capability}")
+
+    def run(code: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nimport lmdecode; print(lmdecode.cpu_capability())"],
+            cwd=request.path.parent,
+            env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        *words, used = done.stdout.split()
+        assert used == capability
+        return words
+
+    return run
