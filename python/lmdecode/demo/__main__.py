@@ -16,6 +16,7 @@ from lmdecode.demo._output import DemoError
 
 _DEMOS = {"sampling": sampling.run, "beam": beam.run}
 _NAMES = (*_DEMOS, "g2p")  # g2p has words where the others have a number of tokens
+_QUICK_WORDS, _SOME_WORDS = 48, 500  # held-out words where g2p is quick or one of all demos
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -59,7 +60,8 @@ def main() -> int:
                 plot = plot and plot.with_stem(f"{plot.stem}_{name}")
             if name == "g2p":
                 chosen = arguments.model if len(names) == 1 else None
-                g2p.run(chosen, plot, words, arguments.quick)
+                limit = None if arguments.demos else _SOME_WORDS
+                g2p.run(chosen, plot, words, _QUICK_WORDS if arguments.quick else limit)
             else:
                 _DEMOS[name](arguments.model, plot, arguments.tokens, arguments.quick)
     except DemoError as error:

