@@ -14,7 +14,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
-_SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "kjv_mistral" / "model"
+_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_SHIPPED = _EXAMPLES / "kjv_mistral" / "model"
+
+needs_g2p = pytest.mark.skipif(
+    not (_EXAMPLES / "g2p" / "model" / "model.safetensors").is_file(),
+    reason="needs the shipped model of letters to phonemes",
+)
 
 
 def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -243,11 +249,95 @@ def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
     assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
 
 
+@needs_g2p
+def test_g2p_demo_scores_and_times_held_out_words(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "rates.png"
+    done = _run("g2p", "--quick", "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^48 held-out words of .+held_out\.dict: ids of lmdecode equal to those of transformers",
+        done.stdout, re.MULTILINE,
+    )  # fmt: skip
+    head, _, *rows = done.stdout.split("\n\n")[2].splitlines()
+    assert head.split() == ["greedy", "beam", "4", "beam", "8"]
+    table = {name: cells for name, *cells in (re.split(r" {2,}", row) for row in rows)}
+    for name in ("phoneme error rate, %", "word error rate, %"):
+        assert all(0 < float(rate) < 50 for rate in table[name]), done.stdout
+    for name in ("transformers, ms a word", "lmdecode, ms a word"):
+        assert all(float(taken) > 0 for taken in table[name])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_g2p
+def test_g2p_demo_pronounces_words(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "words.png"
+    done = _run("g2p", "--plot", picture, "Bookworm", "strand's")
+    assert done.returncode == 0, done.stderr
+    best = {}
+    for word in ("Bookworm", "strand's"):
+        lines = re.search(rf"^{word}\n((?: +-\d+\.\d{{3}}  [A-Z ]+\n){{4}})", done.stdout, re.M)
+        assert lines, done.stdout
+        scores, texts = zip(*re.findall(r"(-\S+)  (.+)", lines.group(1)), strict=True)
+        assert list(scores) == sorted(scores, key=float, reverse=True)
+        assert len(set(texts)) == 4
+        best[word] = texts[0]
+    assert best == {"Bookworm": "B UH K W ER M", "strand's": "S T R AE N D Z"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_g2p
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("naïve", "the word 'naïve' has 'ï'; expected letters of '-.abcdefghijklmnopqrstuvwxyz"),
+        ("a b2", "the word 'a b2' has ' ', '2'; expected letters of '-.abcdefghijklmnopqrstuvwxyz"),
+        ("", "the word '' has 0 letters; expected 1 to 63"),
+        ("ab" * 32, f"the word {'ab' * 32!r} has 64 letters; expected 1 to 63"),
+    ],
+)
+def test_g2p_demo_names_the_letters_that_it_does_not_know(word: str, message: str) -> None:
+    done = _run("g2p", "hello", word)
+    assert done.returncode == 1
+    assert _error_line(done) == f"lmdecode.demo: g2p: {message}"
+
+
+_BROKEN_ENGINE = """
+import sys
+from lmdecode.demo import g2p
+right = g2p.our_engine
+def wrong(model):
+    engine = right(model)
+    def broken(ids, mask, num_beams, results):
+        found = engine(ids, mask, num_beams, results)
+        if num_beams == 4:
+            found[2][0].tokens.append(1)
+        return found
+    return broken
+g2p.our_engine = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "g2p", "--quick"]
+sys.exit(main())
+"""
+
+
+@needs_g2p
+def test_g2p_demo_fails_where_ids_differ() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_ENGINE],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "4 beams: ids differ from those of transformers: word '" in done.stderr
+
+
+@needs_g2p
 def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
     assert done.returncode == 0, done.stderr
-    names = ("beam", "sampling", "store", "window")
+    names = ("beam", "g2p", "sampling", "store", "window")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"demo_{name}.png" for name in names]
     assert all(f"== {name} ==" in done.stdout for name in names)
 
@@ -271,6 +361,6 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
 
 
 def test_demo_refuses_unknown_names_and_no_tokens() -> None:
-    assert "there is no demo 'beams'; expected sampling" in _run("beams").stderr
+    assert "there is no demo 'beams'; expected sampling, beam, window, store, g2p" in _run("beams").stderr
     assert "--tokens is 0; expected at least 1" in _run("--tokens", 0).stderr
     assert "--plot is out.txt; expected a name in .png" in _run("--plot", "out.txt").stderr

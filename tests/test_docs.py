@@ -22,6 +22,7 @@ WITH_EXAMPLES = (
     "docs/sampling.md",
     "docs/store.md",
     "docs/transformers.md",
+    "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
 )
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
