@@ -361,6 +361,9 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
 
 
 def test_demo_refuses_unknown_names_and_no_tokens() -> None:
-    assert "there is no demo 'beams'; expected sampling, beam, window, store, g2p" in _run("beams").stderr
+    assert (
+        "there is no demo 'beams'; expected sampling, beam, window, store, g2p"
+        in _run("beams").stderr
+    )
     assert "--tokens is 0; expected at least 1" in _run("--tokens", 0).stderr
     assert "--plot is out.txt; expected a name in .png" in _run("--plot", "out.txt").stderr
