@@ -295,7 +295,7 @@ ATTENTION: Wrong = {
         {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:0]},
     ),
     "ragged: no sequence": (
-        r"cu_seqlens_q has shape \[1\], of no sequence; expected one that ends at 5, the tokens of q",
+        r"cu_seqlens_q has shape \[1\], of no sequence; expected one that ends at 5",
         ValueError,
         {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:1]},
     ),

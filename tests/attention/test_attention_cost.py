@@ -10,6 +10,7 @@ import torch
 from lmdecode import sliding_window_attention, sliding_window_decode
 from lmdecode.peak_memory import peak_memory
 
+
 def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:
     torch.set_num_threads(1)
     q, k, v = (torch.randn(1, heads, tokens, 32) for heads in (4, 2, 2))
