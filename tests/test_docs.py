@@ -150,3 +150,16 @@ def test_the_table_of_dialects_names_them_all() -> None:
 
     text = (ROOT / "docs" / "sampling.md").read_text()
     assert all(f"`{dialect}`" in text for dialect in DIALECTS)
+
+
+def test_the_store_names_tests_that_exist() -> None:
+    """Of docs/store.md: which test shows what; a name may be a part of that of the test."""
+    files = {path.name: path for path in (ROOT / "tests").rglob("*") if path.is_file()}
+    row = re.compile(r"`(?:[\w/]+/)?(test_\w+\.py|\w+_test\.cpp)`(?:: (`\w+`(?:, `\w+`)*))?")
+    found = row.findall((ROOT / "docs/store.md").read_text())
+    assert len(found) > 40
+    for file, names in found:
+        text = files[file].read_text()
+        tests = re.findall(r"^(?:def |TEST\()(\w+)", text, re.MULTILINE)
+        for part in re.findall(r"\w+", names):
+            assert any(part in test for test in tests), f"{file}: {part}"

@@ -244,6 +244,10 @@ class AttentionArguments {
     if (offsets.size(0) < 1 || !offsets.is_contiguous()) {
       fail(op_, name, " has shape ", shape_text(offsets), "; expected [sequences + 1], contiguous");
     }
+    if (offsets.size(0) == 1 && tokens > 0) {  // of what a device is given, sizes alone are known
+      fail(op_, name, " has shape [1], of no sequence; expected one that ends at ", tokens,
+           ", the tokens of ", of);
+    }
     if (!offsets.is_cpu()) return;
     const int64_t* at = offsets.const_data_ptr<int64_t>();
     const int64_t sequences = offsets.size(0) - 1;

@@ -294,6 +294,11 @@ ATTENTION: Wrong = {
         ValueError,
         {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:0]},
     ),
+    "ragged: no sequence": (
+        r"cu_seqlens_q has shape \[1\], of no sequence; expected one that ends at 5",
+        ValueError,
+        {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:1]},
+    ),
     "ragged: other sequences": (
         r"cu_seqlens_kv has shape \[2\]; expected \[3\]",
         ValueError,

@@ -2,32 +2,29 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lmdecode import sliding_window_attention, sliding_window_decode
-
-MEMORY_SCRIPT = """
-import resource, sys, torch, lmdecode
-torch.set_num_threads(1)
-tokens = 65536
-q, k, v = (torch.randn(1, heads, tokens, 32) for heads in (4, 2, 2))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-lmdecode.sliding_window_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], window=256)
-before = peak()
-out = lmdecode.sliding_window_attention(q, k, v, window=256, return_lse=True)
-print(peak() - before - sum(x.nbytes for x in out))
-"""
+from lmdecode.peak_memory import peak_memory
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss as on Linux")
+def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:
+    torch.set_num_threads(1)
+    q, k, v = (torch.randn(1, heads, tokens, 32) for heads in (4, 2, 2))
+    sliding_window_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], window=256)
+    return lambda: sliding_window_attention(q, k, v, window=256, return_lse=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")
 def test_no_matrix_of_scores_is_held() -> None:
     """At 65536 tokens it would have 17 GB; scratch beside the output is a few MB."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 16 << 20
+    tokens = 65536
+    outputs = 4 * 4 * tokens * (32 + 1)
+    taken = peak_memory(call_on_a_long_prompt, tokens)
+    assert outputs <= taken < outputs + (16 << 20)
 
 
 REFERENCED_SCRIPT = """

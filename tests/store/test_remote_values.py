@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -113,6 +114,29 @@ def test_the_chain_of_keys_is_the_stores(open_store: Open) -> None:
 def test_wrong_settings_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="Remote"):
         Remote(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"url": 5}, "url is of type int; expected a str"),
+        ({"timeout": None}, "timeout is of type NoneType; expected int or float"),
+        ({"max_wait": "1"}, "max_wait is of type str; expected int or float"),
+        ({"max_pending": 0.5}, "max_pending is of type float; expected int"),
+        ({"ttl": True}, "ttl is of type bool; expected int or float"),
+    ],
+)
+def test_settings_of_other_types_are_refused(arguments: dict[str, object], message: str) -> None:
+    """None is a time to live alone: without a timeout a lookup would wait for a stalled server."""
+    with pytest.raises(TypeError, match=f"Remote: {message}"):
+        Remote(**{"url": "redis://h", **arguments})  # type: ignore[arg-type]
+    assert Remote(url="redis://h", ttl=None, timeout=1).ttl is None
+
+
+def test_a_store_takes_a_url_or_settings(open_store: Open, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="KVStore: remote is of type int; expected a URL or a Rem"):
+        open_store(remote=6379)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

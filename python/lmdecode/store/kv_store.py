@@ -160,6 +160,8 @@ class KVStore:
         The directory cannot be made, read or written.
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
+    TypeError
+        ``remote`` is neither a URL nor a ``Remote``.
     ImportError
         ``remote`` without redis-py.
     """
@@ -196,6 +198,9 @@ class KVStore:
             raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
         if isinstance(remote, str):
             remote = Remote(url=remote)
+        elif remote is not None and not isinstance(remote, Remote):
+            kind = type(remote).__name__
+            raise TypeError(f"KVStore: remote is of type {kind}; expected a URL or a Remote")
         if remote is not None:
             remote.connector()  # says what is wrong before anything is opened
         folder = Path(path)

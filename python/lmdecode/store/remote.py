@@ -40,6 +40,8 @@ class Remote:
     ------
     ValueError
         The URL has another scheme, or a number is not positive.
+    TypeError
+        The URL is no str, or a number is none; only ``ttl`` may be None.
     """
 
     url: str = field(repr=False)
@@ -51,12 +53,22 @@ class Remote:
     max_pending: int = 64
 
     def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise TypeError(f"Remote: url is of type {type(self.url).__name__}; expected a str")
         if urlsplit(self.url).scheme not in _SCHEMES:
             expected = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
             raise ValueError(f"Remote: url has another scheme; expected one of {expected}")
         for name in ("ttl", "timeout", "max_wait", "cool_down", "max_pending"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if name == "ttl" and value is None:
+                continue
+            kinds = (int,) if name == "max_pending" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(
+                    f"Remote: {name} is of type {type(value).__name__}; expected {expected}"
+                )
+            if not value > 0:
                 raise ValueError(f"Remote: {name} is {value}; expected a positive number")
 
     @property

@@ -108,6 +108,18 @@ def test_crop_of_a_prompt_that_came_with_a_draft(remove: int) -> None:
         ours.crop(remove - 143)
 
 
+@pytest.mark.parametrize("remove", [0, 64, 89, 90])
+def test_crop_of_a_draft_that_is_longer_than_the_spare_slots(remove: int) -> None:
+    """Behind a prompt: the ring grows before it is written."""
+    ours, theirs = pair()
+    for layer in (ours, theirs):
+        layer.activate_past_recording()
+        layer.update(*states(30, 1))
+        layer.update(*states(90, 2))
+        layer.crop(-remove)
+    assert_same(ours, theirs)
+
+
 def test_crop_beyond_what_is_held() -> None:
     layer = RingLayer(WINDOW)
     layer.crop(-3)  # not in use: nothing to do, as in transformers

@@ -390,6 +390,18 @@ def test_another_input_of_the_encoder_never_hits(name: str, tmp_path: Path) -> N
         assert store.stats()["hits"] == hits + 2  # self-attention and cross-attention
 
 
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_mask_of_the_decoder_without_tokens(name: str, tmp_path: Path) -> None:
+    """It is of the token that every answer begins with."""
+    model, source = model_of(name), TURNS[0]
+    with store_of(model, tmp_path) as store:
+        ones = torch.ones(1, 1, dtype=torch.int64)
+        tokens = answer(model, store, "a", source, decoder_attention_mask=ones)[0]
+        assert tokens == plain(model, source)
+        with pytest.raises(ValueError, match=r"decoder_attention_mask has zeros or another shape"):
+            answer(model, store, "b", source, decoder_attention_mask=0 * ones)
+
+
 # --- arguments ------------------------------------------------------------------------------------
 
 

@@ -217,7 +217,8 @@ def read_request(
         ids = _decoder_ids(config, given, ids)
         mask = inputs.get("decoder_attention_mask")
         if mask is not None:
-            _check_padding(config, "decoder_attention_mask", given, mask, pads=False)
+            of = ids if given is None else given
+            _check_padding(config, "decoder_attention_mask", of, mask, pads=False)
     else:
         _check_padding(config, "attention_mask", ids, mask, pads=True)
     # None, and only where the caller said so: all in one.
