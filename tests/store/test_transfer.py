@@ -137,6 +137,7 @@ def test_help() -> None:
     assert done.returncode == 0
     for command in ("ls", "stat", "verify", "gc", "backup", "export", "import"):
         assert command in done.stdout
+    assert "`" not in done.stdout
 
 
 def test_ls_stat_verify(filled: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def main() -> int:
     """Run the demos that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description="Run the demos.")
     parser.add_argument(
         "demos", nargs="*", metavar="NAME", help=f"of {', '.join(_DEMOS)}; none: all"
     )
