@@ -174,7 +174,9 @@ class RingKVCache:
             )
         _check_int(op, "capacity", capacity, 1)
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype")
+            raise TypeError(
+                f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype"
+            )
         self.window = window
         self.capacity = capacity
         self.num_sink_tokens = num_sink_tokens

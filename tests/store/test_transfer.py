@@ -150,6 +150,8 @@ def test_ls_stat_verify(filled: Open, tmp_path: Path, capsys: pytest.CaptureFixt
         assert "weights_hash          weights" in capsys.readouterr().out
         assert main(["verify", str(tmp_path / "store")]) == 0
         assert "5 entries" in capsys.readouterr().out
+        assert main(["ls", str(tmp_path / "store"), "--fingerprint", "zz"]) == 1
+        assert "whose fingerprint begins with 'zz'" in capsys.readouterr().err
 
 
 def test_verify_exits_1_on_damage(filled: Open, tmp_path: Path) -> None:
