@@ -173,6 +173,10 @@ class RingKVCache:
                 f"{op}: capacity is {capacity}; expected at least {window}, the window"
             )
         _check_int(op, "capacity", capacity, 1)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype"
+            )
         self.window = window
         self.capacity = capacity
         self.num_sink_tokens = num_sink_tokens
@@ -277,7 +281,13 @@ class RingKVCache:
         ------
         ValueError
             If the snapshot does not fit; nothing has been changed.
+        TypeError
+            If it is no ``RingSnapshot``.
         """
+        if not isinstance(snapshot, RingSnapshot):
+            raise TypeError(
+                f"restore: snapshot is of type {type(snapshot).__name__}; expected a RingSnapshot"
+            )
         total, keys, values = snapshot
         _check_int("restore", "num_tokens", total, 0)
         sinks = min(total, self.num_sink_tokens)

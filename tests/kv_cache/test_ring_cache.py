@@ -411,6 +411,14 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
     "sinks": (
         r"RingKVCache: num_sink_tokens is -1", ValueError, lambda c: make(8, 8, -1),
     ),
+    "dtype": (
+        r"RingKVCache: dtype is of type str; expected a torch.dtype", TypeError,
+        lambda c: RingKVCache(1, 1, 1, 1, dtype="float32"),
+    ),
+    "restore: no snapshot": (
+        r"restore: snapshot is of type tuple; expected a RingSnapshot", TypeError,
+        lambda c: c.restore((30, K, V)),
+    ),
     "batch": (r"RingKVCache: batch is -2", ValueError, lambda c: RingKVCache(-2, 1, 1, 1)),
     "append: a list": (r"RingKVCache: k is of type list", TypeError, lambda c: c.append([1], V)),
     "append: gradient": (

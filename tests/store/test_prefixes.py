@@ -262,6 +262,12 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
         store.lookup(torch.tensor([-1]))
     with pytest.raises(TypeError, match="expected token ids"):
         store.lookup(["a"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="load: hit is NoneType; expected a Hit"):
+        store.load(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="session: id is int; expected a str"):
+        store.session(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fingerprint is str; expected a Fingerprint"):
+        KVStore(tmp_path / "other", fingerprint="x", capacity_bytes=1 << 24)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ttl"):
         store.put(TOKENS, kv, ttl=0)
     with pytest.raises(ValueError, match="ahead"):
@@ -274,6 +280,18 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             open_store(path=tmp_path / "other", **wrong)
     assert store.stats()["entries"] == 0
+
+
+def test_what_is_printed(open_store: Open, tmp_path: Path) -> None:
+    store = open_store(path=tmp_path / "store")
+    folder = str(tmp_path / "store" / store.fingerprint.name)
+    assert repr(store) == f"KVStore({folder!r}, model {store.fingerprint.model_id!r})"
+    session = store.session("a")
+    session.step(TOKENS)
+    assert repr(session) == "Session('a', 19 tokens)"
+    store.close()
+    assert repr(store).startswith("KVStore(")
+    assert repr(open_store(path=tmp_path / "store", readonly=True)).endswith(", readonly)")
 
 
 def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:

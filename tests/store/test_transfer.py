@@ -137,6 +137,7 @@ def test_help() -> None:
     assert done.returncode == 0
     for command in ("ls", "stat", "verify", "gc", "backup", "export", "import"):
         assert command in done.stdout
+    assert "`" not in done.stdout
 
 
 def test_ls_stat_verify(filled: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +150,8 @@ def test_ls_stat_verify(filled: Open, tmp_path: Path, capsys: pytest.CaptureFixt
         assert "weights_hash          weights" in capsys.readouterr().out
         assert main(["verify", str(tmp_path / "store")]) == 0
         assert "5 entries" in capsys.readouterr().out
+        assert main(["ls", str(tmp_path / "store"), "--fingerprint", "zz"]) == 1
+        assert "whose fingerprint begins with 'zz'" in capsys.readouterr().err
 
 
 def test_verify_exits_1_on_damage(filled: Open, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def main() -> int:
     """Run the demos that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description="Run the demos.")
     parser.add_argument(
         "demos", nargs="*", metavar="NAME",
         help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce",

@@ -19,7 +19,10 @@ _UNLIMITED = 1 << 60
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lmdecode.store", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lmdecode.store",
+        description="Look at stores, check them, copy them, move what they hold.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
@@ -170,7 +173,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     stores = _stores(arguments.path, arguments.fingerprint)
     if not stores:
-        raise FileNotFoundError(f"no store in {arguments.path}")
+        prefix = arguments.fingerprint
+        which = f" whose fingerprint begins with {prefix!r}" if prefix else ""
+        raise FileNotFoundError(f"no store in {arguments.path}{which}")
     if arguments.command == "export" and len(stores) > 1:
         names = ", ".join(directory.name for directory, _ in stores)
         raise ValueError(f"one file holds one fingerprint; choose with --fingerprint: {names}")

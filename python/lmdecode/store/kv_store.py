@@ -161,7 +161,7 @@ class KVStore:
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
-        ``remote`` is neither a URL nor a ``Remote``.
+        ``fingerprint`` is no ``Fingerprint``; ``remote`` is neither a URL nor a ``Remote``.
     ImportError
         ``remote`` without redis-py.
     """
@@ -184,6 +184,10 @@ class KVStore:
         remote: str | Remote | None = None,
         _slab_bytes: int = _GIB,
     ) -> None:
+        if not isinstance(fingerprint, Fingerprint):
+            raise TypeError(
+                f"KVStore: fingerprint is {type(fingerprint).__name__}; expected a Fingerprint"
+            )
         if durability not in ("strict", "relaxed"):
             raise ValueError(f"KVStore: durability is {durability!r}; expected 'strict', 'relaxed'")
         if v_layout not in ("column", "row"):
@@ -243,6 +247,10 @@ class KVStore:
 
     # --- what it is
 
+    def __repr__(self) -> str:
+        readonly = ", readonly" if self.readonly else ""
+        return f"KVStore({self._engine.directory!r}, model {self.fingerprint.model_id!r}{readonly})"
+
     @property
     def fingerprint(self) -> Fingerprint:
         """Of the model."""
@@ -293,6 +301,8 @@ class KVStore:
 
     def _load(self, hit: Hit, layers: range, out: KV | None = None) -> KV | None:
         engine = self._engine
+        if not isinstance(hit, Hit):
+            raise TypeError(f"load: hit is {type(hit).__name__}; expected a Hit, from lookup")
         if hit._handle is None:
             return None
         cache = out or empty_cache(engine.fingerprint, layers, hit.num_tokens, engine.by_column)
@@ -475,7 +485,11 @@ class KVStore:
         ------
         StoreDamagedError
             Its stored tokens are not those that were committed.
+        TypeError
+            ``id`` is no str.
         """
+        if not isinstance(id, str):
+            raise TypeError(f"session: id is {type(id).__name__}; expected a str")
         key = (self._salt, bytes(context), id)
         with self._engine.lock:
             known = self._engine.sessions.get(key)

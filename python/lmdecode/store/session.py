@@ -49,6 +49,9 @@ class Session:
         """All tokens of the session so far."""
         return self._tokens.tolist()
 
+    def __repr__(self) -> str:
+        return f"Session({self.id!r}, {len(self)} tokens)"
+
     def __len__(self) -> int:
         return len(self._tokens)
 

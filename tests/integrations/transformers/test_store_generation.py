@@ -444,6 +444,12 @@ def test_wrong_stores_and_caches(tmp_path: Path) -> None:
             answer(llama, store, "a", TURNS[0], past_key_values=cache)
         with pytest.raises(TypeError, match="input_ids is list; expected a tensor of token ids"):
             generate_with_store(llama, store, "a", [[1]], **ANSWER)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="past_key_values is list; expected a Cache"):
+            answer(llama, store, "a", TURNS[0], past_key_values=[])
+        with pytest.raises(TypeError, match="session: id is Session; expected a str"):
+            answer(llama, store, store.session("a"), TURNS[0])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="store is str; expected a KVStore"):
+            answer(llama, "folder", "a", TURNS[0])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="past_key_values is a EncoderDecoderCache; expected"):
             pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
             answer(llama, store, "a", TURNS[0], past_key_values=pair)

@@ -68,9 +68,12 @@ class Request(NamedTuple):
 
 
 def check_store(model: GenerativePreTrainedModel, store: KVStore) -> None:
-    """Raise ValueError where a store was opened for caches of another shape or dtype."""
+    """Raise where it is no store, or was opened for caches of another shape or dtype."""
+    from lmdecode.store import KVStore
     from lmdecode.store.fingerprint import cache_shape
 
+    if not isinstance(store, KVStore):
+        raise TypeError(f"{_OP}: store is {type(store).__name__}; expected a KVStore")
     theirs = store.fingerprint
     shape = cache_shape(model.config)
     window = shape.pop("window")

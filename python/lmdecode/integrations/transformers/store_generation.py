@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache, StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, EncoderDecoderCache, StoppingCriteria, StoppingCriteriaList
 
 from lmdecode.integrations.transformers._kv_layers import check_layers
 from lmdecode.integrations.transformers._store_conversation import Conversation, self_attention
@@ -117,6 +117,10 @@ def _ready_cache(
     model: Any, request: Request, conversation: Conversation, given: Any, if_faster: bool
 ) -> Any:
     """Return a cache that holds as much of the prompt as there is."""
+    if given is not None and not isinstance(given, Cache):
+        raise TypeError(
+            f"generate_with_store: past_key_values is {type(given).__name__}; expected a Cache"
+        )
     if given is not None and isinstance(given, EncoderDecoderCache) != (
         request.encoder is not None
     ):
@@ -273,7 +277,8 @@ def generate_with_store(
         without beams, assisted generation, a cache that holds other tokens or cannot be stored, or
         a store of another shape or dtype than the model.
     TypeError
-        ``input_ids`` is no tensor of token ids.
+        ``input_ids`` is no tensor of token ids, ``store`` no ``KVStore``, ``session_id`` no str or
+        ``past_key_values`` no cache.
 
     See Also
     --------
