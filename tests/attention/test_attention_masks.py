@@ -110,16 +110,16 @@ def test_expanded_it_is_the_mask(head_size: int) -> None:
 
 def test_other_head_sizes_have_the_mask_of_their_tile() -> None:
     """So what holds of 128 and 256 for every window holds of them."""
-    for window in range(1, 2049, 13):
-        for same, sizes in ((128, (64, 80, 96)), (256, (129, 160, 192))):
+    for window in range(1, 2049):
+        for same, sizes in ((128, (64, 96)), (256, (129, 192))):
             mask = compressed_swa_mask(window, same, form="bool")
             for size in sizes:
                 assert torch.equal(compressed_swa_mask(window, size, form="bool"), mask)
     mask = compressed_swa_mask(500, 128)
-    assert torch.equal(
-        expand_compressed_swa_mask(mask, 700, 500, 64),
-        expand_compressed_swa_mask(mask, 700, 500, 128),
-    )
+    for same, sizes in ((128, (64, 96)), (256, (129, 192))):
+        want = expand_compressed_swa_mask(mask, 700, 500, same)
+        for size in sizes:
+            assert torch.equal(expand_compressed_swa_mask(mask, 700, 500, size), want)
 
 
 @pytest.mark.parametrize("head_size", [64, 256])
