@@ -17,9 +17,13 @@ struct RowTotal {
     if (sink == nullptr) return {max, sum, static_cast<float>(sum)};
     const double score = static_cast<double>(*sink) * kLog2E;
     const double top = score > max ? score : max;
-    if (!(top > static_cast<double>(minus_infinity()))) return {max, sum, static_cast<float>(sum)};
+    // A sink of -inf has no weight; one of NaN, which is never the top, is in the total.
+    if (top == static_cast<double>(minus_infinity()) && score == top) {
+      return {max, sum, static_cast<float>(sum)};
+    }
     const double share = exp2_f64(max - top);
-    const double total = sum * share + exp2_f64(score - top);
+    // inf has all the weight.
+    const double total = sum * share + (score == top ? 1.0 : exp2_f64(score - top));
     return {top, total, static_cast<float>(total / share)};
   }
   LMD_HOST_DEVICE bool is_empty() const { return sum == 0.0; }

@@ -12,10 +12,8 @@ void run_parts(const SlidingWindowAttentionParams& params, const DecodePart* par
     attention.run(parts[i], i + 1 < end ? parts + i + 1 : nullptr);
 }
 
-// Rows of keys and values are whole vectors, their elements side by side.
-bool are_whole(const SlidingWindowAttentionParams& params, int64_t vector_size) {
-  return params.k_strides.element == 1 && params.v_strides.element == 1 &&
-         params.head_size % vector_size == 0 && params.value_size % vector_size == 0;
+bool are_whole_vectors(const SlidingWindowAttentionParams& params, int64_t vector_size) {
+  return params.head_size % vector_size == 0 && params.value_size % vector_size == 0;
 }
 
 // A block of the kernel's is part of a block of the cache, or of a row.
@@ -24,24 +22,18 @@ bool are_at_equal_distances(const KeyPlaces& places, int64_t keys) {
                                        : places.indirection == nullptr;
 }
 
-template <class Rows, class T>
-void run_whole(const SlidingWindowAttentionParams& params, const DecodePart* parts,
-               const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
-  if (are_at_equal_distances(params.places, Rows::kBlockKeys)) {
+// How rows are multiplied is a matter of dtype and sizes alone: the bits are those of any strides.
+template <class Rows>
+void run_rows(const SlidingWindowAttentionParams& params, const DecodePart* parts,
+              const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
+  using T = typename Rows::Row;
+  const bool side_by_side = params.k_strides.element == 1 && params.v_strides.element == 1;
+  if (!side_by_side || !are_whole_vectors(params, Rows::kVectorSize)) {
+    run_parts<Rows, T, CacheLayout::kCopied>(params, parts, partials, begin, end, workspace);
+  } else if (are_at_equal_distances(params.places, Rows::kBlockKeys)) {
     run_parts<Rows, T, CacheLayout::kStrided>(params, parts, partials, begin, end, workspace);
   } else {
     run_parts<Rows, T, CacheLayout::kListed>(params, parts, partials, begin, end, workspace);
-  }
-}
-
-template <class T>
-void run_with(const SlidingWindowAttentionParams& params, const DecodePart* parts,
-              const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
-  if (are_whole(params, FloatRows<T>::kVectorSize)) {
-    run_whole<FloatRows<T>, T>(params, parts, partials, begin, end, workspace);
-  } else {
-    run_parts<FloatRows<float>, T, CacheLayout::kCopied>(params, parts, partials, begin, end,
-                                                         workspace);
   }
 }
 
@@ -96,19 +88,19 @@ void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
                                  const DecodePart* parts, const DecodePartials& partials,
                                  int64_t begin, int64_t end, void* workspace) {
 #if defined(LMD_SIMD_AVX512_BF16)
-  if (are_whole(params, PairRows::kVectorSize)) {
-    run_whole<PairRows, BFloat16>(params, parts, partials, begin, end, workspace);
+  if (are_whole_vectors(params, PairRows::kVectorSize)) {
+    run_rows<PairRows>(params, parts, partials, begin, end, workspace);
   } else {
-    run_with<BFloat16>(params, parts, partials, begin, end, workspace);
+    run_rows<FloatRows<BFloat16>>(params, parts, partials, begin, end, workspace);
   }
 #else
   switch (params.dtype) {
     case DType::kFloat32:
-      return run_with<float>(params, parts, partials, begin, end, workspace);
+      return run_rows<FloatRows<float>>(params, parts, partials, begin, end, workspace);
     case DType::kFloat16:
-      return run_with<Half>(params, parts, partials, begin, end, workspace);
+      return run_rows<FloatRows<Half>>(params, parts, partials, begin, end, workspace);
     case DType::kBFloat16:
-      return run_with<BFloat16>(params, parts, partials, begin, end, workspace);
+      return run_rows<FloatRows<BFloat16>>(params, parts, partials, begin, end, workspace);
   }
 #endif
 }

@@ -14,11 +14,11 @@
 
 namespace lmdecode::LMD_SIMD {
 
-// How the kernel reads a block: keys at equal distances, keys anywhere, or a copy as floats.
+// How the kernel reads a block: keys at equal distances, keys anywhere, or a copy of it. The bits
+// of a result do not tell which.
 enum class CacheLayout { kStrided, kListed, kCopied };
 
-// T: the dtype of the cache. Rows: FloatRows or PairRows of T, or of floats where blocks are
-// copied.
+// T: the dtype of the cache. Rows: FloatRows or PairRows of T.
 template <class Rows, class T, CacheLayout kLayout>
 class DecodeAttention {
  public:
@@ -157,16 +157,21 @@ class DecodeAttention {
     for (int64_t i = range.end; i < kBlockKeys; ++i) rows[i] = rows[range.end - 1];
   }
 
-  StridedTokens<float> copy_block(const void* data, const AttentionStrides& s, int64_t size,
-                                  int64_t first, KeyRange range, int64_t padded,
-                                  float* copy) const {
+  // The keys of a range side by side, with zeros to whole vectors.
+  StridedTokens<T> copy_block(const void* data, const AttentionStrides& s, int64_t size,
+                              int64_t first, KeyRange range, int64_t padded, float* memory) const {
     const T** rows = as_rows(w_.key_rows);
     list_block(data, s, part_, first, range, rows);
-    const HeadRows<T> from = {rows, s.element, size};
+    T* copy = reinterpret_cast<T*>(memory);
     for (int64_t key = range.begin; key < range.end; ++key) {
-      for (int64_t at = 0; at < padded; at += kLanes) {
-        store(copy + key * padded + at, load_elements(from.row(key), at));
+      const T* from = rows[key];
+      T* to = copy + key * padded;
+      if (s.element == 1) {
+        __builtin_memcpy(to, from, static_cast<size_t>(size) * sizeof(T));
+      } else {
+        for (int64_t i = 0; i < size; ++i) to[i] = from[i * s.element];
       }
+      for (int64_t i = size; i < padded; ++i) to[i] = T{};
     }
     return {copy, padded, copy, padded};
   }

@@ -70,7 +70,10 @@ class AttentionArguments {
     set_window(options);
     p.scale = checked_number("scale", options.scale);
     p.softcap = checked_number("softcap", options.softcap);
-    if (p.softcap < 0.0f) fail(op, "softcap is ", options.softcap, "; expected more than 0");
+    // 0 is none; what is too small for a float32 is not.
+    if (options.softcap < 0.0 || (p.softcap == 0.0f && options.softcap != 0.0)) {
+      fail(op, "softcap is ", options.softcap, "; expected a float32 of more than 0");
+    }
     set_row_arguments(options);
     set_masks(attn_mask, true_is_visible, options.key_padding_mask);
     check_places(options.block_table ? options.block_table : options.indirection);

@@ -55,6 +55,11 @@ COMMON: Wrong = {
     "scale: a tensor": (r"scale is of type Tensor", TypeError, {"scale": torch.tensor(1.0)}),
     "softcap: 0": (r"softcap is 0; expected more than 0", ValueError, {"softcap": 0}),
     "softcap: -1": (r"softcap is -1.0", ValueError, {"softcap": -1.0}),
+    "softcap: 0 in float32": (
+        r"softcap is 1e-50; expected a float32",
+        ValueError,
+        {"softcap": 1e-50},
+    ),
     "softcap: inf": (r"softcap is inf", ValueError, {"softcap": float("inf")}),
     "sinks: a list": (r"sinks is of type list", TypeError, {"sinks": [0.0] * 4}),
     "sinks: int": (r"sinks has dtype int64", ValueError, {"sinks": torch.zeros(4).long()}),

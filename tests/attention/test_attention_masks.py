@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lmdecode.reference
-from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
+from lmdecode import attention_masks, compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
 FORMS = ("float", "bool")
 
@@ -108,18 +108,21 @@ def test_expanded_it_is_the_mask(head_size: int) -> None:
         assert torch.equal(expanded, (part < 0) | (part >= window)), window
 
 
-def test_other_head_sizes_have_the_mask_of_their_tile() -> None:
-    """So what holds of 128 and 256 for every window holds of them."""
-    for window in range(1, 2049, 13):
-        for same, sizes in ((128, (64, 80, 96)), (256, (129, 160, 192))):
-            mask = compressed_swa_mask(window, same, form="bool")
-            for size in sizes:
-                assert torch.equal(compressed_swa_mask(window, size, form="bool"), mask)
+def test_every_head_size_has_the_mask_of_its_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what holds of 128 and 256 for every window holds of all from 64 to 256."""
     mask = compressed_swa_mask(500, 128)
-    assert torch.equal(
-        expand_compressed_swa_mask(mask, 700, 500, 64),
-        expand_compressed_swa_mask(mask, 700, 500, 128),
-    )
+    for same, sizes in ((128, (64, 96)), (256, (129, 192))):
+        want = expand_compressed_swa_mask(mask, 700, 500, same)
+        for size in sizes:
+            assert torch.equal(compressed_swa_mask(500, size), compressed_swa_mask(500, same))
+            assert torch.equal(expand_compressed_swa_mask(mask, 700, 500, size), want)
+    # Of masks that are not written out, what they are written from.
+    monkeypatch.setattr(attention_masks, "_band", lambda *band: band)
+    for same, sizes in ((128, range(64, 129)), (256, range(129, 257))):
+        bands = [compressed_swa_mask(window, same) for window in range(1, 2049)]
+        for size in sizes:
+            assert attention_masks.tile_size(size) == attention_masks.tile_size(same)
+            assert [compressed_swa_mask(window, size) for window in range(1, 2049)] == bands, size
 
 
 @pytest.mark.parametrize("head_size", [64, 256])

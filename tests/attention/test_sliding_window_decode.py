@@ -143,6 +143,42 @@ def test_nan() -> None:
         assert torch.equal(lse.isnan()[..., 0], bad)
 
 
+def test_a_sink_of_all_the_weight_and_one_of_nan() -> None:
+    q, k, v = cache(600)
+    sinks = torch.tensor([INF, float("nan"), 0.0, -INF])
+    options: dict[str, Any] = {"return_lse": True}
+    for op in (decode, attend):
+        want, want_lse = op(q, k, v, **options)
+        for lengths in (None, torch.tensor([0, 0])):
+            out, lse = op(q, k, v, sinks=sinks, kv_lengths=lengths, **options)
+            assert not out[:, 0].any() and (lse[:, 0] == INF).all()
+            assert out[:, 1].isnan().all() and lse[:, 1].isnan().all()
+            assert out[:, 2].isfinite().all() and lse[:, 2].isfinite().all()
+            if lengths is None:
+                assert torch.equal(out[:, 3], want[:, 3])
+                assert torch.equal(lse[:, 3], want_lse[:, 3])
+            else:
+                assert not out[:, 3].any() and (lse[:, 3] == -INF).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_are_not_in_the_bits(dtype: torch.dtype) -> None:
+    """Elements apart are copied; what is multiplied then is the same."""
+    for size in (16, 40, 64, 80):
+        q, k, v = cache(700, queries=2, size=size, dtype=dtype)
+        for op in (decode, attend):
+            want = op(q, k, v, window=600, return_lse=True)
+            for apart in (
+                [x.mT.contiguous().mT for x in (q, k, v)],
+                [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)],
+                [q, k, v.transpose(1, 3).contiguous().transpose(1, 3)],
+            ):
+                for got, expected in zip(
+                    op(*apart, window=600, return_lse=True), want, strict=True
+                ):
+                    assert torch.equal(got, expected), size
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_batch_and_heads(dtype: torch.dtype) -> None:
