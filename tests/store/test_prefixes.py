@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,62 @@ def test_every_layer_with_a_window(open_store: Open) -> None:
     store.put(LONG, [(k[:, -5:], v[:, -5:]) for k, v in cache(LONG)])
     loaded = store.load(store.lookup(LONG))
     assert same(loaded, [(k[:, -5:], v[:, -5:]) for k, v in cache(LONG)])
+
+
+def test_windows_of_several_sizes(open_store: Open) -> None:
+    windows = (None, 4, 12)
+    store = open_store(fingerprint=fingerprint(window=windows))
+
+    def least(tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's own last window."""
+        return [
+            (k, v) if w is None else (k[:, -(w - 1) :], v[:, -(w - 1) :])
+            for (k, v), w in zip(cache(tokens), windows, strict=True)
+        ]
+
+    for length in (3, 20, 30, 60, 26):
+        assert store.put(LONG[:length], least(LONG[:length])) == length
+    for length in (3, 20, 26, 30, 60):
+        hit = store.lookup(LONG[:length])
+        assert hit.num_tokens == length
+        assert same(store.load(hit), least(LONG[:length]))
+    # Where one of the windows would miss a token nothing is found.
+    assert store.lookup(LONG[:25]).num_tokens == 20
+    assert store.lookup([*LONG[:59], 99]).num_tokens == 30
+    # A wider layer that has more than its window does not make up for one that has not.
+    other = [5, *LONG]
+    kv = least(other)
+    assert store.put(other, [kv[0], kv[1], cache(other)[2]]) == 61
+    assert not store.lookup(other[:60])
+    assert store.put(other, [kv[0], cache(other)[1], cache(other)[2]]) == 61
+    assert all(store.lookup(other[:length]).num_tokens == length for length in (1, 13, 60))
+
+
+def test_an_index_that_promises_more_of_a_window_than_the_slot_has(
+    open_store: Open, tmp_path: Path
+) -> None:
+    model = fingerprint(window=(None, 10, None))
+    store = open_store(fingerprint=model)
+    store.put(LONG, windowed(LONG, 10, 9))
+    store.close()
+    for path in tmp_path.rglob("index.sqlite"):
+        index = sqlite3.connect(path)
+        index.execute("UPDATE areas SET usable_from = 0")
+        index.commit()
+        index.close()
+    store = open_store(fingerprint=model)
+    hit = store.lookup(LONG[:59])
+    assert not hit or store.load(hit) is None
+
+
+def test_a_layer_with_a_window_is_loaded_into_just_its_last_tokens(open_store: Open) -> None:
+    store = open_store(fingerprint=fingerprint(window=(None, 10, None)))
+    store.put(LONG, windowed(LONG, 10, 9))
+    hit = store.lookup(LONG)
+    out = windowed(LONG, 10, 9)
+    assert store.load(hit, out=out) is out
+    with pytest.raises(ValueError, match="layer 1 has 10 keys; expected 9"):
+        store.load(hit, out=windowed(LONG, 10, 10))
 
 
 # --- wrong calls ----------------------------------------------------------------------------------

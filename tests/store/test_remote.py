@@ -152,12 +152,15 @@ def test_tenants_contexts_and_configurations_never_meet(
     assert sum(entry["tenant"] != store.entries()[0]["tenant"] for entry in blue.entries()) == 4
 
 
-def test_windows(host: Callable[..., KVStore], server: Server) -> None:
-    of = fingerprint(window=(None, 12, 12))
+@pytest.mark.parametrize("windows", [(None, 12, 12), (None, 4, 12)])
+def test_windows(
+    host: Callable[..., KVStore], server: Server, windows: tuple[int | None, ...]
+) -> None:
+    of = fingerprint(window=windows)
     full = cache(TOKENS, of)
     last = [
         (k[:, -(w - 1) :], v[:, -(w - 1) :]) if w else (k, v)
-        for (k, v), w in zip(full, (None, 12, 12), strict=True)
+        for (k, v), w in zip(full, windows, strict=True)
     ]
     store = host(server.url, fingerprint=of)
     store.put(TOKENS, last)
