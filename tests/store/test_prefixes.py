@@ -319,18 +319,51 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
         store.lookup(torch.tensor([-1]))
     with pytest.raises(TypeError, match="expected token ids"):
         store.lookup(["a"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="ttl"):
-        store.put(TOKENS, kv, ttl=0)
+    for tokens in (torch.tensor([1j]), torch.ones(3, dtype=torch.int32).to_sparse()):
+        with pytest.raises(ValueError, match="lookup: tokens is a"):
+            store.lookup(tokens)
+    for ttl in (0, float("nan"), float("inf"), 1e16):
+        with pytest.raises(ValueError, match="ttl"):
+            store.put(TOKENS, kv, ttl=ttl)
+    for wrong_kv in (None, 3):
+        with pytest.raises(TypeError, match="put: kv is"):
+            store.put(TOKENS, wrong_kv)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"kv\[0\] is int"):
+        store.put(TOKENS, [1, 2, 3])  # type: ignore[list-item]
+    for elsewhere in (kv[0][0].to_sparse(), kv[0][0].to("meta")):
+        with pytest.raises(ValueError, match="expected one whose elements lie in memory"):
+            store.put(TOKENS, [(elsewhere, v) for _, v in kv])
+    for wrong_bytes in (5, None, "x"):
+        with pytest.raises(TypeError, match="context is"):
+            store.lookup(TOKENS, context=wrong_bytes)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="context is"):
+            store.session("s", context=wrong_bytes)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="salt is int; expected bytes"):
+        store.for_tenant(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="id is int; expected a str"):
+        store.session(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ahead"):
         next(store.load_layers(store.lookup(TOKENS), ahead=0))
     for wrong in (
         dict(durability="none"), dict(v_layout="x"), dict(capacity_bytes=0), dict(chunk_tokens=0),
         dict(capacity_bytes=None), dict(idle_seconds=-1), dict(quota_bytes=-1),
-        dict(capacity_bytes=100),
+        dict(capacity_bytes=100), dict(capacity_bytes=2**64), dict(chunk_tokens=2**32),
+        dict(quota_bytes=2**64),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             open_store(path=tmp_path / "other", **wrong)
     assert store.stats()["entries"] == 0
+
+
+def test_negated_views_are_stored_as_they_read(open_store: Open) -> None:
+    store = open_store()
+    kv = [(torch._neg_view(-k), torch._neg_view(-v)) for k, v in cache(TOKENS)]
+    assert kv[0][0].is_neg()
+    store.put(TOKENS, kv)
+    hit = store.lookup(TOKENS)
+    assert same(store.load(hit), cache(TOKENS))
+    with pytest.raises(ValueError, match="cannot be written in place"):
+        store.load(hit, out=kv)
 
 
 def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:

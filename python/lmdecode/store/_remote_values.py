@@ -22,7 +22,7 @@ _FIELDS = struct.Struct("<8sII32s32sIIQQQqI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _FIELDS.size + _CRC.size
 _MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
-# Of a slot's header, and of a value's: how long a prefix has to be to find all of its windows there.
+# Of a slot's header, and of a value's: how long a prefix has to be to find its windows there.
 _IMAGE_USABLE_FROM = struct.Struct("<36xI")
 USABLE_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
 

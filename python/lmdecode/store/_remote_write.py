@@ -15,8 +15,8 @@ from lmdecode.store._remote_values import (
     ROUND_TRIP_BYTES,
     USABLE_FROM_RANGE,
     RemoteEntry,
-    usable_from,
     tails_name,
+    usable_from,
 )
 
 
