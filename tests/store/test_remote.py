@@ -390,11 +390,11 @@ def test_a_server_that_was_never_there(host: Callable[..., KVStore], server: Ser
     assert store.put(TOKENS, cache(TOKENS)) == 30
     assert store.lookup([*TOKENS, 1]).num_tokens == 30
     wait_for(lambda: remote_stats(store)["available"] == 0)
-    errors = remote_stats(store)["errors"]
     for n in range(50):
         assert not store.lookup([500 + n])
         assert store.put([n], cache([n])) == 1
-    assert remote_stats(store)["errors"] == errors  # nobody asked again
+    # Of the first put and lookup, which may have asked at the same time; nobody asked again.
+    assert 1 <= remote_stats(store)["errors"] <= 2
     assert remote_stats(store)["dropped"] >= 50
 
 
