@@ -20,7 +20,7 @@ struct Entry {
   uint32_t area = kNoArea;  // physical address: the slot
   uint32_t count = 0;       // tokens in the slot
   uint32_t header_crc = 0;  // of the slot's header, which holds those of the planes
-  uint32_t sliding_from = 0;
+  uint32_t usable_from = 0;
   uint64_t tenant = 0;
   uint64_t sequence = 0;  // of the change that made it
   uint64_t batch = 0;     // of commits; durable once that batch is

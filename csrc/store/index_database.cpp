@@ -35,7 +35,7 @@ constexpr const char* kSql[] = {
 constexpr const char* kSchema =
     "CREATE TABLE superblock (id INTEGER PRIMARY KEY CHECK (id = 0), content BLOB NOT NULL);"
     "CREATE TABLE areas (area INTEGER PRIMARY KEY, sequence INTEGER NOT NULL,"
-    " num_tokens INTEGER NOT NULL, count INTEGER NOT NULL, sliding_from INTEGER NOT NULL,"
+    " num_tokens INTEGER NOT NULL, count INTEGER NOT NULL, usable_from INTEGER NOT NULL,"
     " header_crc INTEGER NOT NULL, tenant INTEGER NOT NULL, created_ms INTEGER NOT NULL,"
     " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL,"
     " keys BLOB NOT NULL);"
@@ -270,7 +270,7 @@ CommitResult IndexDatabase::commit(const IndexBatch& batch, std::string* error) 
       std::memcpy(keys + 32, row.parent.data(), 32);
       Statement& put = *statements_[kPutArea];
       put.integer(row.area).integer(row.sequence).integer(row.num_tokens).integer(row.count);
-      put.integer(row.sliding_from).integer(row.header_crc).integer(row.tenant);
+      put.integer(row.usable_from).integer(row.header_crc).integer(row.tenant);
       put.integer(row.created_ms).integer(row.used_ms).integer(row.expires_ms).integer(row.pinned);
       if (put.blob(keys, row.count == 0 ? 0 : sizeof(keys)).run() != SQLITE_OK) {
         fail("cannot be written");
@@ -317,7 +317,7 @@ void IndexDatabase::read_areas(uint64_t after_sequence,
     const int64_t area = statement.integer_at(0), count = statement.integer_at(3);
     const int64_t from = statement.integer_at(4);
     if (area < 0 || area >= UINT32_MAX || count < 0 || count > INT32_MAX || from < 0 ||
-        from > count) {
+        from > UINT32_MAX) {
       throw StoreError(ErrorKind::kDamaged,
                        "KVStore: the index " + path_ + " is damaged: area " + std::to_string(area));
     }
@@ -325,7 +325,7 @@ void IndexDatabase::read_areas(uint64_t after_sequence,
     row.sequence = statement.integer_at(1);
     row.num_tokens = statement.integer_at(2);
     row.count = static_cast<uint32_t>(count);
-    row.sliding_from = static_cast<uint32_t>(from);
+    row.usable_from = static_cast<uint32_t>(from);
     row.header_crc = static_cast<uint32_t>(statement.integer_at(5));
     row.tenant = statement.integer_at(6);
     row.created_ms = statement.integer_at(7);

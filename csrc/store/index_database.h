@@ -23,7 +23,7 @@ struct AreaRow {
   uint64_t sequence = 0;
   uint64_t num_tokens = 0;
   uint32_t count = 0;
-  uint32_t sliding_from = 0;
+  uint32_t usable_from = 0;
   uint32_t header_crc = 0;
   uint64_t tenant = 0;
   int64_t created_ms = 0;

@@ -92,7 +92,7 @@ void encode_header(const SlotLayout& layout, const SlotHeader& header, std::span
   ByteWriter fields;
   fields.raw(kMagic, sizeof(kMagic)).u32(kVersion);
   fields.u32(static_cast<uint32_t>(layout.header_bytes(header.count)));
-  fields.u64(header.area).u64(header.num_tokens).u32(header.count).u32(header.sliding_from);
+  fields.u64(header.area).u64(header.num_tokens).u32(header.count).u32(header.usable_from);
   fields.u32(layout.shape.num_planes()).u32(layout.values_by_column ? 1 : 0);
   fields.u64(header.tenant).digest(header.key).digest(header.parent);
   for (const uint32_t crc : header.plane_crcs) fields.u32(crc);
@@ -111,15 +111,16 @@ SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> byte
   header.area = fields.u64();
   header.num_tokens = fields.u64();
   header.count = fields.u32();
-  header.sliding_from = fields.u32();
+  header.usable_from = fields.u32();
   expect(fields.u32() == layout.shape.num_planes(), "of another number of planes");
   expect(fields.u32() == (layout.values_by_column ? 1u : 0u), "of another value layout");
   expect(header.count >= 1 && header.count <= layout.chunk_tokens, "count out of range");
   expect(header.num_tokens >= header.count &&
              (header.num_tokens - header.count) % layout.chunk_tokens == 0,
          "num_tokens out of range");
-  const uint32_t last = layout.shape.widest_window() == 0 ? 0 : header.count;
-  expect(header.sliding_from <= last, "sliding_from out of range");
+  const uint32_t window = layout.shape.widest_window();
+  const uint64_t last = window <= 1 ? 0 : uint64_t{header.count} + window - 1;
+  expect(header.usable_from <= last, "usable_from out of range");
   expect(header_bytes == layout.header_bytes(header.count) && bytes.size() >= header_bytes,
          "of another size");
   header.tenant = fields.u64();

@@ -51,9 +51,11 @@ void check_layout(const SlotLayout& layout);
 
 struct SlotHeader {
   uint64_t area = 0;
-  uint64_t num_tokens = 0;    // of the prefix that ends with this slot
-  uint32_t count = 0;         // of them in this slot
-  uint32_t sliding_from = 0;  // layers with a window hold the tokens from this one of the slot on
+  uint64_t num_tokens = 0;  // of the prefix that ends with this slot
+  uint32_t count = 0;       // of them in this slot
+  // Prefixes that end less than this many tokens after the slot's first one miss keys and values of
+  // layers with a window; 0: none does.
+  uint32_t usable_from = 0;
   uint64_t tenant = 0;
   Digest key{};
   Digest parent{};

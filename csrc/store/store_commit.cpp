@@ -84,7 +84,7 @@ AreaRow StoreEngine::row_of(const Entry& entry) const {
   row.sequence = entry.sequence;
   row.num_tokens = entry.num_tokens;
   row.count = entry.count;
-  row.sliding_from = entry.sliding_from;
+  row.usable_from = entry.usable_from;
   row.header_crc = entry.header_crc;
   row.tenant = entry.tenant;
   row.created_ms = entry.created_ms;

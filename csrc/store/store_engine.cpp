@@ -308,7 +308,7 @@ void StoreEngine::apply_rows(std::vector<AreaRow>& rows) {
     entry.area = row.area;
     entry.count = row.count;
     entry.header_crc = row.header_crc;
-    entry.sliding_from = row.sliding_from;
+    entry.usable_from = row.usable_from;
     entry.tenant = row.tenant;
     entry.sequence = row.sequence;
     entry.created_ms = row.created_ms;
@@ -357,7 +357,7 @@ void StoreEngine::refresh() {
     by_area_[row.area] = id;
     entry.area = row.area;
     entry.header_crc = row.header_crc;
-    entry.sliding_from = row.sliding_from;
+    entry.usable_from = row.usable_from;
     entry.sequence = row.sequence;
     set_expiry(id, row.expires_ms);
     entry.pinned = row.pinned;

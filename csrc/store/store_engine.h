@@ -110,6 +110,7 @@ struct HitPart {
   uint32_t area;
   uint32_t count;  // tokens in the slot
   uint32_t take;   // of them in the hit
+  uint32_t usable_from;
   uint32_t header_crc;
   uint64_t num_tokens;
   Digest key;
@@ -221,7 +222,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   struct Step {
     uint64_t begin;
     uint32_t count;
-    uint32_t sliding_from;
+    uint32_t usable_from;
     Digest key;
     Digest parent;
   };
@@ -303,10 +304,11 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void put_locked(Lock& lock, const Digest& root, uint64_t tenant, std::span<const int32_t> tokens,
                   std::span<const TensorPlane> planes, const PutOptions& options);
   uint64_t acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens);
+  // Layers with a window may have more tokens than they need, or exactly these.
   void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
-                    uint64_t num_tokens) const;
-  uint32_t sliding_from(std::span<const TensorPlane> planes, uint64_t num_tokens, uint64_t begin,
-                        uint32_t count) const;
+                    uint64_t num_tokens, bool exactly) const;
+  uint32_t usable_from(std::span<const TensorPlane> planes, uint64_t num_tokens, uint64_t begin,
+                       uint32_t count) const;
   std::vector<Step> plan(const Digest& root, std::span<const int32_t> tokens,
                          std::span<const TensorPlane> planes, const PutOptions& options,
                          EntryId* anchor);

@@ -23,10 +23,10 @@ SlotHeader StoreEngine::check_image(std::span<const uint8_t> image) const {
 // continues is not, or there is no room. Throws StoreError where the slot cannot be written.
 bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
                               const PutOptions& options) {
-  const Step step{header.num_tokens - header.count, header.count, header.sliding_from, header.key,
+  const Step step{header.num_tokens - header.count, header.count, header.usable_from, header.key,
                   header.parent};
   const EntryId known = map_.find(header.num_tokens, header.key);
-  if (known != kNoEntry && map_[known].sliding_from <= header.sliding_from) return false;
+  if (known != kNoEntry && map_[known].usable_from <= header.usable_from) return false;
   const EntryId parent = map_.find(step.begin, step.parent);
   if (step.begin > 0 && parent == kNoEntry) return false;
   const uint64_t parent_sequence = step.begin > 0 ? map_[parent].sequence : 0;

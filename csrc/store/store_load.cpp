@@ -34,7 +34,7 @@ std::optional<SlotHeader> StoreEngine::check_header([[maybe_unused]] const HitPa
     SlotHeader header = decode_header(layout_, bytes);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
     if (header.area != part.area || header.key != part.key || header.count != part.count ||
-        header.num_tokens != part.num_tokens) {
+        header.num_tokens != part.num_tokens || header.usable_from != part.usable_from) {
       return std::nullopt;
     }
 #endif
@@ -155,7 +155,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
                                 std::to_string(uint64_t{first_layer} + num_layers) +
                                 "; expected a range within 0 to " + std::to_string(layers));
   }
-  check_planes(planes, first_layer, num_layers, hit.num_tokens());
+  check_planes(planes, first_layer, num_layers, hit.num_tokens(), true);
   Lock lock(mutex_);
   check_usable();
   const Activity activity(*this, lock);

@@ -33,8 +33,9 @@ const std::vector<int32_t>* StoreEngine::tokens_of(EntryId id) {
     return &cached->second;
   }
   const Entry& entry = map_[id];
-  const HitPart part{id,          entry.sequence,   entry.area,       entry.count,
-                     entry.count, entry.header_crc, entry.num_tokens, entry.key};
+  const HitPart part{id,          entry.sequence,    entry.area,       entry.count,
+                     entry.count, entry.usable_from, entry.header_crc, entry.num_tokens,
+                     entry.key};
   StagingBuffer staging;
   auto header = read_header(part, staging);
   if (!header.has_value()) return nullptr;
@@ -69,6 +70,8 @@ EntryId StoreEngine::longest_child(EntryId parent, std::span<const int32_t> toke
        id = map_[id].next_sibling) {
     const Entry& entry = map_[id];
     if (entry.count <= *matched || !is_alive(entry)) continue;
+    // Not read in vain: layers with a window lack something at every length within it.
+    if (entry.usable_from > std::min<uint64_t>(entry.count, tokens.size())) continue;
     const std::vector<int32_t>* stored = tokens_of(id);
     if (stored == nullptr) continue;
     const auto end = std::mismatch(tokens.begin(), tokens.end(), stored->begin(), stored->end());
@@ -85,11 +88,11 @@ EntryId StoreEngine::longest_child(EntryId parent, std::span<const int32_t> toke
 bool StoreEngine::covers_windows(const Chain& chain) const {
   const uint64_t window = layout_.shape.widest_window();
   if (window == 0) return true;
-  const uint64_t needed = chain.num_tokens - std::min(chain.num_tokens, window - 1);
-  uint64_t end = chain.num_tokens;
+  const uint64_t total = chain.num_tokens, needed = total - std::min(total, window - 1);
+  uint64_t end = total;
   for (auto part = chain.parts.rbegin(); part != chain.parts.rend() && end > needed; ++part) {
     const uint64_t begin = end - part->second;
-    if (map_[part->first].sliding_from > std::max(needed, begin) - begin) return false;
+    if (map_[part->first].usable_from > total - begin) return false;
     end = begin;
   }
   return true;
@@ -110,7 +113,8 @@ StoreEngine::Chain StoreEngine::walk(const Digest& root, std::span<const int32_t
     key = next;
     at = id;
   }
-  if (position < tokens.size()) {
+  // Where the windows are not covered at one length they may be at a shorter one, stored as a tail.
+  for (;;) {
     const auto rest = tokens.subspan(position, std::min<uint64_t>(chunk, tokens.size() - position));
     uint32_t matched = 0;
     // A longer child may lack what the windows need at this length, where a shorter one has it.
@@ -123,12 +127,11 @@ StoreEngine::Chain StoreEngine::walk(const Digest& root, std::span<const int32_t
     };
     const EntryId id = longest_child(at, rest, &matched, covers);
     if (id != kNoEntry) chain.parts.push_back({id, matched});
-    position += matched;
-  }
-  chain.num_tokens = position;
-  while (!chain.parts.empty() && !covers_windows(chain)) {
-    chain.num_tokens -= chain.parts.back().second;
+    chain.num_tokens = position + matched;
+    if (chain.parts.empty() || id != kNoEntry || covers_windows(chain)) break;
+    at = map_[chain.parts.back().first].parent;
     chain.parts.pop_back();
+    position -= chunk;
   }
   if (!chain.parts.empty()) chain.last = chain.parts.back().first;
   return chain;
@@ -161,8 +164,8 @@ Hit StoreEngine::hit_of(const Chain& chain, std::span<const int32_t> tokens) {
   hit.tokens_.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(chain.num_tokens));
   for (const auto& [id, take] : chain.parts) {
     const Entry& entry = map_[id];
-    hit.parts_.push_back({id, entry.sequence, entry.area, entry.count, take, entry.header_crc,
-                          entry.num_tokens, entry.key});
+    hit.parts_.push_back({id, entry.sequence, entry.area, entry.count, take, entry.usable_from,
+                          entry.header_crc, entry.num_tokens, entry.key});
   }
   hit.checked_ = std::make_unique<Hit::Checked>();
   hit.checked_->plane_crcs.resize(hit.parts_.size());

@@ -27,7 +27,7 @@ void check_token_ids(std::span<const int32_t> tokens) {
 }
 
 void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t first_layer,
-                               uint32_t num_layers, uint64_t num_tokens) const {
+                               uint32_t num_layers, uint64_t num_tokens, bool exactly) const {
   if (planes.size() != 2 * size_t{num_layers}) {
     throw std::invalid_argument("KVStore: " + std::to_string(planes.size()) +
                                 " planes; expected keys and values of " +
@@ -38,22 +38,29 @@ void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t fir
     const size_t layer = first_layer + i / 2;
     const uint64_t window = shape.windows.empty() ? 0 : shape.windows[layer];
     const uint64_t least = window == 0 ? num_tokens : std::min(num_tokens, window - 1);
-    if (planes[i].num_tokens < least || planes[i].num_tokens > num_tokens) {
+    const uint64_t most = exactly ? least : num_tokens;
+    if (planes[i].num_tokens < least || planes[i].num_tokens > most) {
       throw std::invalid_argument("KVStore: layer " + std::to_string(layer) + " has " +
                                   std::to_string(planes[i].num_tokens) +
                                   (i % 2 == 0 ? " keys" : " values") + "; expected " +
-                                  (least == num_tokens ? "" : std::to_string(least) + " to ") +
-                                  std::to_string(num_tokens));
+                                  (least == most ? "" : std::to_string(least) + " to ") +
+                                  std::to_string(most));
     }
   }
 }
 
-// From which token of the chunk on all layers have keys and values.
-uint32_t StoreEngine::sliding_from(std::span<const TensorPlane> planes, uint64_t num_tokens,
-                                   uint64_t begin, uint32_t count) const {
-  uint64_t first = 0;
-  for (const TensorPlane& plane : planes) first = std::max(first, num_tokens - plane.num_tokens);
-  return static_cast<uint32_t>(std::min<uint64_t>(count, first - std::min(first, begin)));
+// A layer that has the tokens from `first` on serves prefixes of first + window - 1 tokens or more:
+// of what the chunk has to be for all layers, one number is left.
+uint32_t StoreEngine::usable_from(std::span<const TensorPlane> planes, uint64_t num_tokens,
+                                  uint64_t begin, uint32_t count) const {
+  uint64_t least = 0;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const uint64_t first = num_tokens - planes[i].num_tokens;
+    const uint64_t window = layout_.shape.windows.empty() ? 0 : layout_.shape.windows[i / 2];
+    if (first <= begin || window <= 1) continue;  // a window of 1 needs no other token
+    least = std::max(least, std::min<uint64_t>(count, first - begin) + window - 1);
+  }
+  return static_cast<uint32_t>(std::min<uint64_t>(least, UINT32_MAX));
 }
 
 // What is not stored yet, parents first. *anchor: the deepest entry that is, or none.
@@ -68,7 +75,7 @@ std::vector<StoreEngine::Step> StoreEngine::plan(const Digest& root,
   for (uint64_t begin = 0; begin < tokens.size(); begin += chunk) {
     const auto count = static_cast<uint32_t>(std::min<uint64_t>(chunk, tokens.size() - begin));
     const auto part = tokens.subspan(begin, count);
-    Step step{begin, count, sliding_from(planes, tokens.size(), begin, count),
+    Step step{begin, count, usable_from(planes, tokens.size(), begin, count),
               chain_key(key, begin + count, part), key};
     EntryId id = map_.find(begin + count, step.key);
     const EntryId parent = map_.find(begin, key);
@@ -78,7 +85,7 @@ std::vector<StoreEngine::Step> StoreEngine::plan(const Digest& root,
       id = longest_child(parent, part, &matched, [](EntryId, uint32_t) { return true; });
       if (matched < count) id = kNoEntry;
     }
-    if (id != kNoEntry && map_[id].sliding_from <= step.sliding_from) {
+    if (id != kNoEntry && map_[id].usable_from <= step.usable_from) {
       *anchor = id;
     } else {
       steps.push_back(step);
@@ -103,7 +110,7 @@ int StoreEngine::write_step(const Step& step, uint32_t area, uint64_t tenant,
   header.area = area;
   header.num_tokens = step.begin + step.count;
   header.count = step.count;
-  header.sliding_from = step.sliding_from;
+  header.usable_from = step.usable_from;
   header.tenant = tenant;
   header.key = step.key;
   header.parent = step.parent;
@@ -143,7 +150,7 @@ void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const in
     const Entry& other = map_[sibling];
     const EntryId next = other.next_sibling;
     if (sibling != id && other.count < entry.count && other.leases == 0 && !other.pinned &&
-        other.sliding_from >= entry.sliding_from) {
+        other.usable_from >= entry.usable_from) {
       auto [found, is_new] = keys.try_emplace(other.count);
       if (is_new) {
         found->second = chain_key(map_[parent].key, map_[parent].num_tokens + other.count,
@@ -166,7 +173,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
   EntryId id = map_.find(step.begin + step.count, step.key);
   if (id != kNoEntry) {
     Entry& entry = map_[id];
-    if (entry.sliding_from <= step.sliding_from) return false;  // another thread was faster
+    if (entry.usable_from <= step.usable_from) return false;  // another thread was faster
     // The same prefix with more of its windows: what continues it stays.
     AreaRow freed;
     freed.area = entry.area;
@@ -179,7 +186,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
     by_area_[area] = id;
     entry.area = area;
     entry.header_crc = header_crc;
-    entry.sliding_from = step.sliding_from;
+    entry.usable_from = step.usable_from;
     entry.sequence = ++sequence_;
     entry.leases = 0;  // hits of the old slot do not know this one
     entry.batch = open_number_;
@@ -190,7 +197,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
     entry.area = area;
     entry.count = step.count;
     entry.header_crc = header_crc;
-    entry.sliding_from = step.sliding_from;
+    entry.usable_from = step.usable_from;
     entry.tenant = tenant;
     entry.sequence = ++sequence_;
     entry.batch = open_number_;
@@ -270,7 +277,7 @@ uint64_t StoreEngine::acknowledge(Lock& lock, const Digest& root, std::span<cons
 uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
                           std::span<const TensorPlane> planes, const PutOptions& options) {
   check_token_ids(tokens);
-  check_planes(planes, 0, layout_.shape.num_layers, tokens.size());
+  check_planes(planes, 0, layout_.shape.num_layers, tokens.size(), false);
   const Digest root_of_scope = root(scope);
   Lock lock(mutex_);
   require_writer();

@@ -30,7 +30,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
                                 " tokens; expected at most the session's " +
                                 std::to_string(tokens.size()));
   }
-  check_planes(planes, 0, layout_.shape.num_layers, num_computed);
+  check_planes(planes, 0, layout_.shape.num_layers, num_computed, false);
   const Digest root_of_scope = root(scope);
   Lock lock(mutex_);
   require_writer();

@@ -26,8 +26,8 @@ void check_errno(int error, const char* what, const std::string& path) {
 [[noreturn]] void damaged(const std::string& what) { throw StoreError(ErrorKind::kDamaged, what); }
 
 HitPart part_of(const AreaRow& row) {
-  return {kNoEntry,  row.sequence,   row.area,       row.count,
-          row.count, row.header_crc, row.num_tokens, row.key};
+  return {kNoEntry,        row.sequence,   row.area,       row.count, row.count,
+          row.usable_from, row.header_crc, row.num_tokens, row.key};
 }
 
 // Appends records: kind, length, content, CRC-32C of the three.

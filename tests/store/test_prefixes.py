@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,62 @@ def test_every_layer_with_a_window(open_store: Open) -> None:
     assert same(loaded, [(k[:, -5:], v[:, -5:]) for k, v in cache(LONG)])
 
 
+def test_windows_of_several_sizes(open_store: Open) -> None:
+    windows = (None, 4, 12)
+    store = open_store(fingerprint=fingerprint(window=windows))
+
+    def least(tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's own last window."""
+        return [
+            (k, v) if w is None else (k[:, -(w - 1) :], v[:, -(w - 1) :])
+            for (k, v), w in zip(cache(tokens), windows, strict=True)
+        ]
+
+    for length in (3, 20, 30, 60, 26):
+        assert store.put(LONG[:length], least(LONG[:length])) == length
+    for length in (3, 20, 26, 30, 60):
+        hit = store.lookup(LONG[:length])
+        assert hit.num_tokens == length
+        assert same(store.load(hit), least(LONG[:length]))
+    # Where one of the windows would miss a token nothing is found.
+    assert store.lookup(LONG[:25]).num_tokens == 20
+    assert store.lookup([*LONG[:59], 99]).num_tokens == 30
+    # A wider layer that has more than its window does not make up for one that has not.
+    other = [5, *LONG]
+    kv = least(other)
+    assert store.put(other, [kv[0], kv[1], cache(other)[2]]) == 61
+    assert not store.lookup(other[:60])
+    assert store.put(other, [kv[0], cache(other)[1], cache(other)[2]]) == 61
+    assert all(store.lookup(other[:length]).num_tokens == length for length in (1, 13, 60))
+
+
+def test_an_index_that_promises_more_of_a_window_than_the_slot_has(
+    open_store: Open, tmp_path: Path
+) -> None:
+    model = fingerprint(window=(None, 10, None))
+    store = open_store(fingerprint=model)
+    store.put(LONG, windowed(LONG, 10, 9))
+    store.close()
+    for path in tmp_path.rglob("index.sqlite"):
+        index = sqlite3.connect(path)
+        index.execute("UPDATE areas SET usable_from = 0")
+        index.commit()
+        index.close()
+    store = open_store(fingerprint=model)
+    hit = store.lookup(LONG[:59])
+    assert not hit or store.load(hit) is None
+
+
+def test_a_layer_with_a_window_is_loaded_into_just_its_last_tokens(open_store: Open) -> None:
+    store = open_store(fingerprint=fingerprint(window=(None, 10, None)))
+    store.put(LONG, windowed(LONG, 10, 9))
+    hit = store.lookup(LONG)
+    out = windowed(LONG, 10, 9)
+    assert store.load(hit, out=out) is out
+    with pytest.raises(ValueError, match="layer 1 has 10 keys; expected 9"):
+        store.load(hit, out=windowed(LONG, 10, 10))
+
+
 # --- wrong calls ----------------------------------------------------------------------------------
 
 
@@ -264,18 +321,38 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
         store.lookup(["a"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="load: hit is NoneType; expected a Hit"):
         store.load(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="session: id is int; expected a str"):
-        store.session(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fingerprint is str; expected a Fingerprint"):
         KVStore(tmp_path / "other", fingerprint="x", capacity_bytes=1 << 24)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ttl"):
-        store.put(TOKENS, kv, ttl=0)
+    for tokens in (torch.tensor([1j]), torch.ones(3, dtype=torch.int32).to_sparse()):
+        with pytest.raises(ValueError, match="lookup: tokens is a"):
+            store.lookup(tokens)
+    for ttl in (0, float("nan"), float("inf"), 1e16):
+        with pytest.raises(ValueError, match="ttl"):
+            store.put(TOKENS, kv, ttl=ttl)
+    for wrong_kv in (None, 3):
+        with pytest.raises(TypeError, match="put: kv is"):
+            store.put(TOKENS, wrong_kv)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"kv\[0\] is int"):
+        store.put(TOKENS, [1, 2, 3])  # type: ignore[list-item]
+    for elsewhere in (kv[0][0].to_sparse(), kv[0][0].to("meta")):
+        with pytest.raises(ValueError, match="expected one whose elements lie in memory"):
+            store.put(TOKENS, [(elsewhere, v) for _, v in kv])
+    for wrong_bytes in (5, None, "x"):
+        with pytest.raises(TypeError, match="context is"):
+            store.lookup(TOKENS, context=wrong_bytes)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="context is"):
+            store.session("s", context=wrong_bytes)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="salt is int; expected bytes"):
+        store.for_tenant(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="id is int; expected a str"):
+        store.session(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ahead"):
         next(store.load_layers(store.lookup(TOKENS), ahead=0))
     for wrong in (
         dict(durability="none"), dict(v_layout="x"), dict(capacity_bytes=0), dict(chunk_tokens=0),
         dict(capacity_bytes=None), dict(idle_seconds=-1), dict(quota_bytes=-1),
-        dict(capacity_bytes=100),
+        dict(capacity_bytes=100), dict(capacity_bytes=2**64), dict(chunk_tokens=2**32),
+        dict(quota_bytes=2**64),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             open_store(path=tmp_path / "other", **wrong)
@@ -292,6 +369,17 @@ def test_what_is_printed(open_store: Open, tmp_path: Path) -> None:
     store.close()
     assert repr(store).startswith("KVStore(")
     assert repr(open_store(path=tmp_path / "store", readonly=True)).endswith(", readonly)")
+
+
+def test_negated_views_are_stored_as_they_read(open_store: Open) -> None:
+    store = open_store()
+    kv = [(torch._neg_view(-k), torch._neg_view(-v)) for k, v in cache(TOKENS)]
+    assert kv[0][0].is_neg()
+    store.put(TOKENS, kv)
+    hit = store.lookup(TOKENS)
+    assert same(store.load(hit), cache(TOKENS))
+    with pytest.raises(ValueError, match="cannot be written in place"):
+        store.load(hit, out=kv)
 
 
 def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:

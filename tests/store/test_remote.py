@@ -152,12 +152,15 @@ def test_tenants_contexts_and_configurations_never_meet(
     assert sum(entry["tenant"] != store.entries()[0]["tenant"] for entry in blue.entries()) == 4
 
 
-def test_windows(host: Callable[..., KVStore], server: Server) -> None:
-    of = fingerprint(window=(None, 12, 12))
+@pytest.mark.parametrize("windows", [(None, 12, 12), (None, 4, 12)])
+def test_windows(
+    host: Callable[..., KVStore], server: Server, windows: tuple[int | None, ...]
+) -> None:
+    of = fingerprint(window=windows)
     full = cache(TOKENS, of)
     last = [
         (k[:, -(w - 1) :], v[:, -(w - 1) :]) if w else (k, v)
-        for (k, v), w in zip(full, (None, 12, 12), strict=True)
+        for (k, v), w in zip(full, windows, strict=True)
     ]
     store = host(server.url, fingerprint=of)
     store.put(TOKENS, last)
@@ -387,11 +390,11 @@ def test_a_server_that_was_never_there(host: Callable[..., KVStore], server: Ser
     assert store.put(TOKENS, cache(TOKENS)) == 30
     assert store.lookup([*TOKENS, 1]).num_tokens == 30
     wait_for(lambda: remote_stats(store)["available"] == 0)
-    errors = remote_stats(store)["errors"]
     for n in range(50):
         assert not store.lookup([500 + n])
         assert store.put([n], cache([n])) == 1
-    assert remote_stats(store)["errors"] == errors  # nobody asked again
+    # Of the first put and lookup, which may have asked at the same time; nobody asked again.
+    assert 1 <= remote_stats(store)["errors"] <= 2
     assert remote_stats(store)["dropped"] >= 50
 
 

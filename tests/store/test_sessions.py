@@ -170,3 +170,18 @@ def test_wrong_commits(open_store: Open) -> None:
     session.step(A[:3])
     with pytest.raises(ValueError, match="session's 3"):
         session.commit(cache(A))
+
+
+def test_wrong_tokens_leave_a_session_as_it_was(open_store: Open) -> None:
+    store = open_store()
+    session = store.session("chat")
+    session.step([1, 2, 3])
+    with pytest.raises(ValueError, match="step: token id -1; expected 0 or more"):
+        session.step([4, -1])
+    assert session.tokens == [1, 2, 3]
+    assert session.commit(cache([1, 2, 3])) == 3
+    for count in (-1, 4, 2**64):
+        with pytest.raises(ValueError, match=f"commit: keys and values of {count} tokens"):
+            session.commit(cache([1, 2, 3]), num_tokens=count)
+    with pytest.raises(ValueError, match="resume: max_tokens is -1"):
+        session.resume(-1)

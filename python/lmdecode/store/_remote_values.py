@@ -22,9 +22,9 @@ _FIELDS = struct.Struct("<8sII32s32sIIQQQqI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _FIELDS.size + _CRC.size
 _MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
-# Of a slot's header, and of a value's: from which token of the entry on all layers are there.
-_IMAGE_SLIDING_FROM = struct.Struct("<36xI")
-SLIDING_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
+# Of a slot's header, and of a value's: how long a prefix has to be to find its windows there.
+_IMAGE_USABLE_FROM = struct.Struct("<36xI")
+USABLE_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
 
 
 class DamagedValueError(Exception):
@@ -37,9 +37,9 @@ def chain_key(parent: bytes, num_tokens: int, ids: bytes) -> bytes:
     return hashlib.sha256(b"lmdecode.chain.1" + parent + counts + ids).digest()
 
 
-def sliding_from(image: memoryview) -> int:
-    """From which of its tokens on an entry has the keys and values of all layers."""
-    return int(_IMAGE_SLIDING_FROM.unpack_from(image)[0])
+def usable_from(image: memoryview) -> int:
+    """Return how many tokens after an entry's beginning it has all that windows need; 0: at any."""
+    return int(_IMAGE_USABLE_FROM.unpack_from(image)[0])
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RemoteEntry:
         for piece, (begin, end) in enumerate(pieces):
             fields = _FIELDS.pack(
                 _MAGIC, _VERSION, _HEAD_BYTES, self.digest, self.root, piece, len(pieces),
-                self.num_bytes, begin, end - begin, expires_ms, sliding_from(image),
+                self.num_bytes, begin, end - begin, expires_ms, usable_from(image),
             )  # fmt: skip
             content = bytes(image[begin:end])
             yield b"".join((fields, _CRC.pack(_checksum(fields, content, 0)), content))

@@ -13,10 +13,10 @@ from lmdecode.store._images import LocalPrefix
 from lmdecode.store._library import EntryLine
 from lmdecode.store._remote_values import (
     ROUND_TRIP_BYTES,
-    SLIDING_FROM_RANGE,
+    USABLE_FROM_RANGE,
     RemoteEntry,
-    sliding_from,
     tails_name,
+    usable_from,
 )
 
 
@@ -44,7 +44,7 @@ class Write:
                 image = local.image(index)
                 if image is None:
                     return
-                if there is None or sliding_from(image) < there:
+                if there is None or usable_from(image) < there:
                     self._write(entry, image, line.expires_ms, left_ms)
             if line.count < self.engine.chunk_tokens:
                 self._note_tail(parent, line.count)
@@ -58,7 +58,7 @@ class Write:
         return left_ms if self.ttl_ms is None else min(left_ms, self.ttl_ms)
 
     def _renew(self, entry: RemoteEntry, left_ms: int | None) -> int | None:
-        """From which of its tokens on all layers are there; None: the server has not all of it."""
+        """Return ``usable_from`` of the server's entry; None: the server has not all of it."""
         names = entry.names
         with self.client.pipeline(transaction=False) as pipe:
             for name in names:
@@ -66,7 +66,7 @@ class Write:
                     pipe.exists(name)
                 else:
                     pipe.pexpire(name, left_ms)
-            pipe.getrange(names[0], *SLIDING_FROM_RANGE)
+            pipe.getrange(names[0], *USABLE_FROM_RANGE)
             *present, field = pipe.execute()
         return int(struct.unpack("<I", field)[0]) if all(present) and len(field) == 4 else None
 

@@ -13,6 +13,7 @@ from lmdecode.store._library import Plane
 from lmdecode.store.fingerprint import Fingerprint
 
 _MAX_TOKEN = 2**31 - 1
+_TOKEN_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Tokens:
@@ -22,7 +23,8 @@ class Tokens:
         self._owner: Tensor | array[int]
         if isinstance(tokens, Tensor):
             flat = tokens.reshape(-1) if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
-            if flat.dim() != 1 or flat.is_floating_point() or flat.dtype == torch.bool:
+            is_plain = flat.layout == torch.strided and flat.device.type != "meta"
+            if flat.dim() != 1 or flat.dtype not in _TOKEN_DTYPES or not is_plain:
                 raise ValueError(
                     f"{what}: tokens is a {tokens.dtype} tensor of shape {list(tokens.shape)}; "
                     "expected integers of shape [n] or [1, n]"
@@ -79,18 +81,27 @@ class Planes:
         writable: bool = False,
     ) -> Planes:
         """Take a cache from a caller; the number of tokens is checked by the library."""
+        if not isinstance(kv, Sequence):
+            raise TypeError(
+                f"{what}: kv is {type(kv).__name__}; expected a sequence of (K, V), one a layer"
+            )
         if len(kv) != fingerprint.num_layers:
             raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
         heads, size = fingerprint.num_kv_heads, fingerprint.head_size
         tensors = []
         for layer, pair in enumerate(kv):
-            if len(pair) != 2:
-                raise ValueError(f"{what}: kv[{layer}] has {len(pair)} items; expected K and V")
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"{what}: kv[{layer}] is {type(pair).__name__}; expected K and V")
             for name, tensor in zip("KV", pair, strict=True):
                 if not isinstance(tensor, Tensor):
                     raise TypeError(
                         f"{what}: {name} of layer {layer} is {type(tensor).__name__}; expected a "
                         "tensor"
+                    )
+                if tensor.layout != torch.strided or tensor.device.type == "meta":
+                    raise ValueError(
+                        f"{what}: {name} of layer {layer} is a {tensor.layout} tensor on "
+                        f"{tensor.device}; expected one whose elements lie in memory"
                     )
                 plane = tensor.detach()
                 if plane.dim() == 4 and plane.shape[0] == 1:
@@ -109,12 +120,12 @@ class Planes:
                     size > 1 and stride == 0
                     for size, stride in zip(plane.shape, plane.stride(), strict=True)
                 )
-                if writable and (plane.device.type != "cpu" or overlaps):
+                if writable and (plane.device.type != "cpu" or overlaps or plane.is_neg()):
                     raise ValueError(
                         f"{what}: {name} of layer {layer} cannot be written in place; expected a "
                         "tensor on the CPU that does not overlap itself"
                     )
-                tensors.append(plane.cpu())
+                tensors.append(plane.cpu().resolve_neg())
         return Planes(tensors)
 
     @property

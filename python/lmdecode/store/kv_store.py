@@ -37,6 +37,8 @@ KV = list[tuple[Tensor, Tensor]]
 Progress = Callable[[int, int], object]
 
 _NO_QUOTA = 2**64 - 1
+_MAX_SECONDS = 1e12
+_MAX_CHUNK_TOKENS = 1 << 20
 _GIB = 1 << 30
 _DAMAGE_TEXT = 1 << 20
 _EXPORT_MAGIC = b"LMDKVEXP"
@@ -99,13 +101,22 @@ def _callback(progress: Progress | None) -> Any:
 def _milliseconds(seconds: float | None, name: str) -> int:
     if seconds is None:
         return 0
-    if not seconds > 0:
-        raise ValueError(f"KVStore: {name} is {seconds}; expected a positive number of seconds")
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ValueError(
+            f"KVStore: {name} is {seconds}; expected a positive number of seconds, at most "
+            f"{_MAX_SECONDS:.0e}"
+        )
     return max(1, round(seconds * 1000))
 
 
+def _bytes(value: Any, name: str) -> bytes:
+    if not isinstance(value, (bytes, bytearray, memoryview)):  # bytes(5) is five zeros
+        raise TypeError(f"KVStore: {name} is {type(value).__name__}; expected bytes")
+    return bytes(value)
+
+
 def _salt_bytes(salt: str | bytes) -> bytes:
-    return salt.encode() if isinstance(salt, str) else bytes(salt)
+    return salt.encode() if isinstance(salt, str) else _bytes(salt, "salt")
 
 
 class KVStore:
@@ -192,12 +203,20 @@ class KVStore:
             raise ValueError(f"KVStore: durability is {durability!r}; expected 'strict', 'relaxed'")
         if v_layout not in ("column", "row"):
             raise ValueError(f"KVStore: v_layout is {v_layout!r}; expected 'column' or 'row'")
-        if not readonly and (not isinstance(capacity_bytes, int) or capacity_bytes < 1):
-            raise ValueError(
-                f"KVStore: capacity_bytes is {capacity_bytes!r}; expected an int of 1 or more"
+        if not isinstance(fingerprint, Fingerprint):
+            raise TypeError(
+                f"KVStore: fingerprint is {type(fingerprint).__name__}; expected a Fingerprint"
             )
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(f"KVStore: chunk_tokens is {chunk_tokens}; expected 1 or more")
+        if not readonly and (
+            not isinstance(capacity_bytes, int) or not 1 <= capacity_bytes <= _NO_QUOTA
+        ):
+            raise ValueError(
+                f"KVStore: capacity_bytes is {capacity_bytes!r}; expected an int of 1 to 2**64 - 1"
+            )
+        if chunk_tokens is not None and not 1 <= chunk_tokens <= _MAX_CHUNK_TOKENS:
+            raise ValueError(
+                f"KVStore: chunk_tokens is {chunk_tokens}; expected 1 to {_MAX_CHUNK_TOKENS}"
+            )
         if readonly and remote is not None:
             raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
         if isinstance(remote, str):
@@ -232,8 +251,8 @@ class KVStore:
         self._is_tenant_view = False
 
     def _set_tenant(self, salt: str | bytes, quota_bytes: int | None) -> None:
-        if quota_bytes is not None and quota_bytes < 0:
-            raise ValueError(f"KVStore: quota_bytes is {quota_bytes}; expected 0 or more")
+        if quota_bytes is not None and not 0 <= quota_bytes <= _NO_QUOTA:
+            raise ValueError(f"KVStore: quota_bytes is {quota_bytes}; expected 0 to 2**64 - 1")
         self._salt = _salt_bytes(salt)
         self._quota = _NO_QUOTA if quota_bytes is None else quota_bytes
 
@@ -269,7 +288,7 @@ class KVStore:
     # --- prefixes
 
     def _scope(self, context: bytes) -> Scope:
-        return Scope(self._salt, bytes(context))
+        return Scope(self._salt, _bytes(context, "context"))
 
     def key(self, tokens: Sequence[int] | Tensor, *, context: bytes = b"") -> bytes:
         """Return the key of a prefix: the hash of all its tokens, 32 bytes."""
@@ -490,7 +509,7 @@ class KVStore:
         """
         if not isinstance(id, str):
             raise TypeError(f"session: id is {type(id).__name__}; expected a str")
-        key = (self._salt, bytes(context), id)
+        key = (self._salt, _bytes(context, "context"), id)
         with self._engine.lock:
             known = self._engine.sessions.get(key)
         if known is not None:

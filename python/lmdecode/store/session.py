@@ -64,11 +64,13 @@ class Session:
             "continue": the session begins, or goes on where the model is: compute these tokens.
             "query": the model was elsewhere meanwhile: ``resume``, then compute what that lacks.
         """
-        ids = Tokens(tokens, "step")
+        ids = Tokens(tokens, "step").tolist()
+        if any(token < 0 for token in ids):
+            raise ValueError(f"step: token id {min(ids)}; expected 0 or more")
         engine = self._engine
         with engine.lock:
             goes_on = not self._tokens or engine.current is self
-            self._tokens.extend(ids.tolist())
+            self._tokens.extend(ids)
             engine.current = self
         return "continue" if goes_on else "query"
 
@@ -86,6 +88,8 @@ class Session:
             How many leading tokens were loaded, and their keys and values as of ``KVStore.load``;
             (0, None): compute all of ``tokens``.
         """
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"resume: max_tokens is {max_tokens}; expected 0 or more")
         tokens = self._tokens if max_tokens is None else self._tokens[:max_tokens]
         with self._engine.lock:
             self._engine.current = self
@@ -137,11 +141,32 @@ class Session:
             How many leading tokens have their keys and values stored; 0 where not even the
             session's tokens could be.
         """
+        return self._commit_as(self._tokens, kv, num_tokens, ttl, pin, background)
+
+    def _commit_as(
+        self,
+        tokens: array[int],
+        kv: Sequence[tuple[Tensor, Tensor]],
+        num_tokens: int | None,
+        ttl: float | None,
+        pin: bool,
+        background: bool,
+    ) -> int | Future[int]:
+        """Commit with the tokens that the keys and values are of, whatever another thread did."""
         planes = Planes.checked(kv, self._store.fingerprint, "commit")
         computed = planes.max_tokens if num_tokens is None else num_tokens
+        if not isinstance(computed, int) or not 0 <= computed <= len(tokens):
+            raise ValueError(
+                f"commit: keys and values of {computed} tokens; expected at most the session's "
+                f"{len(tokens)}"
+            )
         put = self._store._put_options(ttl, pin)
         # A copy: the session may go on while it is written.
-        ids = Tokens(array("i", self._tokens), "commit")
+        copy = array("i", tokens)
+        if tokens is not self._tokens:
+            with self._engine.lock:
+                self._tokens[:] = copy
+        ids = Tokens(copy, "commit")
         if background:
             return self._engine.submit(self._commit, ids, computed, planes, put)
         return self._commit(ids, computed, planes, put)

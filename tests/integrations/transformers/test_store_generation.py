@@ -24,7 +24,13 @@ from store_models import (
     model_of,
     store_of,
 )
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+)
 
 from lmdecode.integrations.transformers import (
     DynamicRingCache,
@@ -210,6 +216,26 @@ def test_threads_have_sessions_of_their_own(tmp_path: Path) -> None:
         for name, said in zip(prompts, threads.map(talk, prompts), strict=True):
             assert said == expected[name]
             assert store.session(name).tokens[: len(said)] == said
+
+
+def test_a_session_that_two_calls_use_at_once(tmp_path: Path) -> None:
+    model = model_of("llama")
+    one, other = ids(37), ids(37, seed=1)
+
+    class Meanwhile(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            if input_ids.shape[1] == 41:
+                answer(model, store, "a", other)
+            return torch.zeros(1, dtype=torch.bool)
+
+    with store_of(model, tmp_path) as store:
+        expected = plain(model, one)
+        tokens, _ = answer(model, store, "a", one, stopping_criteria=[Meanwhile()])
+        assert tokens == expected == store.session("a").tokens
+        # Keys and values are stored for the tokens that they are of.
+        for prompt in (one, other):
+            assert answer(model, store, "b", prompt)[0] == plain(model, prompt)
+        assert store.stats()["hits"] > 0
 
 
 def test_the_cache_that_is_left_is_let_go(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Conversation:
         self._context = context
         self._chunk_size = chunk_size
         self._commit_every = commit_every
-        self._put_options: dict[str, Any] = {"ttl": ttl, "pin": pin}
+        self._ttl, self._pin = ttl, pin
         self._stored = 0
         self._pending: Future[int] | None = None
         self._has_warned = False
@@ -239,13 +239,18 @@ class Conversation:
         self._collect()
         if session is None or not self._writes:
             return
-        options = {**self._put_options, "num_tokens": num_tokens, "background": background}
         if num_tokens == 0:  # the tokens alone
             of = self._store.fingerprint
             nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
             kv = [(nothing, nothing)] * of.num_layers
         nothing_stored: int | Future[int] = 0
-        result = self.attempt(lambda: session.commit(kv, **options), nothing_stored)
+        # Not the session's: another thread may have begun to use the same one.
+        result = self.attempt(
+            lambda: session._commit_as(
+                self._tokens, kv, num_tokens, self._ttl, self._pin, background
+            ),
+            nothing_stored,
+        )
         self._stored = num_tokens
         if isinstance(result, Future):
             self._pending = result
