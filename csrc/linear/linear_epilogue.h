@@ -1,13 +1,12 @@
-// From sums to y: scales, bias, activation, multiplier, residual; one panel's part of a row at a time.
+// From sums to y: scales, bias, activation, multiplier, residual; one panel's part of a row at a
+// time.
 #pragma once
 
 #include "linear/linear_products.h"
 
 namespace lmdecode::LMD_SIMD {
 
-inline F32 reciprocal_of_one_plus_exp(F32 x) {
-  return splat(1.0f) / (splat(1.0f) + exp_of(x));
-}
+inline F32 reciprocal_of_one_plus_exp(F32 x) { return splat(1.0f) / (splat(1.0f) + exp_of(x)); }
 
 template <Activation kActivation>
 inline F32 activate(F32 x) {
@@ -33,19 +32,23 @@ struct Int8Columns {
   const int32_t* offsets;  // [width]
 };
 
-inline F32 sums_to_floats(const float* sums, int, float, const Int8Columns&) {
-  return load(sums);
-}
+inline F32 sums_to_floats(const float* sums, int, float, const Int8Columns&) { return load(sums); }
 
 inline F32 sums_to_floats(const int32_t* sums, int at, float row_scale,
                           const Int8Columns& columns) {
+  // Modulo 2^32: the offset of the longest rows takes the sum out of its range and back.
+#if defined(LMD_SIMD_AVX512)
+  const F32 value = {_mm512_cvtepi32_ps(
+      _mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(columns.offsets + at)))};
+#else
   alignas(64) float lane[kLanes];
   for (int i = 0; i < kLanes; ++i) {
-    // Modulo 2^32: the offset of the longest rows takes the sum out of its range and back.
-    lane[i] = static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sums[i]) -
-                                                      static_cast<uint32_t>(columns.offsets[at + i])));
+    const uint32_t offset = static_cast<uint32_t>(columns.offsets[at + i]);
+    lane[i] = static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sums[i]) - offset));
   }
-  return load(lane) * (splat(row_scale) * load(columns.scales + at));
+  const F32 value = load(lane);
+#endif
+  return value * (splat(row_scale) * load(columns.scales + at));
 }
 
 inline F32 load_columns(const float* p, int count) {

@@ -48,7 +48,8 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
     for (int64_t step = 0; step < layout.depth; ++step) {
       for (int64_t v = 0; v < Dot::kValues; ++v) {
         const int64_t i = step * Dot::kValues + v;
-        first[step * row + column * Dot::kValues + v] = value_of(i < size ? weight[i * in_stride] : 0.0f);
+        first[step * row + column * Dot::kValues + v] =
+            value_of(i < size ? weight[i * in_stride] : 0.0f);
       }
     }
   };

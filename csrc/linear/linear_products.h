@@ -1,5 +1,5 @@
-// The products of each format, at the level of this build: what lies along the depth of a panel, and
-// how it is multiplied and added.
+// The products of each format, at the level of this build: what lies along the depth of a panel,
+// and how it is multiplied and added.
 //
 //   kValues         elements of in_features that one step along the depth takes
 //   kPhases         passes over the weights of a step, each with its own element of the input
@@ -76,8 +76,8 @@ struct Floats : FloatSums {
 
 #endif
 
-// Pairs of bfloat16 widened to floats, the first of each pair in phase 0. Its inputs are floats that
-// were rounded to bfloat16.
+// Pairs of bfloat16 widened to floats, the first of each pair in phase 0. Its inputs are floats
+// that were rounded to bfloat16.
 struct WidenedPairs : FloatSums {
   using Input = float;
   using Weight = Floats::Weight;
@@ -86,14 +86,12 @@ struct WidenedPairs : FloatSums {
   static Weight weight(const char* p, int phase) {
 #if defined(LMD_SIMD_AVX512)
     const __m512i pairs = _mm512_loadu_si512(p);
-    return {_mm512_castsi512_ps(phase == 0
-                                    ? _mm512_slli_epi32(pairs, 16)
-                                    : _mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))};
+    return {_mm512_castsi512_ps(phase == 0 ? _mm512_slli_epi32(pairs, 16)
+                                           : _mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))};
 #elif defined(LMD_SIMD_AVX2)
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return {_mm256_castsi256_ps(phase == 0
-                                    ? _mm256_slli_epi32(pairs, 16)
-                                    : _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
+    return {_mm256_castsi256_ps(phase == 0 ? _mm256_slli_epi32(pairs, 16)
+                                           : _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
 #else
     Int4 pairs;
     __builtin_memcpy(&pairs, p, sizeof(pairs));
@@ -144,9 +142,7 @@ struct Int8Pairs {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static Factor factor(const Input* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
-  static Sum add(Sum c, Factor a, Weight b) {
-    return _mm512_add_epi32(c, _mm512_madd_epi16(a, b));
-  }
+  static Sum add(Sum c, Factor a, Weight b) { return _mm512_add_epi32(c, _mm512_madd_epi16(a, b)); }
 #elif defined(LMD_SIMD_AVX2)
   using Sum = __m256i;
   using Weight = __m256i;
@@ -164,9 +160,7 @@ struct Int8Pairs {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static Factor factor(const Input* p) { return _mm256_set1_epi32(static_cast<int>(*p)); }
-  static Sum add(Sum c, Factor a, Weight b) {
-    return _mm256_add_epi32(c, _mm256_madd_epi16(a, b));
-  }
+  static Sum add(Sum c, Factor a, Weight b) { return _mm256_add_epi32(c, _mm256_madd_epi16(a, b)); }
 #else
   using Sum = Int4;
   struct Weight {
@@ -197,8 +191,8 @@ struct Int8Pairs {
 };
 
 #if defined(LMD_SIMD_AVX512_VNNI)
-// Quads of int8, multiplied and added together. The instruction takes one factor without sign: inputs
-// are raised by 128, and each sum is then too large by 128 times the sum of its weights.
+// Quads of int8, multiplied and added together. The instruction takes one factor without sign:
+// inputs are raised by 128, and each sum is then too large by 128 times the sum of its weights.
 struct Int8Quads {
   using Scalar = int32_t;
   using Input = uint32_t;

@@ -13,8 +13,8 @@ template <class Dot>
 constexpr int kStepLines = static_cast<int>(kPanelVectors * Dot::kWeightBytes / kLineBytes);
 
 // sums [kRows, width] = the sums so far, if not the first chain, + one chain of `depth` steps, the
-// weights of which begin at `weights`, and the inputs of the rows at `input`. Meanwhile kLines lines
-// from `ahead` on are fetched in every step.
+// weights of which begin at `weights`, and the inputs of the rows at `input`. Meanwhile kLines
+// lines from `ahead` on are fetched in every step.
 template <class Dot, int kRows, int kLines>
 inline void add_chain(const char* input, int64_t row_bytes, const char* weights, int64_t depth,
                       const char* ahead, bool is_first, typename Dot::Scalar* sums) {
@@ -28,7 +28,9 @@ inline void add_chain(const char* input, int64_t row_bytes, const char* weights,
   const auto step = [&](int64_t d) __attribute__((always_inline)) {
     const char* const p = weights + d * kStepBytes;
 #pragma GCC unroll 4
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + d * kStepBytes + i * kLineBytes);
+    for (int i = 0; i < kLines; ++i)
+      __builtin_prefetch(ahead + d * kStepBytes + i * kLineBytes, 0,
+                         kLines == kStepLines<Dot> ? 3 : 2);
 #pragma GCC unroll 2
     for (int phase = 0; phase < Dot::kPhases; ++phase) {
       typename Dot::Weight weight[kPanelVectors];
@@ -38,9 +40,8 @@ inline void add_chain(const char* input, int64_t row_bytes, const char* weights,
       }
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) {
-        const auto* const x =
-            reinterpret_cast<const typename Dot::Input*>(input + r * row_bytes) +
-            d * Dot::kPhases + phase;
+        const auto* const x = reinterpret_cast<const typename Dot::Input*>(input + r * row_bytes) +
+                              d * Dot::kPhases + phase;
         const typename Dot::Factor factor = Dot::factor(x);
 #pragma GCC unroll 4
         for (int j = 0; j < kPanelVectors; ++j) sum[r][j] = Dot::add(sum[r][j], factor, weight[j]);

@@ -5,12 +5,12 @@
 
 namespace lmdecode::linear_tuning {
 
-// Rows that pass over a panel together: with the part of a panel that a chain takes, 128 KB, and the
-// part fetched ahead, their inputs stay in 1 MB of L2.
+// Rows that pass over a panel together: with the part of a panel that a chain takes, 128 KB, and
+// the part fetched ahead, their inputs stay in 1 MB of L2.
 constexpr int64_t kRowBlock = 144;
 
 // With few rows, how far ahead of its use a weight is fetched.
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 8192;
 
 // No task for another thread takes less; for estimates of what a panel and a row take.
 constexpr double kMinTaskNanoseconds = 5000.0;

@@ -16,8 +16,7 @@ LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)
 LMD_DECLARE_LEVEL(avx2)
 LMD_DECLARE_LEVEL(avx512)
-#define LMD_SELECT(function) \
-  select_kernel(&default_::function, &avx2::function, &avx512::function)
+#define LMD_SELECT(function) select_kernel(&default_::function, &avx2::function, &avx512::function)
 #else
 #define LMD_SELECT(function) (&default_::function)
 #endif

@@ -1,10 +1,11 @@
 // Where things lie in a packed weight.
 //
 //   PackedHeader                          64 bytes: tells a packed weight from other bytes
-//   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the depth
+//   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
+//   depth
 //                                         groups of `values` elements of in_features, padded with 0
-//   scales   [panels * width] f32         kInt8: of the outputs; NaN where the row of W was not finite
-//   offsets  [panels * width] int32       kInt8: what the sums are too large by (Int8Quads)
+//   scales   [panels * width] f32         kInt8: of the outputs; NaN where the row of W was not
+//   finite offsets  [panels * width] int32       kInt8: what the sums are too large by (Int8Quads)
 #pragma once
 
 #include "linear/packed_linear.h"
@@ -46,7 +47,8 @@ struct PackedLayout {
     layout.depth = (shape.in_features + tile.values - 1) / tile.values;
     layout.row_bytes = tile.width * tile.values * value_bytes;
     layout.panel_bytes = (layout.depth * layout.row_bytes + 63) / 64 * 64;
-    layout.scales_at = static_cast<int64_t>(sizeof(PackedHeader)) + layout.panels * layout.panel_bytes;
+    layout.scales_at =
+        static_cast<int64_t>(sizeof(PackedHeader)) + layout.panels * layout.panel_bytes;
     const int64_t column_bytes = (layout.panels * tile.width * 4 + 63) / 64 * 64;
     const bool is_int8 = shape.format == LinearFormat::kInt8;
     layout.offsets_at = layout.scales_at + (is_int8 ? column_bytes : 0);

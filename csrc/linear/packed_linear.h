@@ -43,8 +43,8 @@ struct PackedLinear {
   const void* packed = nullptr;  // packed_linear_bytes(shape) bytes, aligned to 64
 };
 
-// Size of the packed weight, a multiple of 64. Many packed weights may lie in one allocation; from 2
-// MB on it should be an allocation of common/huge_pages.h.
+// Size of the packed weight, a multiple of 64. Many packed weights may lie in one allocation; from
+// 2 MB on it should be an allocation of common/huge_pages.h.
 size_t packed_linear_bytes(const PackedLinearShape& shape);
 
 // Packs weight[o * out_stride + i * in_stride] on torch's threads; any strides, so [out, in] and

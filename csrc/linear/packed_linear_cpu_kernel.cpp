@@ -67,9 +67,8 @@ void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
 
 void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
               int64_t begin, int64_t end) {
-  with_products(linear.shape.format, [&]<class Dot>(Dot) {
-    multiply_panels<Dot>(linear, input, output, begin, end);
-  });
+  with_products(linear.shape.format,
+                [&]<class Dot>(Dot) { multiply_panels<Dot>(linear, input, output, begin, end); });
 }
 
 }  // namespace

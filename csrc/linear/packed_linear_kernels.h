@@ -46,8 +46,7 @@ inline const LinearKernels& linear_kernels_of([[maybe_unused]] LinearFormat form
 #if defined(LMD_HAS_X86_KERNELS)
   if (format == LinearFormat::kBFloat16 && use_avx512_bf16()) return avx512_bf16::linear_kernels;
   if (format == LinearFormat::kInt8 && use_avx512_vnni()) return avx512_vnni::linear_kernels;
-  return *select_kernel(&default_::linear_kernels, &avx2::linear_kernels,
-                        &avx512::linear_kernels);
+  return *select_kernel(&default_::linear_kernels, &avx2::linear_kernels, &avx512::linear_kernels);
 #else
   return default_::linear_kernels;
 #endif

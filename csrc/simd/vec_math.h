@@ -1,5 +1,6 @@
-// Functions of vectors beside simd/vec.h: 2^x down to zero, exp, tanh, the normal distribution. Not the
-// same bits at every level: where the processor has no fused operation, accumulate() rounds twice.
+// Functions of vectors beside simd/vec.h: 2^x down to zero, exp, tanh, the normal distribution. Not
+// the same bits at every level: where the processor has no fused operation, accumulate() rounds
+// twice.
 #pragma once
 
 #include "simd/vec.h"
