@@ -78,11 +78,6 @@ Tensor pack(const Tensor& weight, int64_t format) {
   return packed;
 }
 
-int64_t packed_bytes(int64_t in_features, int64_t out_features, int64_t format) {
-  return static_cast<int64_t>(
-      packed_linear_bytes(checked_shape("packed_linear_bytes", in_features, out_features, format)));
-}
-
 // The weight behind a packed tensor, if it is one of this shape for the kernels of this process.
 PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape) {
   check_rank(kLinearOp, "packed", packed, 1, "the result of pack_linear");
@@ -286,8 +281,4 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear_out));
   m.impl("layer_norm", TORCH_BOX(&lmdecode::layer_norm_op));
   m.impl("rms_norm", TORCH_BOX(&lmdecode::rms_norm_op));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
-  m.impl("packed_linear_bytes", TORCH_BOX(&lmdecode::packed_bytes));
 }

@@ -99,9 +99,8 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
       "Tensor lse)");
   // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number. The
-  // packed tensor holds packed_linear_bytes() bytes in the order of the CPU capability in use.
+  // packed tensor is in the order of the CPU capability in use.
   m.def("pack_linear(Tensor weight, int format) -> Tensor");
-  m.def("packed_linear_bytes(int in_features, int out_features, int format) -> int");
   // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
   // residual [rows, out_features].
   m.def(

@@ -53,9 +53,18 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
                  int64_t in_stride, void* packed) {
   const LinearKernels& kernels = linear_kernels_of(shape.format);
   const PackedLayout layout = layout_of(shape);
-  const PackedHeader header = {kPackedMagic, shape.format, kernels.tile(shape.format),
-                               shape.in_features, shape.out_features};
-  std::memcpy(packed, &header, sizeof(header));
+  // What no panel fills is 0: the same weight gives the same bytes.
+  char* const base = static_cast<char*>(packed);
+  std::memset(base, 0, sizeof(PackedHeader));
+  PackedHeader* const header = static_cast<PackedHeader*>(packed);
+  header->magic = kPackedMagic;
+  header->format = shape.format;
+  header->tile = kernels.tile(shape.format);
+  header->in_features = shape.in_features;
+  header->out_features = shape.out_features;
+  const int64_t panels_end =
+      static_cast<int64_t>(sizeof(PackedHeader)) + layout.panels * layout.panel_bytes;
+  std::memset(base + panels_end, 0, static_cast<size_t>(layout.bytes - panels_end));
   parallel_for(layout.panels, 1 + (1 << 16) / (layout.panel_bytes + 1),
                [&](int64_t begin, int64_t end) {
                  const ScopedIeeeMode ieee;

@@ -304,14 +304,11 @@ def _merge_attention_states(o1, lse1, o2, lse2):
 
 @torch.library.register_fake("lmdecode::pack_linear")
 def _pack_linear(weight, format):
-    out_features, in_features = weight.shape
-    size = torch.ops.lmdecode.packed_linear_bytes(int(in_features), int(out_features), format)
-    return weight.new_empty((size,), dtype=torch.uint8)
-
-
-@torch.library.register_fake("lmdecode::packed_linear_bytes")
-def _packed_linear_bytes(in_features, out_features, format):
-    return 0
+    outputs, inputs = (
+        size + (-size % unit) for size, unit in zip(weight.shape, (64, 4), strict=True)
+    )
+    size = 64 + outputs * inputs * (4, 2, 1)[format]  # csrc/linear/packed_layout.h
+    return weight.new_empty((size + 8 * outputs * (format == 2),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("lmdecode::packed_linear")
