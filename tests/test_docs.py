@@ -18,6 +18,7 @@ WITH_EXAMPLES = (
     "docs/beam_scorers.md",
     "docs/beam_search.md",
     "docs/kv_cache.md",
+    "docs/linear.md",
     "docs/sampling.md",
     "docs/store.md",
     "docs/transformers.md",
