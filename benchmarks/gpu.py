@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import lmdecode
+from lmdecode import sliding_window_attention as attend
 from lmdecode.testing import beam_cases, bits, sampling_cases
 
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
@@ -91,6 +93,48 @@ def timings() -> list[str]:
     return lines
 
 
+def attention_timings() -> list[str]:
+    """Rows of the table of attention, as markdown: ours, torch's, and the rate that ours is."""
+
+    def heads(count: int, batch: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(batch, count, tokens, 128, device="cuda").to(dtype)
+
+    lines = ["| attention, 32/8 heads of 128 | ours | torch SDPA | |", "|---|---|---|---|"]
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for tokens, window in ((4096, None), (4096, 1024), (16384, 1024)):
+            if dtype == torch.float32 and tokens > 4096:
+                continue
+            q, k, v = (heads(n, 1, tokens, dtype) for n in (32, 8, 8))
+            ours = microseconds(lambda a=(q, k, v), w=window: attend(*a, window=w))
+            theirs = microseconds(
+                lambda a=(q, k, v): scaled_dot_product_attention(
+                    *a, is_causal=True, enable_gqa=True
+                )
+            )
+            seen = min(window or tokens, tokens)
+            pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+            rate = 4 * 128 * 32 * pairs / ours / 1e6
+            lines.append(
+                f"| {name}, {tokens} tokens, window {window} | {ours:.1f} "
+                f"| {theirs:.1f}, causal | {rate:.1f} TFLOP/s |"
+            )
+        for batch, keys in ((1, 4096), (32, 4096), (1, 131072)):
+            q, k, v = (heads(n, batch, t, dtype) for n, t in ((32, 1), (8, keys), (8, keys)))
+            out = torch.empty_like(k)
+            ours = microseconds(lambda a=(q, k, v): lmdecode.sliding_window_decode(*a))
+            theirs = microseconds(
+                lambda a=(q, k, v): scaled_dot_product_attention(*a, enable_gqa=True)
+            )
+            copy = microseconds(lambda o=out, k=k: o.copy_(k))
+            rate = 2 * k.numel() * k.element_size() / ours / 1e6
+            lines.append(
+                f"| {name}, one token, {batch} x {keys} keys | {ours:.1f} "
+                f"| {theirs:.1f} | {rate:.2f} TB/s; a copy of K takes {copy:.1f} |"
+            )
+    return lines
+
+
 def main() -> int:
     """Compare, test, time and write the report; 1 where anything differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,7 +148,7 @@ def main() -> int:
     tests = "not run"
     failed = False
     if not arguments.no_tests and importlib.util.find_spec("pytest"):
-        folders = ["tests/sampling", "tests/beam", "tests/kv_cache"]
+        folders = ["tests/sampling", "tests/beam", "tests/kv_cache", "tests/attention"]
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-k", "cuda", *folders],
             capture_output=True,
@@ -127,6 +171,8 @@ def main() -> int:
         "Microseconds a call, median, by CUDA events:",
         "",
         *timings(),
+        "",
+        *attention_timings(),
         "",
     ]
     RESULTS.parent.mkdir(exist_ok=True)

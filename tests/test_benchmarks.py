@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import lmdecode
+from lmdecode.peak_memory import peak_memory
 from lmdecode.timing import CacheEvictor, interleaved
 
 pytest.importorskip("tqdm")
@@ -213,3 +215,23 @@ def test_interleaved_sets_threads_and_restores_them() -> None:
 def test_interleaved_names_an_unknown_clock() -> None:
     with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, wall"):
         interleaved({}, clock="sun")
+
+
+def build_allocation(before: int, during: int) -> Callable[[], None]:
+    """Take and free ``before`` bytes; return a call that does so with ``during`` bytes."""
+
+    def call(size: int = during) -> None:
+        torch.ones(size, dtype=torch.uint8)
+
+    call(before)
+    return call
+
+
+def test_peak_memory_is_that_of_the_call_alone() -> None:
+    ours = torch.ones(200 << 20, dtype=torch.uint8)  # nor that of this process
+    for before, during in ((300 << 20, 50 << 20), (1, 100 << 20)):
+        measured = peak_memory(build_allocation, before, during)
+        assert 0.9 * during < measured < during + (20 << 20)
+    assert len(ours) == 200 << 20
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        peak_memory(build_allocation, -1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
-_SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "kjv_mistral" / "model"
+_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_SHIPPED = _EXAMPLES / "kjv_mistral" / "model"
+
+needs_g2p = pytest.mark.skipif(
+    not (_EXAMPLES / "g2p" / "model" / "model.safetensors").is_file(),
+    reason="needs the shipped model of letters to phonemes",
+)
 
 
 def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,6 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = MistralConfig(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+        sliding_window=32, max_position_embeddings=512,
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(folder)
     return folder
@@ -142,12 +150,196 @@ def test_beam_demo_fails_where_results_differ(model: Path) -> None:
     assert "beam search differs from that of transformers: prompt 'Genesis 1" in done.stderr
 
 
+def test_window_demo_generates_the_same_text_and_measures_both(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "window.png"
+    done = _run("window", "--quick", "--model", model, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in done.stdout
+    lines = done.stdout.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("tokens "))
+    assert lines[head].split("  ")[:3] == ["tokens", "transformers ms", "lmdecode ms"]
+    tokens, *figures = lines[head + 2].split()
+    assert int(tokens) in (4 * 128, 4 * 32)
+    assert len(figures) == 5 and re.fullmatch(r"\d+\.\dx", figures[2])
+    assert re.search(r"^Each token after a prompt of \d+: -?\d", done.stdout, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+_BROKEN_ATTENTION = """
+import sys
+import transformers
+from lmdecode.integrations.transformers import attention
+right = attention.attention_forward
+def wrong(*arguments, **options):
+    out, weights = right(*arguments, **options)
+    return out.flip(1), weights
+attention.attention_forward = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "window", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_window_demo_fails_where_greedy_ids_differ(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_ATTENTION, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "greedy ids differ from those of transformers, first at new token" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": None}, "has no sliding_window; expected one with a window"),
+        ({"max_position_embeddings": 500}, "expected room for 4 windows and 8 tokens"),
+    ],
+)
+def test_window_demo_needs_a_model_with_a_window(
+    model: Path, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=8, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=128)
+    MistralForCausalLM(MistralConfig(**{**sizes, **heads, **options})).save_pretrained(folder)
+    done = _run("window", "--quick", "--model", folder)
+    assert done.returncode == 1
+    assert message in _error_line(done)
+
+
+def test_store_demo_goes_on_after_a_kill(model: Path) -> None:
+    pytest.importorskip("lmdecode.store")
+    done = _run("store", "--quick", "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert "the process was killed (SIGKILL) in turn 3 of 4, after 8 of 12 tokens" in done.stdout
+    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", done.stdout)
+    assert found is not None and int(found[1]) > 12 and int(found[2]) > 12
+    assert "token for token, the conversations that nobody interrupted" in done.stdout
+    for length in (64, 192):
+        assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", done.stdout, re.MULTILINE)
+
+
+_BROKEN_RESUME = """
+import sys
+from lmdecode.demo import store
+right = store._resume
+def wrong(*arguments):
+    tokens = right(*arguments)
+    tokens["genesis"][-1] += 1
+    return tokens
+store._resume = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "store", "--quick", "--model", sys.argv[1]]
+sys.exit(main())
+"""
+
+
+def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
+    pytest.importorskip("lmdecode.store")
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_RESUME, str(model)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
+
+
+@needs_g2p
+def test_g2p_demo_scores_and_times_held_out_words(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "rates.png"
+    done = _run("g2p", "--quick", "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^48 held-out words of .+held_out\.dict: ids of lmdecode equal to those of transformers",
+        done.stdout, re.MULTILINE,
+    )  # fmt: skip
+    head, _, *rows = done.stdout.split("\n\n")[2].splitlines()
+    assert head.split() == ["greedy", "beam", "4", "beam", "8"]
+    table = {name: cells for name, *cells in (re.split(r" {2,}", row) for row in rows)}
+    for name in ("phoneme error rate, %", "word error rate, %"):
+        assert all(0 < float(rate) < 50 for rate in table[name]), done.stdout
+    for name in ("transformers, ms a word", "lmdecode, ms a word"):
+        assert all(float(taken) > 0 for taken in table[name])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_g2p
+def test_g2p_demo_pronounces_words(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "words.png"
+    done = _run("g2p", "--plot", picture, "Bookworm", "strand's")
+    assert done.returncode == 0, done.stderr
+    best = {}
+    for word in ("Bookworm", "strand's"):
+        lines = re.search(rf"^{word}\n((?: +-\d+\.\d{{3}}  [A-Z ]+\n){{4}})", done.stdout, re.M)
+        assert lines, done.stdout
+        scores, texts = zip(*re.findall(r"(-\S+)  (.+)", lines.group(1)), strict=True)
+        assert list(scores) == sorted(scores, key=float, reverse=True)
+        assert len(set(texts)) == 4
+        best[word] = texts[0]
+    assert best == {"Bookworm": "B UH K W ER M", "strand's": "S T R AE N D Z"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_g2p
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("naïve", "the word 'naïve' has 'ï'; expected letters of '-.abcdefghijklmnopqrstuvwxyz"),
+        ("a b2", "the word 'a b2' has ' ', '2'; expected letters of '-.abcdefghijklmnopqrstuvwxyz"),
+        ("", "the word '' has 0 letters; expected 1 to 63"),
+        ("ab" * 32, f"the word {'ab' * 32!r} has 64 letters; expected 1 to 63"),
+    ],
+)
+def test_g2p_demo_names_the_letters_that_it_does_not_know(word: str, message: str) -> None:
+    done = _run("g2p", "hello", word)
+    assert done.returncode == 1
+    assert _error_line(done) == f"lmdecode.demo: g2p: {message}"
+
+
+_BROKEN_ENGINE = """
+import sys
+from lmdecode.demo import g2p
+right = g2p.our_engine
+def wrong(model):
+    engine = right(model)
+    def broken(ids, mask, num_beams, results):
+        found = engine(ids, mask, num_beams, results)
+        if num_beams == 4:
+            found[2][0].tokens.append(1)
+        return found
+    return broken
+g2p.our_engine = wrong
+from lmdecode.demo.__main__ import main
+sys.argv = ["demo", "g2p", "--quick"]
+sys.exit(main())
+"""
+
+
+@needs_g2p
+def test_g2p_demo_fails_where_ids_differ() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BROKEN_ENGINE],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "4 beams: ids differ from those of transformers: word '" in done.stderr
+
+
+@needs_g2p
 def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo_beam.png", "demo_sampling.png"]
-    assert "== sampling ==" in done.stdout and "== beam ==" in done.stdout
+    names = ("beam", "g2p", "sampling", "store", "window")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"demo_{name}.png" for name in names]
+    assert all(f"== {name} ==" in done.stdout for name in names)
 
 
 def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -169,6 +361,9 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
 
 
 def test_demo_refuses_unknown_names_and_no_tokens() -> None:
-    assert "there is no demo 'beams'; expected sampling" in _run("beams").stderr
+    assert (
+        "there is no demo 'beams'; expected sampling, beam, window, store, g2p"
+        in _run("beams").stderr
+    )
     assert "--tokens is 0; expected at least 1" in _run("--tokens", 0).stderr
     assert "--plot is out.txt; expected a name in .png" in _run("--plot", "out.txt").stderr

@@ -19,9 +19,11 @@ WITH_EXAMPLES = (
     "docs/beam_search.md",
     "docs/kv_cache.md",
     "docs/linear.md",
+    "docs/ring_cache.md",
     "docs/sampling.md",
     "docs/store.md",
     "docs/transformers.md",
+    "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
 )
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -134,7 +134,8 @@ def _put_contestants(with_peers: bool, *, num_tokens: int) -> list[Contestant]:
     size = num_tokens * _TOKEN_BYTES
     store = KVStore(
         _folder() / f"put-{num_tokens}", fingerprint=_FINGERPRINT, chunk_tokens=CHUNK,
-        capacity_bytes=8 * size, io_threads=2, v_layout="row",
+        # So much that the reserve, 1/64, is one put: room is made by the put before.
+        capacity_bytes=64 * (size + num_tokens // CHUNK * 4096), io_threads=2, v_layout="row",
     )  # fmt: skip
     kv = _cache(num_tokens)
     count = 0
@@ -156,7 +157,7 @@ def _put_contestants(with_peers: bool, *, num_tokens: int) -> list[Contestant]:
 
     def write() -> None:
         nonlocal turn
-        turn = (turn + 1) % 8
+        turn = (turn + 1) % 64
         for start in range(0, size, 1 << 20):
             os.pwrite(plain, data[start : start + (1 << 20)], turn * size + start)
         os.fdatasync(plain)

@@ -9,17 +9,19 @@
 namespace lmdecode {
 
 struct AttentionWorkspace {
-  float* queries;      // [rows, depth]
-  float* keys;         // panels of a step's keys
-  float* values;       // panels of a step's values
-  float* out;          // [rows, padded value_size]
-  float* scores;       // [6, kStepKeys]
-  uint32_t* weights;   // [6, kStepKeys / 2], where weights are bfloat16
-  float* terms;        // [6, kStepKeys]
-  float* row_max;      // [rows]
-  float* row_sum;      // [rows, 16]
-  int64_t* row_begin;  // [rows]
-  int64_t* row_end;    // [rows]
+  float* queries;           // [rows, depth]
+  float* keys;              // panels of a step's keys
+  float* values;            // panels of a step's values
+  float* out;               // [rows, padded value_size]
+  float* scores;            // [6, kStepKeys]
+  uint32_t* weights;        // [6, kStepKeys / 2], where weights are bfloat16
+  float* terms;             // [6, kStepKeys]
+  float* row_max;           // [rows]
+  float* row_sum;           // [rows, 16]
+  int64_t* row_begin;       // [rows]
+  int64_t* row_end;         // [rows]
+  const void** key_rows;    // [kStepKeys]: where the keys of a step begin
+  const void** value_rows;  // [kStepKeys]
 };
 
 // Rows and sizes as the kernels pad them.
@@ -50,6 +52,8 @@ inline size_t split_attention_workspace(void* memory, int64_t rows, int64_t head
   take(&w->row_sum, rows * 16);
   take(&w->row_begin, rows);
   take(&w->row_end, rows);
+  take(&w->key_rows, kStep);
+  take(&w->value_rows, kStep);
   return used;
 }
 

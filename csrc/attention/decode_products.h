@@ -7,13 +7,14 @@
 
 namespace lmdecode::LMD_SIMD {
 
-// Keys of a block: between two looks at a row's maximum.
-constexpr int64_t kBlockKeys = 64;
 // Values that are read for some of their elements before the others.
 constexpr int64_t kChunkKeys = 16;
-// How far ahead rows are asked for, in bytes. Hardware prefetches end with the page, and processors
-// drop requests that come too many at a time: those of a whole block at once gain nothing.
-constexpr int64_t kPrefetchBytes = 8192;
+// Keys of a block, between two looks at a row's maximum: of heads of 128, 8 KB of keys, then of
+// values. While the ones are read the others are asked for: this is how far ahead.
+template <class T>
+constexpr int64_t kBlockKeysOf = sizeof(T) == 4 ? 16 : 32;
+// Rows are used once: they need not stay in all caches.
+constexpr int kPrefetchLocality = 0;
 
 // Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
 inline F32 sum_lanes(const F32 (&v)[kLanes]) {
@@ -67,6 +68,7 @@ struct FloatRows {
   using Weight = float;
   static constexpr int64_t kVectorSize = kLanes;  // elements of a row in a vector
   static constexpr int64_t kKeysOfAWeight = 1;
+  static constexpr int64_t kBlockKeys = kBlockKeysOf<T>;
 
   struct Vector {
     F32 v;
@@ -86,6 +88,7 @@ struct PairRows {
   using Weight = BFloat16;
   static constexpr int64_t kVectorSize = 32;
   static constexpr int64_t kKeysOfAWeight = 2;
+  static constexpr int64_t kBlockKeys = kBlockKeysOf<BFloat16>;
 
   struct Vector {
     __m512i v;
@@ -102,30 +105,45 @@ struct PairRows {
 };
 #endif
 
-// Rows of keys or values in a cache.
+// Keys or values of a block that lie at equal distances, and what is asked for while they are read.
 template <class T>
-struct CacheTokens {
+struct StridedTokens {
   const T* data;
   int64_t stride;
-  int64_t size;
-  int64_t ahead;  // what is read asks for what lies so many elements on
+  const T* ahead;
+  int64_t ahead_stride;
 
   const T* row(int64_t token) const { return data + token * stride; }
-  void prefetch(const T* p) const {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead * static_cast<int64_t>(sizeof(T)));
-  }
-  void prefetch_row(int64_t token) const {
-    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < size; i += kLine) prefetch(row(token) + i);
-  }
+  const T* row_ahead(int64_t token) const { return ahead + token * ahead_stride; }
 };
+
+// The same wherever they lie.
+template <class T>
+struct ListedTokens {
+  const T* const* rows;   // [Rows::kBlockKeys]: where each begins
+  const T* const* ahead;  // [Rows::kBlockKeys]
+
+  const T* row(int64_t token) const { return rows[token]; }
+  const T* row_ahead(int64_t token) const { return ahead[token]; }
+};
+
+template <class T>
+inline void prefetch(const T* p) {
+  __builtin_prefetch(p, 0, kPrefetchLocality);
+}
+
+template <class T>
+inline void prefetch_row(const T* row, int64_t size) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < size; i += kLine) prefetch(row + i);
+}
 
 // scores[row][key] for kRows queries and the kLanes / kRows keys from `key` on; for a key out of
 // [range.begin, range.end) another one is read in its place.
-template <class Rows, int kRows, bool kAtEdge>
+template <class Rows, int kRows, bool kAtEdge, class Tokens>
 inline void score_tile(const typename Rows::Query* queries, int64_t query_stride,
-                       const CacheTokens<typename Rows::Row>& keys, KeyRange range, int64_t key,
-                       int64_t size, float* scores) {
+                       const Tokens& keys, KeyRange range, int64_t key, int64_t size,
+                       float* scores) {
   constexpr int kKeys = kLanes / kRows;
   F32 sum[kLanes];
   // Key by key: lines are read in the order in which they lie, as hardware prefetches them.
@@ -133,11 +151,12 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
   for (int i = 0; i < kKeys; ++i) {
     const int64_t token = kAtEdge ? min_of(max_of(key + i, range.begin), range.end - 1) : key + i;
     const typename Rows::Row* row = keys.row(token);
+    const typename Rows::Row* ahead = keys.row_ahead(token);
     F32 of_key[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) of_key[r] = splat(0.0f);
     for (int64_t at = 0; at < size; at += Rows::kVectorSize) {
-      keys.prefetch(row + at);
+      prefetch(ahead + at);
       const typename Rows::Vector vector = Rows::load_row(row + at);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -151,15 +170,15 @@ inline void score_tile(const typename Rows::Query* queries, int64_t query_stride
   store(lane, sum_lanes(sum));
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-    __builtin_memcpy(scores + r * kBlockKeys + key, lane + r * kKeys, kKeys * sizeof(float));
+    __builtin_memcpy(scores + r * Rows::kBlockKeys + key, lane + r * kKeys, kKeys * sizeof(float));
   }
 }
 
 // out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the
 // keys of a range.
-template <class T, int kRows, int kVectors>
-inline void add_values(const float* weights, const CacheTokens<T>& values, KeyRange range,
-                       int64_t at, float* out, int64_t out_stride) {
+template <class T, int kRows, int kVectors, class Tokens>
+inline void add_values(const float* weights, const Tokens& values, KeyRange range, int64_t at,
+                       float* out, int64_t out_stride) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -168,15 +187,16 @@ inline void add_values(const float* weights, const CacheTokens<T>& values, KeyRa
   }
   for (int64_t key = range.begin; key < range.end; ++key) {
     const T* row = values.row(key) + at;
+    const T* ahead = values.row_ahead(key) + at;
     F32 value[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      if (j * kLanes * sizeof(T) % 64 == 0) values.prefetch(row + j * kLanes);
+      if (j * kLanes * sizeof(T) % 64 == 0) prefetch(ahead + j * kLanes);
       value[j] = load(row + j * kLanes);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const F32 weight = splat(weights[r * kBlockKeys + key]);
+      const F32 weight = splat(weights[r * kBlockKeysOf<T> + key]);
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sum[r][j] = accumulate(weight, value[j], sum[r][j]);
     }
@@ -191,11 +211,10 @@ inline void add_values(const float* weights, const CacheTokens<T>& values, KeyRa
   }
 }
 
-template <class Rows, int kRows>
+template <class Rows, int kRows, class Tokens>
   requires(Rows::kKeysOfAWeight == 1)
-void add_all_values(const typename Rows::Weight* weights,
-                    const CacheTokens<typename Rows::Row>& values, KeyRange range, int64_t size,
-                    float* out, int64_t out_stride) {
+void add_all_values(const typename Rows::Weight* weights, const Tokens& values, KeyRange range,
+                    int64_t size, float* out, int64_t out_stride) {
   using T = typename Rows::Row;
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   for (int64_t at = 0; at < size;) {
@@ -211,9 +230,9 @@ void add_all_values(const typename Rows::Weight* weights,
 
 #if defined(LMD_SIMD_AVX512_BF16)
 // The same for pairs of keys; kVectors vectors of 32 elements.
-template <int kRows, int kVectors>
-inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>& values,
-                            KeyRange range, int64_t at, float* out, int64_t out_stride) {
+template <int kRows, int kVectors, class Tokens>
+inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRange range,
+                            int64_t at, int64_t size, float* out, int64_t out_stride) {
   // Pairs come out of the interleaving with the elements 0-3, 8-11, ... in the one vector and
   // 4-7, 12-15, ... in the other.
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
@@ -237,7 +256,7 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       int32_t pair;
-      __builtin_memcpy(&pair, weights + r * kBlockKeys + key, sizeof(pair));
+      __builtin_memcpy(&pair, weights + r * kBlockKeysOf<BFloat16> + key, sizeof(pair));
       const __m512bh weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 #pragma GCC unroll 2
       for (int j = 0; j < kVectors; ++j) {
@@ -249,8 +268,8 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
   for (int64_t key = range.begin / 2 * 2; key < range.end; key += 2) {
     __m512i a[kVectors], b[kVectors];
     if (at == 0) {  // row by row was measured to be faster here
-      values.prefetch_row(key);
-      values.prefetch_row(key + 1);
+      prefetch_row(values.row_ahead(key), size);
+      prefetch_row(values.row_ahead(key + 1), size);
     }
     const bool has_a = key >= range.begin, has_b = key + 1 < range.end;
     const BFloat16* row_a = values.row(has_a ? key : key + 1) + at;
@@ -275,15 +294,15 @@ inline void add_value_pairs(const BFloat16* weights, const CacheTokens<BFloat16>
   }
 }
 
-template <class Rows, int kRows>
+template <class Rows, int kRows, class Tokens>
   requires(Rows::kKeysOfAWeight == 2)
-void add_all_values(const BFloat16* weights, const CacheTokens<BFloat16>& values, KeyRange range,
-                    int64_t size, float* out, int64_t out_stride) {
+void add_all_values(const BFloat16* weights, const Tokens& values, KeyRange range, int64_t size,
+                    float* out, int64_t out_stride) {
   for (int64_t at = 0; at < size; at += 64) {
     if (at + 64 <= size) {
-      add_value_pairs<kRows, 2>(weights, values, range, at, out, out_stride);
+      add_value_pairs<kRows, 2>(weights, values, range, at, size, out, out_stride);
     } else {
-      add_value_pairs<kRows, 1>(weights, values, range, at, out, out_stride);
+      add_value_pairs<kRows, 1>(weights, values, range, at, size, out, out_stride);
     }
   }
 }

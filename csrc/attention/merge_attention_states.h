@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/sliding_window_attention.h"
+#include "common/float64.h"
 
 namespace lmdecode {
 
@@ -29,6 +30,29 @@ struct MergeAttentionStatesParams {
   LMD_HOST_DEVICE int64_t rows() const { return sequences * heads * tokens; }
 };
 
+// How the two of a row are weighed.
+struct MergeShares {
+  double share[2];  // 0: not read
+  double sum;
+  float lse;
+
+  static LMD_HOST_DEVICE MergeShares of(float lse1, float lse2) {
+    const double lse[2] = {static_cast<double>(lse1), static_cast<double>(lse2)};
+    const double top = lse[0] > lse[1] ? lse[0] : lse[1];
+    MergeShares shares = {{0.0, 0.0}, 0.0, 0.0f};
+    for (int i = 0; i < 2; ++i) {
+      if (lse[i] > static_cast<double>(minus_infinity())) shares.share[i] = exp_f64(lse[i] - top);
+      if (lse[i] != lse[i]) shares.share[i] = lse[i];
+      shares.sum += shares.share[i];
+    }
+    shares.lse = shares.sum == 0.0 ? minus_infinity()
+                                   : static_cast<float>(top + natural_log_f64(shares.sum));
+    return shares;
+  }
+  LMD_HOST_DEVICE float factor(int i) const { return static_cast<float>(share[i] / sum); }
+};
+
 void merge_attention_states_cpu(const MergeAttentionStatesParams& params);
+void merge_attention_states_cuda(const MergeAttentionStatesParams& params, void* stream);
 
 }  // namespace lmdecode

@@ -13,29 +13,18 @@ void merge_rows(const MergeAttentionStatesParams& p, int64_t begin, int64_t end)
     const auto place = [&](const AttentionStrides& s) {
       return sequence * s.sequence + head * s.head + token * s.token;
     };
-    double lse[2], share[2];
-    for (int i = 0; i < 2; ++i) {
-      lse[i] = static_cast<double>(p.states[i].lse[place(p.states[i].lse_strides)]);
-    }
-    const double top = lse[0] > lse[1] ? lse[0] : lse[1];
-    double sum = 0.0;
-    for (int i = 0; i < 2; ++i) {
-      share[i] = lse[i] > -__builtin_inf() ? __builtin_exp(lse[i] - top) : 0.0;
-      if (lse[i] != lse[i]) share[i] = lse[i];
-      sum += share[i];
-    }
-    p.lse[place(p.lse_strides)] =
-        sum == 0.0 ? minus_infinity() : static_cast<float>(top + __builtin_log(sum));
+    const MergeShares shares = MergeShares::of(p.states[0].lse[place(p.states[0].lse_strides)],
+                                               p.states[1].lse[place(p.states[1].lse_strides)]);
+    p.lse[place(p.lse_strides)] = shares.lse;
     T* out = static_cast<T*>(p.out) + place(p.out_strides);
     for (int64_t at = 0; at < p.size; at += kLanes) {
       F32 merged = splat(0.0f);
       for (int i = 0; i < 2; ++i) {
-        if (share[i] == 0.0) continue;
+        if (shares.share[i] == 0.0) continue;
         const AttentionStrides& s = p.states[i].out_strides;
-        const HeadRows<T> part = {static_cast<const T*>(p.states[i].out) + place(s), 0, s.element,
-                                  p.size};
-        merged = accumulate(splat(static_cast<float>(share[i] / sum)), load_elements(part, 0, at),
-                            merged);
+        const HeadRow<T> part = {static_cast<const T*>(p.states[i].out) + place(s), s.element,
+                                 p.size};
+        merged = accumulate(splat(shares.factor(i)), load_elements(part, at), merged);
       }
       if (at + kLanes <= p.size) {
         store_all(out + at, merged);

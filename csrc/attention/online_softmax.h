@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/attention_vec.h"
+#include "attention/row_total.h"
 
 namespace lmdecode::LMD_SIMD {
 
@@ -65,28 +66,6 @@ class OnlineSoftmax {
   float* row_max_;
   float* row_sum_;
   float factor_;
-};
-
-// What a row's weights sum to, with the sink: out / divisor is the result.
-struct RowTotal {
-  double max;  // exponent of two
-  double sum;
-  float divisor;
-
-  // sink: null for none.
-  static RowTotal of(double max, double sum, const float* sink) {
-    if (sink == nullptr) return {max, sum, static_cast<float>(sum)};
-    const double score = static_cast<double>(*sink) * kLog2E;
-    const double top = score > max ? score : max;
-    if (!(top > -__builtin_inf())) return {max, sum, static_cast<float>(sum)};
-    const double share = __builtin_exp2(max - top);
-    const double total = sum * share + __builtin_exp2(score - top);
-    return {top, total, static_cast<float>(total / share)};
-  }
-  bool is_empty() const { return sum == 0.0; }
-  float lse() const {
-    return is_empty() ? minus_infinity() : static_cast<float>((max + __builtin_log2(sum)) / kLog2E);
-  }
 };
 
 }  // namespace lmdecode::LMD_SIMD

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/attention_tuning.h"
-#include "attention/key_range.h"
+#include "attention/head_rows.h"
 #include "attention/tile_product.h"
 
 namespace lmdecode::LMD_SIMD {
@@ -14,40 +14,16 @@ namespace lmdecode::LMD_SIMD {
 // Keys come in groups of so many; what a group lacks is zero.
 constexpr int64_t kKeyGroup = 16;
 
-// The keys or values of one head of a sequence.
-template <class T>
-struct HeadRows {
-  const T* data;  // [tokens, size]
-  int64_t token_stride;
-  int64_t element_stride;
-  int64_t size;
-
-  const T* row(int64_t token) const { return data + token * token_stride; }
-};
-
-// Elements [at, at + kLanes) of a row as floats, 0 beyond its size.
-template <class T>
-inline F32 load_elements(const HeadRows<T>& rows, int64_t token, int64_t at) {
-  const T* p = rows.row(token) + at * rows.element_stride;
-  const int64_t left = rows.size - at;
-  if (rows.element_stride == 1) {
-    return left >= kLanes ? load(p) : load_part(p, static_cast<int>(left), 0.0f);
-  }
-  alignas(64) float lane[kLanes] = {};
-  for (int64_t i = 0; i < kLanes && i < left; ++i) lane[i] = to_float(p[i * rows.element_stride]);
-  return load(lane);
-}
-
 #if defined(LMD_SIMD_AVX512_BF16)
 // Pairs [at, at + kLanes) of a row, as the bits of floats.
-inline F32 load_pairs(const HeadRows<BFloat16>& rows, int64_t token, int64_t at) {
-  const BFloat16* p = rows.row(token) + 2 * at * rows.element_stride;
-  const int64_t left = rows.size - 2 * at;
-  if (rows.element_stride == 1 && left >= 2 * kLanes) {
+inline F32 load_pairs(const HeadRow<BFloat16>& row, int64_t at) {
+  const BFloat16* p = row.data + 2 * at * row.element_stride;
+  const int64_t left = row.size - 2 * at;
+  if (row.element_stride == 1 && left >= 2 * kLanes) {
     return {_mm512_castsi512_ps(_mm512_loadu_si512(p))};
   }
   alignas(64) uint16_t lane[2 * kLanes] = {};
-  for (int64_t i = 0; i < 2 * kLanes && i < left; ++i) lane[i] = p[i * rows.element_stride].bits;
+  for (int64_t i = 0; i < 2 * kLanes && i < left; ++i) lane[i] = p[i * row.element_stride].bits;
   return {_mm512_castsi512_ps(_mm512_load_si512(lane))};
 }
 
@@ -56,15 +32,15 @@ inline void store_vector(uint32_t* p, F32 a) { _mm512_storeu_si512(p, _mm512_cas
 inline void store_vector(float* p, F32 a) { store(p, a); }
 
 template <class Dot, class T>
-inline F32 load_depth(const HeadRows<T>& rows, int64_t token, int64_t at) {
+inline F32 load_depth(const HeadRow<T>& row, int64_t at) {
 #if defined(LMD_SIMD_AVX512_BF16)
   if constexpr (Dot::kPerElement == 2) {
-    return load_pairs(rows, token, at);
+    return load_pairs(row, at);
   } else {
-    return load_elements(rows, token, at);
+    return load_elements(row, at);
   }
 #else
-  return load_elements(rows, token, at);
+  return load_elements(row, at);
 #endif
 }
 
@@ -74,11 +50,10 @@ constexpr int64_t depth_of(int64_t size) {
   return (size + Dot::kPerElement - 1) / Dot::kPerElement;
 }
 
-// The keys [first + range.begin, first + range.end), to their places in the panels of a step that
-// begins at `first`, with zeros to the ends of their groups. No other key is read.
+// The keys of a range of a step, to their places in its panels, with zeros to the ends of their
+// groups. No other key is read.
 template <class Dot, class T>
-void pack_keys(const HeadRows<T>& keys, int64_t first, KeyRange range,
-               typename Dot::Element* panels) {
+void pack_keys(const HeadRows<T>& keys, KeyRange range, typename Dot::Element* panels) {
   const int64_t depth = depth_of<Dot>(keys.size);
   const int64_t begin = range.begin / kKeyGroup * kKeyGroup;
   const int64_t end = (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup;
@@ -89,7 +64,7 @@ void pack_keys(const HeadRows<T>& keys, int64_t first, KeyRange range,
       F32 square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const bool in_range = key + i >= range.begin && key + i < range.end;
-        square[i] = in_range ? load_depth<Dot>(keys, first + key + i, at) : splat(0.0f);
+        square[i] = in_range ? load_depth<Dot>(keys.row(key + i), at) : splat(0.0f);
       }
       transpose(square);
       for (int i = 0; i < kLanes && at + i < depth; ++i) {
@@ -101,8 +76,7 @@ void pack_keys(const HeadRows<T>& keys, int64_t first, KeyRange range,
 
 // The values beside pack_keys(); where values are paired, a missing partner is zero.
 template <class Dot, class T>
-void pack_values(const HeadRows<T>& values, int64_t first, KeyRange range,
-                 typename Dot::Element* panels) {
+void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Element* panels) {
   constexpr int64_t kPanelRows = attention_tuning::kStepKeys / Dot::kPerElement;
   for (int64_t at = 0; at < values.size; at += kLanes) {
     typename Dot::Element* panel =
@@ -115,7 +89,7 @@ void pack_values(const HeadRows<T>& values, int64_t first, KeyRange range,
       if constexpr (Dot::kPerElement == 2) {
         const auto half = [&](int64_t key) {
           const bool in_range = key >= range.begin && key < range.end;
-          return in_range ? load_elements(values, first + key, at) : splat(0.0f);
+          return in_range ? load_elements(values.row(key), at) : splat(0.0f);
         };
         // Floats that were bfloat16: the upper half of each lane.
         store_vector(to, {_mm512_castsi512_ps(_mm512_or_si512(
@@ -124,17 +98,17 @@ void pack_values(const HeadRows<T>& values, int64_t first, KeyRange range,
         continue;
       }
 #endif
-      store_vector(to, load_elements(values, first + row, at));
+      store_vector(to, load_elements(values.row(row), at));
     }
   }
 }
 
 // One query as a row of A, times 1, 0 or -1.
 template <class Dot, class T>
-void pack_query(const HeadRows<T>& query, float sign, typename Dot::Element* row) {
+void pack_query(const HeadRow<T>& query, float sign, typename Dot::Element* row) {
   const int64_t depth = depth_of<Dot>(query.size);
   for (int64_t at = 0; at < depth; at += kLanes) {
-    F32 value = load_depth<Dot>(query, 0, at);
+    F32 value = load_depth<Dot>(query, at);
 #if defined(LMD_SIMD_AVX512_BF16)
     if constexpr (Dot::kPerElement == 2) {
       const __m512i bits = _mm512_castps_si512(value.v);

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "attention/key_places.h"
 #include "attention/key_range.h"
 #include "common/half.h"
 
@@ -36,19 +37,24 @@ struct SlidingWindowAttentionParams {
   DType dtype = DType::kFloat32;
   int64_t sequences = 0;
   int64_t q_heads = 0;
-  int64_t kv_heads = 0;    // divides q_heads
-  int64_t head_size = 0;   // of queries and keys
-  int64_t value_size = 0;  // of values and the output
-  int64_t q_len = 0;       // of each sequence, where cu_seqlens_q is null
-  int64_t kv_len = 0;      // of each sequence, where kv_lengths and cu_seqlens_kv are null
+  int64_t kv_heads = 0;        // divides q_heads
+  int64_t head_size = 0;       // of queries and keys
+  int64_t value_size = 0;      // of values and the output
+  int64_t q_len = 0;           // of each sequence, where cu_seqlens_q is null
+  int64_t kv_len = 0;          // of each sequence, where kv_lengths and cu_seqlens_kv are null
+  int64_t ragged_queries = 0;  // of all sequences, where cu_seqlens_q is given
+  int64_t ragged_keys = 0;     // of all sequences, where cu_seqlens_kv is given
 
   const void* q = nullptr;  // [sequences, q_heads, q_len, head_size] by its strides
   const void* k = nullptr;  // [sequences, kv_heads, kv_len, head_size]
   const void* v = nullptr;  // [sequences, kv_heads, kv_len, value_size]
   AttentionStrides q_strides, k_strides, v_strides;  // ragged: sequence is 0
+  // With a table k and v are [places.rows, kv_heads, block_size or kv_len, ...], and the stride of
+  // a sequence is that of a row.
+  KeyPlaces places;
 
   const int64_t* cu_seqlens_q = nullptr;   // [sequences + 1], or null
-  const int64_t* cu_seqlens_kv = nullptr;  // [sequences + 1], null where cu_seqlens_q is
+  const int64_t* cu_seqlens_kv = nullptr;  // [sequences + 1], null without it and with a table
   const int64_t* kv_lengths = nullptr;     // [sequences], or null
   const int64_t* q_positions = nullptr;    // [sequences, q_len], ragged [total], or null
   AttentionStrides position_strides;       // sequence and token
@@ -88,6 +94,12 @@ struct SlidingWindowAttentionParams {
     if (cu_seqlens_kv != nullptr) return cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
     return kv_lengths == nullptr ? kv_len : kv_lengths[sequence];
   }
+  // Where key `key` of a sequence begins in k or v, in elements.
+  LMD_HOST_DEVICE int64_t key_offset(const AttentionStrides& s, int64_t sequence, int64_t kv_head,
+                                     int64_t key) const {
+    const KeyPlace at = places.place(sequence, key);
+    return at.row * s.sequence + kv_head * s.head + (first_key(sequence) + at.token) * s.token;
+  }
   // Of query `token` of a sequence.
   LMD_HOST_DEVICE int64_t position(int64_t sequence, int64_t token) const {
     if (q_positions == nullptr) {
@@ -104,6 +116,16 @@ struct SlidingWindowAttentionParams {
   }
 };
 
+// The keys that queries of a sequence can see, and what lies between.
+LMD_HOST_DEVICE KeyRange keys_seen_by_queries(const SlidingWindowAttentionParams& p,
+                                              int64_t sequence) {
+  KeyRange seen = {0, 0};
+  for (int64_t token = 0; token < p.queries_of(sequence); ++token) {
+    seen = hull(seen, p.keys_seen(sequence, token));
+  }
+  return seen;
+}
+
 // Some queries of a sequence, with all query heads of one KV head.
 struct AttentionTile {
   int64_t sequence;
@@ -113,5 +135,6 @@ struct AttentionTile {
 };
 
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
+void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, void* stream);
 
 }  // namespace lmdecode

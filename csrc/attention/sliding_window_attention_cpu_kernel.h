@@ -35,12 +35,12 @@ class TileAttention {
     tile_ = tile;
     rows_ = tile.tokens * p_.group();
     const KeyRange seen = start_rows();
-    const HeadRows<T> keys = head_rows(p_.k, p_.k_strides, p_.head_size);
-    const HeadRows<T> values = head_rows(p_.v, p_.v_strides, p_.value_size);
     for (int64_t first = seen.begin / kStep * kStep; first < seen.end; first += kStep) {
       const KeyRange part = part_of_range(seen, first, first + kStep);
-      pack_keys<Dot>(keys, first, part, reinterpret_cast<Element*>(w_.keys));
-      pack_values<Dot>(values, first, part, reinterpret_cast<Element*>(w_.values));
+      pack_keys<Dot>(step_rows(p_.k, p_.k_strides, p_.head_size, first, part, w_.key_rows), part,
+                     reinterpret_cast<Element*>(w_.keys));
+      pack_values<Dot>(step_rows(p_.v, p_.v_strides, p_.value_size, first, part, w_.value_rows),
+                       part, reinterpret_cast<Element*>(w_.values));
       for (int64_t row = 0; row < rows_; row += kTileRowCount) run_strip(row, first);
     }
     finish_rows();
@@ -67,10 +67,13 @@ class TileAttention {
     return p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
   }
 
-  HeadRows<T> head_rows(const void* data, const AttentionStrides& s, int64_t size) const {
-    const T* head = static_cast<const T*>(data) + tile_.sequence * s.sequence +
-                    tile_.kv_head * s.head + p_.first_key(tile_.sequence) * s.token;
-    return {head, s.token, s.element, size};
+  // The keys or values first + part, listed in `memory`.
+  HeadRows<T> step_rows(const void* data, const AttentionStrides& s, int64_t size, int64_t first,
+                        KeyRange part, const void** memory) const {
+    const T** rows = reinterpret_cast<const T**>(memory);
+    list_rows(p_, data, s, tile_.sequence, tile_.kv_head, {first + part.begin, first + part.end},
+              rows + part.begin);
+    return {rows, s.element, size};
   }
 
   int64_t token_of(int64_t row) const { return tile_.first_token + row / p_.group(); }
@@ -93,8 +96,8 @@ class TileAttention {
       }
       w_.row_begin[row] = of_token.begin;
       w_.row_end[row] = of_token.end;
-      const HeadRows<T> query = {q + head_of(row) * s.head + token * s.token, 0, s.element,
-                                 p_.head_size};
+      const HeadRow<T> query = {q + head_of(row) * s.head + token * s.token, s.element,
+                                p_.head_size};
       pack_query<Dot>(query, query_sign(), queries + row * query_stride_);
     }
     for (int64_t row = rows_; row < padded; ++row) {

@@ -45,14 +45,17 @@ struct DecodeHead {
 // values that do not lie as the kernel reads them.
 struct DecodeWorkspace {
   float* queries;      // [rows, padded head_size], or as many bfloat16
-  float* scores;       // [rows, 64]
-  uint32_t* weights;   // [rows, 32], where weights are bfloat16
-  float* terms;        // [64]
+  float* scores;       // [rows, 32]
+  uint32_t* weights;   // [rows, 16], where weights are bfloat16
+  float* terms;        // [32]
   float* row_sum;      // [rows, 16]
   int64_t* row_begin;  // [rows]
   int64_t* row_end;    // [rows]
-  float* keys;         // [64, padded head_size]
-  float* values;       // [64, padded value_size]
+  float* keys;         // [32, padded head_size]
+  float* values;       // [32, padded value_size]
+  // Where keys and values begin.
+  const void** key_rows;    // [64]: those of a block, then of the next
+  const void** value_rows;  // [64]
 };
 
 constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }
@@ -70,14 +73,16 @@ inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_si
   };
   rows = padded_decode_rows(rows);
   take(&w->queries, rows * padded_decode_size(head_size));
-  take(&w->scores, rows * 64);
-  take(&w->weights, rows * 32);
-  take(&w->terms, 64);
+  take(&w->scores, rows * 32);
+  take(&w->weights, rows * 16);
+  take(&w->terms, 32);
   take(&w->row_sum, rows * 16);
   take(&w->row_begin, rows);
   take(&w->row_end, rows);
-  take(&w->keys, 64 * padded_decode_size(head_size));
-  take(&w->values, 64 * padded_decode_size(value_size));
+  take(&w->keys, 32 * padded_decode_size(head_size));
+  take(&w->values, 32 * padded_decode_size(value_size));
+  take(&w->key_rows, 64);
+  take(&w->value_rows, 32);
   return used;
 }
 
@@ -87,5 +92,10 @@ inline size_t decode_workspace_bytes(int64_t rows, int64_t head_size, int64_t va
 }
 
 void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params);
+
+// Floats of the workspace that sliding_window_decode_cuda takes.
+int64_t sliding_window_decode_cuda_workspace(const SlidingWindowAttentionParams& params);
+void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, float* workspace,
+                                void* stream);
 
 }  // namespace lmdecode

@@ -38,24 +38,48 @@ struct DecodePlan {
   int64_t keys = 0;  // of all parts
 };
 
+// The parts that the keys of a head are cut into: at least one, if of no keys.
+int64_t parts_of(KeyRange seen) {
+  if (seen.begin == seen.end) return 1;
+  return (seen.end - 1) / kSplitKeys - seen.begin / kSplitKeys + 1;
+}
+
 DecodePlan decode_plan(const SlidingWindowAttentionParams& p) {
   DecodePlan plan;
+  std::vector<KeyRange> seen;
+  int64_t most_parts = 0;
   for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
-    KeyRange seen = {0, 0};
-    for (int64_t token = 0; token < p.q_len; ++token) {
-      seen = hull(seen, p.keys_seen(sequence, token));
-    }
+    seen.push_back(keys_seen_by_queries(p, sequence));
+    const int64_t parts = parts_of(seen.back());
+    most_parts = std::max(most_parts, parts);
     for (int64_t head = 0; head < p.kv_heads; ++head) {
-      DecodeHead of_head = {sequence, head, plan.slots, 0};
-      int64_t begin = seen.begin;
-      do {  // at least one slot, if of no keys
-        const int64_t end = std::min(seen.end, (begin / kSplitKeys + 1) * kSplitKeys);
-        plan.parts.push_back({sequence, head, {begin, end}, plan.slots + of_head.slots++});
-        begin = end;
-      } while (begin < seen.end);
-      plan.heads.push_back(of_head);
-      plan.slots += of_head.slots;
-      plan.keys += seen.end - seen.begin;
+      plan.heads.push_back({sequence, head, plan.slots, parts});
+      plan.slots += parts;
+    }
+    plan.keys += p.kv_heads * (seen.back().end - seen.back().begin);
+  }
+  const auto add_part = [&](const DecodeHead& head, int64_t part) {
+    if (part >= head.slots) return;
+    const KeyRange keys = seen[static_cast<size_t>(head.sequence)];
+    const int64_t cut = (keys.begin / kSplitKeys + part) * kSplitKeys;
+    plan.parts.push_back({head.sequence,
+                          head.kv_head,
+                          {std::max(keys.begin, cut), std::min(keys.end, cut + kSplitKeys)},
+                          head.first_slot + part});
+  };
+  if (!p.places.has_table()) {
+    for (const DecodeHead& head : plan.heads) {
+      for (int64_t part = 0; part < head.slots; ++part) add_part(head, part);
+    }
+    return plan;
+  }
+  // Sequences may share what they read: the same part of all of them one after the other, so that
+  // it is still in the caches.
+  for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
+    for (int64_t part = 0; part < most_parts; ++part) {
+      for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
+        add_part(plan.heads[static_cast<size_t>(sequence * p.kv_heads + kv_head)], part);
+      }
     }
   }
   return plan;

@@ -4,11 +4,12 @@
 namespace lmdecode::LMD_SIMD {
 namespace {
 
-template <class Rows, class T, bool kIsCopied>
+template <class Rows, class T, CacheLayout kLayout>
 void run_parts(const SlidingWindowAttentionParams& params, const DecodePart* parts,
                const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
-  DecodeAttention<Rows, T, kIsCopied> attention(params, partials, workspace);
-  for (int64_t i = begin; i < end; ++i) attention.run(parts[i]);
+  DecodeAttention<Rows, T, kLayout> attention(params, partials, workspace);
+  for (int64_t i = begin; i < end; ++i)
+    attention.run(parts[i], i + 1 < end ? parts + i + 1 : nullptr);
 }
 
 // Rows of keys and values are whole vectors, their elements side by side.
@@ -17,13 +18,30 @@ bool are_whole(const SlidingWindowAttentionParams& params, int64_t vector_size) 
          params.head_size % vector_size == 0 && params.value_size % vector_size == 0;
 }
 
+// A block of the kernel's is part of a block of the cache, or of a row.
+bool are_at_equal_distances(const KeyPlaces& places, int64_t keys) {
+  return places.block_table != nullptr ? places.block_size % keys == 0
+                                       : places.indirection == nullptr;
+}
+
+template <class Rows, class T>
+void run_whole(const SlidingWindowAttentionParams& params, const DecodePart* parts,
+               const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
+  if (are_at_equal_distances(params.places, Rows::kBlockKeys)) {
+    run_parts<Rows, T, CacheLayout::kStrided>(params, parts, partials, begin, end, workspace);
+  } else {
+    run_parts<Rows, T, CacheLayout::kListed>(params, parts, partials, begin, end, workspace);
+  }
+}
+
 template <class T>
 void run_with(const SlidingWindowAttentionParams& params, const DecodePart* parts,
               const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {
   if (are_whole(params, FloatRows<T>::kVectorSize)) {
-    run_parts<FloatRows<T>, T, false>(params, parts, partials, begin, end, workspace);
+    run_whole<FloatRows<T>, T>(params, parts, partials, begin, end, workspace);
   } else {
-    run_parts<FloatRows<float>, T, true>(params, parts, partials, begin, end, workspace);
+    run_parts<FloatRows<float>, T, CacheLayout::kCopied>(params, parts, partials, begin, end,
+                                                         workspace);
   }
 }
 
@@ -79,7 +97,7 @@ void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
                                  int64_t begin, int64_t end, void* workspace) {
 #if defined(LMD_SIMD_AVX512_BF16)
   if (are_whole(params, PairRows::kVectorSize)) {
-    run_parts<PairRows, BFloat16, false>(params, parts, partials, begin, end, workspace);
+    run_whole<PairRows, BFloat16>(params, parts, partials, begin, end, workspace);
   } else {
     run_with<BFloat16>(params, parts, partials, begin, end, workspace);
   }

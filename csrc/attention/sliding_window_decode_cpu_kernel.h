@@ -1,8 +1,10 @@
 // sliding_window_decode on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
-// A part is some keys of a sequence for one KV head. It goes through them in blocks of 64: scores
+// A part is some keys of a sequence for one KV head. It goes through them in blocks: scores
 // of all rows (queries times the query heads of the KV head), softmax, product with the values.
 #pragma once
+
+#include <type_traits>
 
 #include "attention/decode_products.h"
 #include "attention/online_softmax.h"
@@ -12,9 +14,12 @@
 
 namespace lmdecode::LMD_SIMD {
 
-// T: the dtype of the cache. Rows: FloatRows or PairRows of T, or FloatRows of floats to which each
-// block is copied first.
-template <class Rows, class T, bool kIsCopied>
+// How the kernel reads a block: keys at equal distances, keys anywhere, or a copy as floats.
+enum class CacheLayout { kStrided, kListed, kCopied };
+
+// T: the dtype of the cache. Rows: FloatRows or PairRows of T, or of floats where blocks are
+// copied.
+template <class Rows, class T, CacheLayout kLayout>
 class DecodeAttention {
  public:
   // `memory`: decode_workspace_bytes(), aligned to 64.
@@ -31,7 +36,8 @@ class DecodeAttention {
     query_stride_ = padded_decode_size(params.head_size);
   }
 
-  void run(const DecodePart& part) {
+  // next_part: what will be run next, or null.
+  void run(const DecodePart& part, const DecodePart* next_part) {
     part_ = part;
     out_ = partials_.out + part.slot * partials_.rows * partials_.out_stride;
     float* row_max = partials_.row_max + part.slot * partials_.rows;
@@ -44,7 +50,9 @@ class DecodeAttention {
     softmax.reset(partials_.rows);
     for (int64_t first = seen.begin / kBlockKeys * kBlockKeys; first < seen.end;
          first += kBlockKeys) {
-      run_block(first, part_of_range(seen, first, first + kBlockKeys), &softmax);
+      const KeyRange range = part_of_range(seen, first, first + kBlockKeys);
+      find_block(first, range, first <= seen.begin, next_part);
+      run_block(first, range, &softmax);
     }
     double* row_sum = partials_.row_sum + part.slot * partials_.rows;
     for (int64_t row = 0; row < partials_.rows; ++row) row_sum[row] = softmax.sum_of_row(row);
@@ -52,16 +60,14 @@ class DecodeAttention {
 
  private:
   using Row = typename Rows::Row;
+  static constexpr int64_t kBlockKeys = Rows::kBlockKeys;
   using Query = typename Rows::Query;
   using Weight = typename Rows::Weight;
+  using Tokens =
+      std::conditional_t<kLayout == CacheLayout::kListed, ListedTokens<Row>, StridedTokens<Row>>;
 
   static int64_t padded_to(int64_t size, int64_t multiple) {
     return (size + multiple - 1) / multiple * multiple;
-  }
-
-  HeadRows<T> head_rows(const void* data, const AttentionStrides& s, int64_t size) const {
-    return {static_cast<const T*>(data) + part_.sequence * s.sequence + part_.kv_head * s.head,
-            s.token, s.element, size};
   }
 
   int64_t head_of(int64_t row) const { return part_.kv_head * p_.group() + row % p_.group(); }
@@ -95,36 +101,82 @@ class DecodeAttention {
     return seen;
   }
 
-  // The rows from `first` on of a block, as the products read them.
-  CacheTokens<Row> block_rows(const HeadRows<T>& rows, int64_t first, KeyRange range,
-                              int64_t padded, float* copy) const {
-    if constexpr (kIsCopied) {
-      for (int64_t key = range.begin; key < range.end; ++key) {
-        for (int64_t at = 0; at < padded; at += kLanes) {
-          store(copy + key * padded + at, load_elements(rows, first + key, at));
-        }
+  static const T** as_rows(const void** memory) { return reinterpret_cast<const T**>(memory); }
+
+  // The place in `data` of token 0 of a block at equal distances, by way of one of its keys.
+  const T* first_row(const void* data, const AttentionStrides& s, const DecodePart& part,
+                     int64_t first, int64_t key) const {
+    return static_cast<const T*>(data) + p_.key_offset(s, part.sequence, part.kv_head, key) -
+           (key - first) * s.token;
+  }
+
+  // A block from `first` on, of which the keys of `range` are read. Reading keys asks for the
+  // values of the block, and reading these for the next keys: two streams that lie elsewhere, each
+  // a block ahead, which measured better than rows further on in the same one.
+  void find_block(int64_t first, KeyRange range, bool is_first, const DecodePart* next_part) {
+    const int64_t key = first + range.begin;
+    const DecodePart* next = &part_;
+    int64_t next_key = first + kBlockKeys;
+    if (next_key >= part_.keys.end) {
+      next =
+          next_part != nullptr && next_part->keys.begin < next_part->keys.end ? next_part : &part_;
+      next_key = next == &part_ ? key : next->keys.begin;
+    }
+    const int64_t next_first = next_key / kBlockKeys * kBlockKeys;
+    if constexpr (kLayout == CacheLayout::kStrided) {
+      const int64_t k_stride = p_.k_strides.token, v_stride = p_.v_strides.token;
+      const T* values = first_row(p_.v, p_.v_strides, part_, first, key);
+      keys_ = {first_row(p_.k, p_.k_strides, part_, first, key), k_stride, values, v_stride};
+      values_ = {values, v_stride, first_row(p_.k, p_.k_strides, *next, next_first, next_key),
+                 k_stride};
+    } else if constexpr (kLayout == CacheLayout::kListed) {
+      const T **keys = as_rows(w_.key_rows), **values = as_rows(w_.value_rows);
+      if (is_first) {
+        list_block(p_.k, p_.k_strides, part_, first, range, keys);
+      } else {  // the next ones of the block before
+        for (int64_t i = 0; i < kBlockKeys; ++i) keys[i] = keys[kBlockKeys + i];
       }
-      return {copy, padded, padded, 0};
+      list_block(p_.v, p_.v_strides, part_, first, range, values);
+      list_block(p_.k, p_.k_strides, *next, next_first,
+                 part_of_range(next->keys, next_first, next_first + kBlockKeys), keys + kBlockKeys);
+      keys_ = {keys, values};
+      values_ = {values, keys + kBlockKeys};
     } else {
-      const int64_t bytes = rows.size * static_cast<int64_t>(sizeof(T));
-      const int64_t ahead = max_of(1, kPrefetchBytes / bytes);
-      const bool has_them = first + kBlockKeys + ahead <= p_.keys_of(part_.sequence);
-      return {rows.row(first), rows.token_stride, rows.size,
-              has_them ? ahead * rows.token_stride : 0};
+      keys_ = copy_block(p_.k, p_.k_strides, p_.head_size, first, range, head_size_, w_.keys);
+      values_ = copy_block(p_.v, p_.v_strides, p_.value_size, first, range, value_size_, w_.values);
     }
   }
 
+  // rows[key] for the keys of a range; those before and behind, which are asked for at most, are
+  // the nearest of these.
+  void list_block(const void* data, const AttentionStrides& s, const DecodePart& part,
+                  int64_t first, KeyRange range, const T** rows) const {
+    list_rows(p_, data, s, part.sequence, part.kv_head, {first + range.begin, first + range.end},
+              rows + range.begin);
+    for (int64_t i = 0; i < range.begin; ++i) rows[i] = rows[range.begin];
+    for (int64_t i = range.end; i < kBlockKeys; ++i) rows[i] = rows[range.end - 1];
+  }
+
+  StridedTokens<float> copy_block(const void* data, const AttentionStrides& s, int64_t size,
+                                  int64_t first, KeyRange range, int64_t padded,
+                                  float* copy) const {
+    const T** rows = as_rows(w_.key_rows);
+    list_block(data, s, part_, first, range, rows);
+    const HeadRows<T> from = {rows, s.element, size};
+    for (int64_t key = range.begin; key < range.end; ++key) {
+      for (int64_t at = 0; at < padded; at += kLanes) {
+        store(copy + key * padded + at, load_elements(from.row(key), at));
+      }
+    }
+    return {copy, padded, copy, padded};
+  }
+
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
-    const CacheTokens<Row> keys =
-        block_rows(head_rows(p_.k, p_.k_strides, p_.head_size), first, range, head_size_, w_.keys);
-    const CacheTokens<Row> values = block_rows(head_rows(p_.v, p_.v_strides, p_.value_size), first,
-                                               range, value_size_, w_.values);
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
     for (int64_t row = 0; row < rows_;) {
-      row += with_rows(row, [&](auto count) {
-        multiply_keys<decltype(count)::kValue>(row, keys, range, groups);
-      });
+      row += with_rows(
+          row, [&](auto count) { multiply_keys<decltype(count)::kValue>(row, range, groups); });
     }
     if (p_.key_padding != nullptr) {
       row_terms(p_, part_.sequence, 0, 0, first, range, w_.terms);
@@ -137,7 +189,7 @@ class DecodeAttention {
         constexpr int kRows = decltype(count)::kValue;
         for (int64_t key = range.begin; key < range.end;) {
           const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows>(weights_of(row), values, {key, end}, value_size_,
+          add_all_values<Rows, kRows>(weights_of(row), values_, {key, end}, value_size_,
                                       out_ + row * partials_.out_stride, partials_.out_stride);
           key = end;
         }
@@ -167,16 +219,17 @@ class DecodeAttention {
   }
 
   template <int kRows>
-  void multiply_keys(int64_t row, const CacheTokens<Row>& keys, KeyRange range, KeyRange groups) {
+  void multiply_keys(int64_t row, KeyRange range, KeyRange groups) {
     constexpr int64_t kKeys = kLanes / kRows;
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
     float* scores = w_.scores + row * kBlockKeys;
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
       if (key >= range.begin && key + kKeys <= range.end) {
-        score_tile<Rows, kRows, false>(queries, query_stride_, keys, range, key, head_size_,
+        score_tile<Rows, kRows, false>(queries, query_stride_, keys_, range, key, head_size_,
                                        scores);
       } else {
-        score_tile<Rows, kRows, true>(queries, query_stride_, keys, range, key, head_size_, scores);
+        score_tile<Rows, kRows, true>(queries, query_stride_, keys_, range, key, head_size_,
+                                      scores);
       }
     }
   }
@@ -217,6 +270,7 @@ class DecodeAttention {
   DecodeWorkspace w_;
   int64_t query_stride_;
   DecodePart part_ = {};
+  Tokens keys_ = {}, values_ = {};  // of a block
   float* out_ = nullptr;
 };
 

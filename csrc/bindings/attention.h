@@ -25,6 +25,8 @@ struct AttentionOptions {
   const OptionalTensor& q_positions;
   const OptionalTensor& kv_lengths;
   const OptionalTensor& key_padding_mask;
+  const OptionalTensor& block_table;
+  const OptionalTensor& indirection;
 };
 
 // The arguments of an attention op, checked, as kernel parameters.
@@ -38,14 +40,28 @@ class AttentionArguments {
     p.dtype = float_dtype(op, "q", q);
     check_like_q("k", k);
     check_like_q("v", v);
-    if (cu_seqlens_q.has_value() != cu_seqlens_kv.has_value()) {
+    const bool has_table = options.block_table || options.indirection;
+    if (cu_seqlens_kv ? !cu_seqlens_q.has_value() : cu_seqlens_q && !has_table) {
       fail(op, cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_kv", " was given without ",
            cu_seqlens_q ? "cu_seqlens_kv" : "cu_seqlens_q", "; expected both or none");
     }
+    if (cu_seqlens_kv && has_table) {
+      fail(op, "cu_seqlens_kv was given with ", options.block_table ? "block_table" : "indirection",
+           "; expected kv_lengths");
+    }
     if (cu_seqlens_q) {
-      set_ragged(k, v, *cu_seqlens_q, *cu_seqlens_kv);
+      set_ragged_queries(*cu_seqlens_q);
     } else {
-      set_dense(k, v);
+      set_dense_queries();
+    }
+    if (cu_seqlens_kv) {
+      set_ragged_keys(k, v, *cu_seqlens_q, *cu_seqlens_kv);
+    } else if (options.block_table) {
+      set_blocks(k, v, options);
+    } else if (options.indirection) {
+      set_indirect_keys(k, v, *options.indirection);
+    } else {
+      set_dense_keys(k, v);
     }
     check_sizes(k, v);
     p.q = q.const_data_ptr();
@@ -57,6 +73,7 @@ class AttentionArguments {
     if (p.softcap < 0.0f) fail(op, "softcap is ", options.softcap, "; expected more than 0");
     set_row_arguments(options);
     set_masks(attn_mask, true_is_visible, options.key_padding_mask);
+    check_places(options.block_table ? options.block_table : options.indirection);
   }
 
   // Allocates the outputs; lse where asked for, else undefined.
@@ -94,36 +111,110 @@ class AttentionArguments {
     return {0, t.stride(1), t.stride(0), t.stride(2)};
   }
 
-  void set_dense(const Tensor& k, const Tensor& v) {
+  void set_dense_queries() {
     check_rank(op_, "q", q_, 4, "[batch, q_heads, tokens, head_size]");
-    check_rank(op_, "k", k, 4, "[batch, kv_heads, tokens, head_size]");
-    check_rank(op_, "v", v, 4, "[batch, kv_heads, tokens, value_size]");
     p.sequences = q_.size(0);
     p.q_heads = q_.size(1);
     p.q_len = q_.size(2);
     p.head_size = q_.size(3);
-    p.kv_heads = k.size(1);
-    p.kv_len = k.size(2);
-    p.value_size = v.size(3);
-    if (k.size(0) != p.sequences || k.size(3) != p.head_size) {
-      fail(op_, "k has shape ", shape_text(k), "; expected [", p.sequences, ", kv_heads, tokens, ",
-           p.head_size, "] for q ", shape_text(q_));
-    }
-    if (v.size(0) != p.sequences || v.size(1) != p.kv_heads || v.size(2) != p.kv_len) {
-      fail(op_, "v has shape ", shape_text(v), "; expected [", p.sequences, ", ", p.kv_heads, ", ",
-           p.kv_len, ", value_size] for k ", shape_text(k));
-    }
     p.q_strides = head_strides(q_);
-    p.k_strides = head_strides(k);
-    p.v_strides = head_strides(v);
   }
 
-  void set_ragged(const Tensor& k, const Tensor& v, const Tensor& cu_q, const Tensor& cu_kv) {
+  void set_ragged_queries(const Tensor& cu_q) {
     check_rank(op_, "q", q_, 3, "[tokens, q_heads, head_size], with cu_seqlens_q");
-    check_rank(op_, "k", k, 3, "[tokens, kv_heads, head_size], with cu_seqlens_q");
-    check_rank(op_, "v", v, 3, "[tokens, kv_heads, value_size], with cu_seqlens_q");
     p.q_heads = q_.size(1);
     p.head_size = q_.size(2);
+    check_offsets("cu_seqlens_q", cu_q, q_.size(0), "q");
+    p.sequences = cu_q.size(0) - 1;
+    p.ragged_queries = q_.size(0);
+    p.cu_seqlens_q = cu_q.const_data_ptr<int64_t>();
+    p.q_strides = ragged_strides(q_);
+  }
+
+  // k and v of `rows` rows, as many as k has where it is negative.
+  void set_heads(const Tensor& k, const Tensor& v, int64_t rows, const char* rows_name,
+                 const char* tokens_name) {
+    const std::string shape = std::string("[") + rows_name + ", kv_heads, " + tokens_name + ", ";
+    check_rank(op_, "k", k, 4, (shape + "head_size]").c_str());
+    check_rank(op_, "v", v, 4, (shape + "value_size]").c_str());
+    if (rows < 0) rows = k.size(0);
+    if (k.size(0) != rows || k.size(3) != p.head_size) {
+      fail(op_, "k has shape ", shape_text(k), "; expected [", rows, ", kv_heads, ", tokens_name,
+           ", ", p.head_size, "] for q ", shape_text(q_));
+    }
+    p.kv_heads = k.size(1);
+    p.value_size = v.size(3);
+    if (v.size(0) != rows || v.size(1) != p.kv_heads || v.size(2) != k.size(2)) {
+      fail(op_, "v has shape ", shape_text(v), "; expected [", rows, ", ", p.kv_heads, ", ",
+           k.size(2), ", value_size] for k ", shape_text(k));
+    }
+    p.k_strides = head_strides(k);
+    p.v_strides = head_strides(v);
+    p.places.rows = rows;
+  }
+
+  void set_dense_keys(const Tensor& k, const Tensor& v) {
+    set_heads(k, v, p.sequences, "batch", "tokens");
+    p.kv_len = k.size(2);
+  }
+
+  const int32_t* table_entries(const char* name, const Tensor& table) {
+    check_same_device(op_, name, table, "q", q_);
+    check_dtype(op_, name, table, ScalarType::Int);
+    if (table.dim() != 2 || table.size(0) != p.sequences ||
+        (table.stride(1) != 1 && table.size(1) > 1)) {
+      fail(op_, name, " has shape ", shape_text(table), "; expected [", p.sequences,
+           ", entries], the entries of a sequence side by side");
+    }
+    p.places.sequence_stride = table.stride(0);
+    return table.const_data_ptr<int32_t>();
+  }
+
+  void set_blocks(const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+    if (options.indirection) {
+      fail(op_, "indirection was given with block_table; expected one of them");
+    }
+    set_heads(k, v, -1, "num_blocks", "block_size");
+    p.places.block_size = k.size(2);
+    if (p.places.block_size < 1) {
+      fail(op_, "k has shape ", shape_text(k), "; expected blocks of at least 1 token");
+    }
+    p.places.block_table = table_entries("block_table", *options.block_table);
+    p.kv_len = options.block_table->size(1) * p.places.block_size;
+  }
+
+  void set_indirect_keys(const Tensor& k, const Tensor& v, const Tensor& indirection) {
+    set_heads(k, v, -1, "rows", "tokens");
+    p.kv_len = k.size(2);
+    p.places.indirection = table_entries("indirection", indirection);
+    if (indirection.size(1) < p.kv_len) {
+      fail(op_, "indirection has shape ", shape_text(indirection), "; expected at least ", p.kv_len,
+           " entries a sequence, the tokens of k");
+    }
+  }
+
+  // The entries that are read: of other keys there may be anything. Not looked at on a device.
+  void check_places(const OptionalTensor& table) const {
+    if (!table || !table->is_cpu()) return;
+    const bool has_blocks = p.places.block_table != nullptr;
+    const int64_t keys_of_entry = has_blocks ? p.places.block_size : 1;
+    const int32_t* entries = has_blocks ? p.places.block_table : p.places.indirection;
+    for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
+      const KeyRange seen = keys_seen_by_queries(p, sequence);
+      const int64_t end = (seen.end + keys_of_entry - 1) / keys_of_entry;
+      for (int64_t i = seen.begin / keys_of_entry; i < end; ++i) {
+        const int32_t entry = entries[sequence * p.places.sequence_stride + i];
+        if (entry >= 0 && entry < p.places.rows) continue;
+        fail(op_, has_blocks ? "block_table" : "indirection", "[", sequence, ", ", i, "] is ",
+             entry, "; expected 0 to ", p.places.rows - 1, " for keys ", i * keys_of_entry, " to ",
+             min_of((i + 1) * keys_of_entry, seen.end) - 1);
+      }
+    }
+  }
+
+  void set_ragged_keys(const Tensor& k, const Tensor& v, const Tensor& cu_q, const Tensor& cu_kv) {
+    check_rank(op_, "k", k, 3, "[tokens, kv_heads, head_size], with cu_seqlens_q");
+    check_rank(op_, "v", v, 3, "[tokens, kv_heads, value_size], with cu_seqlens_q");
     p.kv_heads = k.size(1);
     p.value_size = v.size(2);
     if (k.size(2) != p.head_size) {
@@ -134,16 +225,13 @@ class AttentionArguments {
       fail(op_, "v has shape ", shape_text(v), "; expected [", k.size(0), ", ", p.kv_heads,
            ", value_size] for k ", shape_text(k));
     }
-    check_offsets("cu_seqlens_q", cu_q, q_.size(0), "q");
     check_offsets("cu_seqlens_kv", cu_kv, k.size(0), "k");
     if (cu_q.size(0) != cu_kv.size(0)) {
       fail(op_, "cu_seqlens_kv has shape ", shape_text(cu_kv), "; expected ", shape_text(cu_q),
            ", that of cu_seqlens_q");
     }
-    p.sequences = cu_q.size(0) - 1;
-    p.cu_seqlens_q = cu_q.const_data_ptr<int64_t>();
+    p.ragged_keys = k.size(0);
     p.cu_seqlens_kv = cu_kv.const_data_ptr<int64_t>();
-    p.q_strides = ragged_strides(q_);
     p.k_strides = ragged_strides(k);
     p.v_strides = ragged_strides(v);
   }
@@ -332,11 +420,12 @@ struct SlidingWindowAttentionOp {
       const OptionalTensor& q_positions, const OptionalTensor& kv_lengths,
       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_kv,
       const OptionalTensor& attn_mask, bool true_is_visible, const OptionalTensor& key_padding_mask,
-      bool return_lse) {
-    AttentionArguments arguments("sliding_window_attention", q, k, v, cu_seqlens_q, cu_seqlens_kv,
-                                 attn_mask, true_is_visible,
-                                 {window, window_right, scale, softcap, sinks, alibi_slopes,
-                                  q_positions, kv_lengths, key_padding_mask});
+      const OptionalTensor& block_table, const OptionalTensor& indirection, bool return_lse) {
+    AttentionArguments arguments(
+        "sliding_window_attention", q, k, v, cu_seqlens_q, cu_seqlens_kv, attn_mask,
+        true_is_visible,
+        {window, window_right, scale, softcap, sinks, alibi_slopes, q_positions, kv_lengths,
+         key_padding_mask, block_table, indirection});
     const Guard guard(q);
     std::tuple<Tensor, Tensor> outputs = arguments.make_outputs(return_lse);
     run(arguments.p, q);
@@ -346,16 +435,16 @@ struct SlidingWindowAttentionOp {
 
 template <auto run, class Guard>
 struct SlidingWindowDecodeOp {
-  static std::tuple<Tensor, Tensor> call(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         int64_t window, int64_t window_right, double scale,
-                                         double softcap, const OptionalTensor& sinks,
-                                         const OptionalTensor& alibi_slopes,
-                                         const OptionalTensor& q_positions,
-                                         const OptionalTensor& kv_lengths,
-                                         const OptionalTensor& key_padding_mask, bool return_lse) {
-    AttentionArguments arguments("sliding_window_decode", q, k, v, {}, {}, {}, false,
-                                 {window, window_right, scale, softcap, sinks, alibi_slopes,
-                                  q_positions, kv_lengths, key_padding_mask});
+  static std::tuple<Tensor, Tensor> call(
+      const Tensor& q, const Tensor& k, const Tensor& v, int64_t window, int64_t window_right,
+      double scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
+      const OptionalTensor& q_positions, const OptionalTensor& kv_lengths,
+      const OptionalTensor& key_padding_mask, const OptionalTensor& block_table,
+      const OptionalTensor& indirection, bool return_lse) {
+    AttentionArguments arguments(
+        "sliding_window_decode", q, k, v, {}, {}, {}, false,
+        {window, window_right, scale, softcap, sinks, alibi_slopes, q_positions, kv_lengths,
+         key_padding_mask, block_table, indirection});
     const Guard guard(q);
     std::tuple<Tensor, Tensor> outputs = arguments.make_outputs(return_lse);
     run(arguments.p, q);

@@ -88,12 +88,14 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
       "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "
       "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? attn_mask, bool "
-      "true_is_visible, Tensor? key_padding_mask, bool return_lse) -> (Tensor out, Tensor lse)");
+      "true_is_visible, Tensor? key_padding_mask, Tensor? block_table, Tensor? indirection, bool "
+      "return_lse) -> (Tensor out, Tensor lse)");
   m.def(
       "sliding_window_decode(Tensor q, Tensor k, Tensor v, SymInt window, SymInt window_right, "
       "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? q_positions, "
-      "Tensor? kv_lengths, Tensor? key_padding_mask, bool return_lse) -> (Tensor out, Tensor "
-      "lse)");
+      "Tensor? kv_lengths, Tensor? key_padding_mask, Tensor? block_table, Tensor? indirection, "
+      "bool "
+      "return_lse) -> (Tensor out, Tensor lse)");
   // Outputs [B, H, S, D] or ragged [tokens, H, D], with lse [B, H, S] or [H, tokens].
   m.def(
       "merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "

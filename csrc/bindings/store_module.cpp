@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "store/crc32c.h"
 #include "store/store_engine.h"
 
 #define LMD_EXPORT extern "C" __attribute__((visibility("default")))
@@ -154,6 +155,35 @@ struct lmdecode_store_hit {
   Hit hit;
 };
 
+namespace {
+
+// Null where nothing was found.
+void give_hit(Hit hit, lmdecode_store_hit** out, uint64_t* num_tokens) {
+  *num_tokens = hit.num_tokens();
+  *out = *num_tokens == 0 ? nullptr : new lmdecode_store_hit{std::move(hit)};
+}
+
+std::vector<EntryLine> lines_of(const StoreEngine& engine, const std::vector<AreaRow>& rows) {
+  std::vector<EntryLine> result;
+  for (const AreaRow& row : rows) {
+    EntryLine line{};
+    line.num_tokens = row.num_tokens;
+    line.area = row.area;
+    line.tenant = row.tenant;
+    line.bytes = engine.layout().image_bytes(row.count);
+    line.created_ms = row.created_ms;
+    line.used_ms = row.used_ms;
+    line.expires_ms = row.expires_ms;
+    line.count = row.count;
+    line.pinned = row.pinned;
+    std::memcpy(line.key, row.key.data(), row.key.size());
+    result.push_back(line);
+  }
+  return result;
+}
+
+}  // namespace
+
 LMD_EXPORT const char* lmdecode_store_error(int* error_number) {
   *error_number = last_errno;
   return last_error.c_str();
@@ -193,10 +223,15 @@ LMD_EXPORT int lmdecode_store_lookup(lmdecode_store* store, const Place* place,
                                      const int32_t* tokens, uint64_t num_tokens,
                                      lmdecode_store_hit** out, uint64_t* hit_tokens) {
   return guarded([&] {
-    auto hit = std::make_unique<lmdecode_store_hit>();
-    hit->hit = store->engine->lookup(place->scope(), {tokens, num_tokens});
-    *hit_tokens = hit->hit.num_tokens();
-    *out = *hit_tokens == 0 ? nullptr : hit.release();
+    give_hit(store->engine->lookup(place->scope(), {tokens, num_tokens}), out, hit_tokens);
+  });
+}
+
+LMD_EXPORT int lmdecode_store_peek(lmdecode_store* store, const Place* place, const int32_t* tokens,
+                                   uint64_t num_tokens, lmdecode_store_hit** out,
+                                   uint64_t* hit_tokens) {
+  return guarded([&] {
+    give_hit(store->engine->peek(place->scope(), {tokens, num_tokens}), out, hit_tokens);
   });
 }
 
@@ -288,22 +323,32 @@ LMD_EXPORT int lmdecode_store_sessions(lmdecode_store* store, SessionLine* lines
 LMD_EXPORT int lmdecode_store_entries(lmdecode_store* store, EntryLine* lines, uint64_t capacity,
                                       uint64_t* count) {
   return guarded([&] {
-    std::vector<EntryLine> result;
-    for (const AreaRow& row : store->engine->entries()) {
-      EntryLine line{};
-      line.num_tokens = row.num_tokens;
-      line.area = row.area;
-      line.tenant = row.tenant;
-      line.bytes = store->engine->layout().image_bytes(row.count);
-      line.created_ms = row.created_ms;
-      line.used_ms = row.used_ms;
-      line.expires_ms = row.expires_ms;
-      line.count = row.count;
-      line.pinned = row.pinned;
-      std::memcpy(line.key, row.key.data(), row.key.size());
-      result.push_back(line);
-    }
+    const auto result = lines_of(*store->engine, store->engine->entries());
     *count = copy_out(result, lines, capacity);
+  });
+}
+
+LMD_EXPORT int lmdecode_store_hit_entries(lmdecode_store* store, lmdecode_store_hit* hit,
+                                          EntryLine* lines, uint64_t capacity, uint64_t* count) {
+  return guarded([&] {
+    const auto result = lines_of(*store->engine, store->engine->entries_of(hit->hit));
+    *count = copy_out(result, lines, capacity);
+  });
+}
+
+LMD_EXPORT int lmdecode_store_read_image(lmdecode_store* store, lmdecode_store_hit* hit,
+                                         uint64_t index, uint8_t* image, uint64_t size,
+                                         uint32_t* whole) {
+  return guarded([&] { *whole = store->engine->read_image(hit->hit, index, {image, size}); });
+}
+
+LMD_EXPORT int lmdecode_store_insert_image(lmdecode_store* store, const Place* place,
+                                           const uint8_t* key, uint8_t* image, uint64_t size,
+                                           const Put* put, uint32_t* stored) {
+  return guarded([&] {
+    Digest digest;
+    std::memcpy(digest.data(), key, digest.size());
+    *stored = store->engine->insert_image(place->scope(), digest, {image, size}, put_options(*put));
   });
 }
 
@@ -369,4 +414,18 @@ LMD_EXPORT int lmdecode_store_import(lmdecode_store* store, Bytes path, Progress
 
 LMD_EXPORT uint64_t lmdecode_store_slot_bytes(lmdecode_store* store) {
   return store->engine->layout().slot_bytes();
+}
+
+LMD_EXPORT uint32_t lmdecode_store_chunk_tokens(lmdecode_store* store) {
+  return store->engine->layout().chunk_tokens;
+}
+
+// Of an entry with so many tokens; 1 to chunk_tokens.
+LMD_EXPORT uint64_t lmdecode_store_image_bytes(lmdecode_store* store, uint32_t count) {
+  return store->engine->layout().image_bytes(count);
+}
+
+LMD_EXPORT uint32_t lmdecode_store_crc32c(const void* data, uint64_t offset, uint64_t size,
+                                          uint32_t crc) {
+  return crc32c(static_cast<const uint8_t*>(data) + offset, size, crc);
 }

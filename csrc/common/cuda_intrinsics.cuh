@@ -97,6 +97,69 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// 2^x, to about 2 units in the last place; results below the normal ones are 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats, rounded to nearest even, as 16-bit elements of one register: `first` in the low half.
+__device__ __forceinline__ unsigned round_to_bf16(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+__device__ __forceinline__ unsigned round_to_f16(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+
+// What follows is of whole warps, whose lanes all call it.
+
+// Four 8 x 8 matrices of 16-bit elements from shared memory. Lane l names row l % 8 of matrix l /
+// 8, 16 aligned bytes; of each matrix it gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4,
+// the first in the low half.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of the matrices transposed: column l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1.
+__device__ __forceinline__ void load_transposed_matrices(unsigned (&to)[4], const void* row) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// sum [16, 8] += a [16, 16] b [16, 8], of 16-bit elements, in f32. With g = lane / 4 and c = 2
+// (lane % 4), two elements in a register:
+//   a: columns c, c + 1 of rows g and g + 8, then columns c + 8, c + 9 of rows g and g + 8;
+//   b: rows c, c + 1 of column g, then rows c + 8, c + 9;
+//   sum: columns c, c + 1 of row g, then of row g + 8.
+__device__ __forceinline__ void multiply_add_bf16(float (&sum)[4], const unsigned (&a)[4],
+                                                  const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const unsigned (&a)[4],
+                                                 const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 }  // namespace lmdecode::cuda
 #else
 #error "compile with nvcc, or define LMDECODE_CUDA_EMULATION (tests/cpp/cuda_emulation)"

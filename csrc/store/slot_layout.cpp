@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "store/bytes.h"
+#include "store/crc32c.h"
 
 namespace lmdecode::store {
 
@@ -130,6 +131,15 @@ SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> byte
   std::memcpy(header.tokens.data(), fields.raw(4 * uint64_t{header.count}).data(),
               4 * size_t{header.count});
   return header;
+}
+
+bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
+                      std::span<const uint8_t> image) {
+  for (uint32_t plane = 0; plane < layout.shape.num_planes(); ++plane) {
+    const uint8_t* bytes = image.data() + layout.plane_offset(plane, header.count);
+    if (crc32c(bytes, layout.plane_bytes(header.count)) != header.plane_crcs[plane]) return false;
+  }
+  return true;
 }
 
 }  // namespace lmdecode::store

@@ -65,5 +65,8 @@ struct SlotHeader {
 void encode_header(const SlotLayout& layout, const SlotHeader& header, std::span<uint8_t> out);
 // Trusts nothing: throws StoreError kDamaged where a field cannot be one of this layout.
 SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> bytes);
+// Whether the planes of a slot, image_bytes(header.count) bytes, are those of its checksums.
+bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
+                      std::span<const uint8_t> image);
 
 }  // namespace lmdecode::store

@@ -8,7 +8,8 @@ namespace lmdecode::store {
 
 namespace {
 constexpr size_t kMaxUsesPerCommit = 1024;
-}
+constexpr uint64_t kReserveFraction = 64;  // of all areas
+}  // namespace
 
 void StoreEngine::stop_writing(const std::string& reason) {
   if (failure_.empty()) failure_ = reason;
@@ -158,6 +159,16 @@ uint64_t StoreEngine::drop_expired() {
   return dropped;
 }
 
+// Free areas that a store likes to have: not every put of a full one should wait for a flush before
+// its own, which makes the deletions durable.
+uint64_t StoreEngine::reserve() const { return capacity_areas() / kReserveFraction; }
+
+// The deletions go with the next commit, the caller's.
+void StoreEngine::keep_reserve() {
+  const uint64_t coming = free_areas_.total() + open_batch_.freed.size() + held_.size();
+  if (coming < reserve()) evict(reserve() - coming, nullptr);
+}
+
 // Up to `wanted` free areas; evicts what it must, and waits until that is durable.
 std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_t tenant,
                                             uint64_t quota) {
@@ -172,8 +183,7 @@ std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_
   for (int attempt = 0; attempt < 2 && free_areas_.total() < wanted; ++attempt) {
     drop_expired();
     const uint64_t coming = free_areas_.total() + open_batch_.freed.size();
-    // A few more than now: not every put should wait for a commit of its own.
-    if (coming < wanted) evict(wanted - coming + capacity_areas() / 64, nullptr);
+    if (coming < wanted) evict(wanted - coming + reserve(), nullptr);
     if (open_batch_.changes.empty() || !commit(lock, open_number_)) break;
   }
   std::vector<uint32_t> areas;

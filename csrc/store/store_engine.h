@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <set>
 #include <span>
@@ -79,19 +80,24 @@ struct VerifyReport {
 // Called with what is done and what there is to do; false: stop.
 using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
-// Memory that is reused from slot to slot; what it holds after a change of size is undefined.
+// Memory that is reused from slot to slot, aligned to a page: the kernel and vector instructions
+// are slower across lines. What it holds after a change of size is undefined.
 class StagingBuffer {
  public:
   std::span<uint8_t> resized(size_t size) {
     if (size > size_) {
-      bytes_.reset(new uint8_t[size]);
+      bytes_.reset(static_cast<uint8_t*>(::operator new(size, kPage)));
       size_ = size;
     }
     return {bytes_.get(), size};
   }
 
  private:
-  std::unique_ptr<uint8_t[]> bytes_;
+  static constexpr std::align_val_t kPage{4096};
+  struct Delete {
+    void operator()(uint8_t* bytes) const { ::operator delete(bytes, kPage); }
+  };
+  std::unique_ptr<uint8_t, Delete> bytes_;
   size_t size_ = 0;
 };
 
@@ -147,6 +153,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // --- prefixes (store_lookup.cpp, store_load.cpp, store_put.cpp)
 
   Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
+  // The same, but it counts as no use: neither for eviction nor in stats().
+  Hit peek(const Scope& scope, std::span<const int32_t> tokens);
   // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
   // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
   // does not hold what the index says, and was dropped with all that continue it, or cannot be read
@@ -158,6 +166,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
                std::span<const TensorPlane> planes, const PutOptions& options);
   void pin(const Hit& hit, bool pinned);
+
+  // --- whole entries, for a second tier (store_images.cpp)
+
+  // Of the hit, parents first, as far as they are there still.
+  std::vector<AreaRow> entries_of(const Hit& hit);
+  // The hit's index-th entry, layout().image_bytes(count) bytes, every byte checked. False: as
+  // load().
+  bool read_image(const Hit& hit, size_t index, std::span<uint8_t> image);
+  // Takes over what read_image gave elsewhere, as the entry with this key; what it continues is
+  // stored. Nothing in it is trusted. Overwrites the image. True: the entry is stored, durably
+  // after the next commit.
+  bool insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
+                    const PutOptions& options);
 
   // --- sessions (store_sessions.cpp)
 
@@ -251,18 +272,25 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool is_evictable(const Entry& entry) const;
   uint64_t evict(uint64_t wanted, const uint64_t* tenant);
   uint64_t drop_expired();
+  uint64_t reserve() const;
+  void keep_reserve();
   std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
   void stop_writing(const std::string& reason);
 
   // store_lookup.cpp
   Chain walk(const Digest& root, std::span<const int32_t> tokens);
-  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched);
+  Hit hit_of(const Chain& chain, std::span<const int32_t> tokens);
+  using IsUsable = std::function<bool(EntryId, uint32_t num_tokens)>;
+  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched,
+                        const IsUsable& is_usable);
   const std::vector<int32_t>* tokens_of(EntryId id);
   bool covers_windows(const Chain& chain) const;
   bool is_alive(const Entry& entry) const;
 
   // store_load.cpp
   enum class PartResult { kLoaded, kDamaged, kUnreadable };
+  uint32_t take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part, uint64_t total,
+                      const TensorPlane& target, bool streamed) const;
   PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
                        std::span<const TensorPlane> planes, StagingBuffer& staging);
   std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);
@@ -292,9 +320,13 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void record_session(Lock& lock, const Digest& root, uint64_t tenant, const std::string& name,
                       std::span<const int32_t> tokens);
 
+  // store_images.cpp
+  SlotHeader check_image(std::span<const uint8_t> image) const;
+  bool place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
+                   const PutOptions& options);
+
   // store_transfer.cpp
   std::vector<AreaRow> chain_rows(const Scope& scope, const std::string& session);
-  bool import_entry(Lock& lock, std::vector<uint8_t>& image);
   void import_session(Lock& lock, std::span<const uint8_t> content);
 
   StoreOptions options_;

@@ -12,6 +12,10 @@ namespace lmdecode::store {
 
 namespace {
 
+// Tuning: what is read at once, and from which size on a load goes past the caches.
+constexpr uint64_t kReadBytes = uint64_t{1} << 18;
+constexpr uint64_t kStreamedBytes = uint64_t{16} << 20;
+
 // What says nothing about the slot: it stays. A slot that cannot be read for good is dropped, or it
 // would be in the way of a new one for ever.
 bool is_transient(int error) {
@@ -53,6 +57,28 @@ bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
 
+// What a tensor wants of a stored plane; the checksum of the whole plane.
+uint32_t StoreEngine::take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part,
+                                 uint64_t total, const TensorPlane& target, bool streamed) const {
+  const ModelShape& shape = layout_.shape;
+  const PlaneStrides strides = layout_.plane_strides(plane, part.count);
+  const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
+  const uint64_t first_wanted = total - target.num_tokens;
+  if (end <= first_wanted) return crc32c(stored, layout_.plane_bytes(part.count));
+  const uint64_t first = std::max(begin, first_wanted);
+  char* out = target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token;
+  const char* in =
+      reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token;
+  const auto tokens = static_cast<int64_t>(end - first);
+  if (tokens == part.count) {
+    return copy_plane_crc32c(out, target.strides, in, strides, shape.num_kv_heads, tokens,
+                             shape.head_size, shape.element_size, streamed);
+  }
+  copy_plane(out, target.strides, in, strides, shape.num_kv_heads, tokens, shape.head_size,
+             shape.element_size, streamed);
+  return crc32c(stored, layout_.plane_bytes(part.count));
+}
+
 StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer,
                                                uint32_t num_layers,
                                                std::span<const TensorPlane> planes,
@@ -63,52 +89,58 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
   const auto is_wanted = [&](const TensorPlane& plane) { return end > total - plane.num_tokens; };
   if (std::none_of(planes.begin(), planes.end(), is_wanted)) return PartResult::kLoaded;
 
-  // A load of all layers reads a slot in one go; one of some layers reads the header once a hit.
-  const bool whole = num_layers == layout_.shape.num_layers;
-  const uint32_t first_plane = 2 * first_layer;
-  const uint64_t from = whole ? 0 : layout_.plane_offset(first_plane, part.count);
-  const uint64_t to = layout_.plane_offset(first_plane + 2 * num_layers, part.count);
-  std::vector<uint32_t> crcs;
-  if (!whole) {
-    const std::lock_guard lock(hit.checked_->mutex);
-    auto& checked = hit.checked_->plane_crcs[index];
-    if (!checked.has_value()) {
-      const auto header = read_header(part, staging);
-      if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
-      checked = header->plane_crcs;
-    }
-    crcs = *checked;
+  // So many planes at a time that they are still in the L2 cache when they are checked and copied.
+  const uint32_t first_plane = 2 * first_layer, last_plane = first_plane + 2 * num_layers;
+  const uint64_t stride = layout_.plane_offset(1, part.count) - layout_.plane_offset(0, part.count);
+  const auto at_once = static_cast<uint32_t>(std::max<uint64_t>(1, kReadBytes / stride));
+  uint64_t wanted = 0;
+  for (const TensorPlane& plane : planes) wanted += plane.num_tokens * layout_.plane_bytes(1);
+  const bool streamed = wanted >= kStreamedBytes;
+
+  // The header is read once a hit, with the first planes where these are wanted.
+  Hit::Checked& checked = *hit.checked_;
+  std::optional<std::vector<uint32_t>> crcs;
+  {
+    const std::lock_guard lock(checked.mutex);
+    crcs = checked.plane_crcs[index];
   }
-  const auto bytes = staging.resized(to - from);
-  if (const int error = slabs_->read(part.area, from, bytes.data(), bytes.size()); error != 0) {
-    return is_transient(error) ? PartResult::kUnreadable : PartResult::kDamaged;
-  }
-  if (whole) {
-    const auto header = check_header(part, bytes.first(layout_.header_bytes(part.count)));
-    if (!header.has_value() || !check_tokens(hit, part, *header)) return PartResult::kDamaged;
+  const uint64_t lead = crcs.has_value() || first_plane > 0 ? 0 : layout_.header_bytes(part.count);
+  const auto accept = [&](std::span<const uint8_t> bytes) {
+    const auto header = check_header(part, bytes);
+    if (!header.has_value() || !check_tokens(hit, part, *header)) return false;
     crcs = header->plane_crcs;
+    const std::lock_guard lock(checked.mutex);
+    checked.plane_crcs[index] = crcs;
+    return true;
+  };
+  const auto failed = [](int error) {
+    return is_transient(error) ? PartResult::kUnreadable : PartResult::kDamaged;
+  };
+  if (!crcs.has_value() && lead == 0) {
+    const auto bytes = staging.resized(layout_.header_bytes(part.count));
+    const int error = slabs_->read(part.area, 0, bytes.data(), bytes.size());
+    if (error != 0) return failed(error);
+    if (!accept(bytes)) return PartResult::kDamaged;
   }
 
-  const ModelShape& shape = layout_.shape;
-  [[maybe_unused]] const uint64_t plane_bytes = layout_.plane_bytes(part.count);
-  for (uint32_t i = 0; i < planes.size(); ++i) {
-    const uint32_t plane = first_plane + i;
-    const uint8_t* stored = bytes.data() + (layout_.plane_offset(plane, part.count) - from);
+  for (uint32_t from = first_plane; from < last_plane; from += at_once) {
+    const uint32_t to = std::min(last_plane, from + at_once);
+    const uint64_t before = from == first_plane ? lead : 0;
+    const auto bytes = staging.resized(before + (to - from) * stride);
+    const uint64_t offset = layout_.plane_offset(from, part.count) - before;
+    const int error = slabs_->read(part.area, offset, bytes.data(), bytes.size());
+    if (error != 0) return failed(error);
+    if (before > 0 && !accept(bytes.first(before))) return PartResult::kDamaged;
+    for (uint32_t plane = from; plane < to; ++plane) {
+      const uint8_t* stored = bytes.data() + before + (plane - from) * stride;
+      [[maybe_unused]] const uint32_t crc =
+          take_plane(plane, stored, part, total, planes[plane - first_plane], streamed);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
-    if (crc32c(stored, plane_bytes) != crcs[plane]) return PartResult::kDamaged;
+      if (crc != (*crcs)[plane]) return PartResult::kDamaged;
 #endif
-    const TensorPlane& target = planes[i];
-    const uint64_t first_wanted = total - target.num_tokens;
-    if (end <= first_wanted) continue;
-    const uint64_t first = std::max(begin, first_wanted);
-    const PlaneStrides strides = layout_.plane_strides(plane, part.count);
-    copy_plane(
-        target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token,
-        target.strides,
-        reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token,
-        strides, shape.num_kv_heads, static_cast<int64_t>(end - first), shape.head_size,
-        shape.element_size);
+    }
   }
+  if (streamed) finish_streamed_copies();
   return PartResult::kLoaded;
 }
 

@@ -46,10 +46,10 @@ const std::vector<int32_t>* StoreEngine::tokens_of(EntryId id) {
   return &(token_cache_[id] = std::move(header->tokens));
 }
 
-// The child that shares the most leading tokens, at least one; its slot may hold more tokens, or
-// others after these.
+// The child that shares the most leading tokens, at least one, of those that the caller can use
+// with so many; its slot may hold more tokens, or others after these.
 EntryId StoreEngine::longest_child(EntryId parent, std::span<const int32_t> tokens,
-                                   uint32_t* matched) {
+                                   uint32_t* matched, const IsUsable& is_usable) {
   EntryId best = kNoEntry;
   *matched = 0;
   const Digest key = map_[parent].key;
@@ -61,7 +61,7 @@ EntryId StoreEngine::longest_child(EntryId parent, std::span<const int32_t> toke
     if (entry.count > tokens.size() || entry.count <= *matched || !is_alive(entry)) continue;
     auto [found, is_new] = keys.try_emplace(entry.count);
     if (is_new) found->second = chain_key(key, before + entry.count, tokens.first(entry.count));
-    if (found->second != entry.key) continue;
+    if (found->second != entry.key || !is_usable(id, entry.count)) continue;
     best = id;
     *matched = entry.count;
   }
@@ -73,7 +73,7 @@ EntryId StoreEngine::longest_child(EntryId parent, std::span<const int32_t> toke
     if (stored == nullptr) continue;
     const auto end = std::mismatch(tokens.begin(), tokens.end(), stored->begin(), stored->end());
     const auto common = static_cast<uint32_t>(end.first - tokens.begin());
-    if (common > *matched) {
+    if (common > *matched && is_usable(id, common)) {
       best = id;
       *matched = common;
     }
@@ -113,7 +113,15 @@ StoreEngine::Chain StoreEngine::walk(const Digest& root, std::span<const int32_t
   if (position < tokens.size()) {
     const auto rest = tokens.subspan(position, std::min<uint64_t>(chunk, tokens.size() - position));
     uint32_t matched = 0;
-    const EntryId id = longest_child(at, rest, &matched);
+    // A longer child may lack what the windows need at this length, where a shorter one has it.
+    const auto covers = [&](EntryId child, uint32_t count) {
+      chain.parts.push_back({child, count});
+      chain.num_tokens = position + count;
+      const bool is_covered = covers_windows(chain);
+      chain.parts.pop_back();
+      return is_covered;
+    };
+    const EntryId id = longest_child(at, rest, &matched, covers);
     if (id != kNoEntry) chain.parts.push_back({id, matched});
     position += matched;
   }
@@ -132,10 +140,22 @@ Hit StoreEngine::lookup(const Scope& scope, std::span<const int32_t> tokens) {
   check_usable();
   refresh();
   const Chain chain = walk(root_of_scope, tokens);
-  Hit hit;
   ++(chain.parts.empty() ? stats_.misses : stats_.hits);
+  if (!chain.parts.empty()) touch(chain.last);
+  return hit_of(chain, tokens);
+}
+
+Hit StoreEngine::peek(const Scope& scope, std::span<const int32_t> tokens) {
+  const Digest root_of_scope = root(scope);
+  const Lock lock(mutex_);
+  check_usable();
+  refresh();
+  return hit_of(walk(root_of_scope, tokens), tokens);
+}
+
+Hit StoreEngine::hit_of(const Chain& chain, std::span<const int32_t> tokens) {
+  Hit hit;
   if (chain.parts.empty()) return hit;
-  touch(chain.last);
   ++map_[chain.last].leases;
   hit.engine_ = shared_from_this();
   hit.tokens_.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(chain.num_tokens));

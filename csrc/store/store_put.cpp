@@ -74,7 +74,8 @@ std::vector<StoreEngine::Step> StoreEngine::plan(const Digest& root,
     const EntryId parent = map_.find(begin, key);
     if (id == kNoEntry && count < chunk && parent != kNoEntry) {
       uint32_t matched = 0;
-      id = longest_child(parent, part, &matched);  // one that goes on where this one ends
+      // One that goes on where this one ends.
+      id = longest_child(parent, part, &matched, [](EntryId, uint32_t) { return true; });
       if (matched < count) id = kNoEntry;
     }
     if (id != kNoEntry && map_[id].sliding_from <= step.sliding_from) {
@@ -236,7 +237,10 @@ void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
         free_areas_.give_back(areas[i]);
       }
     }
-    if (!disk_is_full) return;
+    if (!disk_is_full) {
+      keep_reserve();
+      return;
+    }
     free_areas_.keep_to_used();
   }
 }

@@ -101,15 +101,6 @@ class RecordReader {
   uint64_t size_ = 0;
 };
 
-bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
-                      std::span<const uint8_t> image) {
-  for (uint32_t plane = 0; plane < layout.shape.num_planes(); ++plane) {
-    const uint8_t* bytes = image.data() + layout.plane_offset(plane, header.count);
-    if (crc32c(bytes, layout.plane_bytes(header.count)) != header.plane_crcs[plane]) return false;
-  }
-  return true;
-}
-
 std::string hex(const Digest& digest) {
   std::string text;
   for (const uint8_t byte : digest) {
@@ -292,42 +283,6 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
   progress(rows.size(), rows.size());
 }
 
-// One entry of a file: checked, then written to a slot of its own. True: it is new.
-bool StoreEngine::import_entry(Lock& lock, std::vector<uint8_t>& image) {
-  SlotHeader header = decode_header(layout_, image);
-  if (image.size() != layout_.image_bytes(header.count) ||
-      !planes_are_whole(layout_, header, image) ||
-      chain_key(header.parent, header.num_tokens, header.tokens) != header.key ||
-      std::any_of(header.tokens.begin(), header.tokens.end(), [](int32_t id) { return id < 0; })) {
-    damaged("import: an entry is damaged");
-  }
-  Step step{header.num_tokens - header.count, header.count, header.sliding_from, header.key,
-            header.parent};
-  const EntryId known = map_.find(header.num_tokens, header.key);
-  if (known != kNoEntry && map_[known].sliding_from <= header.sliding_from) return false;
-  const EntryId parent = map_.find(step.begin, step.parent);
-  if (step.begin > 0 && parent == kNoEntry) return false;
-  const uint64_t parent_sequence = step.begin > 0 ? map_[parent].sequence : 0;
-  if (step.begin > 0) ++map_[parent].leases;
-  const auto areas = allocate(lock, 1, header.tenant, UINT64_MAX);
-  if (step.begin > 0 && map_.holds(parent, parent_sequence)) --map_[parent].leases;
-  if (areas.empty()) return false;
-  header.area = areas[0];
-  const auto header_bytes = std::span(image).first(layout_.header_bytes(header.count));
-  encode_header(layout_, header, header_bytes);
-  const uint32_t crc = crc32c(header_bytes.data(), header_bytes.size());
-  const int error = slabs_->write(areas[0], image.data(), image.size());
-  // The tokens of the prefix before are not here: only the entry's own are looked at.
-  std::vector<int32_t> tokens(step.begin, 0);
-  tokens.insert(tokens.end(), header.tokens.begin(), header.tokens.end());
-  if (error != 0 || !publish(step, areas[0], crc, header.tenant, PutOptions(), tokens)) {
-    free_areas_.give_back(areas[0]);
-    if (error != 0) throw_errno(-error, "import: cannot write to", options_.directory);
-    return false;
-  }
-  return true;
-}
-
 void StoreEngine::import_session(Lock& lock, std::span<const uint8_t> content) {
   ByteReader fields(content, "import: a session");
   const Digest root_of_session = fields.digest();
@@ -405,7 +360,8 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
       break;
     }
     if (kind == kEntryRecord) {
-      added += import_entry(lock, content) ? 1 : 0;
+      SlotHeader header = check_image(content);
+      added += place_image(lock, header, content, PutOptions()) ? 1 : 0;
     } else {
       import_session(lock, content);
     }

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from lmdecode._beam_slots import BeamSlots
 from lmdecode.beam_request import BeamRequest
-from lmdecode.beam_types import BeamCandidates
+from lmdecode.beam_types import UNUSED_BEAM_SCORE, BeamCandidates
 
 __all__ = ["all_beams", "constant_processors", "step_processors"]
-
-_NO_BEAM = -1.0e9  # where transformers starts every beam but the first
 
 
 def constant_processors(
@@ -119,7 +117,7 @@ def all_beams(candidates: BeamCandidates, widths: Tensor, widest: int) -> BeamCa
     order = tokens.masked_fill(~alive, torch.iinfo(torch.int64).max).argsort(dim=1)
     shape = (requests, widest - 1, count)
     beam = torch.arange(1, widest, device=scores.device)[None, :, None]
-    other_scores = (log_probs.gather(1, order) + _NO_BEAM)[:, None].expand(shape)
+    other_scores = (log_probs.gather(1, order) + UNUSED_BEAM_SCORE)[:, None].expand(shape)
     other_scores = other_scores.masked_fill(beam >= widths[:, None, None], -torch.inf).flatten(1)
     best, places = other_scores.sort(dim=1, descending=True, stable=True)
     have = alive.sum(dim=1, keepdim=True)

@@ -254,12 +254,15 @@ def _sliding_window_attention(
     attn_mask,
     true_is_visible,
     key_padding_mask,
+    block_table,
+    indirection,
     return_lse,
 ):
     others = dict(
         k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, q_positions=q_positions,
         kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-        attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask, key_padding_mask=key_padding_mask, block_table=block_table,
+        indirection=indirection,
     )  # fmt: skip
     _check_devices("sliding_window_attention", "q", q, others)
     lse_shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
@@ -283,11 +286,14 @@ def _sliding_window_decode(
     q_positions,
     kv_lengths,
     key_padding_mask,
+    block_table,
+    indirection,
     return_lse,
 ):
     others = dict(
         k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, q_positions=q_positions,
-        kv_lengths=kv_lengths, key_padding_mask=key_padding_mask,
+        kv_lengths=kv_lengths, key_padding_mask=key_padding_mask, block_table=block_table,
+        indirection=indirection,
     )  # fmt: skip
     _check_devices("sliding_window_decode", "q", q, others)
     return (

@@ -37,6 +37,10 @@ def _check_tensors(op: str, **tensors: object) -> None:
             raise _type_error(op, name, tensor, "a tensor")
 
 
+def _check_optional(op: str, **tensors: object) -> None:
+    _check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
+
+
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
     """A window as the op takes it: -1 for none."""
     if value is None:
@@ -142,6 +146,8 @@ def sliding_window_attention(
     attn_mask: Tensor | None = None,
     mask_convention: str = "masked",
     key_padding_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to a sliding window of keys: what lies out of it is not read, and no mask is built.
@@ -191,6 +197,16 @@ def sliding_window_attention(
         "masked": True hides, as in ``swa_mask``. "visible": True shows, as in torch.
     key_padding_mask : Tensor, optional
         ``[batch, kv_tokens]`` bool, True = token; what is False is hidden, beside the window.
+    block_table : Tensor, optional
+        ``[batch, blocks]`` int32: k and v are pools ``[num_blocks, kv_heads, block_size, size]``,
+        and key n of a sequence lies in block ``block_table[sequence, n // block_size]``, at ``n %
+        block_size``. ``kv_tokens`` is ``blocks * block_size``; ``kv_lengths`` says what is valid.
+        Entries of blocks that nobody sees are not looked at. With ``cu_seqlens_q`` q is ragged, and
+        ``cu_seqlens_kv`` is not given. See ``BlockTable``.
+    indirection : Tensor, optional
+        ``[batch, kv_tokens or more]`` int32: k and v are ``[rows, kv_heads, kv_tokens, size]``, and
+        key n of a sequence lies in row ``indirection[sequence, n]``, at n. As for ``block_table``
+        otherwise; not with it. See ``BeamIndirection``.
     return_lse : bool
         Return the logarithm of the sum of the weights as well.
 
@@ -219,10 +235,11 @@ def sliding_window_attention(
             f"{op}: attn_mask was given with {given}; expected one of them: "
             "a mask alone decides what is visible"
         )
-    if cu_seqlens_q is not None and cu_seqlens_kv is None:
+    _check_optional(
+        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
+    )
+    if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
-    if key_padding_mask is not None:
-        _check_tensors(op, key_padding_mask=key_padding_mask)
     out, lse = _sliding_window_attention(
         q,
         k,
@@ -237,6 +254,8 @@ def sliding_window_attention(
         _mask(op, attn_mask),
         mask_convention == "visible",
         key_padding_mask,
+        block_table,
+        indirection,
         bool(return_lse),
     )
     return (out, lse) if return_lse else out
@@ -256,6 +275,8 @@ def sliding_window_decode(
     q_positions: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``sliding_window_attention`` for one or a few queries against a cache.
@@ -274,7 +295,7 @@ def sliding_window_decode(
         ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, the cache, with the
         dtype of q. Fastest where elements lie side by side and sizes are multiples of 32.
     window, window_right, scale, softcap, sinks, alibi_slopes, q_positions, kv_lengths, \
-key_padding_mask, return_lse
+key_padding_mask, block_table, indirection, return_lse
         As for ``sliding_window_attention``. With a cache of fixed size ``kv_lengths`` says how much
         of it is valid.
 
@@ -290,8 +311,9 @@ key_padding_mask, return_lse
     """
     op = "sliding_window_decode"
     _check_tensors(op, q=q, k=k, v=v)
-    if key_padding_mask is not None:
-        _check_tensors(op, key_padding_mask=key_padding_mask)
+    _check_optional(
+        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
+    )
     out, lse = _sliding_window_decode(
         q,
         k,
@@ -302,6 +324,8 @@ key_padding_mask, return_lse
         _positions(op, q_positions, q),
         _integers(op, "kv_lengths", kv_lengths, q),
         key_padding_mask,
+        block_table,
+        indirection,
         bool(return_lse),
     )
     return (out, lse) if return_lse else out

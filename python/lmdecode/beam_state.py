@@ -29,9 +29,6 @@ EARLY_STOPPING: dict[EarlyStopping, int] = {False: 0, True: 1, "never": 2}
 # The low three bits of BeamStep.decisions; the rest is the index that comes with it.
 DECISIONS = ("unused", "continued", "closed", "end_token_too_low", "not_better", "stopped")
 
-STATUS_CONTINUATIONS = 8  # fewer candidates that go on than beams (rules "scorer")
-STATUS_CAPACITY = 16  # its sequences were full (CUDA; on the CPU an error)
-
 
 class BeamParameters(NamedTuple):
     """How each slot is searched; tensors on the device of the state.

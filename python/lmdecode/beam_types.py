@@ -1,10 +1,22 @@
-"""The result of ``log_softmax_top_k``: one place for op and reference."""
+"""What ``log_softmax_top_k``, ``beam_step`` and their references and callers share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+# The bits of a request's status.
+STATUS_NAN = 1  # a logit was NaN, or a bias or penalty made a NaN of it
+STATUS_EMPTY = 2  # a row without a logit above -inf, or no candidate
+STATUS_SCORE = 4  # a beam score was NaN or +inf
+STATUS_CONTINUATIONS = 8  # fewer candidates that go on than beams (rules "scorer")
+STATUS_CAPACITY = 16  # its sequences were full (CUDA; on the CPU an error)
+
+# Where transformers starts every beam but the first, as all are equal then, and what it takes off
+# what must not be chosen: such a beam exists in name only. Sums with it stay below the bound.
+UNUSED_BEAM_SCORE = -1.0e9
+REAL_BEAM_SCORE_BOUND = -1.0e8
 
 
 class BeamCandidates(NamedTuple):

@@ -50,6 +50,8 @@ class ConstrainedBeamSearchScorer(BeamScorer):
     num_beam_groups : int
         As in ``BeamSearchScorer``, though transformers uses it for nothing but the row count that
         ``process`` expects: 1 is what works.
+    keep_all_beam_indices : bool
+        Keep the beam indices of hypotheses that fulfil too little as well; transformers drops them.
 
     Raises
     ------
@@ -68,6 +70,8 @@ class ConstrainedBeamSearchScorer(BeamScorer):
         num_beam_hyps_to_keep: int = 1,
         num_beam_groups: int = 1,
         max_length: int | None = None,
+        *,
+        keep_all_beam_indices: bool = False,
     ) -> None:
         super().__init__(
             batch_size,
@@ -83,8 +87,7 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             BeamHypotheses(num_beams, length_penalty, do_early_stopping, max_length)
             for _ in range(batch_size)
         ]
-        # transformers drops the beam indices of hypotheses that fulfil too little.
-        self.keep_all_beam_indices = False
+        self.keep_all_beam_indices = keep_all_beam_indices
         self._done = torch.zeros(batch_size, dtype=torch.bool, device=device)
         self._followed: list[Constraint] = []
         self._progress: ConstraintProgress | None = None

@@ -270,7 +270,8 @@ class RingKVCache:
     def restore(self, snapshot: RingSnapshot) -> None:
         """Go on from a snapshot, of this cache or of another one with its sizes and window.
 
-        Nothing can be rolled back from there, until new tokens have come, beyond these.
+        Nothing can be rolled back from there, until new tokens have come, beyond these. The first
+        token of the window, which the next query does not see, need not be in the snapshot.
 
         Raises
         ------
@@ -281,6 +282,8 @@ class RingKVCache:
         _check_int("restore", "num_tokens", total, 0)
         sinks = min(total, self.num_sink_tokens)
         held = min(total - sinks, self.window)
+        if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == sinks + held - 1:
+            held = min(held, self.window - 1)
         for name, states, ring in (("keys", keys, self._keys), ("values", values, self._values)):
             shape = [*ring.shape[:2], sinks + held, ring.shape[3]]
             if list(states.shape) != shape or states.dtype != ring.dtype:

@@ -6,6 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+# The bits of a row's status.
+STATUS_NAN = 1  # a logit, or the noise of a kept token, was NaN
+STATUS_EMPTY = 2  # no logit above -inf
+STATUS_PARAMETER = 4  # a parameter was NaN, or the temperature negative
+
 DIALECTS: tuple[str, ...] = (
     "lmdecode",
     "transformers",

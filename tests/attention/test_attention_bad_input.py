@@ -127,6 +127,112 @@ COMMON: Wrong = {
     ),
 }
 
+ROWS = torch.zeros(2, 7, dtype=torch.int32)  # K has two rows of 7 keys
+BLOCKS = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)  # or two blocks of 7
+
+# Of the tables.
+TABLES: Wrong = {
+    "block_table: a list": (
+        r"block_table is of type list; expected a tensor",
+        TypeError,
+        {"block_table": [[0]]},
+    ),
+    "indirection: a list": (r"indirection is of type list", TypeError, {"indirection": [[0]]}),
+    "block_table: int64": (
+        r"block_table has dtype int64; expected int32",
+        ValueError,
+        {"block_table": BLOCKS.long()},
+    ),
+    "indirection: int64": (
+        r"indirection has dtype int64; expected int32",
+        ValueError,
+        {"indirection": ROWS.long()},
+    ),
+    "block_table: a shape": (
+        r"block_table has shape \[1, 2\]; expected \[2, entries\]",
+        ValueError,
+        {"block_table": BLOCKS[:1]},
+    ),
+    "block_table: a row": (
+        r"block_table has shape \[2\]",
+        ValueError,
+        {"block_table": BLOCKS[0]},
+    ),
+    "block_table: strides": (
+        r"block_table has shape .* side by side",
+        ValueError,
+        {"block_table": BLOCKS.mT},
+    ),
+    "block_table: meta": (
+        r"block_table is on meta",
+        ValueError,
+        {"block_table": BLOCKS.to("meta")},
+    ),
+    "block_table: -1": (
+        r"block_table\[1, 1\] is -1; expected 0 to 1 for keys 7 to 9",
+        ValueError,
+        {
+            "block_table": torch.tensor([[0, -1], [1, -1]], dtype=torch.int32),
+            "kv_lengths": torch.tensor([7, 10]),
+        },
+    ),
+    "block_table: too large": (
+        r"block_table\[0, 1\] is 2; expected 0 to 1",
+        ValueError,
+        {"block_table": torch.tensor([[0, 2], [1, 0]], dtype=torch.int32)},
+    ),
+    "block_table: of no blocks": (
+        r"block_table\[0, 0\] is 0; expected 0 to -1",
+        ValueError,
+        {"block_table": BLOCKS, "k": K[:0], "v": V[:0]},
+    ),
+    "block_table: empty blocks": (
+        r"k has shape \[2, 2, 0, 16\]; expected blocks of at least 1 token",
+        ValueError,
+        {"block_table": BLOCKS, "k": K[:, :, :0], "v": V[:, :, :0]},
+    ),
+    "block_table: lengths": (
+        r"kv_lengths\[1\] is 15; expected 0 to 14",
+        ValueError,
+        {"block_table": BLOCKS, "kv_lengths": torch.tensor([14, 15])},
+    ),
+    "block_table: padding": (
+        r"key_padding_mask has shape \[2, 7\]; expected \[2, 14\]",
+        ValueError,
+        {"block_table": BLOCKS, "key_padding_mask": torch.ones(2, 7).bool()},
+    ),
+    "block_table: v": (
+        r"v has shape \[1, 2, 7, 24\]; expected \[2, 2, 7, value_size\]",
+        ValueError,
+        {"block_table": BLOCKS, "v": V[:1]},
+    ),
+    "block_table: k": (
+        r"k has shape \[2, 7, 16\]; expected 4 dimensions, \[num_blocks, kv_heads, block_size",
+        ValueError,
+        {"block_table": BLOCKS, "k": K[0]},
+    ),
+    "both tables": (
+        r"indirection was given with block_table; expected one of them",
+        ValueError,
+        {"block_table": BLOCKS, "indirection": ROWS},
+    ),
+    "indirection: too short": (
+        r"indirection has shape \[2, 6\]; expected at least 7 entries",
+        ValueError,
+        {"indirection": ROWS[:, :6]},
+    ),
+    "indirection: 2": (
+        r"indirection\[0, 5\] is 2; expected 0 to 1 for keys 5 to 5",
+        ValueError,
+        {"indirection": torch.tensor([[0, 0, 0, 0, 0, 2, 0], [0] * 7], dtype=torch.int32)},
+    ),
+    "indirection: -5": (
+        r"indirection\[1, 0\] is -5",
+        ValueError,
+        {"indirection": torch.tensor([[0] * 7, [-5] * 7], dtype=torch.int32)},
+    ),
+}
+
 MASK = torch.zeros(5, 7) > 0
 ATTENTION: Wrong = {
     "mask with window": (
@@ -223,6 +329,11 @@ ATTENTION: Wrong = {
         ValueError,
         {**RAGGED, **CU, "k": torch.zeros(7, 2, 8)},
     ),
+    "ragged: both lengths": (
+        r"cu_seqlens_kv was given with block_table; expected kv_lengths",
+        ValueError,
+        {"q": RAGGED["q"], **CU, "block_table": BLOCKS},
+    ),
     "ragged: v": (
         r"v has shape \[6, 2, 24\]",
         ValueError,
@@ -238,14 +349,14 @@ def check(op: Callable[..., Any], wrong: tuple[str, type[Exception], dict[str, A
     assert str(raised.value).startswith(f"{op.__name__}: ")
 
 
-@pytest.mark.parametrize("case", [*COMMON, *ATTENTION])
+@pytest.mark.parametrize("case", [*COMMON, *TABLES, *ATTENTION])
 def test_attention(case: str) -> None:
-    check(lmdecode.sliding_window_attention, {**COMMON, **ATTENTION}[case])
+    check(lmdecode.sliding_window_attention, {**COMMON, **TABLES, **ATTENTION}[case])
 
 
-@pytest.mark.parametrize("case", COMMON)
+@pytest.mark.parametrize("case", [*COMMON, *TABLES])
 def test_decode(case: str) -> None:
-    check(lmdecode.sliding_window_decode, COMMON[case])
+    check(lmdecode.sliding_window_decode, {**COMMON, **TABLES}[case])
 
 
 def test_what_the_cases_change_is_right() -> None:
@@ -253,12 +364,15 @@ def test_what_the_cases_change_is_right() -> None:
     assert lmdecode.sliding_window_decode(Q, K, V).shape == (2, 4, 5, 24)
     assert lmdecode.sliding_window_attention(**RAGGED, **CU).shape == (5, 4, 24)
     assert lmdecode.sliding_window_attention(Q, K, V, attn_mask=MASK).shape == (2, 4, 5, 24)
+    for op in (lmdecode.sliding_window_attention, lmdecode.sliding_window_decode):
+        for table in ({"block_table": BLOCKS}, {"indirection": ROWS}):
+            assert op(Q, K, V, **table).shape == (2, 4, 5, 24)
 
 
 def test_the_op_itself_refuses_what_the_function_would() -> None:
     """torch.ops.lmdecode is public too."""
     op = torch.ops.lmdecode.sliding_window_decode.default
-    nothing = [None] * 5
+    nothing = [None] * 7
     for window, right, softcap, message in (
         (0, 0, 0.0, "window is 0; expected at least 1"),
         (-2, 0, 0.0, "window is -2"),
@@ -270,5 +384,6 @@ def test_the_op_itself_refuses_what_the_function_would() -> None:
             op(Q, K, V, window, right, 1.0, softcap, *nothing, False)
     with pytest.raises(ValueError, match="cu_seqlens_q was given without cu_seqlens_kv"):
         torch.ops.lmdecode.sliding_window_attention(
-            *RAGGED.values(), -1, 0, 1.0, 0.0, *[None] * 4, ENDS_Q, None, None, False, None, False
-        )
+            *RAGGED.values(), -1, 0, 1.0, 0.0, *[None] * 4, ENDS_Q, *[None] * 2, False,
+            *[None] * 3, False,
+        )  # fmt: skip

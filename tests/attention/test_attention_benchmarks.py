@@ -1,6 +1,7 @@
 """The benchmarks of attention run, and their peers do the same work; nothing about speed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,35 @@ def test_quick_run(name: str) -> None:
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "bf16" in line]
     assert len(rows) == 1 and rows[0].count("x |") >= 3, done.stdout
+
+
+def test_quick_run_of_generate() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "prompt and 2 tokens", "--quick"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"256 tokens, f32: lmdecode \d+ MB, sdpa \d+ MB, eager \d+ MB\.", done.stdout)
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| prompt and 2"))
+    assert row.count("x |") == 2, row
+
+
+def test_implementations_generate_the_same() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from benchmarks.attention import bench_generate_window as bench
+
+    for dtype in bench.DTYPES:
+        sizes = dict(tokens=100, window=16, dtype=dtype)
+        calls = [bench._call(name, **sizes) for name in ("lmdecode", bench.SDPA, bench.EAGER)]
+        ours, *others = (call() for call in calls)
+        assert ours.shape == (1, 102)
+        assert dtype != "f32" or all(torch.equal(ours, other) for other in others)
 
 
 def test_peers_of_prefill_do_the_same() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import lmdecode
+import lmdecode.reference
 from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
 FORMS = ("float", "bool")
@@ -106,6 +106,20 @@ def test_expanded_it_is_the_mask(head_size: int) -> None:
         expanded = expand_compressed_swa_mask(mask, length, window, head_size)
         part = distance[:length, :length]
         assert torch.equal(expanded, (part < 0) | (part >= window)), window
+
+
+def test_other_head_sizes_have_the_mask_of_their_tile() -> None:
+    """So what holds of 128 and 256 for every window holds of them."""
+    for window in range(1, 2049, 13):
+        for same, sizes in ((128, (64, 80, 96)), (256, (129, 160, 192))):
+            mask = compressed_swa_mask(window, same, form="bool")
+            for size in sizes:
+                assert torch.equal(compressed_swa_mask(window, size, form="bool"), mask)
+    mask = compressed_swa_mask(500, 128)
+    assert torch.equal(
+        expand_compressed_swa_mask(mask, 700, 500, 64),
+        expand_compressed_swa_mask(mask, 700, 500, 128),
+    )
 
 
 @pytest.mark.parametrize("head_size", [64, 256])

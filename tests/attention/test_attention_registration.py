@@ -28,6 +28,9 @@ Q, K, V = normal(2, 4, 5, 16), normal(2, 2, 9, 16, seed=1), normal(2, 2, 9, 24, 
 NUMBERS = (3, 0, 0.25, 0.0)
 PER_HEAD = (normal(4), normal(4).abs())
 POSITIONS, LENGTHS = torch.arange(10).view(2, 5), torch.tensor([9, 4])
+# The rows of K and V as blocks of 9, and as rows of a cache.
+BLOCKS = torch.tensor([[1, 0], [0, -1]], dtype=torch.int32)
+ROWS = (torch.arange(20, dtype=torch.int32).view(2, 10) % 3) % 2
 PADDING = torch.arange(18).view(2, 9) % 3 > 0
 
 
@@ -35,23 +38,28 @@ PADDING = torch.arange(18).view(2, 9) % 3 > 0
 def test_opcheck_attention(return_lse: bool) -> None:
     op = OPS.sliding_window_attention.default
     none, ends = [None] * 6, (torch.tensor([0, 2, 10]), torch.tensor([0, 9, 18]))
-    opcheck(op, (Q, K, V, *NUMBERS, *none, None, False, None, return_lse))
+    opcheck(op, (Q, K, V, *NUMBERS, *none, None, False, *[None] * 3, return_lse))
     opcheck(op, (Q.bfloat16(), K.bfloat16(), V.bfloat16(), -1, -1, 0.3, 5.0, *PER_HEAD, POSITIONS,
-                 LENGTHS, None, None, None, False, PADDING, return_lse))  # fmt: skip
+                 LENGTHS, None, None, None, False, PADDING, None, None, return_lse))  # fmt: skip
     ragged = [x.transpose(1, 2).flatten(0, 1) for x in (Q, K, V)]
-    opcheck(op, (*ragged, *NUMBERS, *[None] * 4, *ends, None, False, None, return_lse))
+    opcheck(op, (*ragged, *NUMBERS, *[None] * 4, *ends, None, False, *[None] * 3, return_lse))
     mask = torch.arange(45).view(1, 1, 5, 9) % 4 > 0
-    opcheck(op, (Q, K, V, -1, 0, 0.3, 0.0, *none, mask, True, None, return_lse))
+    opcheck(op, (Q, K, V, -1, 0, 0.3, 0.0, *none, mask, True, *[None] * 3, return_lse))
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (Q, K, V)]
-    opcheck(op, (*strided, *NUMBERS, *none, None, False, None, return_lse))
+    opcheck(op, (*strided, *NUMBERS, *none, None, False, *[None] * 3, return_lse))
+    for table in ((BLOCKS, None), (None, ROWS)):
+        places = (*[None] * 3, LENGTHS, *[None] * 3, False, None, *table)
+        opcheck(op, (Q, K, V, *NUMBERS, *places, return_lse))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck_decode(return_lse: bool) -> None:
     op = OPS.sliding_window_decode.default
-    opcheck(op, (Q, K, V, *NUMBERS, *[None] * 5, return_lse))
+    opcheck(op, (Q, K, V, *NUMBERS, *[None] * 7, return_lse))
     opcheck(op, (Q.half(), K.half(), V.half(), -1, -1, 0.3, 5.0, *PER_HEAD, POSITIONS, LENGTHS,
-                 PADDING, return_lse))  # fmt: skip
+                 PADDING, None, None, return_lse))  # fmt: skip
+    for table in ((BLOCKS, None), (None, ROWS)):
+        opcheck(op, (Q, K, V, *NUMBERS, *[None] * 3, LENGTHS, None, *table, return_lse))
 
 
 def test_opcheck_merge() -> None:

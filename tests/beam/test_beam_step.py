@@ -9,7 +9,8 @@ from random_searches import RULES, Search, clone, new_search, random_search
 from torch import Tensor
 
 from lmdecode import BeamParameters, BeamState, BeamStep, beam_parameters, beam_step, new_beam_state
-from lmdecode.beam_state import DECISIONS, STATUS_CONTINUATIONS
+from lmdecode.beam_state import DECISIONS
+from lmdecode.beam_types import STATUS_CONTINUATIONS
 from lmdecode.reference import beam_step as reference
 from lmdecode.testing import assert_same_bits
 

@@ -1,10 +1,7 @@
 """``log_softmax_top_k``: equal to the reference bit by bit, close to torch, and to itself."""
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -286,26 +283,11 @@ def expected_digest() -> str:
     return digest()
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_cpu_capability(capability: str, expected_digest: str) -> None:
-    best = {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
-    if capability not in ["default", "avx2", "avx512"][:best]:
-        pytest.skip(f"this CPU has no {capability}")
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from test_log_softmax_top_k import digest, lmdecode\n"
-            "print(lmdecode.cpu_capability(), digest())",
-        ],
-        cwd=os.path.dirname(__file__),
-        env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [capability, expected_digest]
+def test_cpu_capability(
+    run_at_capability: Callable[[str], list[str]], expected_digest: str
+) -> None:
+    code = "from test_log_softmax_top_k import digest; print(digest())"
+    assert run_at_capability(code) == [expected_digest]
 
 
 # --- Wrong calls ----------------------------------------------------------------------------------

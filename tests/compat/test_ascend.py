@@ -19,19 +19,6 @@ MARGIN = 1e-6
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 # --- References -----------------------------------------------------------------------------------
 
 

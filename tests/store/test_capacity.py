@@ -33,6 +33,19 @@ def test_the_capacity_is_never_exceeded(open_store: Open, tmp_path: Path, durabi
     assert size <= 5 * store.slot_bytes
 
 
+def test_a_full_store_makes_room_with_the_put_before(open_store: Open, tmp_path: Path) -> None:
+    store = slots(open_store, tmp_path, 128)
+    for number in range(132):
+        store.put(conversation(number), cache(conversation(number)))
+    assert store.stats()["used_areas"] == 126  # 1/64 is kept free
+    before = store.stats()["commits"]
+    for number in range(200, 220):
+        assert store.put(conversation(number), cache(conversation(number))) == CHUNK
+    assert store.stats()["commits"] == before + 20  # none for deletions alone
+    assert store.stats()["used_areas"] == 126
+    assert store.lookup(conversation(219)) and not store.lookup(conversation(5))
+
+
 def test_the_least_recently_used_goes_first(open_store: Open, tmp_path: Path) -> None:
     store = slots(open_store, tmp_path, 4)
     for number in range(4):

@@ -216,6 +216,20 @@ def test_a_later_put_fills_a_window_in(open_store: Open) -> None:
     assert same(store.load(store.lookup(LONG)), windowed(LONG, 10, 9))
 
 
+def test_a_shorter_prefix_is_found_behind_a_longer_one_without_its_window(
+    open_store: Open,
+) -> None:
+    store = open_store(fingerprint=fingerprint(window=(None, 4, None)))
+    # Both end in the same slot's chunk, and only the shorter one has what its length needs.
+    for length in (26, 31):
+        assert store.put(LONG[:length], windowed(LONG[:length], 4, 3)) == length
+    hit = store.lookup(LONG[:30])
+    assert hit.num_tokens == 26
+    assert same(store.load(hit), windowed(LONG[:26], 4, 3))
+    assert store.lookup([*LONG[:29], 99]).num_tokens == 26
+    assert store.lookup(LONG[:31]).num_tokens == 31
+
+
 def test_every_layer_with_a_window(open_store: Open) -> None:
     model = fingerprint(window=6)
     store = open_store(fingerprint=model)

@@ -11,10 +11,17 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import beam, sampling
+from lmdecode.demo import beam, g2p, sampling, store, window
 from lmdecode.demo._output import DemoError
 
-_DEMOS = {"sampling": sampling.run, "beam": beam.run}
+_DEMOS = {
+    "sampling": sampling.run,
+    "beam": beam.run,
+    "window": window.run,
+    "store": store.run,
+}
+_NAMES = (*_DEMOS, "g2p")  # g2p has words where the others have a number of tokens
+_QUICK_WORDS, _SOME_WORDS = 48, 500  # held-out words where g2p is quick or one of all demos
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -22,30 +29,46 @@ def main() -> int:
     """Run the demos that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description=__doc__)
     parser.add_argument(
-        "demos", nargs="*", metavar="NAME", help=f"of {', '.join(_DEMOS)}; none: all"
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a causal LM with its tokenizer")
+        "demos", nargs="*", metavar="NAME",
+        help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce",
+    )  # fmt: skip
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw timings, and the tree of beams"
+        "--model", type=Path, metavar="DIR",
+        help="a causal LM with its tokenizer; of g2p alone, a model of letters to phonemes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png",
+        help="draw timings, the tree of beams, masks, pronunciations or error rates",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=60, help="to generate in sampling and beam (default 60)"
     )
-    parser.add_argument("--tokens", type=int, default=60, help="to generate (default 60)")
-    parser.add_argument("--quick", action="store_true", help="few tokens, rough timings")
-    arguments = parser.parse_args()
-    for name in arguments.demos:
-        if name not in _DEMOS:
-            parser.error(f"there is no demo {name!r}; expected {', '.join(_DEMOS)}")
+    parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
+    arguments = parser.parse_intermixed_args()
+    names: list[str] = arguments.demos or [*_NAMES]
+    words: list[str] = []
+    if "g2p" in arguments.demos:
+        end = names.index("g2p") + 1
+        names, words = names[:end], names[end:]
+    for name in names:
+        if name not in _NAMES:
+            parser.error(f"there is no demo {name!r}; expected {', '.join(_NAMES)}")
     if arguments.tokens < 1:
         parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
     if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
         parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
     try:
-        names = arguments.demos or list(_DEMOS)
         for number, name in enumerate(names):
             plot = arguments.plot
             if len(names) > 1:
                 print(f"{os.linesep if number else ''}== {name} =={os.linesep}")
                 plot = plot and plot.with_stem(f"{plot.stem}_{name}")
-            _DEMOS[name](arguments.model, plot, arguments.tokens, arguments.quick)
+            if name == "g2p":
+                chosen = arguments.model if len(names) == 1 else None
+                limit = None if arguments.demos else _SOME_WORDS
+                g2p.run(chosen, plot, words, _QUICK_WORDS if arguments.quick else limit)
+            else:
+                _DEMOS[name](arguments.model, plot, arguments.tokens, arguments.quick)
     except DemoError as error:
         print(f"lmdecode.demo: {error}", file=sys.stderr)
         return 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmdecode.beam_trace import BeamTrace
+from lmdecode.beam_types import REAL_BEAM_SCORE_BOUND
 from lmdecode.demo._output import require
 
 __all__ = ["BeamTree", "beam_tree", "draw_tree", "tree_text"]
 
-_NO_BEAM = -1.0e8  # below are the scores of beams that exist only in name
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -72,7 +72,7 @@ def beam_tree(traces: Sequence[BeamTrace]) -> BeamTree:
             node.ended = hypothesis.score
         beams = [beam.tokens for beam in trace.beams]
         for beam in trace.beams:
-            if beam.score > _NO_BEAM:
+            if beam.score > REAL_BEAM_SCORE_BOUND:
                 root.add(beam.tokens, beam.score)
     last = traces[-1]
     best = sorted(last.hypotheses, key=lambda hypothesis: -hypothesis.score)

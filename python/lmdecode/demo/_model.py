@@ -12,8 +12,19 @@ from lmdecode.demo._output import DemoError, require
 __all__ = ["load_model"]
 
 
-def load_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Return a causal language model, in the dtype of its files by default, and its tokenizer.
+def load_model(
+    folder: Path, dtype: torch.dtype | None = None, auto_class: str = "AutoModelForCausalLM"
+) -> tuple[Any, Any]:
+    """Return a language model, in the dtype of its files by default, and its tokenizer.
+
+    Parameters
+    ----------
+    folder
+        Of both.
+    dtype
+        Of the weights.
+    auto_class
+        The class of transformers that loads the model.
 
     Raises
     ------
@@ -26,7 +37,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any
     options = {} if dtype is None else {"dtype": dtype}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = getattr(transformers, auto_class).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         message = str(error).strip().splitlines()[0]
         raise DemoError(f"cannot load the model in {folder}: {message}") from error

@@ -33,8 +33,19 @@ def require(package: str) -> ModuleType:
         ) from error
 
 
-def model_folder(chosen: Path | None) -> Path:
+def model_folder(
+    chosen: Path | None, ships: Path = _MODEL, kind: str = "a causal language model"
+) -> Path:
     """Return the folder of the model: the chosen one, else the one that the source tree ships.
+
+    Parameters
+    ----------
+    chosen
+        By the user; None: the shipped one.
+    ships
+        The shipped model's folder, from the root of the source tree.
+    kind
+        Of model, for the error.
 
     Raises
     ------
@@ -45,12 +56,12 @@ def model_folder(chosen: Path | None) -> Path:
         if not (chosen / "config.json").is_file():
             raise DemoError(f"--model {chosen}: no config.json there; expected a model's folder")
         return chosen
-    shipped = Path(__file__).resolve().parents[3] / _MODEL
+    shipped = Path(__file__).resolve().parents[3] / ships
     if not (shipped / "config.json").is_file():
         raise DemoError(
             "the demo's model is not part of the installed package: run the demo in a source "
-            f"checkout, which has {_MODEL}, or give --model DIR, the folder of a causal language "
-            "model with its tokenizer"
+            f"checkout, which has {ships}, or give --model DIR, the folder of {kind} with its "
+            "tokenizer"
         )
     return shipped
 
@@ -122,7 +133,7 @@ def bar_chart(
     axes.set_xscale("log")
     low, high = min(map(min, bars.values())), max(map(max, bars.values()))
     axes.set_xlim(low / 3, high * 4)
-    axes.set_xlabel("microseconds a step, log scale (shorter is better)")
+    axes.set_xlabel("microseconds, log scale (shorter is better)")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(bars), frameon=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,19 +74,24 @@ def _mask_terms(mask: Tensor, convention: str) -> tuple[Tensor, Tensor]:
 
 
 def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each sequence as [heads, tokens, size]."""
-    if cu_seqlens_q is None:
-        yield from zip(q, k, v, strict=True)
-        return
-    if cu_seqlens_kv is None:
-        cu_seqlens_kv = cu_seqlens_q
-    bounds_q, bounds_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
-    for i in range(len(bounds_q) - 1):
-        queries = slice(bounds_q[i], bounds_q[i + 1])
-        keys = slice(bounds_kv[i], bounds_kv[i + 1])
-        yield q[queries].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+    states: Tensor,
+    bounds: Tensor | None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
+) -> list[Tensor]:
+    """Queries, keys or values of each sequence in their order, [heads, tokens, size]."""
+    if block_table is not None:
+        # Entries of what is behind a sequence's length may be anything.
+        blocks = block_table.long().clamp(0, len(states) - 1)
+        return list(states[blocks].transpose(1, 2).flatten(2, 3))
+    if indirection is not None:
+        tokens = states.shape[2]
+        rows = indirection[:, :tokens].long().clamp(0, len(states) - 1)
+        return list(states[rows, :, torch.arange(tokens)].transpose(1, 2))
+    if bounds is None:
+        return list(states)
+    ends = bounds.tolist()
+    return [states[a:b].transpose(0, 1) for a, b in pairwise(ends)]
 
 
 def sliding_window_attention(
@@ -107,16 +112,26 @@ def sliding_window_attention(
     attn_mask: Tensor | None = None,
     mask_convention: str = "masked",
     key_padding_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """``lmdecode.sliding_window_attention``: scores, mask and weights written out."""
     ragged = cu_seqlens_q is not None
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     heads = q.shape[1]
     outputs, lses, first = [], [], 0
-    for row, (one_q, one_k, one_v) in enumerate(_sequences(q, k, v, cu_seqlens_q, cu_seqlens_kv)):
+    sequences = zip(
+        _sequences(q, cu_seqlens_q),
+        *(_sequences(x, cu_seqlens_kv, block_table, indirection) for x in (k, v)),
+        strict=True,
+    )
+    for row, (one_q, one_k, one_v) in enumerate(sequences):
         queries, keys = one_q.shape[1], one_k.shape[1]
+        capacity = keys
         if kv_lengths is not None:
             keys = int(kv_lengths[row])
             one_k, one_v = one_k[:, :keys], one_v[:, :keys]
@@ -130,7 +145,7 @@ def sliding_window_attention(
         if attn_mask is None:
             visible = _visible(positions, keys, window, window_right)[None]
         else:
-            mask = attn_mask.expand(len(q), heads, queries, k.shape[2])[row, :, :, :keys]
+            mask = attn_mask.expand(len(q), heads, queries, capacity)[row, :, :, :keys]
             visible, bias = _mask_terms(mask, mask_convention)
         if key_padding_mask is not None:
             visible = visible & key_padding_mask[row, :keys]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmdecode.beam_types import BeamCandidates
+from lmdecode.beam_types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE, BeamCandidates
 from lmdecode.reference.arithmetic import (
     exponent_factor,
     log_scalar,
@@ -23,10 +23,6 @@ from lmdecode.reference.arithmetic import (
     sum_masses,
     token_mass,
 )
-
-STATUS_NAN = 1  # a logit was NaN, or a bias or penalty made a NaN of it
-STATUS_EMPTY = 2  # a row without a logit above -inf, or no candidate
-STATUS_SCORE = 4  # a beam score was NaN or +inf
 
 _INF = math.inf
 

@@ -28,16 +28,15 @@ from lmdecode.beam_state import (
     DECISIONS,
     EARLY_STOPPING,
     RULES,
-    STATUS_CONTINUATIONS,
     BeamFinal,
     BeamParameters,
     BeamState,
     BeamStep,
     Rules,
 )
+from lmdecode.beam_types import STATUS_CONTINUATIONS, UNUSED_BEAM_SCORE
 
 _INF = math.inf
-_LOW = -1.0e9  # transformers' "never": the score of a place that is free, and what is taken off
 
 
 def _f32(value: float) -> float:
@@ -106,7 +105,7 @@ class _Slot:
             return None
         score += 0.0  # no -0.0: which of two zeros is the lower one is not to matter
         if len(places) < self.num_hypotheses:
-            if self.rules == RULES["generate"] and not score > _LOW:
+            if self.rules == RULES["generate"] and not score > UNUSED_BEAM_SCORE:
                 return None
             place = min(set(range(self.num_hypotheses)) - set(places))
             state.worst_scores[slot] = min(score, worst)
@@ -154,7 +153,7 @@ class _Slot:
         worst = float(self.state.worst_scores[self.slot])
         if self.rules == RULES["scorer"]:
             return full and worst >= self.normalised(best, length)
-        return not self.normalised(best, length) > (worst if full else _LOW)
+        return not self.normalised(best, length) > (worst if full else UNUSED_BEAM_SCORE)
 
 
 def _advance(slot: _Slot, tokens: list[int], beams: list[int], log_probs: list[float]) -> None:
@@ -225,7 +224,7 @@ def _step_request(
         for rank, score, token, beam, log_prob in stopped[: slot.num_beams - len(going)]:
             if decisions[rank] in (code["end_token_too_low"], code["not_better"]):
                 decisions[rank] = code["stopped"] | len(going) << 3
-            going.append((_f32(score + _LOW), token, beam, log_prob))
+            going.append((_f32(score + UNUSED_BEAM_SCORE), token, beam, log_prob))
         while len(going) < slot.num_beams:
             going.append((-_INF, slot.pad_token, len(going), 0.0))
         best = going[0][0]
@@ -371,7 +370,7 @@ def beam_finalize(
     final = BeamFinal(
         torch.zeros((requests, count, capacity), dtype=torch.int64),
         torch.zeros((requests, count), dtype=torch.int64),
-        torch.full((requests, count), _LOW, dtype=torch.float64),
+        torch.full((requests, count), UNUSED_BEAM_SCORE, dtype=torch.float64),
         torch.zeros((requests, count, state.hypothesis_log_probs.shape[2])),
         torch.full(
             (requests, count, state.hypothesis_beam_indices.shape[2]), -1, dtype=torch.int32

@@ -30,11 +30,13 @@ from lmdecode.reference.arithmetic import (
     token_noise,
     token_weight,
 )
-from lmdecode.sampling_types import DIALECTS, SampleOutput
-
-STATUS_NAN = 1  # a logit, or the noise of a kept token, was NaN
-STATUS_EMPTY = 2  # no logit above -inf
-STATUS_PARAMETER = 4  # a parameter was NaN, or the temperature negative
+from lmdecode.sampling_types import (
+    DIALECTS,
+    STATUS_EMPTY,
+    STATUS_NAN,
+    STATUS_PARAMETER,
+    SampleOutput,
+)
 
 _INF = math.inf
 _SEED_STEP = 0x9E3779B97F4A7C15

@@ -14,6 +14,7 @@ from lmdecode.store.errors import (
 )
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import Hit, KVStore, VerifyReport
+from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FingerprintMismatchError",
     "Hit",
     "KVStore",
+    "Remote",
     "Session",
     "StoreDamagedError",
     "StoreError",

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from lmdecode.store._remote_tier import remote_report
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import KVStore, read_export_head
+from lmdecode.store.remote import Remote
 
 _UNLIMITED = 1 << 60
 
@@ -33,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = command("ls", "list sessions and stored prefixes")
     listing.add_argument("--all", action="store_true", help="every chunk, not each prefix's last")
-    command("stat", "show configuration and counters")
+    stat = command("stat", "show configuration and counters")
+    stat.add_argument("--remote", metavar="URL", help="and what a second tier has of the store")
     command("verify", "read and check every byte; exit 1 on damage")
     command("gc", "drop what has expired and give free space back; nothing else may write")
     backup = command("backup", "copy the store, while it is used")
@@ -115,7 +118,7 @@ def _list(store: KVStore, every: bool) -> None:
         )
 
 
-def _stat(store: KVStore) -> None:
+def _stat(store: KVStore, remote: str | None) -> None:
     fingerprint = store.fingerprint
     for name in fingerprint.__dataclass_fields__:
         print(f"  {name:<21} {getattr(fingerprint, name)}")
@@ -123,6 +126,10 @@ def _stat(store: KVStore) -> None:
     for name in ("chunk_tokens", "slot_bytes", "entries", "sessions"):
         print(f"  {name:<21} {stats[name]}")
     print(f"  {'stored bytes':<21} {sum(entry['bytes'] for entry in store.entries())}")
+    if remote is not None:
+        report = remote_report(Remote(url=remote), store.entries(), store._engine.by_column)
+        for name, value in report.items():
+            print(f"  {name:<21} {value}")
 
 
 def _verify(store: KVStore) -> bool:
@@ -177,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.command == "ls":
                 _list(store, arguments.all)
             elif arguments.command == "stat":
-                _stat(store)
+                _stat(store, arguments.remote)
             elif arguments.command == "verify":
                 whole = _verify(store) and whole
             elif arguments.command == "backup":
@@ -194,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; 1 where a store is damaged or the command failed."""
     try:
         return _run(_parser().parse_args(argv))
-    except (StoreError, OSError, ValueError) as error:
+    except (StoreError, OSError, ValueError, ImportError) as error:
         print(f"lmdecode.store: {error}", file=sys.stderr)
         return 1
 

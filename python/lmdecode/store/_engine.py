@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from ctypes import POINTER, c_uint32, c_uint64, c_void_p, cast
+from ctypes import POINTER, c_uint8, c_uint32, c_uint64, c_void_p, cast
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from lmdecode.store.cost_model import CostModel
 from lmdecode.store.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
+    from lmdecode.store._remote_tier import RemoteTier
     from lmdecode.store.session import Session
 
 T = TypeVar("T")
@@ -64,8 +65,16 @@ class Engine:
         self.current: Session | None = None
         self.sessions: weakref.WeakValueDictionary[tuple[bytes, bytes, str], Session]
         self.sessions = weakref.WeakValueDictionary()
+        self.chunk_tokens: int = library.lmdecode_store_chunk_tokens(handle)
+        #: Another tier behind this one, or None.
+        self.remote: RemoteTier | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._finalizer = weakref.finalize(self, library.lmdecode_store_free, handle)
+
+    def put_behind(self, remote: RemoteTier) -> None:
+        """Give the store a second tier, whose threads end before the store is freed."""
+        self.remote = remote
+        weakref.finalize(self, remote.abandon)
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function on the store."""
@@ -82,8 +91,11 @@ class Engine:
         """Wait for what runs in the background, make everything durable and let go."""
         with self.lock:
             executor, self._executor = self._executor, None
+            self.current = None
         if executor is not None:
             executor.shutdown(wait=True)
+        if self.remote is not None:
+            self.remote.close()
         self.call("close")
 
 
@@ -98,6 +110,13 @@ class Scope:
     def reference(self) -> object:
         """Pointer to pass."""
         return byref(self.place)
+
+
+def root_key(engine: Engine, scope: Scope) -> bytes:
+    """Key of the empty prefix: of fingerprint, tenant and context."""
+    digest = (c_uint8 * 32)()
+    engine.call("key", scope.reference, None, 0, digest)
+    return bytes(digest)
 
 
 def read_u64(engine: Engine, name: str, *arguments: object) -> int:

@@ -106,6 +106,12 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "open": [POINTER(Options), POINTER(_STORE)],
     "close": [_STORE],
     "lookup": [*_PREFIX, POINTER(_HIT), _OUT_U64],
+    "peek": [*_PREFIX, POINTER(_HIT), _OUT_U64],
+    "hit_entries": [_STORE, _HIT, POINTER(EntryLine), c_uint64, _OUT_U64],
+    "read_image": [_STORE, _HIT, c_uint64, ctypes.c_void_p, c_uint64, _OUT_U32],
+    "insert_image": [
+        _STORE, POINTER(Place), c_char_p, ctypes.c_void_p, c_uint64, POINTER(Put), _OUT_U32,
+    ],
     "load": [_STORE, _HIT, c_uint32, c_uint32, POINTER(Plane), c_uint64, _OUT_U32],
     "put": [*_PREFIX, POINTER(Plane), c_uint64, POINTER(Put), _OUT_U64],
     "pin": [_STORE, _HIT, c_uint32],
@@ -157,6 +163,12 @@ def _load() -> ctypes.CDLL:
         function.argtypes, function.restype = [ctypes.c_void_p], None
     library.lmdecode_store_slot_bytes.argtypes = [_STORE]
     library.lmdecode_store_slot_bytes.restype = c_uint64
+    library.lmdecode_store_chunk_tokens.argtypes = [_STORE]
+    library.lmdecode_store_chunk_tokens.restype = c_uint32
+    library.lmdecode_store_image_bytes.argtypes = [_STORE, c_uint32]
+    library.lmdecode_store_image_bytes.restype = c_uint64
+    library.lmdecode_store_crc32c.argtypes = [ctypes.c_void_p, c_uint64, c_uint64, c_uint32]
+    library.lmdecode_store_crc32c.restype = c_uint32
     return library
 
 

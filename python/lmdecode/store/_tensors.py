@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 
@@ -46,6 +47,10 @@ class Tokens:
 
     def __len__(self) -> int:
         return self.size
+
+    def tobytes(self, begin: int, end: int) -> bytes:
+        """Return some of the ids, 4 bytes each."""
+        return ctypes.string_at(self.address + 4 * begin, 4 * (end - begin))
 
     def tolist(self) -> list[int]:
         """Return the ids."""

@@ -12,12 +12,63 @@ from typing import Any
 import torch
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Of a configuration: names of places and versions, which change no number.
-_IRRELEVANT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
+# Of a configuration: names of places and versions, what is written when a model is saved, and what
+# a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
+# hashed with the weights.
+_IRRELEVANT = {
+    "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "architectures",
+    "dtype", "torch_dtype", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+}  # fmt: skip
+# Kinds of layers whose cache has a window, and where the configuration has its size.
+_WINDOWS = {
+    "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
+    "reference_sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size",
+}  # fmt: skip
 
 
 def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+
+
+def _without_irrelevant(config: Any) -> Any:
+    """A configuration's dictionary, those within it too, as far as it changes numbers."""
+    if not isinstance(config, dict):
+        return config
+    return {k: _without_irrelevant(v) for k, v in config.items() if k not in _IRRELEVANT}
+
+
+def cache_shape(config: Any) -> dict[str, Any]:
+    """Read the fields of a ``Fingerprint`` that say how a cache is shaped.
+
+    Parameters
+    ----------
+    config
+        Of a transformers model; of an encoder-decoder model the decoder's part is read.
+
+    Returns
+    -------
+    dict
+        num_layers, num_kv_heads, head_size, window.
+    """
+    config = config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    windows: int | tuple[int | None, ...] | None = window
+    if kinds is not None:
+        windows = tuple(
+            getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None for kind in kinds
+        )
+        if len(set(windows)) == 1:
+            windows = windows[0]
+    elif window is None:
+        windows = getattr(config, "attention_chunk_size", None)
+    return {
+        "num_layers": getattr(config, "num_decoder_layers", None) or config.num_hidden_layers,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "window": windows,
+    }
 
 
 def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
@@ -147,25 +198,19 @@ class Fingerprint:
         Parameters
         ----------
         model
-            A decoder with ``config`` and ``state_dict()``.
+            A decoder, or an encoder with its decoder, with ``config`` and ``state_dict()``. What
+            is switched on and off without changing these, such as an adapter, belongs into the
+            ``context`` of what is stored.
         tokenizer
             Its vocabulary is hashed, where one is given.
         """
-        whole = model.config.to_dict()
         config = model.config.get_text_config(decoder=True)
         digest = hashlib.sha256()
-        relevant = {k: v for k, v in whole.items() if k not in _IRRELEVANT}
-        digest.update(_json(relevant).encode())
+        digest.update(_json(_without_irrelevant(model.config.to_dict())).encode())
         for name, tensor in sorted(model.state_dict().items()):
             shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
             digest.update(shape.encode())
             _hash_tensor(digest, tensor)
-        heads = config.num_attention_heads
-        window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None)
-        windows: int | tuple[int | None, ...] | None = window
-        if window is not None and kinds is not None:
-            windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
         vocabulary = None
         if tokenizer is not None:
             vocabulary = hashlib.sha256(_json(tokenizer.get_vocab()).encode()).hexdigest()
@@ -174,10 +219,7 @@ class Fingerprint:
             model_id=type(model).__name__,
             weights_hash=digest.hexdigest(),
             dtype=str(model.dtype).removeprefix("torch."),
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            **cache_shape(model.config),
             rope=json.loads(_json({"theta": getattr(config, "rope_theta", None), "scaling": rope})),
-            window=windows,
             tokenizer_hash=vocabulary,
         )

@@ -26,9 +26,11 @@ from lmdecode.store._library import (
     byref,
     library,
 )
+from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._tensors import Planes, Tokens, empty_cache
 from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
+from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session
 
 KV = list[tuple[Tensor, Tensor]]
@@ -141,6 +143,10 @@ class KVStore:
         Seconds, of "relaxed".
     io_threads
         Threads of one put or load.
+    remote
+        A second tier in Redis or Valkey behind this one: its URL, or a ``Remote`` with more to say.
+        What is stored here is written there in the background; what a ``lookup`` does not find here
+        is fetched from there, checked and stored here. It never fails a call.
 
     Raises
     ------
@@ -153,7 +159,9 @@ class KVStore:
     OSError
         The directory cannot be made, read or written.
     ValueError
-        A wrong argument; capacity below one slot.
+        A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
+    ImportError
+        ``remote`` without redis-py.
     """
 
     def __init__(
@@ -171,6 +179,7 @@ class KVStore:
         idle_seconds: float = 60.0,
         flush_interval: float = 1.0,
         io_threads: int | None = None,
+        remote: str | Remote | None = None,
         _slab_bytes: int = _GIB,
     ) -> None:
         if durability not in ("strict", "relaxed"):
@@ -183,6 +192,12 @@ class KVStore:
             )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"KVStore: chunk_tokens is {chunk_tokens}; expected 1 or more")
+        if readonly and remote is not None:
+            raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
+        if isinstance(remote, str):
+            remote = Remote(url=remote)
+        if remote is not None:
+            remote.connector()  # says what is wrong before anything is opened
         folder = Path(path)
         directory = folder / fingerprint.name
         if not readonly:
@@ -202,6 +217,8 @@ class KVStore:
         )
         if not readonly:
             _describe(directory, fingerprint)
+        if remote is not None:
+            self._engine.put_behind(RemoteTier(remote))
         self._set_tenant(salt, quota_bytes)
         self._is_tenant_view = False
 
@@ -262,6 +279,8 @@ class KVStore:
         ids = Tokens(tokens, "lookup")
         handle, count = c_void_p(), c_uint64()
         scope = self._scope(context)
+        if (remote := self._engine.remote) is not None:
+            remote.fetch(self._engine, scope, ids, self._put_options(None, False))
         self._engine.call(
             "lookup", scope.reference, ids.address, len(ids), byref(handle), byref(count)
         )
@@ -351,12 +370,17 @@ class KVStore:
             self._engine, "put", scope.reference, ids.address, len(ids), planes.array, planes.size,
             byref(put),
         )  # fmt: skip
-        self._warn_of_failure(stored < len(ids))
+        self._written(scope, ids, stored, stored < len(ids))
         return stored
+
+    def _written(self, scope: Scope, ids: Tokens, stored: int, declined: bool) -> None:
+        if (remote := self._engine.remote) is not None:
+            remote.offer(self._engine, scope, ids, stored)
+        self._warn_of_failure(declined)
 
     def _warn_of_failure(self, declined: bool) -> None:
         if declined and (failure := self.failure):
-            warnings.warn(f"KVStore no longer writes: {failure}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"KVStore no longer writes: {failure}", RuntimeWarning, stacklevel=4)
 
     def _put_options(self, ttl: float | None, pin: bool) -> Put:
         return Put(_milliseconds(ttl, "ttl"), self._quota, pin)
@@ -481,10 +505,25 @@ class KVStore:
         return text.raw[: min(size, len(text))].decode(errors="replace")
 
     def stats(self) -> dict[str, int]:
-        """Return counters: what is stored, free areas of both queues, hits, evictions, bytes."""
+        """Return counters: what is stored, free areas of both queues, hits, evictions, bytes.
+
+        With a second tier ``remote_*`` too: entries fetched and written, questions that it could
+        not answer (misses), values that were damaged, errors, prefixes that were not written for
+        want of room or server (dropped), bytes, prefixes that wait, and whether it is used now.
+        """
         stats = Stats()
         self._engine.call("stats", byref(stats))
-        return {name: getattr(stats, name) for name in (field[0] for field in Stats._fields_)}
+        numbers = {field[0]: getattr(stats, field[0]) for field in Stats._fields_}
+        remote = self._engine.remote
+        return numbers if remote is None else {**numbers, **remote.stats()}
+
+    def flush_remote(self, timeout: float) -> bool:
+        """Wait until the second tier has what was stored; False: not within so many seconds.
+
+        Without one, and where it is gone or has declined, there is nothing to wait for.
+        """
+        remote = self._engine.remote
+        return remote is None or remote.drain(timeout)
 
     def entries(self) -> list[dict[str, Any]]:
         """Return what is stored, chunk by chunk, prefixes before what continues them."""

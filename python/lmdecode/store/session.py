@@ -103,7 +103,7 @@ class Session:
             self._engine, "commit_session", self._scope.reference, self._name, ids.address,
             len(ids), computed, planes.array, planes.size, byref(put),
         )  # fmt: skip
-        self._store._warn_of_failure(stored < computed)
+        self._store._written(self._scope, ids, stored, stored < computed)
         return stored
 
     def commit(

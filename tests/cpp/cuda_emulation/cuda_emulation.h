@@ -227,4 +227,5 @@ unsigned __match_any_sync(unsigned mask, T value, LMDECODE_HERE) {
       exchange("__match_any_sync", resolve_match, Ordering::kNone, mask, packed, packed, where));
 }
 
+#include "cuda_emulation_matrix.h"
 #include "cuda_emulation_memory.h"

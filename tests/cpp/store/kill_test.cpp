@@ -170,6 +170,44 @@ TEST(a_forked_child_leaves_the_store_alone) {
   std::filesystem::remove_all(folder);
 }
 
+// As a user who may read the store and not write it; root may write everywhere, and becomes nobody.
+TEST(a_directory_that_is_read_only_is_a_clear_error_to_writers) {
+  namespace fs = std::filesystem;
+  char pattern[] = "/tmp/lmdecode-closed-XXXXXX";
+  const std::string folder = ::mkdtemp(pattern);
+  const auto open_store = [&] {
+    auto engine = StoreEngine::open(options(folder, false));
+    CHECK_EQ(small::put(*engine, {1, 2, 3}), 3u);
+    engine->close();
+  };
+  open_store();
+  const auto allow = [&](fs::perms directories, fs::perms files) {
+    for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+      fs::permissions(entry.path(), entry.is_directory() ? directories : files);
+    }
+    fs::permissions(folder, directories);
+  };
+  allow(static_cast<fs::perms>(0555), static_cast<fs::perms>(0444));
+  const pid_t process = child([&] {
+    if (::getuid() == 0 && ::setuid(65534) != 0) _exit(9);
+    const std::string writer = check::error_of([&] { StoreEngine::open(options(folder, false)); });
+    if (!check::contains(writer, folder.c_str()) || !check::contains(writer, "denied")) _exit(1);
+    // SQLite reads such an index, or says that it cannot.
+    bool is_wrong = false;
+    const std::string reader = check::error_of([&] {
+      const auto engine = StoreEngine::open(options(folder, true));
+      is_wrong = small::check_prefix(*engine, {1, 2, 3}) != Found::kRight;
+    });
+    _exit(is_wrong || (!reader.empty() && !check::contains(reader, folder.c_str())) ? 2 : 0);
+  });
+  int status = 0;
+  ::waitpid(process, &status, 0);
+  CHECK_EQ(status, 0);
+  allow(static_cast<fs::perms>(0700), static_cast<fs::perms>(0600));
+  open_store();
+  fs::remove_all(folder);
+}
+
 }  // namespace
 }  // namespace lmdecode::store
 

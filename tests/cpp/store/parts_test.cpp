@@ -70,8 +70,9 @@ TEST(sha256_in_pieces_is_sha256_of_the_whole) {
 TEST(crc32c_published_vectors) {
   std::vector<uint8_t> ascending(32), descending(32);
   for (uint8_t i = 0; i < 32; ++i) ascending[i] = i, descending[i] = static_cast<uint8_t>(31 - i);
-  for (const Crc32c crc : {Crc32c{crc32c_portable}, crc32c_accelerated()}) {
-    if (crc == nullptr) continue;
+  std::vector<Crc32c> ways = crc32c_accelerated();
+  ways.push_back(crc32c_portable);
+  for (const Crc32c crc : ways) {
     CHECK_EQ(crc(std::vector<uint8_t>(32, 0).data(), 32, 0), 0x8a9136aau);
     CHECK_EQ(crc(std::vector<uint8_t>(32, 0xff).data(), 32, 0), 0x62a8ab43u);
     CHECK_EQ(crc(ascending.data(), 32, 0), 0x46dd794eu);
@@ -80,17 +81,45 @@ TEST(crc32c_published_vectors) {
   }
 }
 
-TEST(crc32c_is_the_same_by_both_ways_at_any_size) {
-  if (crc32c_accelerated() == nullptr) return;
+TEST(crc32c_is_the_same_by_every_way_at_any_size) {
   std::mt19937_64 random(2);
   std::vector<uint8_t> bytes(40000);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
-  for (size_t size = 0; size < bytes.size(); size += 1 + size / 7) {
+  for (size_t size = 0; size < bytes.size(); size += 1 + size / 37) {
     const size_t from = random() % (bytes.size() - size + 1), split = random() % (size + 1);
     const uint8_t* data = bytes.data() + from;
+    const auto start = static_cast<uint32_t>(random());
     const uint32_t whole = crc32c_portable(data, size, 0);
-    CHECK_EQ(crc32c_accelerated()(data, size, 0), whole);
+    for (const Crc32c crc : crc32c_accelerated()) {
+      CHECK_EQ(crc(data, size, 0), whole);
+      CHECK_EQ(crc(data, size, start), crc32c_portable(data, size, start));
+    }
     CHECK_EQ(crc32c(data + split, size - split, crc32c(data, split)), whole);
+  }
+}
+
+TEST(a_copy_with_its_checksum_is_a_copy_and_its_checksum) {
+  std::mt19937_64 random(3);
+  std::vector<uint8_t> source(20000);
+  for (uint8_t& byte : source) byte = static_cast<uint8_t>(random());
+  std::vector<uint8_t> target(source.size() + 128);
+  for (size_t size = 0; size < source.size(); size += 1 + size / 17) {
+    for (const size_t shift : {size_t{0}, size_t{1}, size_t{64 - (size % 64)}}) {
+      // Streamed only where aligned, and no byte beside what is copied changes.
+      const size_t to_line = 64 - reinterpret_cast<uintptr_t>(target.data()) % 64;
+      const size_t at = std::min(to_line + shift, target.size() - size - 1);
+      for (const bool streamed : {false, true}) {
+        const auto start = static_cast<uint32_t>(random());
+        std::fill(target.begin(), target.end(), uint8_t{0xa5});
+        const size_t from = random() % (source.size() - size + 1);
+        const uint32_t crc =
+            copy_crc32c(target.data() + at, source.data() + from, size, start, streamed);
+        finish_streamed_copies();
+        CHECK_EQ(crc, crc32c_portable(source.data() + from, size, start));
+        CHECK(std::equal(source.begin() + from, source.begin() + from + size, target.begin() + at));
+        CHECK(target[at - 1] == 0xa5 && target[at + size] == 0xa5);
+      }
+    }
   }
 }
 
@@ -237,38 +266,67 @@ TEST(the_least_recently_used_entry_is_a_leaf) {
 // ---- planes
 
 template <class T>
-void check_copies() {
-  const int64_t heads = 3, tokens = 37, elements = 21, size = sizeof(T);
+void check_copies(int64_t heads, int64_t tokens, int64_t elements) {
+  const int64_t size = sizeof(T);
   const PlaneStrides row{size * elements * tokens, size * elements, size};
   const PlaneStrides column{size * elements * tokens, size, size * tokens};
   const PlaneStrides odd{size, 2 * size * heads * elements, 2 * size * heads};
-  for (const PlaneStrides& from : {row, column, odd}) {
-    for (const PlaneStrides& to : {row, column, odd}) {
-      std::vector<T> source(2 * heads * tokens * elements + heads), target(source.size(), T{0});
-      for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<T>(i * 2654435761u + 1);
-      copy_plane(reinterpret_cast<char*>(target.data()), to,
-                 reinterpret_cast<const char*>(source.data()), from, heads, tokens, elements, size);
-      int64_t wrong = 0;
-      for (int64_t head = 0; head < heads; ++head) {
-        for (int64_t token = 0; token < tokens; ++token) {
-          for (int64_t element = 0; element < elements; ++element) {
-            const auto at = [&](const PlaneStrides& s) {
-              return (head * s.head + token * s.token + element * s.element) / size;
-            };
-            wrong += target[at(to)] != source[at(from)];
-          }
+  const PlaneStrides wide{2 * size * elements * tokens, 2 * size * elements, size};  // whole lines
+  const size_t room = static_cast<size_t>(2 * heads * tokens * elements + heads);
+  std::vector<T> source(room), memory(room + 64);
+  const size_t to_line = (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(T);
+  const std::span<T> target(memory.data() + to_line, room);
+  for (size_t i = 0; i < room; ++i) source[i] = static_cast<T>(i * 2654435761u + 1);
+  const auto check = [&](const PlaneStrides& from, const PlaneStrides& to) {
+    int64_t wrong = 0, touched = 0;
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t token = 0; token < tokens; ++token) {
+        for (int64_t element = 0; element < elements; ++element) {
+          const auto at = [&](const PlaneStrides& s) {
+            return (head * s.head + token * s.token + element * s.element) / size;
+          };
+          wrong += target[at(to)] != source[at(from)];
+          target[at(to)] = T{0};
         }
       }
-      CHECK_EQ(wrong, 0);
+    }
+    for (const T value : target) touched += value != T{0};
+    CHECK_EQ(wrong, 0);
+    CHECK_EQ(touched, 0);
+  };
+  const char* in = reinterpret_cast<const char*>(source.data());
+  char* out = reinterpret_cast<char*>(target.data());
+  for (const bool streamed : {false, true}) {
+    for (const PlaneStrides& to : {row, column, odd, wide}) {
+      for (const PlaneStrides& from : {row, column, odd, wide}) {
+        copy_plane(out, to, in, from, heads, tokens, elements, size, streamed);
+        finish_streamed_copies();
+        check(from, to);
+      }
+      for (const PlaneStrides& from : {row, column}) {
+        const uint32_t crc =
+            copy_plane_crc32c(out, to, in, from, heads, tokens, elements, size, streamed);
+        finish_streamed_copies();
+        check(from, to);
+        CHECK_EQ(crc, crc32c_portable(in, heads * tokens * elements * size, 0));
+      }
     }
   }
 }
 
+template <class T>
+void check_copies_of_all_sizes() {
+  check_copies<T>(3, 37, 21);
+  check_copies<T>(2, 64, 64);
+  check_copies<T>(2, 5, 1100);
+  check_copies<T>(1, 1, 1);
+}
+
 TEST(planes_are_copied_between_any_strides) {
-  check_copies<uint8_t>();
-  check_copies<uint16_t>();
-  check_copies<uint32_t>();
-  check_copies<uint64_t>();
+  check_copies_of_all_sizes<uint8_t>();
+  check_copies_of_all_sizes<uint16_t>();
+  check_copies_of_all_sizes<uint32_t>();
+  check_copies_of_all_sizes<uint64_t>();
 }
 
 TEST(slots_have_at_least_a_mebibyte_in_whole_blocks) {

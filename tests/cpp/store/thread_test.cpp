@@ -75,6 +75,45 @@ TEST(threads_share_a_store_with_room) { hammer(500, false); }
 TEST(threads_share_a_store_that_evicts) { hammer(24, false); }
 TEST(threads_share_a_relaxed_store) { hammer(24, true); }
 
+// Entries leave one store and enter another, as by a second tier, while both are used.
+TEST(threads_pass_entries_to_another_store) {
+  SimulatedDisk disks[2];
+  std::shared_ptr<StoreEngine> engines[2];
+  for (int i = 0; i < 2; ++i) {
+    StoreOptions options = small::options(disks[i], i == 0 ? 500 : 24);
+    auto time = std::make_shared<std::atomic<int64_t>>(1'000'000);
+    options.now_ms = [time] { return ++*time; };
+    engines[i] = StoreEngine::open(options);
+  }
+  std::atomic<uint64_t> wrong{0}, passed{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937_64 random(static_cast<uint64_t>(thread) + 100);
+      for (int round = 0; round < kRounds; ++round) {
+        const Tokens tokens = conversation(random);
+        small::put(*engines[0], tokens);
+        const Hit hit = engines[0]->peek({}, tokens);
+        size_t index = 0;
+        for (const AreaRow& row : engines[0]->entries_of(hit)) {
+          std::vector<uint8_t> image(engines[0]->layout().image_bytes(row.count));
+          if (!engines[0]->read_image(hit, index++, image)) break;
+          if (!engines[1]->insert_image({}, row.key, image, {})) break;
+          ++passed;
+        }
+        if (round % 4 == 0) engines[1]->flush();
+        wrong += small::check_prefix(*engines[1], tokens) == Found::kWrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(wrong.load(), 0u);
+  CHECK(passed.load() > 50);
+  for (const auto& engine : engines) {
+    CHECK_EQ(engine->verify([](uint64_t, uint64_t) { return true; }).damage.size(), 0u);
+  }
+}
+
 // Commits that meet share a flush: fewer transactions than puts.
 TEST(concurrent_commits_share_a_transaction) {
   SimulatedDisk disk;

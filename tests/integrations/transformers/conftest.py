@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -13,6 +15,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from tiny_models import BEAM_MODELS, DECODER_ONLY, ENCODER_DECODER, PAD, VOCAB, build_model
 from transformers import PreTrainedModel
+from window_models import build_window_model
 
 
 @pytest.fixture
@@ -25,6 +28,21 @@ def make_model():
         return build_model(name, vocab_size, dtype)
 
     return make
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[[str, str], Any]]:
+    """Return ``build(name, attn_implementation)`` of ``window_models``; tests share the models."""
+    used = []
+
+    def get(name: str, implementation: str) -> Any:
+        used.append(build_window_model(name))
+        used[-1].set_attn_implementation(implementation)
+        return used[-1]
+
+    yield get
+    for model in used:
+        model.set_attn_implementation("eager")
 
 
 @pytest.fixture(params=DECODER_ONLY + ENCODER_DECODER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,109 +11,19 @@ import torch
 import transformers
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-from lmdecode.integrations.transformers import (
-    DynamicRingCache,
-    StaticRingCache,
-    attention,
-    register,
+from window_models import (
+    CACHES,
+    LLAMA_LIKE,
+    MODELS,
+    WINDOW,
+    assert_equal_runs,
+    expected,
+    generate,
+    prompts,
 )
+
+from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, attention
 from lmdecode.integrations.transformers._ring_states import RingStates
-
-register()
-
-VOCAB, WINDOW = 61, 5
-LLAMA_LIKE = {
-    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}  # fmt: skip
-HYBRID = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": {},
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, **HYBRID},
-    "Gemma3": {"query_pre_attn_scalar": 8, **HYBRID},
-    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1, **HYBRID},
-}
-NEW_TOKENS = 130
-
-
-@functools.cache
-def _build(name: str) -> Any:
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**{**LLAMA_LIKE, **MODELS[name]})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-        if name == "GptOss":
-            for layer in model.model.layers:
-                layer.self_attn.sinks.data.normal_()
-    return model
-
-
-@pytest.fixture
-def build() -> Iterator[Callable[[str, str], Any]]:
-    """Return ``build(name, attn_implementation)``; tests share the models."""
-    used = []
-
-    def get(name: str, implementation: str) -> Any:
-        used.append(_build(name))
-        used[-1].set_attn_implementation(implementation)
-        return used[-1]
-
-    yield get
-    for model in used:
-        model.set_attn_implementation("eager")
-
-
-def prompts(padding: tuple[int, ...] = (0, 4, 8), length: int = 9) -> dict[str, torch.Tensor]:
-    """Return ids [B, length] and their mask, padded on the left."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, VOCAB, (len(padding), length), generator=generator)
-    mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-CACHES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "none": lambda config: {"use_cache": False},
-    "dynamic": lambda config: {},
-    "static": lambda config: {"cache_implementation": "static"},
-    "dynamic ring": lambda config: {"past_key_values": DynamicRingCache(config)},
-    "static ring": lambda config: {"past_key_values": StaticRingCache(config, 9 + NEW_TOKENS)},
-}
-
-
-def generate(model: Any, cache: str, tokens: int = NEW_TOKENS, **options: Any) -> Any:
-    return model.generate(
-        **prompts(), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-        output_logits=True, return_dict_in_generate=True, **CACHES[cache](model.config), **options,
-    )  # fmt: skip
-
-
-@functools.cache
-def expected(name: str, num_beams: int) -> Any:
-    model = _build(name)
-    model.set_attn_implementation("eager")
-    return generate(model, "dynamic", num_beams=num_beams)
-
-
-def assert_equal_runs(got: Any, want: Any, num_beams: int = 1) -> None:
-    """Equal tokens; logits within 1e-4, of beams in any order.
-
-    Beams whose scores differ by less than rounding change places.
-    """
-    assert torch.equal(got.sequences, want.sequences)
-    for one, other in zip(got.logits, want.logits, strict=True):
-        beams, others = one.unflatten(0, (-1, num_beams)), other.unflatten(0, (-1, num_beams))
-        distances = (beams[:, :, None] - others[:, None]).abs().amax(-1)
-        assert (distances.amin(1) < 1e-4).all() and (distances.amin(2) < 1e-4).all()
-
 
 # --- generate()
 
@@ -390,6 +300,14 @@ def test_causal_or_not_is_what_the_module_says(is_causal: bool) -> None:
     torch.testing.assert_close(got.transpose(1, 2), want)
     other, _ = attention.attention_forward(module, q, k, v, None, is_causal=not is_causal)
     assert not torch.equal(got, other)
+
+
+def test_a_cache_of_a_smaller_window_is_refused(build: Callable[[str, str], Any]) -> None:
+    """It has overwritten what the model's window needs."""
+    model = build("Mistral", "lmdecode")
+    config = transformers.MistralConfig(**{**LLAMA_LIKE, "sliding_window": WINDOW - 1})
+    with pytest.raises(ValueError, match="sliding_window is 5; expected at most 4, the window of"):
+        model.generate(**prompts(), max_new_tokens=2, past_key_values=DynamicRingCache(config))
 
 
 def test_a_ring_of_another_window_is_read_in_order(build: Callable[[str, str], Any]) -> None:

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 import lmdecode
 from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor, _plain_search
-from lmdecode.integrations.transformers._beam_plan import BeamPlan
+from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 
 PAD, EOS, VOCAB = 0, 2, 61
 SEARCH = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12}
@@ -216,12 +216,12 @@ class ListOfAnotherKind(LogitsProcessorList):
     ],
 )
 def test_what_is_fused(processors, fused):
-    assert BeamPlan(LogitsProcessorList(processors)).is_fused is fused
-    assert not BeamPlan(ListOfAnotherKind(processors)).is_fused
+    assert ProcessorPlan(LogitsProcessorList(processors)).is_fused is fused
+    assert not ProcessorPlan(ListOfAnotherKind(processors)).is_fused
 
 
 def test_a_bias_beyond_the_vocabulary_is_left_to_its_processor(llama, prompts):
-    plan = BeamPlan(LogitsProcessorList([BIAS]))
+    plan = ProcessorPlan(LogitsProcessorList([BIAS]))
     assert plan.fits(4)
     assert not plan.fits(3)
     with pytest.raises(ValueError, match="vocabulary size is 61"):
@@ -233,7 +233,9 @@ def _bans(arguments: dict) -> set[int]:
 
 
 def test_arguments_depend_on_the_length():
-    plan = BeamPlan(LogitsProcessorList([SHORTEST, SHORTEST_NEW, SUPPRESSED_AT_BEGIN, BAD_WORDS]))
+    plan = ProcessorPlan(
+        LogitsProcessorList([SHORTEST, SHORTEST_NEW, SUPPRESSED_AT_BEGIN, BAD_WORDS])
+    )
     by_length = {length: torch.zeros((4, length), dtype=torch.int64) for length in (3, 4, 5, 9)}
     assert _bans(plan.arguments(by_length[3], VOCAB)) == {EOS, 7, 8, 11, 12}
     assert _bans(plan.arguments(by_length[4], VOCAB)) == {EOS, 7, 11, 12}
@@ -242,7 +244,7 @@ def test_arguments_depend_on_the_length():
 
 
 def test_a_forced_token_overrules_what_is_before_it():
-    plan = BeamPlan(LogitsProcessorList([BIAS, REPETITION, SHORTEST, FORCED_EOS, SUPPRESSED]))
+    plan = ProcessorPlan(LogitsProcessorList([BIAS, REPETITION, SHORTEST, FORCED_EOS, SUPPRESSED]))
     at_end = plan.arguments(torch.zeros((4, 19), dtype=torch.int64), VOCAB)
     assert at_end.keys() == {"forced_tokens", "suppressed_tokens"}
     assert at_end["forced_tokens"].tolist() == [EOS] * 4
@@ -255,7 +257,7 @@ def test_a_forced_token_overrules_what_is_before_it():
 def test_arguments_follow_a_changed_processor():
     """Whisper moves the place at which tokens are suppressed."""
     processor = SuppressTokensAtBeginLogitsProcessor([8], 3)
-    plan = BeamPlan(LogitsProcessorList([processor]))
+    plan = ProcessorPlan(LogitsProcessorList([processor]))
     ids = torch.zeros((4, 5), dtype=torch.int64)
     assert not plan.arguments(ids, VOCAB)
     processor.set_begin_index(5)
@@ -263,7 +265,7 @@ def test_arguments_follow_a_changed_processor():
 
 
 def test_earlier_groups_tokens_are_an_argument():
-    plan = BeamPlan(LogitsProcessorList([DIVERSITY]))
+    plan = ProcessorPlan(LogitsProcessorList([DIVERSITY]))
     ids, earlier = torch.zeros((4, 5), dtype=torch.int64), torch.tensor([[3, 4]])
     assert plan.arguments(ids, VOCAB, earlier)["diversity_tokens"] is earlier
     assert plan.arguments(ids, VOCAB, earlier)["diversity_penalty"] == 1.0
@@ -277,6 +279,6 @@ def test_the_part_of_the_prompt_that_a_penalty_passes_over():
         (torch.tensor([0, 3]), [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]]),
     ):
         penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
-        plan = BeamPlan(LogitsProcessorList([penalty]))
+        plan = ProcessorPlan(LogitsProcessorList([penalty]))
         assert plan.arguments(ids, VOCAB)["sequences"].tolist() == expected
-        assert not BeamPlan(LogitsProcessorList([penalty, NGRAMS])).is_fused
+        assert not ProcessorPlan(LogitsProcessorList([penalty, NGRAMS])).is_fused

@@ -91,6 +91,23 @@ def test_crop_while_the_past_is_recorded(lengths: list[int], late: bool) -> None
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("remove", [0, 1, 70, 100, 139, 140])
+def test_crop_of_a_prompt_that_came_with_a_draft(remove: int) -> None:
+    """As prompt lookup has it: more than the ring's spare slots, in the first chunk."""
+    ours, theirs = pair()
+    for layer in (ours, theirs):
+        layer.activate_past_recording()
+        layer.update(*states(140, 1))
+        layer.crop(-remove)
+    assert_same(ours, theirs)
+    for layer in (ours, theirs):
+        layer.update(*states(3, 2))
+        layer.crop(-1)
+    assert_same(ours, theirs)
+    with pytest.raises(ValueError, match=f"rollback: num_tokens is {143 - remove}"):
+        ours.crop(remove - 143)
+
+
 def test_crop_beyond_what_is_held() -> None:
     layer = RingLayer(WINDOW)
     layer.crop(-3)  # not in use: nothing to do, as in transformers
@@ -162,8 +179,14 @@ def test_wrong_states_are_refused() -> None:
     layer.update(*states(12))
     before = layer.keys
     k, v = states(1)
-    for wrong in ((k[:2], v), (k.half(), v.half()), (k, v[..., :3]), (k.requires_grad_(), v)):
-        with pytest.raises(ValueError, match=r"[kv] "):
+    for wrong, message in (
+        ((k[:2], v[:2]), "key_states has 2 rows of torch.float32; expected 3 of torch.float32"),
+        ((k, v[:2]), "v has shape"),
+        ((k.half(), v.half()), "has 3 rows of torch.float16; expected 3 of torch.float32"),
+        ((k, v[..., :3]), "v has shape"),
+        ((k.clone().requires_grad_(), v), "k requires a gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
             layer.update(*wrong)
         assert torch.equal(layer.keys, before) and layer.get_seq_length() == 12
 
@@ -233,6 +256,24 @@ def test_a_static_cache_of_no_length(length: int) -> None:
         StaticRingCache(config(), length)
     with pytest.raises(TypeError, match="max_cache_len is of type float"):
         StaticRingCache(config(), 10.0)
+
+
+def test_a_cache_needs_the_config_of_a_model() -> None:
+    model = torch.nn.Linear(1, 1)
+    for wrong, kind in ((None, "NoneType"), (model, "Linear"), ({"sliding_window": 8}, "dict")):
+        message = f"config is of type {kind}; expected the config of a model, model.config"
+        with pytest.raises(TypeError, match=f"DynamicRingCache: {message}"):
+            DynamicRingCache(wrong)
+        with pytest.raises(TypeError, match=f"StaticRingCache: {message}"):
+            StaticRingCache(wrong, 10)
+
+
+def test_a_window_below_1() -> None:
+    none = config()
+    none.sliding_window = 0
+    for cache in (DynamicRingCache, lambda config: StaticRingCache(config, 9)):
+        with pytest.raises(ValueError, match="sliding_window is 0; expected at least 1"):
+            cache(none)
 
 
 def test_a_cache_can_be_copied() -> None:

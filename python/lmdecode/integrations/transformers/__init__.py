@@ -8,8 +8,11 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
 ``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
 masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
+``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps; ``prefill``,
+``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
 
+from lmdecode.integrations.transformers._store_request import encoder_context
 from lmdecode.integrations.transformers.attention import register
 from lmdecode.integrations.transformers.beam_generation import beam_search
 from lmdecode.integrations.transformers.beam_trace import BeamComparison, compare_with_transformers
@@ -24,6 +27,12 @@ from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsP
 from lmdecode.integrations.transformers.generation import sample
 from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
 from lmdecode.integrations.transformers.ring_cache_utils import DynamicRingCache, StaticRingCache
+from lmdecode.integrations.transformers.store_cache import (
+    cache_from_kv,
+    cache_to_kv,
+    load_cache,
+)
+from lmdecode.integrations.transformers.store_generation import generate_with_store, prefill
 
 __all__ = [
     "BeamComparison",
@@ -35,8 +44,14 @@ __all__ = [
     "TopKTopPLogitsProcessor",
     "beam_cache",
     "beam_search",
+    "cache_from_kv",
+    "cache_to_kv",
     "compare_with_transformers",
+    "encoder_context",
     "expand_beams",
+    "generate_with_store",
+    "load_cache",
+    "prefill",
     "register",
     "reorder_beams",
     "sample",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode.beam_types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE
+
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
-
-STATUS_NAN, STATUS_NO_CANDIDATE, STATUS_SCORE = 1, 2, 4
 
 
 class Candidates(NamedTuple):
@@ -45,7 +45,7 @@ def _status_of_best(best: Tensor) -> Tensor:
     """Return [requests] uint8, from each request's largest score: NaN where one is NaN."""
     return (
         best.isnan() * STATUS_NAN
-        + (best == -math.inf) * STATUS_NO_CANDIDATE
+        + (best == -math.inf) * STATUS_EMPTY
         + (best == math.inf) * STATUS_SCORE
     ).to(torch.uint8)
 

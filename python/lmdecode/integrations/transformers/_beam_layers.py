@@ -72,6 +72,12 @@ class _States:
             buffer.unflatten(0, (-1, repeats))[:, :, :, :length].copy_(states.unsqueeze(1))
         self.buffer, self.start, self.end = buffer, 0, length
 
+    def reserve(self, like: Tensor, length: int, capacity: int) -> Tensor:
+        """Hold so many positions of unknown content, for the caller to write; rows as ``like``."""
+        self.buffer = _new_buffer(like, like.shape[0], max(capacity, _capacity_for(length)))
+        self.start, self.end = 0, length
+        return self.buffer[:, :, :length]
+
     def append(self, states: Tensor) -> None:
         """Write behind the last position."""
         assert self.buffer is not None
@@ -152,6 +158,17 @@ class _InPlace(DynamicLayer):
         assert keys is not None and values is not None
         self._check("key", key_states, keys)
         self._check("value", value_states, values)
+        return keys, values
+
+    def reserve(self, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Hold so many positions of keys and values, and return them for the caller to write.
+
+        ``like`` has the rows, heads, head size, dtype and device of both, [B, H, any, D].
+        """
+        self.lazy_initialization(like, like)
+        keys, values = (
+            self._states[name].reserve(like, length, self._capacity) for name in ("key", "value")
+        )
         return keys, values
 
     def offload(self) -> None:

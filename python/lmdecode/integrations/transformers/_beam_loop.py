@@ -33,7 +33,7 @@ class Step(NamedTuple):
     finished: bool
 
 
-class BeamResult(NamedTuple):
+class SearchResult(NamedTuple):
     """The best sequences: [batch * num_return_sequences, ...].
 
     Attributes
@@ -68,7 +68,7 @@ class Search(Protocol):
             [rows, length] int64: the beams.
         """
 
-    def finish(self, input_ids: Tensor) -> BeamResult:
+    def finish(self, input_ids: Tensor) -> SearchResult:
         """Return the result; input_ids are the beams, [rows, length], after the last step."""
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam_constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
+from lmdecode.beam_types import UNUSED_BEAM_SCORE
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.integrations.transformers._beam_candidates import (
     accumulate,
     processed_log_probs,
     top_k_candidates,
 )
-from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
+from lmdecode.integrations.transformers._beam_loop import SearchResult, Step
 from lmdecode.integrations.transformers._search_settings import (
-    UNUSED,
     SearchSettings,
     raise_for_prompts,
 )
@@ -28,16 +28,8 @@ if TYPE_CHECKING:
     from lmdecode.integrations.transformers._recorder import Recorder
 
 
-def check_constraints(constraints: object, vocab_size: int) -> list[Constraint]:
-    """Return the constraints as a list.
-
-    Raises
-    ------
-    TypeError
-        If they are anything but a list or tuple of constraints.
-    ValueError
-        If a phrase has a token that the model's vocabulary does not have.
-    """
+def as_constraints(constraints: object) -> list[Constraint]:
+    """Return a list of them; raise TypeError for all but a list or tuple of constraints."""
     if not isinstance(constraints, (list, tuple)) or not all(
         isinstance(constraint, Constraint) for constraint in constraints
     ):
@@ -45,6 +37,11 @@ def check_constraints(constraints: object, vocab_size: int) -> list[Constraint]:
             "constraints: expected a list of PhrasalConstraint, DisjunctiveConstraint or other "
             f"lmdecode.Constraint, got {constraints!r}"
         )
+    return list(constraints)
+
+
+def check_tokens(constraints: Sequence[Constraint], vocab_size: int) -> None:
+    """Raise ValueError if a phrase has a token that the model's vocabulary does not have."""
     for constraint in constraints:
         phrases = getattr(constraint, "token_ids", [])
         for token in _flat(phrases):
@@ -53,7 +50,6 @@ def check_constraints(constraints: object, vocab_size: int) -> list[Constraint]:
                     "constraints, force_words_ids: expected token ids of the vocabulary, 0 to "
                     f"{vocab_size - 1}, got {token}"
                 )
-    return list(constraints)
 
 
 def _flat(phrases: Any) -> list[int]:
@@ -127,7 +123,7 @@ class ConstrainedSearch:
         device = input_ids.device
         self.rows = torch.arange(len(input_ids), device=device)
         self.beam_scores = torch.zeros((settings.batch, settings.num_beams), device=device)
-        self.beam_scores[:, 1:] = UNUSED
+        self.beam_scores[:, 1:] = UNUSED_BEAM_SCORE
         self.beam_indices: tuple[tuple[int, ...], ...] = tuple(() for _ in input_ids)
         self.scorer = ConstrainedBeamSearchScorer(
             settings.batch,
@@ -138,9 +134,8 @@ class ConstrainedSearch:
             do_early_stopping=settings.early_stopping,
             num_beam_hyps_to_keep=settings.num_return_sequences,
             max_length=settings.max_length,
+            keep_all_beam_indices=True,  # compute_transition_scores() needs those of every result
         )
-        # compute_transition_scores() needs those of every result.
-        self.scorer.keep_all_beam_indices = True
         self.token_ids: dict[str, Any] = {
             "pad_token_id": settings.pad_token,
             "eos_token_id": settings.end_tokens or None,
@@ -178,7 +173,7 @@ class ConstrainedSearch:
             input_ids, parents if moved else None, bool(self.scorer.is_done) or bool(stopped)
         )
 
-    def finish(self, input_ids: Tensor) -> BeamResult:
+    def finish(self, input_ids: Tensor) -> SearchResult:
         nothing = torch.zeros((self.settings.batch, 0), dtype=torch.int64)
         result: Any = self.scorer.finalize(
             input_ids,
@@ -193,4 +188,4 @@ class ConstrainedSearch:
         if beam_indices is not None:
             generated = sequences.shape[1] - self.settings.prompt_length
             beam_indices = beam_indices[:, :generated].to(torch.int32)
-        return BeamResult(sequences, result["sequence_scores"], beam_indices)
+        return SearchResult(sequences, result["sequence_scores"], beam_indices)

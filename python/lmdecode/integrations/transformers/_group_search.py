@@ -21,12 +21,13 @@ from lmdecode.integrations.transformers._beam_candidates import (
     processed_log_probs,
     top_k_candidates,
 )
-from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
-from lmdecode.integrations.transformers._beam_plan import BeamPlan
+from lmdecode.integrations.transformers._beam_loop import SearchResult, Step
+from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers._search_settings import (
     SearchSettings,
     new_search,
     raise_for_prompts,
+    rows_of_beams,
 )
 from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.logits_process import as_op_logits
@@ -105,7 +106,7 @@ class GroupSearch:
     ) -> None:
         self.settings, self.num_groups, self.recorder = settings, num_groups, recorder
         processors = _with_diversity(processors, diversity_penalty, settings.num_beams, num_groups)
-        self.criteria, self.plan = criteria, BeamPlan(processors)
+        self.criteria, self.plan = criteria, ProcessorPlan(processors)
         self.group_size = settings.num_beams // num_groups
         self.num_candidates = settings.candidates_per_beam * self.group_size
         device, slots = input_ids.device, settings.batch * num_groups
@@ -205,7 +206,7 @@ class GroupSearch:
             scores[rows] = log_probs
         return top_k_candidates(accumulate(log_probs, beam_scores), self.num_candidates, vocab_size)
 
-    def finish(self, input_ids: Tensor) -> BeamResult:
+    def finish(self, input_ids: Tensor) -> SearchResult:
         settings = self.settings
         final = beam_finalize(
             self.state,
@@ -222,11 +223,9 @@ class GroupSearch:
             groups = torch.div(final.places, self.group_size, rounding_mode="floor")
             first_rows = self.rows[:: settings.num_beams, None] + groups * self.group_size
             beams = final.beam_indices[..., settings.prompt_length : length]
-            beam_indices = torch.where(
-                beams < 0, beams, beams + first_rows[..., None].to(torch.int32)
-            ).flatten(0, 1)
+            beam_indices = rows_of_beams(beams, first_rows[..., None]).flatten(0, 1)
         scores = final.scores.masked_fill(final.scores < _NOT_REAL, -torch.inf)
-        return BeamResult(
+        return SearchResult(
             final.sequences[..., :length].flatten(0, 1),
             scores.flatten().to(torch.float32),
             beam_indices,

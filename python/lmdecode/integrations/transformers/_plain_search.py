@@ -19,12 +19,13 @@ from lmdecode.integrations.transformers._beam_candidates import (
     take,
     top_k_candidates,
 )
-from lmdecode.integrations.transformers._beam_loop import BeamResult, Step
-from lmdecode.integrations.transformers._beam_plan import BeamPlan
+from lmdecode.integrations.transformers._beam_loop import SearchResult, Step
+from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers._search_settings import (
     SearchSettings,
     new_search,
     raise_for_prompts,
+    rows_of_beams,
 )
 from lmdecode.integrations.transformers.logits_process import as_op_logits
 
@@ -74,7 +75,7 @@ class PlainSearch:
         recorder: Recorder,
     ) -> None:
         self.settings, self.do_sample, self.recorder = settings, do_sample, recorder
-        self.processors, self.plan = processors, BeamPlan(processors)
+        self.processors, self.plan = processors, ProcessorPlan(processors)
         self.num_candidates = settings.candidates_per_beam * settings.num_beams
         device = input_ids.device
         self.rows = torch.arange(len(input_ids), device=device)
@@ -147,7 +148,7 @@ class PlainSearch:
         rows = (candidates.beams + first[:, None]).flatten()
         return torch.cat((input_ids[rows], candidates.tokens.flatten()[:, None]), dim=1)
 
-    def finish(self, input_ids: Tensor) -> BeamResult:
+    def finish(self, input_ids: Tensor) -> SearchResult:
         settings = self.settings
         final = beam_finalize(self.state, self.parameters, settings.num_return_sequences)
         start = settings.prompt_length
@@ -160,9 +161,9 @@ class PlainSearch:
         sequences[..., :start] = self.prompts[:, :1]  # also where fewer were found
         beam_indices = None
         if self.recorder.returns_dict:
-            first_rows = self.rows[:: settings.num_beams, None, None].to(torch.int32)
-            beams = final.beam_indices[..., start:length]
-            beam_indices = torch.where(beams < 0, beams, beams + first_rows).flatten(0, 1)
-        return BeamResult(
+            first_rows = self.rows[:: settings.num_beams, None, None]
+            beam_indices = rows_of_beams(final.beam_indices[..., start:length], first_rows)
+            beam_indices = beam_indices.flatten(0, 1)
+        return SearchResult(
             sequences.flatten(0, 1), final.scores.flatten().to(torch.float32), beam_indices
         )

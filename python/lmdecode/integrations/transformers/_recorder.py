@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
-    from lmdecode.integrations.transformers._beam_loop import BeamResult
+    from lmdecode.integrations.transformers._beam_loop import SearchResult
 
 
 class Recorder:
@@ -84,7 +84,7 @@ class Recorder:
         return GenerateDecoderOnlyOutput(**fields)
 
     def beam_result(
-        self, result: BeamResult, model_kwargs: dict[str, Any]
+        self, result: SearchResult, model_kwargs: dict[str, Any]
     ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
         """Return what ``generate()`` returns for beam search."""
         if not self.returns_dict:

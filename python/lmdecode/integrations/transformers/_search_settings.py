@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lmdecode.beam_state import (
@@ -14,24 +15,23 @@ from lmdecode.beam_state import (
     beam_parameters,
     new_beam_state,
 )
-from lmdecode.integrations.transformers._beam_candidates import (
+from lmdecode.beam_types import (
+    STATUS_CONTINUATIONS,
+    STATUS_EMPTY,
     STATUS_NAN,
-    STATUS_NO_CANDIDATE,
     STATUS_SCORE,
+    UNUSED_BEAM_SCORE,
 )
 from lmdecode.integrations.transformers._status import raise_for_status
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# The score of the beams that do not count at the beginning, when all are equal.
-UNUSED = -1.0e9
-
 _STATUS_TEXT = {
     STATUS_NAN: "NaN in its logits",
-    STATUS_NO_CANDIDATE: "no candidate above -inf",
+    STATUS_EMPTY: "no candidate above -inf",
     STATUS_SCORE: "a score of +inf or NaN",
-    8: "fewer candidates that go on than beams",
+    STATUS_CONTINUATIONS: "fewer candidates that go on than beams",
 }
 
 
@@ -132,8 +132,13 @@ def new_search(
     )
     state.sequences[:, :, : settings.prompt_length] = input_ids.view(slots, width, -1)
     state.lengths.fill_(settings.prompt_length)
-    state.scores[:, 1:] = UNUSED
+    state.scores[:, 1:] = UNUSED_BEAM_SCORE
     return parameters, state
+
+
+def rows_of_beams(beams: Tensor, first_rows: Tensor) -> Tensor:
+    """Return beams that are counted within a search as rows; -1, none, stays."""
+    return torch.where(beams < 0, beams, beams + first_rows.to(beams.dtype))
 
 
 def raise_for_prompts(status: Tensor, step: int) -> None:

@@ -146,7 +146,7 @@ def attention_forward(
     Raises
     ------
     ValueError
-        In training, and for what is not supported.
+        In training, for what is not supported, and where the cache holds a smaller window.
     """
     _check(query, dropout, {"position_bias": position_bias, "cache": cache})
     if is_causal is None:
@@ -160,6 +160,11 @@ def attention_forward(
         return _transposed(out), None
     if isinstance(key, RingStates) and is_causal and key.ring.window == sliding_window:
         return _transposed(key.attend(query, key_padding_mask=attention_mask, **options)), None
+    if isinstance(key, RingStates) and sliding_window and key.ring.window < sliding_window:
+        raise ValueError(
+            f"lmdecode attention: sliding_window is {sliding_window}; expected at most "
+            f"{key.ring.window}, the window of the cache: make it with the config of the model"
+        )
     if attention_mask is not None:
         seen, held = attention_mask.shape[1], key.shape[2]
         if held > seen:  # a static cache that is not full

@@ -10,7 +10,8 @@ import torch
 from lmdecode.integrations.transformers._beam_loop import Search, decode
 from lmdecode.integrations.transformers._constrained_search import (
     ConstrainedSearch,
-    check_constraints,
+    as_constraints,
+    check_tokens,
     constraints_of,
 )
 from lmdecode.integrations.transformers._generate_call import (
@@ -94,9 +95,10 @@ def _constraints(
         constraints = config.constraints
     if force_words_ids is None:
         force_words_ids = config.force_words_ids
-    found = check_constraints([] if constraints is None else constraints, vocab_size)
+    found = as_constraints([] if constraints is None else constraints)
     if force_words_ids is not None:
-        found += check_constraints(constraints_of(force_words_ids), vocab_size)
+        found += constraints_of(force_words_ids)
+    check_tokens(found, vocab_size)
     if found and config.do_sample:
         raise ValueError("do_sample: expected False with constraints, got True")
     if found and (config.num_beam_groups or 1) != 1:

@@ -13,12 +13,11 @@ from torch import Tensor
 from lmdecode.beam_request import BeamRequest
 from lmdecode.beam_search import BeamSearch
 from lmdecode.beam_trace import BeamTrace
+from lmdecode.beam_types import REAL_BEAM_SCORE_BOUND
 
 __all__ = ["BeamComparison", "compare_with_transformers"]
 
 _OP = "compare_with_transformers"
-# Below, scores are those of beams that exist only in name.
-_NO_BEAM = -1.0e8
 # Settings that would change the logits, and what leaves them alone.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "bad_words_ids": (None,),
@@ -201,8 +200,8 @@ def _first_difference(
     what: str, ours: list[_Entry], theirs: list[_Entry], tolerance: float
 ) -> str | None:
     """Compare two lists of entries, those of beams that exist only in name left out."""
-    ours = [entry for entry in ours if entry.score > _NO_BEAM]
-    theirs = [entry for entry in theirs if entry.score > _NO_BEAM]
+    ours = [entry for entry in ours if entry.score > REAL_BEAM_SCORE_BOUND]
+    theirs = [entry for entry in theirs if entry.score > REAL_BEAM_SCORE_BOUND]
     for rank in range(max(len(ours), len(theirs))):
         here = ours[rank] if rank < len(ours) else None
         there = theirs[rank] if rank < len(theirs) else None

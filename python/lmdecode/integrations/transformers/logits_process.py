@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from lmdecode.sampling_types import STATUS_NAN
+
 # The stages of the op in the order in which it, and generate(), applies them.
 STAGES = ("temperature", "top_k", "top_p", "min_p")
 
 _OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_STATUS_NAN = 1
 
 
 def as_op_logits(scores: torch.Tensor) -> torch.Tensor:
@@ -139,6 +140,6 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         )
         kept_logits = filtered.kept_logits
         assert kept_logits is not None  # it was asked for
-        has_nan = (filtered.status & _STATUS_NAN).to(torch.bool)
+        has_nan = (filtered.status & STATUS_NAN).to(torch.bool)
         kept_logits[:, 0].masked_fill_(has_nan, math.nan)
         return kept_logits

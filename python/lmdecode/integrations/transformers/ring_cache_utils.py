@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, StaticCache
+from transformers import Cache, PretrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from lmdecode.integrations.transformers._beam_layers import BeamLayer, BeamSlidingWindowLayer
@@ -32,18 +32,30 @@ class RingLayer(CacheLayerMixin):
         Keys that a query sees, its own included.
     keeps_memory : bool
         Whether the ring stays allocated when the layer is reset.
+
+    Raises
+    ------
+    ValueError
+        If ``sliding_window`` is below 1.
     """
 
     is_sliding = True
     is_croppable = True
 
     def __init__(self, sliding_window: int, *, keeps_memory: bool = False) -> None:
+        if sliding_window < 1:
+            raise ValueError(
+                f"RingLayer: sliding_window is {sliding_window}; expected at least 1, or a layer "
+                "without a window"
+            )
         # Not that of the base class, which assigns keys and values.
         self.sliding_window = sliding_window
         self.record_past = False
         self.is_initialized = False
         self._keeps_memory = keeps_memory
         self._ring: RingKVCache | None = None
+        # What came first, until more comes: it may be longer than the ring, and be cropped.
+        self._first_chunk: tuple[Tensor, Tensor] | None = None
 
     @property
     def ring(self) -> RingKVCache:
@@ -95,9 +107,18 @@ class RingLayer(CacheLayerMixin):
         """Write [B, H, n, D], and return what their queries see, and them: a prompt comes whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif len(key_states) != self.ring.batch or key_states.dtype != self.dtype:
+            raise ValueError(
+                f"RingLayer: key_states has {len(key_states)} rows of {key_states.dtype}; expected "
+                f"{self.ring.batch} of {self.dtype}, as the cache holds: another batch needs "
+                "another cache, or reset()"
+            )
         count, held = key_states.shape[2], self.cumulative_length
+        self._first_chunk = None
         if held == 0:
             self.ring.append(key_states, value_states)
+            if self.record_past:
+                self._first_chunk = key_states, value_states
             return key_states, value_states
         if self.record_past:
             self._make_room(self.sliding_window + count)
@@ -134,11 +155,20 @@ class RingLayer(CacheLayerMixin):
                 f"RingLayer: tokens_to_remove is {tokens_to_remove}; expected 0 or less, the "
                 "number of tokens to remove, negated"
             )
-        if self.is_initialized:
+        if not self.is_initialized:
+            return
+        if self._first_chunk is None or -tokens_to_remove > self.cumulative_length:
             self.ring.rollback(-tokens_to_remove)
+            return
+        left = self.cumulative_length + tokens_to_remove
+        keys, values = (states[:, :, :left] for states in self._first_chunk)
+        self.ring.reset()
+        self.ring.append(keys, values)
+        self._first_chunk = keys, values
 
     def reset(self) -> None:
         """Forget everything."""
+        self._first_chunk = None
         if self._keeps_memory and self._ring is not None:
             self._ring.reset()
         else:
@@ -147,16 +177,19 @@ class RingLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row r go on as row ``beam_idx[r]``, in place; only rows that move are copied."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.reorder_(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let ``repeats`` rows follow on each row."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.select_rows_(torch.arange(self.ring.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, in this order."""
+        self._first_chunk = None
         if self.cumulative_length > 0:
             self.ring.select_rows_(torch.arange(self.ring.batch)[indices.cpu()])
 
@@ -187,6 +220,14 @@ class _FixedLayer(BeamLayer):
             states.start = states.end = 0
 
 
+def _check_config(cache: str, config: object) -> None:
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(
+            f"{cache}: config is of type {type(config).__name__}; expected the config of a model, "
+            "model.config, which tells its windows"
+        )
+
+
 class DynamicRingCache(BeamDynamicCache):
     """A ``DynamicCache`` whose sliding layers are rings, and whose other ones grow in place.
 
@@ -200,9 +241,15 @@ class DynamicRingCache(BeamDynamicCache):
         Of the model: tells which layers have a sliding window.
     capacity : int
         Positions to make room for at once in layers without a window.
+
+    Raises
+    ------
+    TypeError
+        If ``config`` is none, such as the model itself.
     """
 
     def __init__(self, config: Any, *, capacity: int = 0) -> None:
+        _check_config("DynamicRingCache", config)
         super().__init__(config=config, capacity=capacity)
         self.layers = [
             RingLayer(layer.sliding_window) if type(layer) is BeamSlidingWindowLayer else layer
@@ -222,9 +269,15 @@ class StaticRingCache(Cache):
         Of the model: tells which layers have a sliding window.
     max_cache_len : int
         Tokens of a sequence at most; only layers without a window hold so many.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
     """
 
     def __init__(self, config: Any, max_cache_len: int) -> None:
+        _check_config("StaticRingCache", config)
         if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int):
             kind = type(max_cache_len).__name__
             raise TypeError(f"StaticRingCache: max_cache_len is of type {kind}; expected an int")

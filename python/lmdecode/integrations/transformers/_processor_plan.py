@@ -73,7 +73,7 @@ def _is_in_order(processors: LogitsProcessorList) -> bool:
     return True
 
 
-class BeamPlan:
+class ProcessorPlan:
     """A list of processors as arguments of ``log_softmax_top_k``.
 
     Attributes

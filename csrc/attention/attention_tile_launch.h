@@ -1,0 +1,25 @@
+// Launches the tiles of sliding_window_attention on tensor cores: with and without a rule for
+// scores in files of their own, for the compiler's sake.
+#pragma once
+
+#include "attention/attention_kernel_launch.h"
+#include "attention/sliding_window_attention_kernel.cuh"
+
+namespace lmdecode {
+
+template <class T, bool kHasRule>
+void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* stream) {
+  with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
+    using Shape = attention_cuda::AttentionShape<size>;
+    launch_attention("sliding_window_attention",
+                     &attention_cuda::sliding_window_attention_kernel<T, size, kHasRule>,
+                     AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
+                     sizeof(attention_cuda::AttentionStorage<T, size>), params, stream);
+  });
+}
+
+// T: Half or BFloat16. In sliding_window_attention_rule_cuda.cu.
+template <class T>
+void launch_attention_tiles_with_rule(const SlidingWindowAttentionParams& params, void* stream);
+
+}  // namespace lmdecode

@@ -1,0 +1,235 @@
+// The tiles of attention on tensor cores: 16-bit elements in shared memory, and the rows of a warp
+// with their scores, weights and sums in the fragments of mma.m16n8k16.
+#pragma once
+
+#include "attention/row_tensors.cuh"
+#include "attention/score_rule.cuh"
+#include "attention/swizzle.h"
+
+namespace lmdecode::attention_cuda {
+
+__device__ __forceinline__ unsigned round_pair(BFloat16, float first, float second) {
+  return cuda::round_to_bf16(first, second);
+}
+__device__ __forceinline__ unsigned round_pair(Half, float first, float second) {
+  return cuda::round_to_f16(first, second);
+}
+__device__ __forceinline__ void multiply_add(BFloat16, float (&sum)[4], const unsigned (&a)[4],
+                                             const unsigned (&b)[2]) {
+  cuda::multiply_add_bf16(sum, a, b);
+}
+__device__ __forceinline__ void multiply_add(Half, float (&sum)[4], const unsigned (&a)[4],
+                                             const unsigned (&b)[2]) {
+  cuda::multiply_add_f16(sum, a, b);
+}
+
+// Elements are read 16 bytes at a time where they lie side by side and rows begin at multiples of
+// that.
+template <class T>
+__device__ bool is_aligned(const void* data, const AttentionStrides& s) {
+  constexpr int64_t kElements = 16 / sizeof(T);
+  return s.element == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+         (s.sequence | s.head | s.token) % kElements == 0;
+}
+
+// Rows of `size` elements, row_at(row) or 0 where that is null, to a tile [kRows, kSize]; as far as
+// the next multiple of 16 elements, which products take. By kThreads threads, which may read the
+// tile after they waited for their copies and met at a barrier. base: any aligned address.
+template <class T, int kRows, int kSize, int kThreads, class RowAt>
+__device__ __forceinline__ void load_tile(T* tile, const RowAt& row_at, const void* base,
+                                          int64_t stride, int size, bool aligned) {
+  constexpr int kChunks = kSize / kChunk;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, column = i % kChunks * kChunk;
+    if (column >= (size + 15) / 16 * 16) continue;
+    T* const to = tile + swizzled<kSize>(row, column);
+    const T* const from = row_at(row);
+    const int count = from == nullptr ? 0 : max(min(size - column, kChunk), 0);
+    if (aligned) {
+      cuda::copy_async_16(to, count > 0 ? from + column : base,
+                          static_cast<unsigned>(count) * sizeof(T));
+    } else {
+      unsigned pairs[4] = {};
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (e < count) pairs[e / 2] |= unsigned{from[(column + e) * stride].bits} << (e % 2 * 16);
+      }
+      *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
+// 16 kRowTiles rows of a warp, for kKeys keys at a time and values of up to kSize. A thread has
+// rows lane / 4 and lane / 4 + 8 of each 16, and two columns of each 8.
+template <class T, int kSize, int kRowTiles, int kKeys>
+class WarpRows {
+ public:
+  using Scores = float[kRowTiles][kKeys / 8][4];
+
+  __device__ WarpRows() {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      for (int h = 0; h < 2; ++h) {
+        row_max[t][h] = minus_infinity();
+        row_sum[t][h] = 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < kSize / 8; ++n) {
+        for (int i = 0; i < 4; ++i) out[t][n][i] = 0.0f;
+      }
+    }
+  }
+
+  // Of the rows from first_row on in a tile [.., kSize], with the keys from first_key on in theirs.
+  __device__ void multiply_keys(const T* queries, int first_row, const T* keys, int first_key,
+                                int head_size, Scores& scores) const {
+    const int lane = cuda::lane_id();
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int i = 0; i < 4; ++i) scores[t][n][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSize / 16; ++k) {
+      if (k * 16 >= head_size) break;
+      unsigned a[kRowTiles][4];
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        const int row = first_row + t * 16 + lane % 16;
+        cuda::load_matrices(a[t], queries + swizzled<kSize>(row, k * 16 + lane / 16 * 8));
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        const int key = first_key + n * 16 + lane / 16 * 8 + lane % 8;
+        unsigned b[4];
+        cuda::load_matrices(b, keys + swizzled<kSize>(key, k * 16 + lane / 8 % 2 * 8));
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          multiply_add(T{}, scores[t][2 * n], a[t], {b[0], b[1]});
+          multiply_add(T{}, scores[t][2 * n + 1], a[t], {b[2], b[3]});
+        }
+      }
+    }
+  }
+
+  // Products to scores, and hidden ones to -inf: key 0 of the scores is `first`.
+  __device__ void apply_rule(const ScoreRule& rule, bool has_rule, const KeyRange* row_keys,
+                             KeyRange seen, int first_row, int64_t first, Scores& scores) const {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row + t * 16 + h * 8 + cuda::lane_id() / 4;
+        const KeyRange range = {max_of(row_keys[row].begin, seen.begin),
+                                min_of(row_keys[row].end, seen.end)};
+        const KeyRange shown = part_of_range(range, first, first + kKeys);
+        const int begin = static_cast<int>(shown.begin), end = static_cast<int>(shown.end);
+        const ScoreRule::Row of_row = has_rule && begin < end ? rule.row(row) : ScoreRule::Row{};
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int key = n * 8 + cuda::lane_id() % 4 * 2 + i;
+            float& score = scores[t][n][h * 2 + i];
+            if (key < begin || key >= end) {
+              score = minus_infinity();
+            } else if (has_rule) {
+              score = rule.score(score, of_row, first + key);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Scores to weights; what the rows have so far is brought to their new maxima.
+  __device__ void weigh(float factor, Scores& scores) {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = minus_infinity();
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          top = fmaxf(top, fmaxf(scores[t][n][h * 2], scores[t][n][h * 2 + 1]));
+        }
+        for (int offset = 1; offset <= 2; offset *= 2) {
+          top = fmaxf(top, __shfl_xor_sync(cuda::kFullMask, top, offset));
+        }
+        const float old_max = row_max[t][h], new_max = fmaxf(old_max, top * factor);
+        const float share = new_max > old_max ? cuda::exp2_approximate(old_max - new_max) : 1.0f;
+        // Where nothing was seen yet all scores are -inf, or NaN: both stay.
+        const float shift = new_max > minus_infinity() ? 0.0f - new_max : 0.0f;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = scores[t][n][h * 2 + i];
+            score = cuda::exp2_approximate(__fmaf_rn(score, factor, shift));
+            sum += score;
+          }
+        }
+        row_max[t][h] = new_max;
+        row_sum[t][h] = row_sum[t][h] * share + sum;
+#pragma unroll
+        for (int n = 0; n < kSize / 8; ++n) {
+          out[t][n][h * 2] *= share;
+          out[t][n][h * 2 + 1] *= share;
+        }
+      }
+    }
+  }
+
+  // Weights, rounded to T, times the values from first_key on in their tile [.., kSize].
+  __device__ void add_values(const Scores& weights, const T* values, int first_key,
+                             int value_size) {
+    const int lane = cuda::lane_id();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      unsigned a[kRowTiles][4];
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&pair)[4] = weights[t][2 * k + i / 2];
+          a[t][i] = round_pair(T{}, pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        }
+      }
+      const int key = first_key + k * 16 + lane % 16;
+#pragma unroll
+      for (int n = 0; n < kSize / 16; ++n) {
+        if (n * 16 >= value_size) break;
+        unsigned b[4];
+        cuda::load_transposed_matrices(b, values + swizzled<kSize>(key, n * 16 + lane / 16 * 8));
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          multiply_add(T{}, out[t][2 * n], a[t], {b[0], b[1]});
+          multiply_add(T{}, out[t][2 * n + 1], a[t], {b[2], b[3]});
+        }
+      }
+    }
+  }
+
+  // The sums of the four threads of a row, to all of them.
+  __device__ void finish_sums() {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        for (int offset = 1; offset <= 2; offset *= 2) {
+          row_sum[t][h] += __shfl_xor_sync(cuda::kFullMask, row_sum[t][h], offset);
+        }
+      }
+    }
+  }
+
+  float out[kRowTiles][kSize / 8][4];
+  float row_max[kRowTiles][2];  // exponents of two
+  float row_sum[kRowTiles][2];
+};
+
+}  // namespace lmdecode::attention_cuda

@@ -1,0 +1,31 @@
+// What the weights of a row come to, for the CPU and the CUDA kernels.
+#pragma once
+
+#include "common/exp_weight.h"
+#include "common/float64.h"
+
+namespace lmdecode {
+
+// What a row's weights sum to, with the sink: out / divisor is the result.
+struct RowTotal {
+  double max;  // exponent of two
+  double sum;
+  float divisor;
+
+  // sink: null for none.
+  static LMD_HOST_DEVICE RowTotal of(double max, double sum, const float* sink) {
+    if (sink == nullptr) return {max, sum, static_cast<float>(sum)};
+    const double score = static_cast<double>(*sink) * kLog2E;
+    const double top = score > max ? score : max;
+    if (!(top > static_cast<double>(minus_infinity()))) return {max, sum, static_cast<float>(sum)};
+    const double share = exp2_f64(max - top);
+    const double total = sum * share + exp2_f64(score - top);
+    return {top, total, static_cast<float>(total / share)};
+  }
+  LMD_HOST_DEVICE bool is_empty() const { return sum == 0.0; }
+  LMD_HOST_DEVICE float lse() const {
+    return is_empty() ? minus_infinity() : static_cast<float>((max + log2_f64(sum)) / kLog2E);
+  }
+};
+
+}  // namespace lmdecode

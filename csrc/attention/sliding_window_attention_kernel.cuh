@@ -1,0 +1,130 @@
+// sliding_window_attention on a GPU.
+#pragma once
+
+#include "attention/attention_cuda_tuning.h"
+#include "attention/matrix_tile.cuh"
+#include "attention/plain_attention.cuh"
+
+namespace lmdecode::attention_cuda {
+
+// Tiles of rows on tensor cores, for head sizes up to kSize.
+template <int kSize>
+struct AttentionShape {
+  static constexpr int kRowTiles = attention_cuda_tuning::row_tiles(kSize);
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = attention_cuda_tuning::kWarps * kWarpRows;
+  static constexpr int kKeys = attention_cuda_tuning::kKeys;
+  static constexpr int kThreads = attention_cuda_tuning::kWarps * cuda::kWarpSize;
+};
+
+template <class T, int kSize>
+struct AttentionStorage {
+  using Shape = AttentionShape<kSize>;
+  alignas(128) T queries[Shape::kRows * kSize];
+  alignas(128) T keys[Shape::kKeys * kSize];
+  alignas(128) T values[Shape::kKeys * kSize];
+  KeyRange row_keys[Shape::kRows];
+};
+
+// While scores are multiplied a step's values arrive, and while values are, the next step's keys.
+// kHasRule: needs_score_rule, whose code takes registers from the rest.
+template <class T, int kSize, bool kHasRule>
+__global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
+    sliding_window_attention_kernel(const SlidingWindowAttentionParams p) {
+  using Shape = AttentionShape<kSize>;
+  AttentionStorage<T, kSize>& storage = cuda::shared_storage<AttentionStorage<T, kSize>>();
+  const AttentionTiles tiles = AttentionTiles::of(p, Shape::kRows);
+  const int head_size = static_cast<int>(p.head_size), value_size = static_cast<int>(p.value_size);
+  const bool q_aligned = is_aligned<T>(p.q, p.q_strides);
+  const bool k_aligned = is_aligned<T>(p.k, p.k_strides);
+  const bool v_aligned = is_aligned<T>(p.v, p.v_strides);
+  const int first_row = cuda::warp_id() * Shape::kWarpRows;
+
+  for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x) {
+    const AttentionRows rows = tiles.tile(p, index);
+    if (rows.count == 0) continue;
+    const ScoreRule rule(p, rows);
+    const float factor = rule.exponent_factor();
+    const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
+
+    __syncthreads();  // the tile before has been read
+    find_row_keys(p, rows, Shape::kRows, storage.row_keys);
+    load_tile<T, Shape::kRows, kSize, Shape::kThreads>(
+        storage.queries,
+        [&](int row) { return row < rows.count ? query_of<T>(p, rows, row) : nullptr; }, p.q,
+        p.q_strides.element, head_size, q_aligned);
+    __syncthreads();
+    const RowsKeys seen = keys_of_rows(storage.row_keys, rows.count);
+    // Keys that no row sees are not read, but are zeros where a step holds them.
+    const auto row_of = [&](const CacheRows<T>& cache, int64_t first) {
+      return [=](int row) -> const T* {
+        const int64_t key = first + row;
+        return key >= seen.some.begin && key < seen.some.end ? cache.row(key) : nullptr;
+      };
+    };
+    const auto load_keys = [&](int64_t first) {
+      if (first < seen.some.end) {
+        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
+            storage.keys, row_of(keys, first), p.k, p.k_strides.element, head_size, k_aligned);
+      }
+      cuda::copy_async_commit();
+    };
+
+    WarpRows<T, kSize, Shape::kRowTiles, Shape::kKeys> warp;
+    int64_t first = seen.some.begin / Shape::kKeys * Shape::kKeys;
+    load_keys(first);
+    for (; first < seen.some.end; first += Shape::kKeys) {
+      cuda::copy_async_wait<0>();
+      __syncthreads();  // the keys are there, and the values before have been read
+      load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
+          storage.values, row_of(values, first), p.v, p.v_strides.element, value_size, v_aligned);
+      cuda::copy_async_commit();
+      float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
+      warp.multiply_keys(storage.queries, first_row, storage.keys, 0, head_size, scores);
+      if (kHasRule || !seen.all_see(first, first + Shape::kKeys)) {
+        warp.apply_rule(rule, kHasRule, storage.row_keys, seen.some, first_row, first, scores);
+      }
+      warp.weigh(factor, scores);
+      cuda::copy_async_wait<0>();
+#if !defined(LMD_PLANT_MISSING_BARRIER)
+      __syncthreads();  // the values are there, and the keys have been read
+#endif
+      load_keys(first + Shape::kKeys);
+      warp.add_values(scores, storage.values, 0, value_size);
+    }
+    cuda::copy_async_wait<0>();
+
+    warp.finish_sums();
+    const FinishedRows<T> output = {p, rows};
+    const int lane = cuda::lane_id();
+#pragma unroll
+    for (int t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row + t * 16 + h * 8 + lane / 4;
+        if (row >= rows.count) continue;
+        const auto to = output.row(row, warp.row_max[t][h], warp.row_sum[t][h], lane % 4 == 0);
+#pragma unroll
+        for (int n = 0; n < kSize / 8; ++n) {
+          to.put_pair(n * 8 + lane % 4 * 2, warp.out[t][n][h * 2], warp.out[t][n][h * 2 + 1]);
+        }
+      }
+    }
+  }
+}
+
+// The same for every dtype and size, kValueSize at least the value_size.
+template <class T, int kValueSize>
+__global__ void __launch_bounds__(kPlainThreads)
+    plain_attention_kernel(const SlidingWindowAttentionParams p) {
+  constexpr int kWarpRows = attention_cuda_tuning::kPlainRows;
+  const AttentionTiles tiles = AttentionTiles::of(p, PlainStorage<kWarpRows>::kRows);
+  for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x) {
+    const AttentionRows rows = tiles.tile(p, index);
+    if (rows.count == 0) continue;
+    attend_plainly<T, kWarpRows, kValueSize>(
+        p, rows, [](KeyRange some) { return some; }, FinishedRows<T>{p, rows});
+  }
+}
+
+}  // namespace lmdecode::attention_cuda

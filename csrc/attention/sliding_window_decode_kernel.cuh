@@ -1,0 +1,230 @@
+// sliding_window_decode on a GPU: parts of the cache, then the rows that they make.
+#pragma once
+
+#include "attention/decode_launch.h"
+#include "attention/matrix_tile.cuh"
+#include "attention/plain_attention.cuh"
+
+namespace lmdecode::attention_cuda {
+
+// 16 rows, with 16 keys of each step for each warp, on tensor cores, for head sizes up to kSize.
+template <int kSize>
+struct DecodeShape {
+  static constexpr int kRows = 16;
+  static constexpr int kWarps = attention_cuda_tuning::decode_warps(kSize);
+  static constexpr int kKeys = 16 * kWarps;
+  static constexpr int kStages = attention_cuda_tuning::kDecodeStages;
+  static constexpr int kThreads = kWarps * cuda::kWarpSize;
+};
+
+template <class T, int kSize>
+struct DecodeStorage {
+  using Shape = DecodeShape<kSize>;
+  struct Cache {
+    alignas(128) T keys[Shape::kStages][Shape::kKeys * kSize];
+    alignas(128) T values[Shape::kStages][Shape::kKeys * kSize];
+  };
+  struct Sums {  // of each warp
+    float out[Shape::kWarps][Shape::kRows][kSize];
+    float row_max[Shape::kWarps][Shape::kRows];
+    float row_sum[Shape::kWarps][Shape::kRows];
+  };
+  union {
+    Cache cache;
+    Sums sums;
+  };
+  alignas(128) T queries[Shape::kRows * kSize];
+  KeyRange row_keys[Shape::kRows];
+};
+
+// The rows of the warps, each over its keys, to one: in the order of the warps.
+template <class T, int kSize>
+__device__ void add_warps(const WarpRows<T, kSize, 1, 16>& warp, int count, int value_size,
+                          DecodeStorage<T, kSize>& storage, const PartRows& output) {
+  using Shape = DecodeShape<kSize>;
+  auto& sums = storage.sums;
+  const int lane = cuda::lane_id(), mine = cuda::warp_id();
+  __syncthreads();  // the cache has been read
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = h * 8 + lane / 4;
+    if (lane % 4 == 0) {
+      sums.row_max[mine][row] = warp.row_max[0][h];
+      sums.row_sum[mine][row] = warp.row_sum[0][h];
+    }
+#pragma unroll
+    for (int n = 0; n < kSize / 8; ++n) {
+      const int column = n * 8 + lane % 4 * 2;
+      sums.out[mine][row][column] = warp.out[0][n][h * 2];
+      sums.out[mine][row][column + 1] = warp.out[0][n][h * 2 + 1];
+    }
+  }
+#if !defined(LMD_PLANT_MISSING_BARRIER)
+  __syncthreads();
+#endif
+  for (int row = mine; row < count; row += Shape::kWarps) {
+    float top = minus_infinity();
+    for (int w = 0; w < Shape::kWarps; ++w) top = fmaxf(top, sums.row_max[w][row]);
+    float share[Shape::kWarps], sum = 0.0f;
+    for (int w = 0; w < Shape::kWarps; ++w) {
+      const float max = sums.row_max[w][row];
+      // -inf: it has no keys, or NaN alone, which its sum tells.
+      share[w] = max > minus_infinity() ? cuda::exp2_approximate(max - top) : 1.0f;
+      sum = __fmaf_rn(sums.row_sum[w][row], share[w], sum);
+    }
+    const auto to = output.row(row, top, sum, lane == 0);
+    for (int column = lane; column < value_size; column += cuda::kWarpSize) {
+      float out = 0.0f;
+      for (int w = 0; w < Shape::kWarps; ++w) {
+        out = __fmaf_rn(sums.out[w][row][column], share[w], out);
+      }
+      to.put(column, out);
+    }
+  }
+}
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(DecodeShape<kSize>::kThreads)
+    sliding_window_decode_kernel(const DecodeLaunch launch) {
+  using Shape = DecodeShape<kSize>;
+  DecodeStorage<T, kSize>& storage = cuda::shared_storage<DecodeStorage<T, kSize>>();
+  const SlidingWindowAttentionParams& p = launch.params;
+  const int head_size = static_cast<int>(p.head_size), value_size = static_cast<int>(p.value_size);
+  const bool q_aligned = is_aligned<T>(p.q, p.q_strides);
+  const bool k_aligned = is_aligned<T>(p.k, p.k_strides);
+  const bool v_aligned = is_aligned<T>(p.v, p.v_strides);
+  const int first_key = cuda::warp_id() * 16;
+
+  const int64_t count = launch.count();
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const int64_t part = launch.part(index), head = launch.head(index);
+    const int64_t sequence = launch.sequence(index), row = launch.first_row(index);
+    const AttentionRows rows =
+        AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
+    const ScoreRule rule(p, rows);
+    const bool has_rule = needs_score_rule(p);
+    const float factor = rule.exponent_factor();
+    const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
+
+    __syncthreads();  // what was in shared memory before has been read
+    find_row_keys(p, rows, Shape::kRows, storage.row_keys);
+    __syncthreads();
+    RowsKeys seen = keys_of_rows(storage.row_keys, rows.count);
+    seen.some = decode_part(seen.some, part, launch.split_keys);
+    const PartRows output = {launch.partials, launch.slot(sequence, head, part), row};
+    if (seen.some.begin >= seen.some.end) {
+      const int r = static_cast<int>(threadIdx.x);
+      if (r < rows.count) output.row(r, minus_infinity(), 0.0f, true);
+      continue;
+    }
+    load_tile<T, Shape::kRows, kSize, Shape::kThreads>(
+        storage.queries, [&](int r) { return r < rows.count ? query_of<T>(p, rows, r) : nullptr; },
+        p.q, p.q_strides.element, head_size, q_aligned);
+    const auto row_of = [&](const CacheRows<T>& cache, int64_t first) {
+      return [=](int r) -> const T* {
+        const int64_t key = first + r;
+        return key >= seen.some.begin && key < seen.some.end ? cache.row(key) : nullptr;
+      };
+    };
+    const auto load_step = [&](int64_t first, int stage) {
+      if (first < seen.some.end) {
+        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
+            storage.cache.keys[stage], row_of(keys, first), p.k, p.k_strides.element, head_size,
+            k_aligned);
+        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
+            storage.cache.values[stage], row_of(values, first), p.v, p.v_strides.element,
+            value_size, v_aligned);
+      }
+      cuda::copy_async_commit();
+    };
+
+    WarpRows<T, kSize, 1, 16> warp;
+    int64_t first = seen.some.begin / Shape::kKeys * Shape::kKeys;
+    for (int stage = 0; stage < Shape::kStages - 1; ++stage) {
+      load_step(first + stage * Shape::kKeys, stage);
+    }
+    for (int stage = 0; first < seen.some.end; first += Shape::kKeys) {
+      const int last = (stage + Shape::kStages - 1) % Shape::kStages;
+      load_step(first + (Shape::kStages - 1) * Shape::kKeys, last);
+      cuda::copy_async_wait<Shape::kStages - 1>();
+      __syncthreads();  // the step is there
+      float scores[1][2][4];
+      warp.multiply_keys(storage.queries, 0, storage.cache.keys[stage], first_key, head_size,
+                         scores);
+      const int64_t from = first + first_key;
+      if (has_rule || !seen.all_see(from, from + 16)) {
+        warp.apply_rule(rule, has_rule, storage.row_keys, seen.some, 0, from, scores);
+      }
+      warp.weigh(factor, scores);
+      warp.add_values(scores, storage.cache.values[stage], first_key, value_size);
+      __syncthreads();  // the step has been read
+      stage = (stage + 1) % Shape::kStages;
+    }
+    cuda::copy_async_wait<0>();
+    warp.finish_sums();
+    add_warps<T, kSize>(warp, rows.count, value_size, storage, output);
+  }
+}
+
+template <class T, int kValueSize>
+__global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const DecodeLaunch launch) {
+  const SlidingWindowAttentionParams& p = launch.params;
+  const int64_t count = launch.count();
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const int64_t part = launch.part(index), head = launch.head(index);
+    const int64_t sequence = launch.sequence(index), row = launch.first_row(index);
+    const AttentionRows rows =
+        AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
+    attend_plainly<T, attention_cuda_tuning::kPlainDecodeRows, kValueSize>(
+        p, rows, [&](KeyRange some) { return decode_part(some, part, launch.split_keys); },
+        PartRows{launch.partials, launch.slot(sequence, head, part), row});
+  }
+}
+
+// A warp a row: adds its parts in their order.
+template <class T>
+__global__ void __launch_bounds__(attention_cuda_tuning::kCombineThreads)
+    combine_parts_kernel(const DecodeLaunch launch) {
+  const SlidingWindowAttentionParams& p = launch.params;
+  const DecodeParts& partials = launch.partials;
+  const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize, lane = cuda::lane_id();
+  const int64_t count = p.sequences * p.kv_heads * partials.rows;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + cuda::warp_id(); index < count;
+       index += stride) {
+    const int64_t row = index % partials.rows, head = index / partials.rows % p.kv_heads;
+    const int64_t sequence = index / partials.rows / p.kv_heads;
+    const AttentionRows rows =
+        AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, 1);
+    const auto at = [&](int64_t part) {
+      return launch.slot(sequence, head, part) * partials.rows + row;
+    };
+    float top = minus_infinity();
+    for (int64_t part = lane; part < launch.parts; part += cuda::kWarpSize) {
+      top = fmaxf(top, partials.row_max[at(part)]);
+    }
+    for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(cuda::kFullMask, top, offset));
+    }
+    // -inf: the part has no keys, or NaN alone, which its sum tells.
+    const auto share_of = [&](int64_t part) {
+      const float max = partials.row_max[at(part)];
+      return max > minus_infinity() ? exp2f(max - top) : 1.0f;
+    };
+    float sum = 0.0f;
+    for (int64_t part = 0; part < launch.parts; ++part) {
+      sum = __fmaf_rn(partials.row_sum[at(part)], share_of(part), sum);
+    }
+    const auto to = FinishedRows<T>{p, rows}.row(0, top, sum, lane == 0);
+    for (int64_t column = lane; column < p.value_size; column += cuda::kWarpSize) {
+      float out = 0.0f;
+      for (int64_t part = 0; part < launch.parts; ++part) {
+        if (partials.row_sum[at(part)] == 0.0f) continue;  // it may have no out
+        out = __fmaf_rn(partials.out[at(part) * partials.out_stride + column], share_of(part), out);
+      }
+      to.put(column, out);
+    }
+  }
+}
+
+}  // namespace lmdecode::attention_cuda

@@ -1,0 +1,22 @@
+// Functions of f64 as the C library of the host and that of CUDA have them: not the same bits, so
+// for results that have a tolerance.
+#pragma once
+
+#include "common/host_device.h"
+
+namespace lmdecode {
+
+#if defined(__CUDA_ARCH__)
+#define LMD_F64_FUNCTION(name) name
+#else
+#define LMD_F64_FUNCTION(name) __builtin_##name
+#endif
+
+LMD_HOST_DEVICE double exp_f64(double x) { return LMD_F64_FUNCTION(exp)(x); }
+LMD_HOST_DEVICE double exp2_f64(double x) { return LMD_F64_FUNCTION(exp2)(x); }
+LMD_HOST_DEVICE double natural_log_f64(double x) { return LMD_F64_FUNCTION(log)(x); }
+LMD_HOST_DEVICE double log2_f64(double x) { return LMD_F64_FUNCTION(log2)(x); }
+
+#undef LMD_F64_FUNCTION
+
+}  // namespace lmdecode

@@ -1,0 +1,109 @@
+// Whole entries, header and planes as one image: what files of other stores and a second tier hold.
+#include <algorithm>
+
+#include "store/crc32c.h"
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+// Trusts nothing: throws StoreError kDamaged where an image is not one that a store of this layout
+// could have written.
+SlotHeader StoreEngine::check_image(std::span<const uint8_t> image) const {
+  SlotHeader header = decode_header(layout_, image);
+  if (image.size() != layout_.image_bytes(header.count) ||
+      !planes_are_whole(layout_, header, image) ||
+      chain_key(header.parent, header.num_tokens, header.tokens) != header.key ||
+      std::any_of(header.tokens.begin(), header.tokens.end(), [](int32_t id) { return id < 0; })) {
+    throw StoreError(ErrorKind::kDamaged, "import: an entry is damaged");
+  }
+  return header;
+}
+
+// Writes a checked image to a slot of its own. True: it is new. False: it is known, what it
+// continues is not, or there is no room. Throws StoreError where the slot cannot be written.
+bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
+                              const PutOptions& options) {
+  const Step step{header.num_tokens - header.count, header.count, header.sliding_from, header.key,
+                  header.parent};
+  const EntryId known = map_.find(header.num_tokens, header.key);
+  if (known != kNoEntry && map_[known].sliding_from <= header.sliding_from) return false;
+  const EntryId parent = map_.find(step.begin, step.parent);
+  if (step.begin > 0 && parent == kNoEntry) return false;
+  const uint64_t parent_sequence = step.begin > 0 ? map_[parent].sequence : 0;
+  if (step.begin > 0) ++map_[parent].leases;
+  const auto areas = allocate(lock, 1, header.tenant, options.quota_bytes);
+  if (step.begin > 0 && map_.holds(parent, parent_sequence)) --map_[parent].leases;
+  if (areas.empty()) return false;
+  header.area = areas[0];
+  const auto header_bytes = image.first(layout_.header_bytes(header.count));
+  encode_header(layout_, header, header_bytes);
+  const uint32_t crc = crc32c(header_bytes.data(), header_bytes.size());
+  const int error = slabs_->write(areas[0], image.data(), image.size());
+  // The tokens of the prefix before are not here: only the entry's own are looked at.
+  std::vector<int32_t> tokens(step.begin, 0);
+  tokens.insert(tokens.end(), header.tokens.begin(), header.tokens.end());
+  if (error != 0 || !publish(step, areas[0], crc, header.tenant, options, tokens)) {
+    free_areas_.give_back(areas[0]);
+    if (error != 0) throw_errno(-error, "import: cannot write to", options_.directory);
+    return false;
+  }
+  return true;
+}
+
+std::vector<AreaRow> StoreEngine::entries_of(const Hit& hit) {
+  const Lock lock(mutex_);
+  check_usable();
+  std::vector<AreaRow> rows;
+  for (const HitPart& part : hit.parts_) {
+    if (!map_.holds(part.id, part.sequence)) break;
+    rows.push_back(row_of(map_[part.id]));
+  }
+  return rows;
+}
+
+bool StoreEngine::read_image(const Hit& hit, size_t index, std::span<uint8_t> image) {
+  if (hit.engine_.get() != this || index >= hit.parts_.size()) {
+    throw std::invalid_argument("read_image: not an entry of a hit of this store");
+  }
+  const HitPart& part = hit.parts_[index];
+  if (image.size() != layout_.image_bytes(part.count)) {
+    throw std::invalid_argument("read_image: " + std::to_string(image.size()) +
+                                " bytes; expected " +
+                                std::to_string(layout_.image_bytes(part.count)));
+  }
+  Lock lock(mutex_);
+  check_usable();
+  const Activity activity(*this, lock);
+  lock.unlock();
+  if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) return false;
+  const auto header_bytes = image.first(layout_.header_bytes(part.count));
+  auto header = check_header(part, header_bytes);
+  if (!header.has_value() || !planes_are_whole(layout_, *header, image)) {
+    lock.lock();
+    drop_damaged(part);
+    return false;
+  }
+  header->area = 0;  // a place means nothing elsewhere
+  encode_header(layout_, *header, header_bytes);
+  return true;
+}
+
+bool StoreEngine::insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
+                               const PutOptions& options) {
+  try {
+    SlotHeader header = check_image(image);
+    if (header.key != key) return false;
+    header.tenant = tenant_id(scope.salt);  // the key says so, the header might lie
+    Lock lock(mutex_);
+    require_writer();
+    const Activity activity(*this, lock);
+    if (!failure_.empty()) return false;
+    return place_image(lock, header, image, options) ||
+           map_.find(header.num_tokens, key) != kNoEntry;
+  } catch (const StoreError& error) {
+    if (error.kind() == ErrorKind::kUnusable) throw;
+    return false;
+  }
+}
+
+}  // namespace lmdecode::store

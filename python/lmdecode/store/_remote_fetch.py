@@ -1,0 +1,128 @@
+"""One prefix from the second tier into the local store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmdecode.store._engine import Engine, Scope, root_key
+from lmdecode.store._images import LocalPrefix, image_bytes, insert_image
+from lmdecode.store._library import Put
+from lmdecode.store._remote_values import (
+    ROUND_TRIP_BYTES,
+    DamagedValueError,
+    RemoteEntry,
+    chain_key,
+    tails_name,
+)
+from lmdecode.store._tensors import Tokens
+
+
+@dataclass
+class Progress:
+    """Of a fetch, for who waits for it."""
+
+    started: bool = False
+    entries: int = 0
+    stopped: bool = False  # by who waited
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Follows the chain of keys from where the local store ends, as far as the server has it.
+
+    Full chunks are asked for by their keys, many at a time. Where the next one is not there, a set
+    names the lengths in which shorter entries continue the last one: of those the longest that
+    holds the tokens. Unlike the local store, entries that go on differently are not used in part.
+    """
+
+    client: Any
+    engine: Engine
+    scope: Scope
+    ids: Tokens
+    put: Put
+    progress: Progress
+
+    def run(self, local: LocalPrefix) -> None:
+        """Fetch, insert, stop at the first entry that is not to be had."""
+        chunk, total = self.engine.chunk_tokens, len(self.ids)
+        root = root_key(self.engine, self.scope)
+        position, key = 0, root
+        for line in local.entries:
+            if line.count == chunk and line.num_tokens <= local.num_tokens:
+                position, key = line.num_tokens, bytes(line.key)
+        full = RemoteEntry(key, root, self.engine.by_column, image_bytes(self.engine, chunk))
+        at_once = max(1, ROUND_TRIP_BYTES // full.num_bytes)
+        while position + chunk <= total:
+            entries, next_key = [], key
+            for end in range(position + chunk, total + 1, chunk)[:at_once]:
+                next_key = chain_key(next_key, end, self.ids.tobytes(end - chunk, end))
+                entries.append(full.of(next_key))
+            arrived = self._take(entries)
+            position += arrived * chunk
+            if arrived:
+                key = entries[arrived - 1].key
+            if arrived < len(entries):
+                break
+        if not self.progress.stopped:
+            self._take_tail(full.of(key), position, local.num_tokens - position)
+
+    def _take_tail(self, parent: RemoteEntry, position: int, known: int) -> None:
+        """Take the longest entry that is shorter than a chunk, but longer than what is known."""
+        longest = min(self.engine.chunk_tokens - 1, len(self.ids) - position)
+        if longest <= max(known, 0):
+            return
+        members = self.client.smembers(tails_name(parent.key, parent.by_column))
+        counts = [int(member) for member in members if member.isdigit() and len(member) < 10]
+        for count in sorted(counts, reverse=True):
+            if max(known, 0) < count <= longest:
+                end = position + count
+                key = chain_key(parent.key, end, self.ids.tobytes(position, end))
+                if self._take([parent.of(key, image_bytes(self.engine, count))]):
+                    return
+
+    def _take(self, entries: list[RemoteEntry]) -> int:
+        """Insert the leading entries that the server has whole; their number."""
+        names = [entry.names for entry in entries]
+        with self.client.pipeline(transaction=False) as pipe:
+            for name in (name for group in names for name in group):
+                pipe.get(name)
+            values = pipe.execute()
+        taken = 0
+        for entry, group in zip(entries, names, strict=True):
+            own, values = values[: len(group)], values[len(group) :]
+            if self.progress.stopped or not self._insert(entry, own):
+                break
+            taken += 1
+            self.progress.entries += 1
+        return taken
+
+    def _insert(self, entry: RemoteEntry, values: list[bytes | None]) -> bool:
+        counters = self.progress.counters
+        whole = [value for value in values if value is not None]
+        if len(whole) < len(values):
+            counters["misses"] += 1
+            return False
+        counters["bytes_read"] += sum(map(len, whole))
+        try:
+            image, expires_ms = entry.image(whole)
+            ttl_ms = self.put.ttl_ms
+            if expires_ms:
+                ttl_ms = expires_ms - round(1000 * time.time())
+                if ttl_ms <= 0:
+                    raise DamagedValueError("expired")
+            options = Put(ttl_ms, self.put.quota_bytes, self.put.pin)
+            inserted = insert_image(self.engine, self.scope, entry.key, image, options)
+        except DamagedValueError:
+            # Or it would be in the way of a whole one until it expires.
+            counters["damaged"] += 1
+            with self.client.pipeline(transaction=False) as pipe:
+                for name in entry.names:
+                    pipe.unlink(name)
+                pipe.execute()
+            return False
+        counters["entries_fetched"] += inserted
+        return inserted

@@ -1,0 +1,150 @@
+"""Keys and values of the second tier, byte by byte; docs/store_format.md has the same in words."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lmdecode.store._library import library
+
+#: No value is longer: Redis and its clients copy values whole.
+MAX_VALUE_BYTES = 1 << 20
+
+#: About what one question and its answer carry.
+ROUND_TRIP_BYTES = 4 * MAX_VALUE_BYTES
+
+_MAGIC = b"LMDKVREM"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sII32s32sIIQQQqI")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES = _FIELDS.size + _CRC.size
+_MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
+# Of a slot's header, and of a value's: from which token of the entry on all layers are there.
+_IMAGE_SLIDING_FROM = struct.Struct("<36xI")
+SLIDING_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
+
+
+class DamagedValueError(Exception):
+    """A value is not what was written under its key."""
+
+
+def chain_key(parent: bytes, num_tokens: int, ids: bytes) -> bytes:
+    """Key of the entry that continues ``parent`` by these token ids, 4 bytes each."""
+    counts = struct.pack("<QQ", num_tokens, len(ids) // 4)
+    return hashlib.sha256(b"lmdecode.chain.1" + parent + counts + ids).digest()
+
+
+def sliding_from(image: memoryview) -> int:
+    """From which of its tokens on an entry has the keys and values of all layers."""
+    return int(_IMAGE_SLIDING_FROM.unpack_from(image)[0])
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """An entry as the second tier names it.
+
+    Attributes
+    ----------
+    key
+        Of the entry: covers fingerprint, tenant, context and all tokens up to its end.
+    root
+        Key of the empty prefix: covers fingerprint, tenant and context.
+    by_column
+        Layout of values.
+    num_bytes
+        Size of the image.
+    """
+
+    key: bytes
+    root: bytes
+    by_column: bool
+    num_bytes: int
+
+    def of(self, key: bytes, num_bytes: int | None = None) -> RemoteEntry:
+        """Another entry of the same tenant and context."""
+        return replace(self, key=key, num_bytes=num_bytes or self.num_bytes)
+
+    @property
+    def digest(self) -> bytes:
+        """The entry's name: a hash of key and layout."""
+        return _digest(self.key, self.by_column)
+
+    @property
+    def names(self) -> list[str]:
+        """Key of each value."""
+        tag = _tag(self.digest)
+        return [f"{tag}:{piece}" for piece in range(len(self._pieces))]
+
+    @property
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Begin and end of what each value holds of the image; sizes differ by one at most."""
+        count = -(-self.num_bytes // _MAX_PIECE_BYTES)
+        ends = [self.num_bytes * piece // count for piece in range(count + 1)]
+        return list(pairwise(ends))
+
+    def values(self, image: memoryview, expires_ms: int) -> Iterator[bytes]:
+        """Yield the value of each key."""
+        pieces = self._pieces
+        for piece, (begin, end) in enumerate(pieces):
+            fields = _FIELDS.pack(
+                _MAGIC, _VERSION, _HEAD_BYTES, self.digest, self.root, piece, len(pieces),
+                self.num_bytes, begin, end - begin, expires_ms, sliding_from(image),
+            )  # fmt: skip
+            content = bytes(image[begin:end])
+            yield b"".join((fields, _CRC.pack(_checksum(fields, content, 0)), content))
+
+    def image(self, values: Sequence[bytes]) -> tuple[bytearray, int]:
+        """Check values and put them together.
+
+        Returns
+        -------
+        (bytearray, int)
+            The image, and when it expires: milliseconds since 1970, 0: never.
+
+        Raises
+        ------
+        DamagedValueError
+            A value is not one that belongs there.
+        """
+        image = bytearray(self.num_bytes)
+        expires_ms = 0
+        for piece, ((begin, end), value) in enumerate(zip(self._pieces, values, strict=True)):
+            if len(value) != _HEAD_BYTES + end - begin:
+                raise DamagedValueError("of another length")
+            fields = value[: _FIELDS.size]
+            (crc,) = _CRC.unpack_from(value, _FIELDS.size)
+            if crc != _checksum(fields, value, _HEAD_BYTES):
+                raise DamagedValueError("checksum")
+            *known, expires, _ = _FIELDS.unpack(fields)
+            expected = [
+                _MAGIC, _VERSION, _HEAD_BYTES, self.digest, self.root, piece, len(values),
+                self.num_bytes, begin, end - begin,
+            ]  # fmt: skip
+            if known != expected:
+                raise DamagedValueError("of another entry, fingerprint or format version")
+            image[begin:end] = memoryview(value)[_HEAD_BYTES:]
+            expires_ms = min(expires_ms or expires, expires or expires_ms)
+        return image, expires_ms
+
+
+def tails_name(parent: bytes, by_column: bool) -> str:
+    """Key of the set of lengths in which entries shorter than a chunk continue ``parent``."""
+    return f"{_tag(_digest(parent, by_column))}:tails"
+
+
+def _checksum(fields: bytes, content: bytes, offset: int) -> int:
+    crc = library.lmdecode_store_crc32c(fields, 0, len(fields), 0)
+    return int(library.lmdecode_store_crc32c(content, offset, len(content) - offset, crc))
+
+
+def _digest(key: bytes, by_column: bool) -> bytes:
+    return hashlib.sha256(b"lmdecode.remote.1" + struct.pack("<I", by_column) + key).digest()
+
+
+def _tag(digest: bytes) -> str:
+    # Redis Cluster places a key by what is in braces: an entry's values share a slot, and the
+    # entries of a prefix are spread over all nodes.
+    return f"lmdkv1:{{{digest.hex()}}}"

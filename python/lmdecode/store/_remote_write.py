@@ -1,0 +1,94 @@
+"""One prefix from the local store to the second tier."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from lmdecode.store._engine import Engine, Scope, root_key
+from lmdecode.store._images import LocalPrefix
+from lmdecode.store._library import EntryLine
+from lmdecode.store._remote_values import (
+    ROUND_TRIP_BYTES,
+    SLIDING_FROM_RANGE,
+    RemoteEntry,
+    sliding_from,
+    tails_name,
+)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Gives the server the entries of a prefix that it lacks, and renews the others."""
+
+    client: Any
+    engine: Engine
+    scope: Scope
+    ttl_ms: int | None
+    counters: Counter[str]
+
+    def run(self, local: LocalPrefix) -> None:
+        """Write, parents first."""
+        root = parent = root_key(self.engine, self.scope)
+        for index, line in enumerate(local.entries):
+            entry = RemoteEntry(bytes(line.key), root, self.engine.by_column, line.bytes)
+            left_ms = self._left_ms(line)
+            if left_ms is not None and left_ms <= 0:
+                return
+            there = self._renew(entry, left_ms)
+            # Of a model with windows an entry may lack some layers' tokens, and a later one not.
+            if there != 0:
+                image = local.image(index)
+                if image is None:
+                    return
+                if there is None or sliding_from(image) < there:
+                    self._write(entry, image, line.expires_ms, left_ms)
+            if line.count < self.engine.chunk_tokens:
+                self._note_tail(parent, line.count)
+            parent = entry.key
+
+    def _left_ms(self, line: EntryLine) -> int | None:
+        """How long the server may keep an entry: no longer than the local store. None: for ever."""
+        if not line.expires_ms:
+            return self.ttl_ms
+        left_ms = int(line.expires_ms) - round(1000 * time.time())
+        return left_ms if self.ttl_ms is None else min(left_ms, self.ttl_ms)
+
+    def _renew(self, entry: RemoteEntry, left_ms: int | None) -> int | None:
+        """From which of its tokens on all layers are there; None: the server has not all of it."""
+        names = entry.names
+        with self.client.pipeline(transaction=False) as pipe:
+            for name in names:
+                if left_ms is None:
+                    pipe.exists(name)
+                else:
+                    pipe.pexpire(name, left_ms)
+            pipe.getrange(names[0], *SLIDING_FROM_RANGE)
+            *present, field = pipe.execute()
+        return int(struct.unpack("<I", field)[0]) if all(present) and len(field) == 4 else None
+
+    def _write(
+        self, entry: RemoteEntry, image: memoryview, expires_ms: int, left_ms: int | None
+    ) -> None:
+        waiting = 0
+        with self.client.pipeline(transaction=False) as pipe:
+            for name, value in zip(entry.names, entry.values(image, expires_ms), strict=True):
+                pipe.set(name, value, px=left_ms)
+                waiting += len(value)
+                self.counters["bytes_written"] += len(value)
+                if waiting >= ROUND_TRIP_BYTES:
+                    pipe.execute()
+                    waiting = 0
+            pipe.execute()
+        self.counters["entries_written"] += 1
+
+    def _note_tail(self, parent: bytes, count: int) -> None:
+        name = tails_name(parent, self.engine.by_column)
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.sadd(name, count)
+            if self.ttl_ms is not None:
+                pipe.pexpire(name, self.ttl_ms)
+            pipe.execute()

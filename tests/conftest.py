@@ -1,0 +1,61 @@
+"""Fixtures of all tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+CAPABILITIES = ("default", "avx2", "avx512")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that an op runs on."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restore the thread count."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=CAPABILITIES)
+def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
+    """Run code in a process of its own, at every CPU capability that the machine has.
+
+    The folder of the test is where it imports from. What it prints is returned, as words.
+    """
+    capability: str = request.param
+    best = {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
+    if capability not in CAPABILITIES[:best]:
+        pytest.skip(f"this CPU has no {capability}")
+
+    def run(code: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nimport lmdecode; print(lmdecode.cpu_capability())"],
+            cwd=request.path.parent,
+            env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        *words, used = done.stdout.split()
+        assert used == capability
+        return words
+
+    return run

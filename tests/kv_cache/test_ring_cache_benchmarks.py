@@ -1,0 +1,60 @@
+"""The benchmark of ring caches runs, and its peers do the same work; nothing about speed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("transformers", minversion="5.0")
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+@pytest.fixture(autouse=True)
+def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_quick_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "ring cache/", "--quick"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| update")]
+    assert len(rows) == 4 and all(row.count("x |") == 3 for row in rows), done.stdout
+    assert all("%" in row for row in rows[:2])
+
+
+def test_peers_of_the_update_hold_the_same() -> None:
+    from benchmarks.kv_cache import bench_ring_cache as bench
+
+    layers = [bench._full_layer(name, 20, 2) for name in (bench.OURS, bench.DYNAMIC, bench.STATIC)]
+    token = bench._token(2, bench.KV_HEADS)
+    for _ in range(3):
+        ours, dynamic, static = (layer.update(token, token) for layer in layers)
+        for got, one, other in zip(ours, dynamic, static, strict=True):
+            assert torch.equal(got, one) and torch.equal(got, other)
+
+
+def test_peers_of_a_step_attend_to_the_same() -> None:
+    from benchmarks.kv_cache import bench_ring_cache as bench
+
+    contestants = bench._step_contestants(True, window=100, rows=2)
+    assert len(contestants) == 4
+    for _ in range(2):
+        want, *others = (contestant.call() for contestant in contestants)
+        for other in others:
+            torch.testing.assert_close(other, want, atol=2e-2, rtol=2e-2)
