@@ -18,6 +18,7 @@ WITH_EXAMPLES = (
     "docs/beam_scorers.md",
     "docs/beam_search.md",
     "docs/kv_cache.md",
+    "docs/linear.md",
     "docs/ring_cache.md",
     "docs/sampling.md",
     "docs/store.md",

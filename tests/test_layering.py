@@ -180,6 +180,7 @@ def test_imports(path: Path) -> None:
                 "lmdecode.kv_cache",
                 "lmdecode.kv_cache_blocks",
                 "lmdecode.kv_cache_indirection",
+                "lmdecode.linear",
                 "lmdecode.sampling",
             )
         }

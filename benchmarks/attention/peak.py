@@ -32,12 +32,14 @@ def _instruction(dtype: str) -> tuple[str, str, int] | None:
         return None
     level = lmdecode.cpu_capability()
     if level == "avx512":
-        flags = Path("/proc/cpuinfo")
-        has_bf16 = flags.exists() and " avx512_bf16 " in flags.read_text()
-        if dtype == "bf16" and has_bf16:
+        file = Path("/proc/cpuinfo")
+        flags = file.read_text() if file.exists() else ""
+        if dtype == "bf16" and " avx512_bf16 " in flags:
             return "vdpbf16ps", "zmm", 64
+        if dtype == "int8":
+            return ("vpdpbusd", "zmm", 128) if " avx512_vnni " in flags else None
         return "vfmadd231ps", "zmm", 32
-    return ("vfmadd231ps", "ymm", 16) if level == "avx2" else None
+    return ("vfmadd231ps", "ymm", 16) if level == "avx2" and dtype != "int8" else None
 
 
 def _sums(register: str) -> int:
@@ -75,7 +77,7 @@ def multiply_add(operations: float, dtype: str) -> Callable[[], object] | None:
     operations
         Multiplications and additions, counted apart.
     dtype
-        "f32" or "bf16": with the instruction that the kernels use for it.
+        "f32", "bf16" or "int8": with the instruction that the kernels use for it.
     """
     instruction = _instruction(dtype)
     if instruction is None:

@@ -100,6 +100,19 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
       "Tensor lse)");
+  // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number. The
+  // packed tensor is in the order of the CPU capability in use.
+  m.def("pack_linear(Tensor weight, int format) -> Tensor");
+  // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
+  // residual [rows, out_features].
+  m.def(
+      "packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "
+      "activation, Tensor? multiplier, Tensor? residual) -> Tensor");
+  m.def(
+      "packed_linear.out(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "
+      "activation, Tensor? multiplier, Tensor? residual, *, Tensor(a!) out) -> ()");
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

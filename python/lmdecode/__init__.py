@@ -4,7 +4,8 @@
 ``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
 that come and go. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window of
-keys, which ``RingKVCache`` holds. ``lmdecode.reference`` holds every op again in plain torch.
+keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed once.
+``lmdecode.reference`` holds every op again in plain torch.
 """
 
 from lmdecode.attention import (
@@ -39,6 +40,7 @@ from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
+from lmdecode.linear import PackedLinear, layer_norm, rms_norm
 from lmdecode.ring_cache import RingKVCache, RingSnapshot, ring_cache_append_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
@@ -66,6 +68,7 @@ __all__ = [
     "ConstraintListState",
     "DisjunctiveConstraint",
     "OutOfBlocksError",
+    "PackedLinear",
     "PhrasalConstraint",
     "RingKVCache",
     "RingSnapshot",
@@ -82,11 +85,13 @@ __all__ = [
     "format_trace",
     "gather_indirect",
     "has_cuda",
+    "layer_norm",
     "log_softmax_top_k",
     "merge_attention_states",
     "new_beam_state",
     "reorder_cache_",
     "ring_cache_append_",
+    "rms_norm",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",

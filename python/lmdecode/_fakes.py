@@ -308,6 +308,42 @@ def _merge_attention_states(o1, lse1, o2, lse2):
     return o1.new_empty(o1.shape), o1.new_empty(lse1.shape, dtype=torch.float32)
 
 
+@torch.library.register_fake("lmdecode::pack_linear")
+def _pack_linear(weight, format):
+    outputs, inputs = (
+        size + (-size % unit) for size, unit in zip(weight.shape, (64, 4), strict=True)
+    )
+    size = 64 + outputs * inputs * (4, 2, 1)[format]  # csrc/linear/packed_layout.h
+    return weight.new_empty((size + 8 * outputs * (format == 2),), dtype=torch.uint8)
+
+
+@torch.library.register_fake("lmdecode::packed_linear")
+def _packed_linear(x, packed, out_features, format, bias, activation, multiplier, residual):
+    others = dict(packed=packed, bias=bias, multiplier=multiplier, residual=residual)
+    _check_devices("packed_linear", "x", x, others)
+    return x.new_empty((x.shape[0], out_features))
+
+
+@torch.library.register_fake("lmdecode::packed_linear.out")
+def _packed_linear_out(
+    x, packed, out_features, format, bias, activation, multiplier, residual, *, out
+):
+    others = dict(packed=packed, bias=bias, multiplier=multiplier, residual=residual, out=out)
+    _check_devices("packed_linear", "x", x, others)
+
+
+@torch.library.register_fake("lmdecode::layer_norm")
+def _layer_norm(x, weight, bias, eps):
+    _check_devices("layer_norm", "x", x, dict(weight=weight, bias=bias))
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("lmdecode::rms_norm")
+def _rms_norm(x, weight, eps):
+    _check_devices("rms_norm", "x", x, dict(weight=weight))
+    return x.new_empty(x.shape)
+
+
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0

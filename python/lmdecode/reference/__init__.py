@@ -31,6 +31,7 @@ from lmdecode.reference.kv_cache import (
     ring_cache_append_,
     update_beam_indirection_,
 )
+from lmdecode.reference.linear import layer_norm, packed_linear, quantize_rows, rms_norm
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
@@ -43,12 +44,16 @@ __all__ = [
     "expand_compressed_swa_mask",
     "exponential_noise",
     "gather_indirect",
+    "layer_norm",
     "log_softmax_top_k",
     "mass_threshold",
     "merge_attention_states",
+    "packed_linear",
     "philox",
+    "quantize_rows",
     "reorder_cache_",
     "ring_cache_append_",
+    "rms_norm",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",

@@ -1,0 +1,68 @@
+// Where things lie in a packed weight.
+//
+//   PackedHeader                             64 bytes: tells a packed weight from other bytes
+//   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
+//                                            depth groups of `values` elements of in_features,
+//                                            padded with 0
+//   scales   [panels * width] f32            kInt8: of the outputs; NaN where the row of W was not
+//                                            finite
+//   offsets  [panels * width] int32          kInt8: what the sums are too large by (Int8Quads)
+//
+// Each part has the room that the widest panels and groups need: sizes are the same at every level.
+#pragma once
+
+#include "linear/packed_linear.h"
+
+namespace lmdecode {
+
+constexpr uint32_t kPackedMagic = 0x4c444d4c;  // "LMDL"
+constexpr int64_t kMaxPanelWidth = 64;
+constexpr int64_t kMaxValues = 4;
+
+// How a level multiplies a format.
+struct LinearTile {
+  int32_t width;   // outputs of a panel; divides kMaxPanelWidth
+  int32_t values;  // elements of in_features that one step along the depth takes; as kMaxValues
+  int32_t input_bytes;  // of a row of x in one step
+};
+
+struct alignas(64) PackedHeader {
+  uint32_t magic;
+  LinearFormat format;
+  LinearTile tile;
+  int64_t in_features;
+  int64_t out_features;
+};
+
+struct PackedLayout {
+  int64_t panels;
+  int64_t depth;
+  int64_t row_bytes;  // of one step along the depth
+  int64_t panel_bytes;
+  int64_t scales_at;
+  int64_t offsets_at;
+  int64_t bytes;  // a multiple of 64
+
+  static constexpr PackedLayout of(const PackedLinearShape& shape, LinearTile tile) {
+    PackedLayout layout = {};
+    const bool is_int8 = shape.format == LinearFormat::kInt8;
+    const int64_t value_bytes = is_int8 ? 1 : (shape.format == LinearFormat::kBFloat16 ? 2 : 4);
+    layout.panels = rounded_up(shape.out_features, tile.width) / tile.width;
+    layout.depth = rounded_up(shape.in_features, tile.values) / tile.values;
+    layout.row_bytes = tile.width * tile.values * value_bytes;
+    layout.panel_bytes = layout.depth * layout.row_bytes;
+    const int64_t outputs = rounded_up(shape.out_features, kMaxPanelWidth);
+    layout.scales_at = static_cast<int64_t>(sizeof(PackedHeader)) +
+                       outputs * rounded_up(shape.in_features, kMaxValues) * value_bytes;
+    layout.offsets_at = layout.scales_at + (is_int8 ? 4 * outputs : 0);
+    layout.bytes = layout.offsets_at + (is_int8 ? 4 * outputs : 0);
+    return layout;
+  }
+
+ private:
+  static constexpr int64_t rounded_up(int64_t size, int64_t unit) {
+    return (size + unit - 1) / unit * unit;
+  }
+};
+
+}  // namespace lmdecode

@@ -1,0 +1,106 @@
+// packed_linear: y = activation(x W^T + bias) * multiplier + residual, with W packed once.
+//
+// Rows of x and y are f32; W is held as f32, as bfloat16, or as int8 with a scale for each output:
+//   kFloat32   products and sums in f32.
+//   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. Where
+//              the processor multiplies pairs, subnormal numbers count as 0.
+//   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
+//              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
+//              output's row of W, that holds NaN or inf gives NaN.
+//
+// A row of y depends on its row of x alone: not on the rows beside it, their number, the threads or
+// the panels that a call computes. Sums go along in_features, in chains of kChainLength elements,
+// each from 0; the sums of the chains are added in their order. f32 and bfloat16 have the same bits
+// wherever the same level runs; int8, up to its activation function, at every level.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lmdecode {
+
+enum class LinearFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+// gelu(x) = x Phi(x); its tanh form; silu(x) = x / (1 + exp(-x)).
+enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+
+// Largest in_features of kInt8: 2^17 products of 127 * 127 stay below 2^31.
+constexpr int64_t kMaxInt8Features = int64_t{1} << 17;
+
+// Elements of 4 bytes along in_features in one chain of additions: 512 floats, 1024 bfloat16.
+constexpr int64_t kChainLength = 512;
+
+struct PackedLinearShape {
+  int64_t in_features = 0;
+  int64_t out_features = 0;
+  LinearFormat format = LinearFormat::kFloat32;
+};
+
+// W [out_features, in_features] in the order of the kernels of this process's CPU capability; see
+// packed_layout.h. Neither owned nor checked: the shape must be that which it was packed with.
+struct PackedLinear {
+  PackedLinearShape shape;
+  const void* packed = nullptr;  // packed_linear_bytes(shape) bytes, aligned to 64
+};
+
+// Size of the packed weight, a multiple of 64. Many packed weights may lie in one allocation; from
+// 2 MB on it should be an allocation of common/huge_pages.h.
+size_t packed_linear_bytes(const PackedLinearShape& shape);
+
+// Packs weight[o * out_stride + i * in_stride] on torch's threads; any strides, so [out, in] and
+// [in, out] kernels alike.
+void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
+                 int64_t in_stride, void* packed);
+
+// Rows of x in the form that the products of a format read, made once for every weight of the same
+// format and in_features that they meet, such as those of queries, keys and values.
+struct LinearInput {
+  const void* rows = nullptr;     // [count, row_bytes]
+  const float* scales = nullptr;  // kInt8: [count]
+  int64_t row_bytes = 0;
+  int64_t count = 0;
+
+  LinearInput slice(int64_t begin, int64_t end) const {
+    return {static_cast<const char*>(rows) + begin * row_bytes,
+            scales == nullptr ? nullptr : scales + begin, row_bytes, end - begin};
+  }
+};
+
+// Scratch that prepare_linear_input() takes for so many rows. 0 for kFloat32, whose rows are read
+// where they are, if elements of a row lie side by side.
+size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
+                          int64_t element_stride = 1);
+
+// x[row * row_stride + i * element_stride], i < in_features. memory: linear_input_bytes(), aligned
+// to 64; it must live as long as the result, and so must x. Serial: for use inside parallel
+// regions, too.
+LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t row_stride,
+                                 int64_t rows, int64_t in_features, void* memory,
+                                 int64_t element_stride = 1);
+
+// Where a product goes, and what is done to it on the way. y may be residual or multiplier itself,
+// not overlap them otherwise, nor the input.
+struct LinearOutput {
+  float* y = nullptr;  // [rows, out_features]
+  int64_t y_stride = 0;
+  const float* bias = nullptr;  // [out_features]
+  Activation activation = Activation::kNone;
+  const float* multiplier = nullptr;  // [rows, out_features]: the other half of a gated layer
+  int64_t multiplier_stride = 0;
+  const float* residual = nullptr;  // [rows, out_features]
+  int64_t residual_stride = 0;
+};
+
+// Panels of outputs that a weight consists of: the units of work, fixed by shape and level.
+int64_t packed_linear_panels(const PackedLinearShape& shape);
+
+// The outputs of panels [begin, end) for all rows of the input, on the calling thread: for use
+// inside parallel regions. Needs IEEE mode (common/float_mode.h), no scratch, throws nothing.
+void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
+                         const LinearOutput& output, int64_t begin, int64_t end);
+
+// All outputs, on torch's threads; serial where called within a parallel region.
+void packed_linear(const PackedLinear& linear, const LinearInput& input,
+                   const LinearOutput& output);
+
+}  // namespace lmdecode

@@ -1,0 +1,255 @@
+// The kernels of packed_linear at every level, in memory of exactly the size that they may touch,
+// against sums in double precision. int8 has the same bits at every level.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "linear/packed_linear_kernels.h"
+
+namespace lmdecode {
+namespace {
+
+using std::size_t;
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Aligned to 64, and not a byte longer than asked for: reads behind the end are seen.
+template <class T>
+class Memory {
+ public:
+  explicit Memory(int64_t size) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(size) * sizeof(T)) != 0) std::abort();
+    data_.reset(static_cast<T*>(memory));
+  }
+  T* get() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<T, Free> data_;
+};
+
+struct Level {
+  const char* name;
+  const LinearKernels* kernels;
+  bool has[3];
+};
+
+std::vector<Level> levels() {
+  std::vector<Level> all = {{"default", &default_::linear_kernels, {true, true, true}}};
+#if defined(LMD_HAS_X86_KERNELS)
+  const CpuCapability best = max_cpu_capability();
+  if (best >= CpuCapability::kAvx2) {
+    all.push_back({"avx2", &avx2::linear_kernels, {true, true, true}});
+  }
+  if (best >= CpuCapability::kAvx512) {
+    all.push_back({"avx512", &avx512::linear_kernels, {true, true, true}});
+    if (__builtin_cpu_supports("avx512bf16")) {
+      all.push_back({"avx512_bf16", &avx512_bf16::linear_kernels, {false, true, false}});
+    }
+    if (__builtin_cpu_supports("avx512vnni")) {
+      all.push_back({"avx512_vnni", &avx512_vnni::linear_kernels, {false, false, true}});
+    }
+  }
+#endif
+  return all;
+}
+
+struct Case {
+  int64_t rows, inputs, outputs;
+  int64_t out_stride = 0, in_stride = 1;
+  int64_t element_stride = 1;
+  Activation activation = Activation::kNone;
+};
+
+float rounded_to_bfloat16(float value) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &value, 4);
+  bits = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// A random call: its arguments, and what a level makes of them.
+class Call {
+ public:
+  Call(const Case& shape, unsigned seed)
+      : shape_(shape),
+        out_stride_(shape.out_stride > 0 ? shape.out_stride : shape.inputs),
+        weight_(span(shape.outputs, out_stride_, shape.inputs, shape.in_stride)),
+        x_(span(shape.rows, shape.inputs * shape.element_stride, shape.inputs,
+                shape.element_stride)),
+        bias_(shape.outputs),
+        residual_(shape.rows * shape.outputs) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](const Memory<float>& memory, int64_t size) {
+      for (int64_t i = 0; i < size; ++i) memory.get()[i] = normal(random);
+    };
+    fill(weight_, span(shape.outputs, out_stride_, shape.inputs, shape.in_stride));
+    fill(x_,
+         span(shape.rows, shape.inputs * shape.element_stride, shape.inputs, shape.element_stride));
+    fill(bias_, shape.outputs);
+    fill(residual_, shape.rows * shape.outputs);
+  }
+
+  // Panels [0, split) and [split, panels) of rows [0, row_split) and [row_split, rows).
+  std::vector<float> run(const LinearKernels& kernels, LinearFormat format, int64_t split = 0,
+                         int64_t row_split = 0) const {
+    const PackedLinearShape shape = {shape_.inputs, shape_.outputs, format};
+    const LinearTile tile = kernels.tile(format);
+    const PackedLayout layout = PackedLayout::of(shape, tile);
+    const Memory<char> packed(layout.bytes);
+    kernels.pack(shape, weight_.get(), out_stride_, shape_.in_stride, packed.get(), 0, split);
+    kernels.pack(shape, weight_.get(), out_stride_, shape_.in_stride, packed.get(), split,
+                 layout.panels);
+    const int64_t row_stride = shape_.inputs * shape_.element_stride;
+    LinearInput input = {x_.get(), nullptr, 4 * row_stride, shape_.rows};
+    const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
+    const Memory<char> prepared(shape_.rows * row_bytes);
+    const Memory<float> scales(shape_.rows);
+    if (format != LinearFormat::kFloat32 || shape_.element_stride != 1) {
+      kernels.prepare({format, x_.get(), row_stride, shape_.element_stride, shape_.inputs,
+                       prepared.get(), row_bytes, scales.get()},
+                      0, shape_.rows);
+      input = {prepared.get(), scales.get(), row_bytes, shape_.rows};
+    }
+    const Memory<float> y(shape_.rows * shape_.outputs);
+    std::copy_n(residual_.get(), shape_.rows * shape_.outputs, y.get());
+    const auto multiply = [&](int64_t first, int64_t last) {
+      LinearOutput output;
+      output.y = y.get() + first * shape_.outputs;  // the residual lies where y goes
+      output.y_stride = shape_.outputs;
+      output.bias = bias_.get();
+      output.activation = shape_.activation;
+      output.residual = output.y;
+      output.residual_stride = shape_.outputs;
+      kernels.multiply({shape, packed.get()}, input.slice(first, last), output, 0, split);
+      kernels.multiply({shape, packed.get()}, input.slice(first, last), output, split,
+                       layout.panels);
+    };
+    if (row_split > 0) multiply(0, row_split);
+    multiply(row_split, shape_.rows);
+    return {y.get(), y.get() + shape_.rows * shape_.outputs};
+  }
+
+  // The largest error in units of what rounding may make of f32 or bfloat16 sums.
+  double error(const std::vector<float>& y, LinearFormat format) const {
+    double worst = 0.0;
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      for (int64_t o = 0; o < shape_.outputs; ++o) {
+        double sum = 0.0, size = 1.0;
+        for (int64_t i = 0; i < shape_.inputs; ++i) {
+          float a = x_.get()[(r * shape_.inputs + i) * shape_.element_stride];
+          float b = weight_.get()[o * out_stride_ + i * shape_.in_stride];
+          if (format == LinearFormat::kBFloat16) {
+            a = rounded_to_bfloat16(a);
+            b = rounded_to_bfloat16(b);
+          }
+          const double product = static_cast<double>(a) * static_cast<double>(b);
+          sum += product;
+          size += std::fabs(product);
+        }
+        sum += static_cast<double>(bias_.get()[o]);
+        if (shape_.activation == Activation::kRelu) sum = sum > 0.0 ? sum : 0.0;
+        const int64_t at = r * shape_.outputs + o;
+        sum += static_cast<double>(residual_.get()[at]);
+        const double off = std::fabs(sum - static_cast<double>(y[static_cast<size_t>(at)]));
+        worst = std::fmax(worst, off / size);
+        if (std::isnan(off)) return off;
+      }
+    }
+    return worst / 1e-6;
+  }
+
+ private:
+  static int64_t span(int64_t rows, int64_t row_stride, int64_t columns, int64_t column_stride) {
+    return rows == 0 || columns == 0 ? 0
+                                     : (rows - 1) * row_stride + (columns - 1) * column_stride + 1;
+  }
+
+  Case shape_;
+  int64_t out_stride_;
+  Memory<float> weight_, x_, bias_, residual_;
+};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return false;
+  return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+const Case kCases[] = {
+    {1, 1, 1},
+    {2, 3, 7},
+    {3, 64, 64},
+    {4, 65, 63},
+    {5, 5, 129},
+    {6, 513, 66},
+    {7, 1025, 17},
+    {13, 40, 80},
+    {144, 30, 70},
+    {3, 2050, 9},
+    {0, 8, 8},
+    {3, 0, 70},
+    {4, 20, 0},
+    {5, 33, 70, 1, 70},
+    {5, 33, 70, 80, 2},
+    {5, 33, 70, 0, 1, 3},
+    {9, 50, 70, 0, 1, 1, Activation::kRelu},
+};
+
+TEST(every_level_multiplies) {
+  unsigned seed = 0;
+  for (const Case& shape : kCases) {
+    const Call call(shape, ++seed);
+    for (const Level& level : levels()) {
+      for (const LinearFormat format : {LinearFormat::kFloat32, LinearFormat::kBFloat16}) {
+        if (!level.has[static_cast<int>(format)]) continue;
+        const double error = call.error(call.run(*level.kernels, format), format);
+        if (error < 1.0) continue;
+        check::report(level.name, static_cast<int>(seed), "error " + std::to_string(error));
+      }
+    }
+  }
+}
+
+TEST(int8_has_the_same_bits_at_every_level) {
+  unsigned seed = 100;
+  for (const Case& shape : kCases) {
+    const Call call(shape, ++seed);
+    const std::vector<float> want = call.run(default_::linear_kernels, LinearFormat::kInt8);
+    // Two roundings to a 127th of the largest magnitude, some 4 of which make a normal row.
+    CHECK(call.error(want, LinearFormat::kInt8) < 0.05 / 1e-6);
+    for (const Level& level : levels()) {
+      if (!level.has[2]) continue;
+      CHECK(same_bits(call.run(*level.kernels, LinearFormat::kInt8), want));
+    }
+  }
+}
+
+TEST(a_row_does_not_depend_on_what_is_computed_beside_it) {
+  for (const Case& shape : {Case{13, 600, 200}, Case{20, 1100, 150}, Case{7, 30, 90}}) {
+    const Call call(shape, static_cast<unsigned>(shape.rows));
+    for (const Level& level : levels()) {
+      for (int number = 0; number < 3; ++number) {
+        if (!level.has[number]) continue;
+        const LinearFormat format = static_cast<LinearFormat>(number);
+        const std::vector<float> want = call.run(*level.kernels, format);
+        for (const int64_t row_split : {1, 2, 3, 4, 5, 6}) {
+          CHECK(same_bits(call.run(*level.kernels, format, 1, row_split), want));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lmdecode
+
+CHECK_MAIN()

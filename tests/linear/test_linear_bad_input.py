@@ -1,0 +1,119 @@
+"""Wrong calls: each error names the argument, what came, what was expected; nothing is written."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lmdecode
+from lmdecode import PackedLinear
+
+OPS = torch.ops.lmdecode
+W, X, B = torch.ones(20, 30), torch.ones(5, 30), torch.ones(20)
+LAYER = PackedLinear(W, B)
+PACKED = OPS.pack_linear(W, 0)
+OUT = torch.full((5, 20), -7.0)
+LONG = torch.ones(1, 1).expand(1, (1 << 17) + 1)
+
+
+def op(x: torch.Tensor = X, packed: torch.Tensor = PACKED, size: int = 20, number: int = 0,
+       bias: Any = None, activation: int = 0, multiplier: Any = None, residual: Any = None,
+       out: torch.Tensor = OUT) -> None:  # fmt: skip
+    OPS.packed_linear.out(x, packed, size, number, bias, activation, multiplier, residual, out=out)
+
+
+OVERLAPPING = torch.ones(200)
+WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
+    "weight: a list": ("weight is of type list", TypeError, lambda: PackedLinear([1.0])),
+    "weight: int": ("weight has dtype int64", ValueError, lambda: PackedLinear(W.long())),
+    "weight: float64": ("weight has dtype float64", ValueError, lambda: PackedLinear(W.double())),
+    "weight: a vector": (r"weight has shape \[20\]", ValueError, lambda: PackedLinear(B)),
+    "weight: meta": ("weight is on meta", ValueError, lambda: PackedLinear(W.to("meta"))),
+    "weight: long rows": (
+        "131073 input features; expected at most 131072 for int8",
+        ValueError,
+        lambda: PackedLinear(LONG, dtype="int8"),
+    ),
+    "bias: a list": ("bias is of type list", TypeError, lambda: PackedLinear(W, [1.0])),
+    "bias: a shape": (r"bias has shape \[3\]; expected \[20\]", ValueError,
+                      lambda: PackedLinear(W, B[:3])),
+    "bias: a matrix": (r"bias has shape \[1, 20\]", ValueError, lambda: PackedLinear(W, B[None])),
+    "bias: int": ("bias has dtype int32", ValueError, lambda: PackedLinear(W, B.int())),
+    "dtype: a torch dtype": ("dtype is of type dtype; expected a str", TypeError,
+                             lambda: PackedLinear(W, dtype=torch.int8)),
+    "dtype: None": ("dtype is of type NoneType", TypeError, lambda: PackedLinear(W, dtype=None)),
+    "dtype: int4": ("dtype is 'int4'; expected one of 'float32'", ValueError,
+                    lambda: PackedLinear(W, dtype="int4")),
+    "x: a list": ("x is of type list", TypeError, lambda: LAYER([1.0])),
+    "x: a size": (r"x has shape \[5, 29\]; expected \[..., 30\]", ValueError,
+                  lambda: LAYER(X[:, :29])),
+    "x: a number": (r"x has shape \[\]", ValueError, lambda: LAYER(X[0, 0])),
+    "x: bfloat16": ("x has dtype bfloat16; expected float32", ValueError,
+                    lambda: LAYER(X.bfloat16())),
+    "activation: tanh": ("activation is 'tanh'; expected one of None, 'relu'", ValueError,
+                         lambda: LAYER(X, activation="tanh")),
+    "activation: int": ("activation is of type int", TypeError, lambda: LAYER(X, activation=1)),
+    "residual: a shape": (r"residual has shape \[4, 20\]; expected \[5, 20\]", ValueError,
+                          lambda: LAYER(X, residual=torch.ones(4, 20))),
+    "residual: a size": (r"residual has shape \[5, 30\]; expected \[..., 20\]", ValueError,
+                         lambda: LAYER(X, residual=X)),
+    "multiplier: dtype": ("multiplier has dtype float16", ValueError,
+                          lambda: LAYER(X, multiplier=OUT.half())),
+    "out: strides": (r"out has strides \[1, 5\]; expected a contiguous", ValueError,
+                     lambda: LAYER(X, out=torch.ones(20, 5).T)),
+    "out: a list": ("out is of type list", TypeError, lambda: LAYER(X, out=[1.0])),
+    "op, x: three dimensions": (r"x has shape \[1, 5, 30\]; expected 2 dimensions", ValueError,
+                                lambda: op(X[None])),
+    "op, packed: float": ("packed has dtype float32; expected uint8", ValueError,
+                          lambda: op(packed=W[0])),
+    "op, packed: a matrix": ("packed has shape", ValueError, lambda: op(packed=PACKED[None])),
+    "op, packed: other bytes": ("packed holds other bytes than a packed weight", ValueError,
+                                lambda: op(packed=torch.zeros_like(PACKED))),
+    "op, packed: short": ("packed has 3 bytes", ValueError, lambda: op(packed=PACKED[:3])),
+    "op, packed: cut": ("packed was made at another CPU capability", ValueError,
+                        lambda: op(packed=PACKED[:-64])),
+    "op, packed: unaligned": ("not aligned to 64 bytes", ValueError, lambda: op(packed=PACKED[4:])),
+    "op, packed: a format": ("packed has format float32; expected int8", ValueError,
+                             lambda: op(number=2)),
+    "op, packed: a shape": (
+        r"packed is a weight of shape \[20, 30\]; expected \[21, 30\]", ValueError,
+        lambda: op(size=21, out=torch.ones(5, 21))),
+    "op, format": ("format is 3; expected 0", ValueError, lambda: op(number=3)),
+    "op, out_features": (r"the weight has shape \[-1, 30\]", ValueError, lambda: op(size=-1)),
+    "op, activation": ("activation is 5; expected 0", ValueError, lambda: op(activation=5)),
+    "op, bias": (r"bias has shape \[19\]; expected \[20\]", ValueError, lambda: op(bias=B[:19])),
+    "op, out: a shape": (r"out has shape \[5, 19\]; expected \[5, 20\]", ValueError,
+                         lambda: op(out=torch.ones(5, 19))),
+    "op, out: columns": ("out has stride 5 within a row", ValueError,
+                         lambda: op(out=torch.ones(20, 5).T)),
+    "op, out: rows": ("out has rows that overlap", ValueError,
+                      lambda: op(out=torch.ones(1, 20).expand(5, 20))),
+    "op, out: x": ("out shares memory with x", ValueError,
+                   lambda: op(OVERLAPPING[:150].view(5, 30), out=OVERLAPPING[100:].view(5, 20))),
+    "op, out: residual": ("out shares memory with residual", ValueError,
+                          lambda: op(residual=OUT, out=OUT)),
+    "layer_norm, x": ("layer_norm: x is of type list", TypeError, lambda: lmdecode.layer_norm([1])),
+    "layer_norm, x: half": ("layer_norm: x has dtype float16", ValueError,
+                            lambda: lmdecode.layer_norm(X.half())),
+    "layer_norm, weight": (r"weight has shape \[20\]; expected \[30\]", ValueError,
+                           lambda: lmdecode.layer_norm(X, B)),
+    "layer_norm, bias": ("bias is of type int", TypeError, lambda: lmdecode.layer_norm(X, None, 1)),
+    "layer_norm, eps": ("eps is -1; expected a finite number", ValueError,
+                        lambda: lmdecode.layer_norm(X, eps=-1.0)),
+    "rms_norm, eps": ("rms_norm: eps is nan", ValueError,
+                      lambda: lmdecode.rms_norm(X, eps=float("nan"))),
+    "rms_norm, x": (r"x has shape \[\]", ValueError, lambda: lmdecode.rms_norm(X[0, 0])),
+    "rms_norm, meta": ("weight is on meta", (ValueError), lambda: lmdecode.rms_norm(
+        X, X[0].to("meta"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name: str) -> None:
+    message, error, call = WRONG[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert re.search(message, str(raised.value)), str(raised.value)
+    assert (OUT == -7).all()

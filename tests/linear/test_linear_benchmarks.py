@@ -1,0 +1,44 @@
+"""The benchmark of linear layers runs, and its peers do the same work; nothing about speed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+def test_quick_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "packed_linear", "--quick"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "int8" in line]
+    assert len(rows) == 2 and all(row.count("x |") >= 1 for row in rows), done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+def test_peers_do_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.linear import bench_packed_linear as bench
+
+    sizes = dict(rows=5, inputs=70, outputs=130, dtype=dtype, threads=None)
+    contestants = [c for c in bench._contestants(True, **sizes) if c.name != "limit"]
+    assert len(contestants) == (2 if dtype == "int8" else 3)
+    want = contestants[0].call()
+    for contestant in contestants[1:]:
+        error = (contestant.call().float() - want).abs().max() / want.abs().max()
+        assert error < {"f32": 1e-5, "bf16": 1e-2, "int8": 4e-2}[dtype]

@@ -1,0 +1,50 @@
+"""The linear ops as torch wants them: opcheck, torch.compile, fakes."""
+
+import pytest
+import torch
+from linear_cases import assert_same_bits
+from torch.library import opcheck
+
+import lmdecode
+
+OPS = torch.ops.lmdecode
+GENERATOR = torch.Generator().manual_seed(0)
+X, WEIGHT, BIAS = (torch.randn(shape, generator=GENERATOR) for shape in ((5, 30), (20, 30), (20,)))
+RESIDUAL = torch.randn(5, 20, generator=GENERATOR)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_opcheck(number: int) -> None:
+    opcheck(OPS.pack_linear.default, (WEIGHT, number))
+    packed = OPS.pack_linear(WEIGHT, number)
+    for after in ((None, 0, None, None), (BIAS, 2, RESIDUAL, RESIDUAL)):
+        opcheck(OPS.packed_linear.default, (X, packed, 20, number, *after))
+        opcheck(OPS.packed_linear.out, (X, packed, 20, number, *after), {"out": torch.empty(5, 20)})
+
+
+def test_opcheck_norms() -> None:
+    gamma, beta = X[0].clone(), X[1].clone()
+    opcheck(OPS.layer_norm.default, (X, None, None, 1e-5))
+    opcheck(OPS.layer_norm.default, (X, gamma, beta, 1e-5))
+    opcheck(OPS.rms_norm.default, (X, gamma, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_compile(dtype: str) -> None:
+    torch._dynamo.reset()
+    layer = lmdecode.PackedLinear(WEIGHT, BIAS, dtype=dtype)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return layer(lmdecode.layer_norm(x), activation="silu") + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(X), step(X))
+
+
+def test_the_fake_of_packing_has_the_size() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = OPS.pack_linear(mode.from_tensor(WEIGHT), 2)
+    real = OPS.pack_linear(WEIGHT, 2)
+    assert fake.shape == real.shape and fake.dtype == real.dtype
