@@ -98,6 +98,28 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
       "Tensor lse)");
+  // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the 14
+  // tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
+  // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates, max_steps,
+  // stop_when_done. Returns the number of steps, int64.
+  m.def(
+      "decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
+      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
+      "options) -> Tensor");
+  // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
+  m.def("decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int");
+  // Memories [n, source, memory_size] of `requests` [n] to the caches.
+  m.def(
+      "decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] caches, "
+      "Tensor memory, Tensor lengths, Tensor requests) -> ()");
+  // weights: the 22 tensors of one layer. cache_rows, positions, requests: [rows] int32.
+  m.def(
+      "decoder_layer(Tensor x, Tensor[] weights, int[] config, float[] numbers, Tensor "
+      "relative_bias, Tensor(a!)[] caches, Tensor cache_rows, Tensor positions, Tensor requests) "
+      "-> Tensor");
+  m.def(
+      "gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int end_token) "
+      "-> Tensor");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }
