@@ -29,6 +29,14 @@ bool use_avx512_bf16() {
 #endif
 }
 
+bool use_avx512_vnni() {
+#if defined(__x86_64__)
+  return cpu_capability() == CpuCapability::kAvx512 && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
 const char* cpu_capability_name(CpuCapability capability) {
   switch (capability) {
     case CpuCapability::kAvx512:

@@ -17,6 +17,9 @@ CpuCapability max_cpu_capability();
 // Whether avx512 is in use on a machine that multiplies bfloat16 pairs as well (AVX512_BF16).
 bool use_avx512_bf16();
 
+// Likewise, on a machine that multiplies four pairs of bytes at once (AVX512_VNNI).
+bool use_avx512_vnni();
+
 const char* cpu_capability_name(CpuCapability capability);
 
 // Picks one of the builds of a kernel.

@@ -100,6 +100,7 @@ inline Mask operator>=(U32 a, U32 b) {
 inline Mask operator==(U32 a, U32 b) { return {_mm256_cmpeq_epi32(a.v, b.v)}; }
 inline U32 select(Mask m, U32 a, U32 b) { return {_mm256_blendv_epi8(b.v, a.v, m.v)}; }
 inline U32 bit_cast_u32(F32 a) { return {_mm256_castps_si256(a.v)}; }
+inline F32 bit_cast_f32(U32 a) { return {_mm256_castsi256_ps(a.v)}; }
 // Rounded once, as a conversion of a 32-bit integer is: both halves are exact, the sum is rounded.
 inline F32 convert_u32(U32 a) {
   const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(a.v, _mm256_set1_epi32(0xffff)));

@@ -82,6 +82,7 @@ inline Mask operator>=(U32 a, U32 b) { return _mm512_cmpge_epu32_mask(a.v, b.v);
 inline Mask operator==(U32 a, U32 b) { return _mm512_cmpeq_epi32_mask(a.v, b.v); }
 inline U32 select(Mask m, U32 a, U32 b) { return {_mm512_mask_blend_epi32(m, b.v, a.v)}; }
 inline U32 bit_cast_u32(F32 a) { return {_mm512_castps_si512(a.v)}; }
+inline F32 bit_cast_f32(U32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline F32 convert_u32(U32 a) { return {_mm512_cvtepu32_ps(a.v)}; }
 
 // 64-bit lanes: the even 32-bit lanes of a vector are their low halves.

@@ -130,6 +130,11 @@ inline U32 bit_cast_u32(F32 a) {
   LMD_EACH_LANE r.v[i] = bits_of(a.v[i]);
   return r;
 }
+inline F32 bit_cast_f32(U32 a) {
+  F32 r;
+  LMD_EACH_LANE r.v[i] = float_of(a.v[i]);
+  return r;
+}
 inline F32 convert_u32(U32 a) {
   F32 r;
   LMD_EACH_LANE r.v[i] = static_cast<float>(a.v[i]);

@@ -1,0 +1,102 @@
+// From sums to y: scales, bias, activation, multiplier, residual; one panel's part of a row at a time.
+#pragma once
+
+#include "linear/linear_products.h"
+
+namespace lmdecode::LMD_SIMD {
+
+inline F32 reciprocal_of_one_plus_exp(F32 x) {
+  return splat(1.0f) / (splat(1.0f) + exp_of(x));
+}
+
+template <Activation kActivation>
+inline F32 activate(F32 x) {
+  if constexpr (kActivation == Activation::kRelu) {
+    return max(splat(0.0f), x);  // NaN stays
+  } else if constexpr (kActivation == Activation::kGelu) {
+    const F32 tail = normal_tail(abs(x));
+    return x * select(x > splat(0.0f), splat(1.0f) - tail, tail);
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    const F32 cubic = accumulate(x * x, splat(0.044715f), splat(1.0f));
+    return x * reciprocal_of_one_plus_exp(splat(-1.5957691216057308f) * (x * cubic));
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return x * reciprocal_of_one_plus_exp(splat(0.0f) - x);
+  } else {
+    return x;
+  }
+}
+
+// Sums of int8 products to floats.
+struct Int8Columns {
+  const float* scales;     // [width]
+  const int32_t* offsets;  // [width]
+};
+
+inline F32 sums_to_floats(const float* sums, int, float, const Int8Columns&) {
+  return load(sums);
+}
+
+inline F32 sums_to_floats(const int32_t* sums, int at, float row_scale,
+                          const Int8Columns& columns) {
+  alignas(64) float lane[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    // Modulo 2^32: the offset of the longest rows takes the sum out of its range and back.
+    lane[i] = static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sums[i]) -
+                                                      static_cast<uint32_t>(columns.offsets[at + i])));
+  }
+  return load(lane) * (splat(row_scale) * load(columns.scales + at));
+}
+
+inline F32 load_columns(const float* p, int count) {
+  return count >= kLanes ? load(p) : load_part(p, count, 0.0f);
+}
+
+// `count` columns from `column` on of row `row`.
+template <Activation kActivation, class Scalar>
+inline void finish_columns(const Scalar* sums, int64_t row, int64_t column, int count,
+                           float row_scale, const Int8Columns& columns,
+                           const LinearOutput& output) {
+  for (int at = 0; at < count; at += kLanes) {
+    const int left = count - at;
+    F32 value = sums_to_floats(sums + at, at, row_scale, columns);
+    if (output.bias != nullptr) value = value + load_columns(output.bias + column + at, left);
+    value = activate<kActivation>(value);
+    if (output.multiplier != nullptr) {
+      const float* by = output.multiplier + row * output.multiplier_stride + column + at;
+      value = value * load_columns(by, left);
+    }
+    if (output.residual != nullptr) {
+      const float* to = output.residual + row * output.residual_stride + column + at;
+      value = value + load_columns(to, left);
+    }
+    float* const y = output.y + row * output.y_stride + column + at;
+    if (left >= kLanes) {
+      store(y, value);
+    } else {
+      store_part(y, value, left);
+    }
+  }
+}
+
+template <class Scalar>
+inline void finish_row(const Scalar* sums, int64_t row, int64_t column, int count, float row_scale,
+                       const Int8Columns& columns, const LinearOutput& output) {
+  const auto finish = [&]<Activation kActivation>() {
+    finish_columns<kActivation>(sums, row, column, count, row_scale, columns, output);
+  };
+  switch (output.activation) {
+    case Activation::kNone:
+      return finish.template operator()<Activation::kNone>();
+    case Activation::kRelu:
+      return finish.template operator()<Activation::kRelu>();
+    case Activation::kGelu:
+      return finish.template operator()<Activation::kGelu>();
+    case Activation::kGeluTanh:
+      return finish.template operator()<Activation::kGeluTanh>();
+    case Activation::kSilu:
+      return finish.template operator()<Activation::kSilu>();
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD

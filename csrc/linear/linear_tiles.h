@@ -1,0 +1,122 @@
+// Sums of a block of rows and a panel: tiles of up to six rows, chain by chain along the depth.
+#pragma once
+
+#include "linear/linear_products.h"
+#include "linear/linear_tuning.h"
+
+namespace lmdecode::LMD_SIMD {
+
+constexpr int64_t kLineBytes = 64;
+
+// Lines of memory in one step along the depth of a panel.
+template <class Dot>
+constexpr int kStepLines = static_cast<int>(kPanelVectors * Dot::kWeightBytes / kLineBytes);
+
+// sums [kRows, width] = the sums so far, if not the first chain, + one chain of `depth` steps, the
+// weights of which begin at `weights`, and the inputs of the rows at `input`. Meanwhile kLines lines
+// from `ahead` on are fetched in every step.
+template <class Dot, int kRows, int kLines>
+inline void add_chain(const char* input, int64_t row_bytes, const char* weights, int64_t depth,
+                      const char* ahead, bool is_first, typename Dot::Scalar* sums) {
+  constexpr int kStepBytes = kPanelVectors * Dot::kWeightBytes;
+  typename Dot::Sum sum[kRows][kPanelVectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) sum[r][j] = Dot::zero();
+  }
+  const auto step = [&](int64_t d) __attribute__((always_inline)) {
+    const char* const p = weights + d * kStepBytes;
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + d * kStepBytes + i * kLineBytes);
+#pragma GCC unroll 2
+    for (int phase = 0; phase < Dot::kPhases; ++phase) {
+      typename Dot::Weight weight[kPanelVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kPanelVectors; ++j) {
+        weight[j] = Dot::weight(p + j * Dot::kWeightBytes, phase);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const auto* const x =
+            reinterpret_cast<const typename Dot::Input*>(input + r * row_bytes) +
+            d * Dot::kPhases + phase;
+        const typename Dot::Factor factor = Dot::factor(x);
+#pragma GCC unroll 4
+        for (int j = 0; j < kPanelVectors; ++j) sum[r][j] = Dot::add(sum[r][j], factor, weight[j]);
+      }
+    }
+  };
+  constexpr int kUnroll = kRows > 2 ? 1 : 4;
+  int64_t d = 0;
+  for (; d + kUnroll <= depth; d += kUnroll) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kUnroll; ++u) step(d + u);
+  }
+  if constexpr (kUnroll > 1) {
+    for (; d < depth; ++d) step(d);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) {
+      typename Dot::Scalar* const to = sums + (r * kPanelVectors + j) * Dot::kLanes;
+      Dot::store_sum(to, is_first ? sum[r][j] : Dot::plus(Dot::load_sum(to), sum[r][j]));
+    }
+  }
+}
+
+// One chain for rows [0, rows) in tiles of about the same height. The tiles share the fetching of
+// the weights that follow.
+template <class Dot>
+void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
+                       int64_t depth, bool is_first, typename Dot::Scalar* sums) {
+  constexpr int64_t kWidth = tile_of<Dot>().width;
+  constexpr int kStepBytes = kPanelVectors * Dot::kWeightBytes;
+  const int64_t rows = input.count;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  int64_t row = 0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t height = rows / tiles + (t < rows % tiles ? 1 : 0);
+    const char* const x = static_cast<const char*>(input.rows) + row * input.row_bytes + input_at;
+    typename Dot::Scalar* const to = sums + row * kWidth;
+    const auto run = [&]<int kLines>(const char* ahead) {
+      const auto run_rows = [&]<int kRows>() {
+        add_chain<Dot, kRows, kLines>(x, input.row_bytes, weights, depth, ahead, is_first, to);
+      };
+      switch (height) {
+        case 1:
+          return run_rows.template operator()<1>();
+        case 2:
+          return run_rows.template operator()<2>();
+        case 3:
+          return run_rows.template operator()<3>();
+        case 4:
+          return run_rows.template operator()<4>();
+        case 5:
+          return run_rows.template operator()<5>();
+        default:
+          return run_rows.template operator()<6>();
+      }
+    };
+    constexpr int kLines = kStepLines<Dot>;
+    const char* const next = weights + depth * kStepBytes;
+    if (tiles == 1) {
+      run.template operator()<kLines>(weights + linear_tuning::kPrefetchBytes);
+    } else if (tiles < kLines) {  // 2 or 3: the first two fetch two lines each
+      constexpr int kShare = kLines > 2 ? 2 : 1;
+      if (t < 2) {
+        run.template operator()<kShare>(next + t * kShare * kLineBytes);
+      } else {
+        run.template operator()<0>(next);
+      }
+    } else if (t < kLines) {
+      run.template operator()<(kLines > 0 ? 1 : 0)>(next + t * kLineBytes);
+    } else {
+      run.template operator()<0>(next);
+    }
+    row += height;
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD

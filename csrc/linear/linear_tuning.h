@@ -1,0 +1,21 @@
+// How the packed matmul is cut to the machine: what it computes does not depend on these.
+#pragma once
+
+#include <cstdint>
+
+namespace lmdecode::linear_tuning {
+
+// Rows that pass over a panel together: with the part of a panel that a chain takes, 128 KB, and the
+// part fetched ahead, their inputs stay in 1 MB of L2.
+constexpr int64_t kRowBlock = 144;
+
+// With few rows, how far ahead of its use a weight is fetched.
+constexpr int64_t kPrefetchBytes = 2048;
+
+// No task for another thread takes less; for estimates of what a panel and a row take.
+constexpr double kMinTaskNanoseconds = 5000.0;
+constexpr double kWeightBytesPerNanosecond = 25.0;
+constexpr double kProductBytesPerNanosecond = 200.0;
+constexpr double kNanosecondsPerNormElement = 0.1;
+
+}  // namespace lmdecode::linear_tuning

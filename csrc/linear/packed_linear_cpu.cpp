@@ -1,0 +1,132 @@
+// Panels and blocks of rows to threads.
+#include <algorithm>
+#include <cstring>
+
+#include "common/float_mode.h"
+#include "common/parallel.h"
+#include "linear/linear_tuning.h"
+#include "linear/packed_linear_kernels.h"
+
+namespace lmdecode {
+namespace {
+
+using namespace linear_tuning;
+
+size_t rounded_up(int64_t bytes) { return static_cast<size_t>((bytes + 63) / 64 * 64); }
+
+PackedLayout layout_of(const PackedLinearShape& shape) {
+  return PackedLayout::of(shape, linear_kernels_of(shape.format).tile(shape.format));
+}
+
+int64_t input_row_bytes(LinearFormat format, int64_t in_features) {
+  const LinearTile tile = linear_kernels_of(format).tile(format);
+  const int64_t depth = (in_features + tile.values - 1) / tile.values;
+  return static_cast<int64_t>(rounded_up(depth * tile.input_bytes));
+}
+
+// Rows [begin, end) of an output.
+LinearOutput rows_of(const LinearOutput& output, int64_t begin) {
+  LinearOutput rows = output;
+  rows.y += begin * output.y_stride;
+  if (output.multiplier != nullptr) rows.multiplier += begin * output.multiplier_stride;
+  if (output.residual != nullptr) rows.residual += begin * output.residual_stride;
+  return rows;
+}
+
+// The block-th of `blocks` parts, of about the same size, of the rows.
+void multiply_block(const LinearKernels& kernels, const PackedLinear& linear,
+                    const LinearInput& input, const LinearOutput& output, int64_t block,
+                    int64_t blocks, int64_t begin, int64_t end) {
+  const int64_t first = input.count * block / blocks, last = input.count * (block + 1) / blocks;
+  kernels.multiply(linear, input.slice(first, last), rows_of(output, first), begin, end);
+}
+
+int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
+
+}  // namespace
+
+size_t packed_linear_bytes(const PackedLinearShape& shape) {
+  return static_cast<size_t>(layout_of(shape).bytes);
+}
+
+void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
+                 int64_t in_stride, void* packed) {
+  const LinearKernels& kernels = linear_kernels_of(shape.format);
+  const PackedLayout layout = layout_of(shape);
+  const PackedHeader header = {kPackedMagic, shape.format, kernels.tile(shape.format),
+                               shape.in_features, shape.out_features};
+  std::memcpy(packed, &header, sizeof(header));
+  parallel_for(layout.panels, 1 + (1 << 16) / (layout.panel_bytes + 1),
+               [&](int64_t begin, int64_t end) {
+                 const ScopedIeeeMode ieee;
+                 kernels.pack(shape, weight, out_stride, in_stride, packed, begin, end);
+               });
+}
+
+size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
+                          int64_t element_stride) {
+  if (format == LinearFormat::kFloat32 && element_stride == 1) return 0;
+  const size_t scales = format == LinearFormat::kInt8 ? rounded_up(4 * rows) : 0;
+  return scales + static_cast<size_t>(rows * input_row_bytes(format, in_features));
+}
+
+LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t row_stride,
+                                 int64_t rows, int64_t in_features, void* memory,
+                                 int64_t element_stride) {
+  if (format == LinearFormat::kFloat32 && element_stride == 1) {
+    return {x, nullptr, 4 * row_stride, rows};
+  }
+  const ScopedIeeeMode ieee;
+  LinearInputRows input = {};
+  input.format = format;
+  input.x = x;
+  input.row_stride = row_stride;
+  input.element_stride = element_stride;
+  input.in_features = in_features;
+  input.row_bytes = input_row_bytes(format, in_features);
+  input.rows = static_cast<char*>(memory);
+  if (format == LinearFormat::kInt8) {
+    input.scales = static_cast<float*>(memory);
+    input.rows += rounded_up(4 * rows);
+  }
+  linear_kernels_of(format).prepare(input, 0, rows);
+  return {input.rows, input.scales, input.row_bytes, rows};
+}
+
+int64_t packed_linear_panels(const PackedLinearShape& shape) { return layout_of(shape).panels; }
+
+void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
+                         const LinearOutput& output, int64_t begin, int64_t end) {
+  const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
+  const int64_t blocks = row_blocks(input.count);
+  for (int64_t block = 0; block < blocks; ++block) {
+    multiply_block(kernels, linear, input, output, block, blocks, begin, end);
+  }
+}
+
+void packed_linear(const PackedLinear& linear, const LinearInput& input,
+                   const LinearOutput& output) {
+  const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
+  const PackedLayout layout = layout_of(linear.shape);
+  const int64_t blocks = row_blocks(input.count);
+  if (blocks == 0) return;
+  const double panel_bytes = static_cast<double>(layout.panel_bytes);
+  const double rows_of_block = static_cast<double>(input.count) / static_cast<double>(blocks);
+  const double panel_nanoseconds =
+      1.0 + std::max(panel_bytes / kWeightBytesPerNanosecond,
+                     panel_bytes * rows_of_block / kProductBytesPerNanosecond);
+  // Tasks are numbered block by block, panel by panel.
+  parallel_for(blocks * layout.panels,
+               1 + static_cast<int64_t>(kMinTaskNanoseconds / panel_nanoseconds),
+               [&](int64_t begin, int64_t end) {
+                 const ScopedIeeeMode ieee;
+                 while (begin < end) {
+                   const int64_t block = begin / layout.panels, first = begin % layout.panels;
+                   const int64_t last = std::min(layout.panels, first + end - begin);
+                   multiply_block(kernels, linear, input, output, block, blocks, first, last);
+                   begin += last - first;
+                 }
+               });
+}
+
+}  // namespace lmdecode

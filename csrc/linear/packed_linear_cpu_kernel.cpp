@@ -1,0 +1,80 @@
+// Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "linear/linear_epilogue.h"
+#include "linear/linear_pack.h"
+#include "linear/linear_tiles.h"
+#include "linear/packed_linear_kernels.h"
+
+namespace lmdecode::LMD_SIMD {
+namespace {
+
+template <class Dot>
+void multiply_panels(const PackedLinear& linear, const LinearInput& input,
+                     const LinearOutput& output, int64_t begin, int64_t end) {
+  constexpr int64_t kWidth = tile_of<Dot>().width;
+  using Scalar = typename Dot::Scalar;
+  const PackedLayout layout = PackedLayout::of(linear.shape, tile_of<Dot>());
+  const char* const base = static_cast<const char*>(linear.packed);
+  alignas(64) Scalar sums[linear_tuning::kRowBlock * kWidth];
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const char* const weights = base + sizeof(PackedHeader) + panel * layout.panel_bytes;
+    // Without in_features, one empty chain: the sums are 0.
+    int64_t at = 0;
+    do {
+      const int64_t left = layout.depth - at;
+      add_chain_to_rows<Dot>(input, at * tile_of<Dot>().input_bytes,
+                             weights + at * layout.row_bytes,
+                             left < kChainLength ? left : kChainLength, at == 0, sums);
+      at += kChainLength;
+    } while (at < layout.depth);
+
+    const int64_t column = panel * kWidth;
+    const int64_t left = linear.shape.out_features - column;
+    const int count = static_cast<int>(left < kWidth ? left : kWidth);
+    Int8Columns columns = {};
+    if constexpr (kIsInt8<Dot>) {
+      columns = {reinterpret_cast<const float*>(base + layout.scales_at) + column,
+                 reinterpret_cast<const int32_t*>(base + layout.offsets_at) + column};
+    }
+    for (int64_t row = 0; row < input.count; ++row) {
+      const float scale = kIsInt8<Dot> ? input.scales[row] : 1.0f;
+      finish_row(sums + row * kWidth, row, column, count, scale, columns, output);
+    }
+  }
+}
+
+LinearTile tile(LinearFormat format) {
+  LinearTile result = {};
+  with_products(format, [&]<class Dot>(Dot) { result = tile_of<Dot>(); });
+  return result;
+}
+
+void pack(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
+          int64_t in_stride, void* packed, int64_t begin, int64_t end) {
+  with_products(shape.format, [&]<class Dot>(Dot) {
+    constexpr LinearTile kTile = tile_of<Dot>();
+    const PackedLayout layout = PackedLayout::of(shape, kTile);
+    for (int64_t output = begin * kTile.width; output < end * kTile.width; ++output) {
+      pack_output<Dot>(shape, weight + output * out_stride, in_stride, layout, packed, output);
+    }
+  });
+}
+
+void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
+  with_products(input.format, [&]<class Dot>(Dot) {
+    for (int64_t row = begin; row < end; ++row) prepare_row<Dot>(input, row);
+  });
+}
+
+void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
+              int64_t begin, int64_t end) {
+  with_products(linear.shape.format, [&]<class Dot>(Dot) {
+    multiply_panels<Dot>(linear, input, output, begin, end);
+  });
+}
+
+}  // namespace
+
+extern const LinearKernels linear_kernels;
+const LinearKernels linear_kernels = {tile, pack, prepare, multiply};
+
+}  // namespace lmdecode::LMD_SIMD
