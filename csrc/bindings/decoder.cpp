@@ -81,34 +81,37 @@ DecoderModel::DecoderModel(const char* op, const Tensors& tensors, const Integer
   weights.layers = layers.data();
 }
 
-DecodingCaches::DecodingCaches(const char* op, const Tensors& tensors, const DecoderConfig& c) {
+CacheTensors::CacheTensors(const char* op, const Tensors& tensors, const DecoderConfig& c) {
   TensorList list(op, "caches", tensors, 7);
   const int64_t head = padded_to_block(c.head_size);
   check_rank(op, "caches.self_keys", tensors[0], 5, "[layers, rows, heads, capacity, head size]");
   check_rank(op, "caches.cross_values", tensors[3], 5,
              "[layers, requests, heads, source, head size]");
-  cache_rows = tensors[0].size(1);
-  capacity = tensors[0].size(3);
-  requests = tensors[3].size(1);
-  source = tensors[3].size(3);
+  const int64_t rows = caches.rows = tensors[0].size(1);
+  const int64_t capacity = caches.capacity = tensors[0].size(3);
+  const int64_t requests = caches.requests = tensors[3].size(1);
+  const int64_t source = caches.source = tensors[3].size(3);
   if (source % kAttentionBlock != 0) {
     fail(op, "caches.cross_values has ", source, " positions; expected a multiple of ",
          kAttentionBlock);
   }
-  if (cache_rows >= kMaxDecoderSize || requests >= kMaxDecoderSize || capacity >= kMaxDecoderSize) {
+  if (rows >= kMaxDecoderSize || requests >= kMaxDecoderSize || capacity >= kMaxDecoderSize) {
     fail(op, "caches.self_keys has shape ", shape_text(tensors[0]),
          "; expected fewer than 2^31 rows and positions");
   }
-  const auto self = {c.layers, cache_rows, c.heads, capacity, head};
-  self_keys = list.next<float>("self_keys", ScalarType::Float, self);
-  self_values = list.next<float>("self_values", ScalarType::Float, self);
+  const auto self = {c.layers, rows, c.heads, capacity, head};
+  caches.self_keys = list.next<float>("self_keys", ScalarType::Float, self);
+  caches.self_values = list.next<float>("self_values", ScalarType::Float, self);
   cross_keys = list.next<float>("cross_keys", ScalarType::Float,
                                 {c.layers, requests, c.heads, head, source});
   cross_values = list.next<float>("cross_values", ScalarType::Float,
                                   {c.layers, requests, c.heads, source, head});
   memory_lengths = list.next<int64_t>("memory_lengths", ScalarType::Long, {requests});
-  table = list.next<int32_t>("table", ScalarType::Int, {cache_rows, capacity});
+  caches.table = list.next<int32_t>("table", ScalarType::Int, {rows, capacity});
   cached_lengths = list.next<int64_t>("cached_lengths", ScalarType::Long, {requests});
+  caches.cross_keys = cross_keys;
+  caches.cross_values = cross_values;
+  caches.memory_lengths = memory_lengths;
 }
 
 }  // namespace lmdecode

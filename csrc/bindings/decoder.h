@@ -138,19 +138,15 @@ struct DecoderModel {
   DecoderModel& operator=(const DecoderModel&) = delete;
 };
 
-// The caches of a decoder: seven tensors.
-struct DecodingCaches {
-  float* self_keys = nullptr;        // [layers, cache rows, heads, capacity, padded head]
-  float* self_values = nullptr;      // likewise
-  float* cross_keys = nullptr;       // [layers, requests, heads, padded head, source]
-  float* cross_values = nullptr;     // [layers, requests, heads, source, padded head]
-  int64_t* memory_lengths = nullptr;  // [requests]
-  int32_t* table = nullptr;          // [cache rows, capacity]
+// The caches of a decoder, of which the op may write all: seven tensors.
+struct CacheTensors {
+  DecoderCaches caches;
+  float* cross_keys = nullptr;
+  float* cross_values = nullptr;
+  int64_t* memory_lengths = nullptr;
   int64_t* cached_lengths = nullptr;  // [requests]
-  int64_t requests = 0, cache_rows = 0, capacity = 0, source = 0;
 
-  // num_layers: that of the config, or 1 for a layer by itself.
-  DecodingCaches(const char* op, const Tensors& tensors, const DecoderConfig& config);
+  CacheTensors(const char* op, const Tensors& tensors, const DecoderConfig& config);
 };
 
 }  // namespace lmdecode

@@ -3,6 +3,7 @@
 
 #include "bindings/decoder.h"
 #include "decoder/decoder_layer.h"
+#include "decoder/faster_transformer_search.h"
 #include "decoder/gather_tree.h"
 
 namespace lmdecode {
@@ -12,6 +13,7 @@ constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kReadOp = "decoding_read_memory_";
 constexpr const char* kLayerOp = "decoder_layer";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
+constexpr const char* kFasterTransformerOp = "faster_transformer_decoding_";
 constexpr const char* kGatherTreeOp = "gather_tree";
 
 void check_number(const char* op, const char* name, int64_t entry, int64_t value, int64_t low,
@@ -58,7 +60,7 @@ void check_search(const DecodingParams& p, int64_t slot) {
   check_number(kStepsOp, "parameters.prompt_lengths", slot, p.parameters.prompt_lengths[slot], 0,
                length);
   check_number(kStepsOp, "caches.cached_lengths", request, p.cached_lengths[request], 0, length);
-  check_number(kStepsOp, "caches.memory_lengths", request, p.memory_lengths[request], 0, p.source);
+  check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0, p.caches.source);
   const int64_t rows = slot * state.beams;
   for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
     const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
@@ -68,7 +70,7 @@ void check_search(const DecodingParams& p, int64_t slot) {
       fail(kStepsOp, "state.sequences[", slot, ", ", beam, ", ", i, "] is ", tokens[i],
            "; expected a token, 0 to ", p.config.vocab - 1);
     }
-    const int32_t* const table = p.table + (rows + beam) * state.capacity;
+    const int32_t* const table = p.caches.table + (rows + beam) * state.capacity;
     for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1; ++i) {
       if (table[i] >= 0 && table[i] < p.cache_rows()) continue;
       fail(kStepsOp, "caches.table[", rows + beam, ", ", i, "] is ", table[i],
@@ -88,7 +90,7 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
                       const Tensors& caches, const Tensor& workspace, const Integers& options) {
   const char* const op = kStepsOp;
   const DecoderModel model(op, weights, config, numbers);
-  const DecodingCaches cache(op, caches, model.config);
+  const CacheTensors cache(op, caches, model.config);
   DecodingParams p;
   p.config = model.config;
   p.weights = model.weights;
@@ -104,21 +106,14 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   p.max_steps = list.next("max_steps", 0, INT64_MAX);
   p.stop_when_done = list.next_flag("stop_when_done");
   p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
-  p.requests = cache.requests;
-  p.source = cache.source;
-  p.self_keys = cache.self_keys;
-  p.self_values = cache.self_values;
-  p.cross_keys = cache.cross_keys;
-  p.cross_values = cache.cross_values;
-  p.memory_lengths = cache.memory_lengths;
-  p.table = cache.table;
+  p.caches = cache.caches;
   p.cached_lengths = cache.cached_lengths;
-  if (cache.requests * p.num_groups != p.state.slots) {
+  if (cache.caches.requests * p.num_groups != p.state.slots) {
     fail(op, "state.sequences has ", p.state.slots, " slots; expected num_groups, ", p.num_groups,
-         ", for each of the ", cache.requests, " requests of caches");
+         ", for each of the ", cache.caches.requests, " requests of caches");
   }
-  if (cache.cache_rows != p.cache_rows() || cache.capacity != p.state.capacity) {
-    fail(op, "caches.self_keys has ", cache.cache_rows, " rows of ", cache.capacity,
+  if (cache.caches.rows != p.cache_rows() || cache.caches.capacity != p.state.capacity) {
+    fail(op, "caches.self_keys has ", cache.caches.rows, " rows of ", cache.caches.capacity,
          " positions; expected ", p.cache_rows(), " of ", p.state.capacity, ", those of the state");
   }
   if (p.greedy && p.state.beams != 1) {
@@ -169,13 +164,13 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
   const char* const op = kReadOp;
   const DecoderModel model(op, weights, config, numbers);
   const DecoderConfig& c = model.config;
-  const DecodingCaches cache(op, caches, c);
+  const CacheTensors cache(op, caches, c);
   check_rank(op, "memory", memory, 3, "[requests, source, memory_size]");
   check_dtype(op, "memory", memory, ScalarType::Float);
   const int64_t count = memory.size(0), source = memory.size(1);
-  if (memory.size(2) != c.memory_size || source > cache.source || !memory.is_contiguous()) {
+  if (memory.size(2) != c.memory_size || source > cache.caches.source || !memory.is_contiguous()) {
     fail(op, "memory has shape ", shape_text(memory), "; expected [requests, at most ",
-         cache.source, ", ", c.memory_size, "], contiguous");
+         cache.caches.source, ", ", c.memory_size, "], contiguous");
   }
   check_dtype(op, "lengths", lengths, ScalarType::Long);
   check_shape(op, "lengths", lengths, count);
@@ -185,7 +180,7 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
   const int64_t* const request = static_cast<const int64_t*>(requests.const_data_ptr());
   for (int64_t i = 0; i < count; ++i) {
     check_number(op, "lengths", i, length[i * lengths.stride(0)], 0, source);
-    check_number(op, "requests", i, request[i * requests.stride(0)], 0, cache.requests - 1);
+    check_number(op, "requests", i, request[i * requests.stride(0)], 0, cache.caches.requests - 1);
   }
   const AttentionShape shape{c.heads, c.head_size, 1.0f, 0.0f};
   // So many rows at a time that what they give stays in the cache of the processor.
@@ -197,7 +192,7 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
   Tensor scratch = new_tensor(memory, {static_cast<int64_t>(scratch_bytes)}, ScalarType::Byte);
   float* const to = static_cast<float*>(key_value.mutable_data_ptr());
   const float* const from = static_cast<const float*>(memory.const_data_ptr());
-  const int64_t area = shape.heads * shape.padded_head() * cache.source;
+  const int64_t area = shape.heads * shape.padded_head() * cache.caches.source;
   for (int64_t begin = 0; begin < count; begin += together) {
     const int64_t end = std::min(begin + together, count);
     for (int64_t layer = 0; layer < c.layers; ++layer) {
@@ -209,8 +204,8 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
                      scratch.mutable_data_ptr(), output);
       }
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t at = layer * cache.requests + request[i * requests.stride(0)];
-        write_cross_cache_cpu({shape, cache.source, length[i * lengths.stride(0)],
+        const int64_t at = layer * cache.caches.requests + request[i * requests.stride(0)];
+        write_cross_cache_cpu({shape, cache.caches.source, length[i * lengths.stride(0)],
                                to + (i - begin) * source * 2 * shape.size(),
                                cache.cross_keys + at * area, cache.cross_values + at * area});
       }
@@ -222,6 +217,63 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
   }
 }
 
+// caches: with a request for each memory_rows rows.
+std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(
+    const Tensors& weights, const Integers& config, const Numbers& numbers, const Tensors& caches,
+    const Integers& options) {
+  const char* const op = kFasterTransformerOp;
+  const DecoderModel model(op, weights, config, numbers);
+  const CacheTensors cache(op, caches, model.config);
+  FasterTransformerParams p;
+  p.config = model.config;
+  p.weights = model.weights;
+  p.caches = cache.caches;
+  IntegerList list(op, "options", options, 4);
+  p.beams = list.next("beam_width", 1);
+  p.max_steps = list.next("max_seq_len", 0);
+  p.start_token = list.next("start_id", 0, p.config.vocab - 1);
+  p.end_token = list.next("end_id", 0, p.config.vocab - 1);
+  const int64_t rows = cache.caches.rows;
+  if (rows % p.beams != 0) {
+    fail(op, "options.beam_width is ", p.beams, "; expected a divisor of ", rows,
+         ", the rows of caches");
+  }
+  p.batch = rows / p.beams;
+  p.memory_rows = cache.caches.requests == rows ? 1 : p.beams;
+  if (p.memory_rows * cache.caches.requests != rows) {
+    fail(op, "caches.cross_keys has ", cache.caches.requests, " requests; expected ", p.batch,
+         " or ", rows);
+  }
+  if (cache.caches.capacity < p.max_steps) {
+    fail(op, "caches.self_keys has ", cache.caches.capacity, " positions; expected at least ",
+         p.max_steps, ", max_seq_len");
+  }
+  if (p.weights.positions != nullptr && p.weights.num_positions < p.max_steps) {
+    fail(op, "weights.positions has ", p.weights.num_positions, " positions; expected at least ",
+         p.max_steps, ", max_seq_len");
+  }
+  for (int64_t request = 0; request < cache.caches.requests; ++request) {
+    check_number(op, "caches.memory_lengths", request, cache.memory_lengths[request], 0,
+                 cache.caches.source);
+  }
+  const Tensor& like = caches[0];
+  const int64_t bytes = static_cast<int64_t>(faster_transformer_workspace_bytes(p));
+  Tensor workspace = new_tensor(like, {bytes}, ScalarType::Byte);
+  Tensor output_ids = new_tensor(like, {p.max_steps, rows}, ScalarType::Int);
+  Tensor parent_ids = new_tensor(like, {p.max_steps, rows}, ScalarType::Int);
+  Tensor lengths = new_tensor(like, {rows}, ScalarType::Int);
+  p.workspace = workspace.mutable_data_ptr();
+  p.output_ids = static_cast<int32_t*>(output_ids.mutable_data_ptr());
+  p.parent_ids = static_cast<int32_t*>(parent_ids.mutable_data_ptr());
+  p.sequence_lengths = static_cast<int32_t*>(lengths.mutable_data_ptr());
+  const uint8_t failed = faster_transformer_search_cpu(p);
+  if (failed != 0) {
+    fail(op, "a request has ", (failed & 1) != 0 ? "NaN in its logits" : "no logit above -inf",
+         "; expected weights and a memory without NaN or inf");
+  }
+  return {output_ids, parent_ids, lengths};
+}
+
 // One layer on x [rows, model_size]; cache_rows, positions and requests [rows] int32.
 Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& config,
                      const Numbers& numbers, const Tensor& relative_bias, const Tensors& caches,
@@ -231,7 +283,7 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
   c.layers = 1;
   TensorList list(op, "weights", weights, kLayerTensors);
   const LayerWeights layer = layer_weights(op, list, c);
-  const DecodingCaches cache(op, caches, c);
+  const CacheTensors cache(op, caches, c);
   check_rank(op, "x", x, 2, "[rows, model_size]");
   check_dtype(op, "x", x, ScalarType::Float);
   const int64_t rows = x.size(0);
@@ -251,14 +303,14 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
       bias_list.next_or_null<const float>("relative_bias", ScalarType::Float, {c.heads, -1});
   const int64_t distances = bias == nullptr ? 0 : relative_bias.size(1);
   for (int64_t row = 0; row < rows; ++row) {
-    check_number(op, "cache_rows", row, step.cache_rows[row], 0, cache.cache_rows - 1);
-    check_number(op, "positions", row, step.positions[row], 0, cache.capacity - 1);
-    check_number(op, "requests", row, step.requests[row], 0, cache.requests - 1);
+    check_number(op, "cache_rows", row, step.cache_rows[row], 0, cache.caches.rows - 1);
+    check_number(op, "positions", row, step.positions[row], 0, cache.caches.capacity - 1);
+    check_number(op, "requests", row, step.requests[row], 0, cache.caches.requests - 1);
     check_number(op, "caches.memory_lengths", step.requests[row],
-                 cache.memory_lengths[step.requests[row]], 0, cache.source);
-    const int32_t* const table = cache.table + step.cache_rows[row] * cache.capacity;
+                 cache.memory_lengths[step.requests[row]], 0, cache.caches.source);
+    const int32_t* const table = cache.caches.table + step.cache_rows[row] * cache.caches.capacity;
     for (int64_t i = 0; i <= step.positions[row]; ++i) {
-      check_number(op, "caches.table", step.cache_rows[row], table[i], 0, cache.cache_rows - 1);
+      check_number(op, "caches.table", step.cache_rows[row], table[i], 0, cache.caches.rows - 1);
     }
     if (bias != nullptr && step.positions[row] >= distances) {
       fail(op, "relative_bias has ", distances, " distances; expected at least ",
@@ -281,9 +333,10 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
   Tensor y = new_tensor(x, {rows, c.model_size}, ScalarType::Float);
   float* const to = static_cast<float*>(y.mutable_data_ptr());
   std::copy_n(static_cast<const float*>(x.const_data_ptr()), rows * c.model_size, to);
-  const LayerCaches layer_caches{cache.capacity,    cache.self_keys,  cache.self_values,
-                                 cache.table,       cache.source,     cache.cross_keys,
-                                 cache.cross_values, cache.memory_lengths};
+  const LayerCaches layer_caches{cache.caches.capacity,  cache.caches.self_keys,
+                                 cache.caches.self_values, cache.caches.table,
+                                 cache.caches.source,      cache.cross_keys,
+                                 cache.cross_values,       cache.memory_lengths};
   if (rows > 0) decoder_layer_cpu(c, layer, step, layer_caches, bias, distances, buffers, to);
   return y;
 }
@@ -337,6 +390,7 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   using namespace lmdecode;
   m.impl("decoding_steps_", TORCH_BOX(&decoding_steps));
   m.impl("decoding_read_memory_", TORCH_BOX(&read_memory));
+  m.impl("faster_transformer_decoding_", TORCH_BOX(&faster_transformer_decoding));
   m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
   m.impl("gather_tree", TORCH_BOX(&gather_tree));
 }

@@ -112,6 +112,12 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] caches, "
       "Tensor memory, Tensor lengths, Tensor requests) -> ()");
+  // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice and
+  // [rows].
+  m.def(
+      "faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "
+      "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "
+      "sequence_length)");
   // weights: the 22 tensors of one layer. cache_rows, positions, requests: [rows] int32.
   m.def(
       "decoder_layer(Tensor x, Tensor[] weights, int[] config, float[] numbers, Tensor "

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "beam/beam_search_state.h"
-#include "decoder/decoder_config.h"
+#include "decoder/decoder_forward.h"
 
 namespace lmdecode {
 
@@ -45,14 +45,7 @@ struct DecodingParams {
   int64_t max_steps = 0;
   bool stop_when_done = false;  // return when a search has ended, not only when all have
 
-  int64_t requests = 0;
-  int64_t source = 0;                       // positions of the cross cache
-  float* self_keys = nullptr;               // [layers, cache rows, heads, capacity, padded head]
-  float* self_values = nullptr;             // likewise; capacity is that of the state
-  const float* cross_keys = nullptr;        // [layers, requests, heads, padded head, source]
-  const float* cross_values = nullptr;      // [layers, requests, heads, source, padded head]
-  const int64_t* memory_lengths = nullptr;  // [requests]
-  int32_t* table = nullptr;                 // [cache rows, capacity]
+  DecoderCaches caches;               // capacity is that of the state
   int64_t* cached_lengths = nullptr;        // [requests]: positions whose keys are in the cache
   void* workspace = nullptr;                // decoding_workspace_bytes(), aligned to 64
 

@@ -3,9 +3,6 @@
 
 #include "beam/beam_step.h"
 #include "beam/log_softmax_top_k.h"
-#include "common/float_mode.h"
-#include "common/parallel.h"
-#include "decoder/decoder_tuning.h"
 #include "decoder/decoding.h"
 #include "decoder/decoding_workspace.h"
 
@@ -17,14 +14,19 @@ constexpr float kLowestScore = -3.0e38f;
 
 class Decoding {
  public:
-  explicit Decoding(const DecodingParams& p) : p_(p), state_(p.state) { w_.split(p, p.workspace); }
+  Decoding(const DecodingParams& p, DecodingWorkspace workspace)
+      : p_(p),
+        state_(p.state),
+        w_(workspace),
+        forward_(p.config, p.weights, p.caches, DecodingWorkspace::max_rows(p), p.cache_rows(),
+                 workspace.forward) {}
 
   int64_t run() {
     read_prompts();
     int64_t steps = 0;
     while (steps < p_.max_steps && collect_rows() > 0) {
       const int64_t searches = num_searches_;
-      forward(/*to_logits=*/true);
+      forward_.run(/*to_logits=*/true);
       for (int64_t begin = 0; begin < searches;) {
         const int64_t end = group_end(begin);
         choose(begin, end);
@@ -39,125 +41,53 @@ class Decoding {
  private:
   // ---- rows
 
-  void add_row(int64_t cache_row, int64_t position, int64_t request, int64_t token) {
-    const int64_t row = rows_.count++;
-    w_.cache_rows[row] = static_cast<int32_t>(cache_row);
-    w_.positions[row] = static_cast<int32_t>(position);
-    w_.requests[row] = static_cast<int32_t>(request);
-    w_.input_tokens[row] = token;
-    p_.table[cache_row * state_.capacity + position] = static_cast<int32_t>(cache_row);
-    if (row == 0 || w_.requests[row - 1] != w_.requests[row]) {
-      w_.run_begins[rows_.num_runs++] = static_cast<int32_t>(row);
-    }
-    w_.run_begins[rows_.num_runs] = static_cast<int32_t>(row + 1);
-  }
-
-  void clear_rows() { rows_ = {0, w_.cache_rows, w_.positions, w_.requests, w_.run_begins, 0}; }
-
   // All tokens of new prompts but their last ones, which the first step reads: once a request, by
   // its first cache row, which all of its beams then look at.
   void read_prompts() {
     const int64_t most = DecodingWorkspace::max_rows(p_);
-    clear_rows();
-    for (int64_t request = 0; request < p_.requests; ++request) {
+    forward_.clear();
+    for (int64_t request = 0; request < p_.caches.requests; ++request) {
       const int64_t slot = request * p_.num_groups;
       if (!p_.is_running(slot)) continue;
       const int64_t first_row = slot * state_.beams, prompt = state_.lengths[slot] - 1;
       const int64_t* const tokens = state_.sequences + first_row * state_.capacity;
       for (int64_t& cached = p_.cached_lengths[request]; cached < prompt; ++cached) {
-        add_row(first_row, cached, request, tokens[cached]);
+        forward_.add(first_row, cached, request, tokens[cached]);
         for (int64_t row = 1; row < p_.num_groups * state_.beams; ++row) {
-          p_.table[(first_row + row) * state_.capacity + cached] = static_cast<int32_t>(first_row);
+          p_.caches.table[(first_row + row) * state_.capacity + cached] = static_cast<int32_t>(first_row);
         }
-        if (rows_.count < most) continue;
-        forward(/*to_logits=*/false);
-        clear_rows();
+        if (forward_.count() < most) continue;
+        forward_.run(/*to_logits=*/false);
+        forward_.clear();
       }
     }
-    if (rows_.count > 0) forward(/*to_logits=*/false);
+    if (forward_.count() > 0) forward_.run(/*to_logits=*/false);
   }
 
   // The rows of the searches that go on, group after group; returns how many.
   int64_t collect_rows() {
-    clear_rows();
+    forward_.clear();
     num_searches_ = 0;
     for (int64_t group = 0; group < p_.num_groups; ++group) {
-      for (int64_t request = 0; request < p_.requests; ++request) {
+      for (int64_t request = 0; request < p_.caches.requests; ++request) {
         const int64_t slot = request * p_.num_groups + group;
         if (!p_.is_running(slot)) {
           std::fill_n(w_.chosen + slot * state_.beams, state_.beams, p_.parameters.pad_tokens[slot]);
           continue;
         }
         w_.slots[num_searches_] = slot;
-        w_.row_offsets[num_searches_++] = rows_.count;
+        w_.row_offsets[num_searches_++] = forward_.count();
         const int64_t position = state_.lengths[slot] - 1;
         for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
           const int64_t row = slot * state_.beams + beam;
-          add_row(row, position, request, state_.sequences[row * state_.capacity + position]);
+          forward_.add(row, position, request, state_.sequences[row * state_.capacity + position]);
         }
         int64_t& cached = p_.cached_lengths[request];
         cached = std::max(cached, position + 1);
       }
     }
-    w_.row_offsets[num_searches_] = rows_.count;
-    return rows_.count;
-  }
-
-  // ---- the model
-
-  void embed() {
-    const int64_t size = p_.config.model_size;
-    const float scale = p_.config.embedding_scale;
-    const auto row_of = [&](int64_t row) {
-      const float* const token = p_.weights.embedding + w_.input_tokens[row] * size;
-      float* const x = w_.x + row * size;
-      if (p_.weights.positions == nullptr) {
-        for (int64_t i = 0; i < size; ++i) x[i] = token[i] * scale;
-        return;
-      }
-      const int64_t at = w_.positions[row] + p_.config.position_offset;
-      const float* const position = p_.weights.positions + at * size;
-      for (int64_t i = 0; i < size; ++i) x[i] = token[i] * scale + position[i];
-    };
-    const double nanoseconds = decoder_tuning::kNanosecondsPerCopy * static_cast<double>(size);
-    const int64_t grain =
-        1 + static_cast<int64_t>(decoder_tuning::kMinTaskNanoseconds / nanoseconds);
-    parallel_for(rows_.count, grain, [&](int64_t begin, int64_t end) {
-      const ScopedIeeeMode ieee;
-      for (int64_t row = begin; row < end; ++row) row_of(row);
-    });
-    if (p_.weights.embedding_norm.gamma != nullptr) {
-      apply_norm(p_.config, p_.weights.embedding_norm, w_.x, w_.x, rows_.count);
-    }
-  }
-
-  void forward(bool to_logits) {
-    embed();
-    const AttentionShape shape{p_.config.heads, p_.config.head_size, 0.0f, 0.0f};
-    const int64_t heads = shape.heads * shape.padded_head();
-    const int64_t self_layer = p_.cache_rows() * heads * state_.capacity;
-    const int64_t cross_layer = p_.requests * heads * p_.source;
-    for (int64_t layer = 0; layer < p_.config.layers; ++layer) {
-      const LayerCaches caches{state_.capacity,
-                               p_.self_keys + layer * self_layer,
-                               p_.self_values + layer * self_layer,
-                               p_.table,
-                               p_.source,
-                               p_.cross_keys + layer * cross_layer,
-                               p_.cross_values + layer * cross_layer,
-                               p_.memory_lengths};
-      decoder_layer_cpu(p_.config, p_.weights.layers[layer], rows_, caches,
-                        p_.weights.relative_bias, p_.weights.num_distances, w_.layer, w_.x);
-    }
-    if (!to_logits) return;
-    const float* last = w_.x;
-    if (p_.weights.final_norm.gamma != nullptr) {
-      apply_norm(p_.config, p_.weights.final_norm, w_.x, w_.layer.normed, rows_.count);
-      last = w_.layer.normed;
-    }
-    LinearOutput output;
-    output.y = w_.logits;
-    apply_linear(p_.weights.logits, last, rows_.count, w_.layer.linear_input, output);
+    w_.row_offsets[num_searches_] = forward_.count();
+    return forward_.count();
   }
 
   // ---- the choice; searches [begin, end) of the step, all of one group
@@ -252,7 +182,7 @@ class Decoding {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = w_.row_offsets[begin + i];
       const GreedyChoice choice =
-          choose_greedily(processors_of_row(processors, i, i, vocab), w_.logits + row * vocab,
+          choose_greedily(processors_of_row(processors, i, i, vocab), forward_.logits() + row * vocab,
                           vocab, max_edits, w_.edits);
       w_.status[i] = choice.status;
       w_.tokens[i] = choice.token;
@@ -275,7 +205,7 @@ class Decoding {
     top.requests = count;
     top.num_candidates = p_.num_candidates;
     top.row_candidates = std::min(p_.num_candidates, top.vocab);
-    top.logits = w_.logits + w_.row_offsets[begin] * top.vocab;
+    top.logits = forward_.logits() + w_.row_offsets[begin] * top.vocab;
     top.logits_row_stride = top.vocab;
     top.beam_scores = w_.beam_scores;
     top.beam_scores_stride = 1;
@@ -341,7 +271,7 @@ class Decoding {
     }
     const int32_t copies =
         order_row_copies_of(w_.parents, static_cast<int32_t>(beams), w_.readers, w_.copies);
-    int32_t* const rows = p_.table + slot * state_.beams * state_.capacity;
+    int32_t* const rows = p_.caches.table + slot * state_.beams * state_.capacity;
     const auto row = [&](int32_t r) {
       return r == kTemporaryRow ? w_.table_row : rows + r * state_.capacity;
     };
@@ -360,8 +290,8 @@ class Decoding {
 
   const DecodingParams& p_;
   const BeamSearchState& state_;
-  DecodingWorkspace w_{};
-  StepRows rows_{};
+  const DecodingWorkspace w_;
+  DecoderForward forward_;
   int64_t num_searches_ = 0;
 };
 
@@ -371,6 +301,10 @@ size_t decoding_workspace_bytes(const DecodingParams& params) {
   return DecodingWorkspace{}.split(params, nullptr);
 }
 
-int64_t decoding_steps_cpu(const DecodingParams& params) { return Decoding(params).run(); }
+int64_t decoding_steps_cpu(const DecodingParams& params) {
+  DecodingWorkspace workspace{};
+  workspace.split(params, params.workspace);
+  return Decoding(params, workspace).run();
+}
 
 }  // namespace lmdecode

@@ -4,22 +4,14 @@
 #include "beam/log_softmax_top_k.h"
 #include "common/row_copies.h"
 #include "common/split_memory.h"
-#include "decoder/decoder_layer.h"
+#include "decoder/decoder_forward.h"
 #include "decoder/decoding.h"
 #include "decoder/greedy_choice.h"
 
 namespace lmdecode {
 
 struct DecodingWorkspace {
-  // Rows of a step, or of a part of the prompts.
-  int32_t* cache_rows;    // [rows]
-  int32_t* positions;     // [rows]
-  int32_t* requests;      // [rows]
-  int32_t* run_begins;    // [rows + 1]
-  int64_t* input_tokens;  // [rows]
-  float* x;               // [rows, model_size]
-  LayerBuffers layer;
-  float* logits;  // [cache rows, vocab]
+  unsigned char* forward;  // of DecoderForward
 
   // The searches that go on, group after group.
   int64_t* slots;         // [slots]
@@ -65,24 +57,15 @@ struct DecodingWorkspace {
 
   // With null for the memory it only counts. Returns the bytes.
   size_t split(const DecodingParams& p, void* memory) {
-    const int64_t rows = max_rows(p), cache_rows_ = p.cache_rows(), slot_count = p.state.slots;
+    const int64_t cache_rows = p.cache_rows(), slot_count = p.state.slots;
     const int64_t candidates = slot_count * p.num_candidates;
     SplitMemory block(memory);
-    block.take(&cache_rows, rows);
-    block.take(&positions, rows);
-    block.take(&requests, rows);
-    block.take(&run_begins, rows + 1);
-    block.take(&input_tokens, rows);
-    block.take(&x, rows * p.config.model_size);
-    unsigned char* layer_memory = nullptr;
-    block.take(&layer_memory,
-               static_cast<int64_t>(split_layer_buffers(p.config, rows, nullptr, &layer)));
-    if (layer_memory != nullptr) split_layer_buffers(p.config, rows, layer_memory, &layer);
-    block.take(&logits, cache_rows_ * p.config.vocab);
+    block.take(&forward,
+               static_cast<int64_t>(DecoderForward::bytes(p.config, max_rows(p), cache_rows)));
     block.take(&slots, slot_count);
     block.take(&row_offsets, slot_count + 1);
     block.take(&pass_offsets, slot_count + 1);
-    block.take(&beam_scores, cache_rows_);
+    block.take(&beam_scores, cache_rows);
     block.take(&scores, candidates);
     block.take(&log_probs, candidates);
     block.take(&tokens, candidates);
@@ -90,13 +73,13 @@ struct DecodingWorkspace {
     block.take(&status, slot_count);
     const int64_t row_candidates =
         p.num_candidates < p.config.vocab ? p.num_candidates : p.config.vocab;
-    block.take(&top_k_scratch, LogSoftmaxTopKParams::scratch_size(cache_rows_, row_candidates));
-    block.take(&next_scores, cache_rows_);
-    block.take(&next_tokens, cache_rows_);
-    block.take(&next_parents, cache_rows_);
+    block.take(&top_k_scratch, LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
+    block.take(&next_scores, cache_rows);
+    block.take(&next_tokens, cache_rows);
+    block.take(&next_parents, cache_rows);
     block.take(&decisions, candidates);
-    block.take(&chosen, cache_rows_);
-    block.take(&sequences, cache_rows_ * p.state.capacity);
+    block.take(&chosen, cache_rows);
+    block.take(&sequences, cache_rows * p.state.capacity);
     block.take(&lengths, slot_count);
     block.take(&repetition_penalty, slot_count);
     block.take(&no_repeat_ngram_size, slot_count);

@@ -36,6 +36,8 @@ from lmdecode.beam_state import (
 )
 from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
+from lmdecode.decoder import Decoding, gather_tree
+from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
@@ -64,7 +66,11 @@ __all__ = [
     "ConstrainedBeamSearchScorer",
     "Constraint",
     "ConstraintListState",
+    "DecoderConfig",
+    "DecoderWeights",
+    "Decoding",
     "DisjunctiveConstraint",
+    "LayerWeights",
     "OutOfBlocksError",
     "PhrasalConstraint",
     "RingKVCache",
@@ -81,6 +87,7 @@ __all__ = [
     "expand_compressed_swa_mask",
     "format_trace",
     "gather_indirect",
+    "gather_tree",
     "has_cuda",
     "log_softmax_top_k",
     "merge_attention_states",

@@ -1,0 +1,152 @@
+"""Decoding in C++: the decoder of an encoder-decoder model, its search and its caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode import _fakes  # noqa: F401  registers the fakes
+from lmdecode._library import ops
+from lmdecode.decoder_config import DecoderConfig, DecoderWeights
+from lmdecode.decoder_weights import PackedDecoder
+
+__all__ = ["Decoding", "gather_tree"]
+
+
+class Decoding:
+    """The decoder of an encoder-decoder model, with its whole loop in C++.
+
+    Embedding, layers, projection to the vocabulary, logits processors, beam search and early stop
+    run step after step without a return to Python; keys and values of the memory are computed once a
+    request and shared by its beams, those of the sequences stay where they were written. A result
+    depends on nothing but its own request: not on the batch, nor on the number of threads.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+        Of the decoder.
+    weights : DecoderWeights
+        Packed here, once.
+    dtype : {"float32", "bfloat16", "int8"}
+        What linear weights are held and multiplied as; see docs/decoder.md.
+
+    Raises
+    ------
+    ValueError
+        A weight of a wrong shape, or another dtype.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, *, dtype: str = "float32"
+    ) -> None:
+        self.decoder = PackedDecoder(config, weights, dtype)
+        self.model: Any = None
+
+    @classmethod
+    def from_pretrained(cls, model: Any, dtype: str = "float32") -> Decoding:
+        """Take the decoder of a loaded transformers model.
+
+        Parameters
+        ----------
+        model
+            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper. It is kept:
+            its encoder runs as it is.
+        dtype : {"float32", "bfloat16", "int8"}
+            See the class.
+
+        Raises
+        ------
+        ValueError
+            Another model, or another dtype.
+        """
+        from lmdecode.integrations.transformers.decoder_models import decoder_of
+
+        decoding = cls(*decoder_of(model), dtype=dtype)
+        decoding.model = model
+        return decoding
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Return the decoder's config."""
+        return self.decoder.config
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
+        """Return what ``model.generate(...)`` returns, without sampling.
+
+        Parameters
+        ----------
+        inputs : Tensor, optional
+            ``input_ids`` or ``input_features``, as for the model.
+        **arguments
+            Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
+            ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and so
+            on, with the model's ``generation_config`` for defaults.
+
+        Raises
+        ------
+        ValueError
+            Names an argument that this cannot do; nothing is ignored.
+        """
+        if self.model is None:
+            raise ValueError(
+                "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
+            )
+        from lmdecode.integrations.transformers.decoding import decode
+
+        def loop(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool | None = None,
+            streamer: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            return decode(
+                self.decoder,
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+
+        return self.model.generate(inputs, custom_generate=loop, **arguments)
+
+
+def gather_tree(
+    step_ids: Tensor, parent_ids: Tensor, max_sequence_lengths: Tensor, end_token: int
+) -> Tensor:
+    """Return the sequences that tokens and parents of each step spell, as TensorFlow's op does.
+
+    Parameters
+    ----------
+    step_ids, parent_ids : Tensor
+        [T, B, W] int32 or int64: the token of each beam in each step, and the beam of the same
+        request, 0 to W - 1, that it was added to.
+    max_sequence_lengths : Tensor
+        [B], of the same dtype: steps of each request; beyond T counts as T.
+    end_token : int
+        What is behind the first end token of a sequence, and behind its steps.
+
+    Returns
+    -------
+    Tensor
+        [T, B, W].
+
+    Raises
+    ------
+    ValueError
+        Wrong shapes or dtypes, or a trace comes to a parent that is no beam.
+    """
+    return ops.gather_tree(
+        step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
+    )
