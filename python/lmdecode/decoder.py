@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -97,6 +98,10 @@ class Decoding:
             )
         from lmdecode.integrations.transformers.decoding import decode
 
+        if isinstance(arguments.get("encoder_outputs"), dict):
+            # generate() writes the outputs of the beams to it.
+            arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
+
         def loop(
             model: Any,
             input_ids: Tensor,
@@ -119,7 +124,8 @@ class Decoding:
                 **model_kwargs,
             )
 
-        return self.model.generate(inputs, custom_generate=loop, **arguments)
+        positional = () if inputs is None else (inputs,)
+        return self.model.generate(*positional, custom_generate=loop, **arguments)
 
 
 def gather_tree(

@@ -26,7 +26,7 @@ def _pack(name: str, weight: Tensor | None, shape: tuple[int, int], weight_forma
         raise ValueError(
             f"DecoderWeights: {name} has shape {list(weight.shape)}; expected {list(shape)}"
         )
-    return ops.pack_linear_tmp(float32(weight), FORMATS[weight_format])
+    return ops.pack_linear(float32(weight), FORMATS[weight_format])
 
 
 def _shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -69,7 +70,7 @@ PROCESSORS: list[dict[str, Any]] = [
     {"repetition_penalty": 0.6, "no_repeat_ngram_size": 3},
     {"forced_bos_token_id": 9},
     {"forced_eos_token_id": END},
-    {"forced_bos_token_id": 9, "suppress_tokens": [9, 10]},
+    {"forced_bos_token_id": 9, "suppress_tokens": [10, 11]},
     {"suppress_tokens": [11, 12, 13]},
     {"begin_suppress_tokens": [4, 5, 6, 7]},
     {"bad_words_ids": [[14], [15]]},
@@ -100,7 +101,9 @@ def test_encoder_outputs_and_a_mask_with_holes() -> None:
     mask = inputs["attention_mask"].clone()
     mask[0, 0] = mask[1, 1] = 0
     arguments = dict(attention_mask=mask, num_beams=3, max_new_tokens=8)
-    expected = model.generate(encoder_outputs=encoder_outputs, **arguments)
+    # transformers writes to the outputs that it is given; Decoding leaves them alone.
+    expected = model.generate(encoder_outputs=copy.copy(encoder_outputs), **arguments)
+    decoding.generate(encoder_outputs=encoder_outputs, **arguments)
     got = decoding.generate(encoder_outputs=encoder_outputs, **arguments)
     assert got.tolist() == expected.tolist()
 
