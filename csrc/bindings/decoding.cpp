@@ -162,8 +162,10 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
                  const Tensors& caches, const Tensor& memory, const Tensor& lengths,
                  const Tensor& requests) {
   const char* const op = kReadOp;
-  const DecoderModel model(op, weights, config, numbers);
-  const DecoderConfig& c = model.config;
+  const DecoderConfig c = decoder_config(op, config, numbers);
+  TensorList list(op, "weights", weights, kLayerTensors * static_cast<size_t>(c.layers));
+  std::vector<LayerWeights> layers;
+  for (int64_t layer = 0; layer < c.layers; ++layer) layers.push_back(layer_weights(op, list, c));
   const CacheTensors cache(op, caches, c);
   check_rank(op, "memory", memory, 3, "[requests, source, memory_size]");
   check_dtype(op, "memory", memory, ScalarType::Float);
@@ -199,7 +201,7 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
       if (source > 0) {
         LinearOutput output;
         output.y = to;
-        apply_linear(model.layers[static_cast<size_t>(layer)].cross_key_value,
+        apply_linear(layers[static_cast<size_t>(layer)].cross_key_value,
                      from + begin * source * c.memory_size, (end - begin) * source,
                      scratch.mutable_data_ptr(), output);
       }

@@ -108,7 +108,7 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "options) -> Tensor");
   // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
   m.def("decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int");
-  // Memories [n, source, memory_size] of `requests` [n] to the caches.
+  // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers alone.
   m.def(
       "decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] caches, "
       "Tensor memory, Tensor lengths, Tensor requests) -> ()");

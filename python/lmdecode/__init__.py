@@ -36,7 +36,8 @@ from lmdecode.beam_state import (
 )
 from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
-from lmdecode.decoder import Decoding, gather_tree
+from lmdecode.decoder import DecoderLayer, Decoding, gather_tree
+from lmdecode.decoder_batch import DecodingBatch
 from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
@@ -67,8 +68,10 @@ __all__ = [
     "Constraint",
     "ConstraintListState",
     "DecoderConfig",
+    "DecoderLayer",
     "DecoderWeights",
     "Decoding",
+    "DecodingBatch",
     "DisjunctiveConstraint",
     "LayerWeights",
     "OutOfBlocksError",

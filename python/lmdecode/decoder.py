@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights
-from lmdecode.decoder_weights import PackedDecoder
+from lmdecode.decoder_batch import DecodingBatch
+from lmdecode.decoder_config import FORMATS, DecoderConfig, DecoderWeights, LayerWeights, float32
+from lmdecode.decoder_state import DecodingCaches, new_caches
+from lmdecode.decoder_weights import PackedDecoder, pack_layer
 
-__all__ = ["Decoding", "gather_tree"]
+__all__ = ["DecoderLayer", "Decoding", "gather_tree"]
 
 
 class Decoding:
@@ -67,6 +70,16 @@ class Decoding:
         decoding = cls(*decoder_of(model), dtype=dtype)
         decoding.model = model
         return decoding
+
+    def batch(self, *, max_requests: int, num_beams: int, capacity: int, source: int) -> DecodingBatch:
+        """Return a batch that requests come to and leave between steps; see there."""
+        return DecodingBatch(
+            self.decoder,
+            max_requests=max_requests,
+            num_beams=num_beams,
+            capacity=capacity,
+            source=source,
+        )
 
     @property
     def config(self) -> DecoderConfig:
@@ -126,6 +139,128 @@ class Decoding:
 
         positional = () if inputs is None else (inputs,)
         return self.model.generate(*positional, custom_generate=loop, **arguments)
+
+
+class DecoderLayer:
+    """One layer of a decoder, one step at a time.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+        Of the decoder; its number of layers and its vocabulary do not matter.
+    weights : LayerWeights
+        Packed here, once.
+    relative_bias : Tensor, optional
+        [heads, distances], see ``DecoderWeights``.
+    dtype : {"float32", "bfloat16", "int8"}
+        As for ``Decoding``.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: LayerWeights,
+        relative_bias: Tensor | None = None,
+        *,
+        dtype: str = "float32",
+    ) -> None:
+        if dtype not in FORMATS:
+            raise ValueError(
+                f"DecoderLayer: dtype is {dtype!r}; expected one of {', '.join(FORMATS)}"
+            )
+        self.config = replace(config, num_layers=1)
+        self.relative_bias = float32(relative_bias)
+        self._sizes = self.config.sizes(dtype)
+        self._tensors = pack_layer(self.config, weights, dtype)
+
+    def new_caches(self, memory: Tensor, memory_lengths: Tensor, rows: int, capacity: int) -> DecodingCaches:
+        """Return caches with the keys and values of the memories.
+
+        Parameters
+        ----------
+        memory, memory_lengths : Tensor
+            [requests, S, M] floats and [requests] int64: what the encoder gives, and how much of it
+            counts.
+        rows, capacity : int
+            Sequences, or beams of requests, and positions of each.
+
+        Returns
+        -------
+        DecodingCaches
+            In whose ``table`` every row is its own.
+        """
+        config = self.config
+        caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
+        caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
+        ops.decoding_read_memory_(
+            self._tensors,
+            self._sizes,
+            config.numbers(),
+            list(caches),
+            float32(memory),
+            memory_lengths,
+            torch.arange(len(memory)),
+        )
+        return caches
+
+    def __call__(
+        self,
+        from_tensor: Tensor,
+        caches: DecodingCaches,
+        positions: Tensor,
+        *,
+        requests: Tensor | None = None,
+        cache_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer for one step of each row.
+
+        Parameters
+        ----------
+        from_tensor : Tensor
+            [R, D] float32.
+        caches : DecodingCaches
+            Of ``new_caches``; the rows' keys and values are written, in place.
+        positions : Tensor
+            [R] integers: where each row's sequence is; earlier positions have been run.
+        requests : Tensor, optional
+            [R] integers: whose memory each row attends to; by default the rows are spread evenly.
+        cache_rows : Tensor, optional
+            [R] integers, all different: the row of the caches that each is; their order by default.
+
+        Returns
+        -------
+        Tensor
+            [R, D] float32.
+
+        Raises
+        ------
+        ValueError
+            Names what has a wrong shape, or is out of range; nothing has been written then.
+        """
+        rows, count = from_tensor.shape[0], caches.memory_lengths.shape[0]
+        own = torch.arange(rows, dtype=torch.int32)
+        if requests is None:
+            if count == 0 or rows % count:
+                raise ValueError(
+                    f"DecoderLayer: from_tensor has {rows} rows for {count} memories; expected as "
+                    "many for each, or requests"
+                )
+            requests = own // (rows // count)
+
+        def int32(tensor: Tensor) -> Tensor:
+            return tensor.to(torch.int32).contiguous()
+
+        return ops.decoder_layer(
+            from_tensor.contiguous(),
+            self._tensors,
+            self._sizes,
+            self.config.numbers(),
+            self.relative_bias,
+            list(caches),
+            int32(own if cache_rows is None else cache_rows),
+            int32(positions),
+            int32(requests),
+        )
 
 
 def gather_tree(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode._library import ops
 from lmdecode.beam_state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.decoder_config import DecoderConfig
 from lmdecode.decoder_weights import PackedDecoder
 
 __all__ = ["DecodingCaches", "DecodingSearches", "TokenRules", "new_caches", "new_token_rules"]
@@ -96,10 +97,9 @@ def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> Token
 
 
 def new_caches(
-    decoder: PackedDecoder, requests: int, rows: int, capacity: int, source: int
+    config: DecoderConfig, requests: int, rows: int, capacity: int, source: int
 ) -> DecodingCaches:
-    """Return caches of which nothing has been written but that they are empty."""
-    config = decoder.config
+    """Return caches in which nothing has been written, lengths 0."""
     head, source = padded(config.head_size), padded(source)
     layers, heads = config.num_layers, config.num_heads
     with torch.inference_mode(False):
@@ -143,7 +143,7 @@ class DecodingSearches:
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self.token_rules = token_rules
         self.caches = caches or new_caches(
-            decoder, slots // num_groups, slots * beams, capacity, source
+            decoder.config, slots // num_groups, slots * beams, capacity, source
         )
         self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
         size = ops.decoding_workspace_bytes(
@@ -165,7 +165,7 @@ class DecodingSearches:
             [n] int64: how much of each counts, and whose it is.
         """
         ops.decoding_read_memory_(
-            self.decoder.tensors,
+            self.decoder.layer_tensors,
             self.decoder.sizes,
             self.decoder.numbers,
             list(self.caches),

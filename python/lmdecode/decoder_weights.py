@@ -82,8 +82,8 @@ class PackedDecoder:
 
     Attributes
     ----------
-    tensors : list of Tensor
-        What the ops take.
+    tensors, layer_tensors : list of Tensor
+        What the ops take: of the whole decoder, and of its layers alone.
     sizes, numbers : list
         The config as the ops take it.
 
@@ -124,5 +124,7 @@ class PackedDecoder:
             _pack("logits", weights.logits, _shapes(config)["logits"], weight_format),
             float32(weights.logits_bias),
         ]
+        self.layer_tensors: list[Tensor] = []
         for layer in weights.layers:
-            self.tensors += pack_layer(config, layer, weight_format)
+            self.layer_tensors += pack_layer(config, layer, weight_format)
+        self.tensors += self.layer_tensors

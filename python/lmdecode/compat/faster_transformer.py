@@ -345,11 +345,13 @@ def decoding(
         beam_lengths, beam_lengths[:, :1].expand_as(beam_lengths)
     ):
         memory, lengths = by_beam[:, 0], beam_lengths[:, 0]
-    caches = list(new_caches(packed, len(memory), rows, max_seq_len, memory.shape[1]))
-    arguments = (packed.tensors, packed.sizes, packed.numbers, caches)
+    caches = list(new_caches(config, len(memory), rows, max_seq_len, memory.shape[1]))
+    numbers = (packed.sizes, packed.numbers, caches)
     requests = torch.arange(len(memory))
-    ops.decoding_read_memory_(*arguments, memory.contiguous(), lengths.contiguous(), requests)
+    ops.decoding_read_memory_(
+        packed.layer_tensors, *numbers, memory.contiguous(), lengths.contiguous(), requests
+    )
     output_ids, parent_ids, sequence_length = ops.faster_transformer_decoding_(
-        *arguments, [beam_width, max_seq_len, start_id, end_id]
+        packed.tensors, *numbers, [beam_width, max_seq_len, start_id, end_id]
     )
     return output_ids, parent_ids, sequence_length

@@ -44,6 +44,8 @@ def _attend(
 ) -> Tensor:
     """[B, heads, T, size] queries to [B, T, heads * size]; visible broadcasts to the scores."""
     assert config.attention_scale is not None
+    if k.shape[2] == 0:
+        return torch.zeros_like(q).transpose(1, 2).flatten(2)
     scores = (q * config.attention_scale) @ k.transpose(2, 3)
     if bias is not None:
         scores = scores + bias
