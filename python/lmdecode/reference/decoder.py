@@ -12,6 +12,7 @@ from torch import Tensor
 from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
 
 __all__ = [
+    "decoder_layer",
     "decoder_logits",
     "faster_transformer_decoder",
     "faster_transformer_decoding",
@@ -66,14 +67,28 @@ def _relative_bias(weights: DecoderWeights, length: int) -> Tensor | None:
     return weights.relative_bias[:, distance]
 
 
-def _layer(
+def decoder_layer(
     config: DecoderConfig,
     w: LayerWeights,
     x: Tensor,
     memory: Tensor,
     lengths: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
+    """Return what a layer makes of whole sequences.
+
+    Parameters
+    ----------
+    config, w
+        The layer.
+    x : Tensor
+        [B, T, D].
+    memory, lengths : Tensor
+        [B, S, M] and [B].
+    bias : Tensor, optional
+        [heads, T, T] of queries and keys, added to the scores of self-attention.
+    """
+
     def before(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         return _norm(config, x, gamma, beta) if config.norm_first else x
 
@@ -136,7 +151,7 @@ def decoder_logits(
         x = _norm(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
     bias = _relative_bias(weights, steps)
     for layer in weights.layers:
-        x = _layer(config, layer, x, memory, memory_lengths, bias)
+        x = decoder_layer(config, layer, x, memory, memory_lengths, bias)
     if weights.final_norm_gamma is not None:
         x = _norm(config, x, weights.final_norm_gamma, weights.final_norm_beta)
     return F.linear(x, weights.logits, weights.logits_bias)
