@@ -61,14 +61,14 @@ DecoderModel::DecoderModel(const char* op, const Tensors& tensors, const Integer
   weights.embedding =
       list.next<const float>("embedding", ScalarType::Float, {c.vocab, c.model_size});
   const Tensor& positions = list.next_tensor();
-  weights.positions = list.next_or_null<const float>("positions", ScalarType::Float,
-                                                     {-1, c.model_size});
+  weights.positions =
+      list.next_or_null<const float>("positions", ScalarType::Float, {-1, c.model_size});
   if (weights.positions != nullptr) {
     weights.num_positions = positions.size(0) - c.position_offset;
   }
   const Tensor& bias = list.next_tensor();
-  weights.relative_bias = list.next_or_null<const float>("relative_bias", ScalarType::Float,
-                                                         {c.heads, -1});
+  weights.relative_bias =
+      list.next_or_null<const float>("relative_bias", ScalarType::Float, {c.heads, -1});
   if (weights.relative_bias != nullptr) weights.num_distances = bias.size(1);
   weights.embedding_norm =
       norm_weights(list, "embedding_norm_gamma", "embedding_norm_beta", c.model_size);

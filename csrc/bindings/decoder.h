@@ -59,7 +59,8 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.activation = static_cast<Activation>(list.next("activation", 0, 4));
   c.format = static_cast<LinearFormat>(list.next("format", 0, 2));
   if (c.heads * c.head_size >= kMaxDecoderSize) {
-    fail(op, "config has ", c.heads, " heads of ", c.head_size, "; expected fewer than 2^31 in all");
+    fail(op, "config has ", c.heads, " heads of ", c.head_size,
+         "; expected fewer than 2^31 in all");
   }
   if (numbers.size() != 4) fail(op, "numbers has ", numbers.size(), " entries; expected 4");
   c.norm_epsilon = static_cast<float>(numbers[0]);

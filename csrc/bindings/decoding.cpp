@@ -25,7 +25,8 @@ void check_number(const char* op, const char* name, int64_t entry, int64_t value
 TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, int64_t vocab) {
   TensorList list(op, "token_rules", tensors, 6);
   TokenRules rules;
-  rules.repetition_penalty = list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
+  rules.repetition_penalty =
+      list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
   rules.no_repeat_ngram_size =
       list.next<const int64_t>("no_repeat_ngram_size", ScalarType::Long, {slots});
   rules.diversity_penalty = list.next<const float>("diversity_penalty", ScalarType::Float, {slots});
@@ -49,10 +50,12 @@ TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, in
 void check_search(const DecodingParams& p, int64_t slot) {
   const BeamSearchState& state = p.state;
   const int64_t request = slot / p.num_groups;
-  check_number(kStepsOp, "parameters.num_beams", slot, p.parameters.num_beams[slot], 1, state.beams);
+  check_number(kStepsOp, "parameters.num_beams", slot, p.parameters.num_beams[slot], 1,
+               state.beams);
   check_number(kStepsOp, "parameters.num_hypotheses", slot, p.parameters.num_hypotheses[slot], 1,
                state.hypotheses);
-  check_number(kStepsOp, "parameters.early_stopping", slot, p.parameters.early_stopping[slot], 0, 2);
+  check_number(kStepsOp, "parameters.early_stopping", slot, p.parameters.early_stopping[slot], 0,
+               2);
   check_number(kStepsOp, "parameters.max_lengths", slot, p.parameters.max_lengths[slot], 0,
                state.capacity);
   const int64_t length = state.lengths[slot];
@@ -60,7 +63,8 @@ void check_search(const DecodingParams& p, int64_t slot) {
   check_number(kStepsOp, "parameters.prompt_lengths", slot, p.parameters.prompt_lengths[slot], 0,
                length);
   check_number(kStepsOp, "caches.cached_lengths", request, p.cached_lengths[request], 0, length);
-  check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0, p.caches.source);
+  check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0,
+               p.caches.source);
   const int64_t rows = slot * state.beams;
   for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
     const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
@@ -77,8 +81,8 @@ void check_search(const DecodingParams& p, int64_t slot) {
            "; expected a row of the cache, 0 to ", p.cache_rows() - 1);
     }
   }
-  const int64_t most = p.parameters.max_lengths[slot] > 0 ? p.parameters.max_lengths[slot]
-                                                           : state.capacity;
+  const int64_t most =
+      p.parameters.max_lengths[slot] > 0 ? p.parameters.max_lengths[slot] : state.capacity;
   if (p.weights.positions != nullptr && most - 1 > p.weights.num_positions) {
     fail(kStepsOp, "parameters.max_lengths[", slot, "] is ", most, "; expected at most ",
          p.weights.num_positions + 1, ": the model has ", p.weights.num_positions, " positions");
@@ -220,9 +224,11 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
 }
 
 // caches: with a request for each memory_rows rows.
-std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(
-    const Tensors& weights, const Integers& config, const Numbers& numbers, const Tensors& caches,
-    const Integers& options) {
+std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(const Tensors& weights,
+                                                               const Integers& config,
+                                                               const Numbers& numbers,
+                                                               const Tensors& caches,
+                                                               const Integers& options) {
   const char* const op = kFasterTransformerOp;
   const DecoderModel model(op, weights, config, numbers);
   const CacheTensors cache(op, caches, model.config);
@@ -335,7 +341,7 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
   Tensor y = new_tensor(x, {rows, c.model_size}, ScalarType::Float);
   float* const to = static_cast<float*>(y.mutable_data_ptr());
   std::copy_n(static_cast<const float*>(x.const_data_ptr()), rows * c.model_size, to);
-  const LayerCaches layer_caches{cache.caches.capacity,  cache.caches.self_keys,
+  const LayerCaches layer_caches{cache.caches.capacity,    cache.caches.self_keys,
                                  cache.caches.self_values, cache.caches.table,
                                  cache.caches.source,      cache.cross_keys,
                                  cache.cross_values,       cache.memory_lengths};

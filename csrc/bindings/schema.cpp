@@ -108,12 +108,13 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "options) -> Tensor");
   // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
   m.def("decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int");
-  // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers alone.
+  // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers
+  // alone.
   m.def(
       "decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] caches, "
       "Tensor memory, Tensor lengths, Tensor requests) -> ()");
-  // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice and
-  // [rows].
+  // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
+  // and [rows].
   m.def(
       "faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "
       "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "

@@ -1,8 +1,7 @@
-#include "decoder/decoder_layer.h"
-
 #include <algorithm>
 
 #include "common/split_memory.h"
+#include "decoder/decoder_layer.h"
 #include "linear/norms.h"
 
 namespace lmdecode {
@@ -29,16 +28,16 @@ void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, vo
   const PackedLinearShape& shape = weights.matrix.shape;
   output.y_stride = output.y_stride > 0 ? output.y_stride : shape.out_features;
   output.bias = weights.bias;
-  const LinearInput input = prepare_linear_input(shape.format, x, shape.in_features, rows,
-                                                 shape.in_features, scratch);
+  const LinearInput input =
+      prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
   packed_linear(weights.matrix, input, output);
 }
 
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
                 float* to, int64_t rows) {
   const int64_t size = config.model_size;
-  const NormParams params{from,          size,         to, size, rows, size, weights.gamma,
-                          weights.beta, config.norm_epsilon};
+  const NormParams params{
+      from, size, to, size, rows, size, weights.gamma, weights.beta, config.norm_epsilon};
   config.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
 }
 

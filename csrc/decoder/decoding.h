@@ -46,8 +46,8 @@ struct DecodingParams {
   bool stop_when_done = false;  // return when a search has ended, not only when all have
 
   DecoderCaches caches;               // capacity is that of the state
-  int64_t* cached_lengths = nullptr;        // [requests]: positions whose keys are in the cache
-  void* workspace = nullptr;                // decoding_workspace_bytes(), aligned to 64
+  int64_t* cached_lengths = nullptr;  // [requests]: positions whose keys are in the cache
+  void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
 
   int64_t cache_rows() const { return state.slots * state.beams; }
   // Whether the search of a slot goes on.

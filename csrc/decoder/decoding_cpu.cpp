@@ -54,7 +54,8 @@ class Decoding {
       for (int64_t& cached = p_.cached_lengths[request]; cached < prompt; ++cached) {
         forward_.add(first_row, cached, request, tokens[cached]);
         for (int64_t row = 1; row < p_.num_groups * state_.beams; ++row) {
-          p_.caches.table[(first_row + row) * state_.capacity + cached] = static_cast<int32_t>(first_row);
+          p_.caches.table[(first_row + row) * state_.capacity + cached] =
+              static_cast<int32_t>(first_row);
         }
         if (forward_.count() < most) continue;
         forward_.run(/*to_logits=*/false);
@@ -72,7 +73,8 @@ class Decoding {
       for (int64_t request = 0; request < p_.caches.requests; ++request) {
         const int64_t slot = request * p_.num_groups + group;
         if (!p_.is_running(slot)) {
-          std::fill_n(w_.chosen + slot * state_.beams, state_.beams, p_.parameters.pad_tokens[slot]);
+          std::fill_n(w_.chosen + slot * state_.beams, state_.beams,
+                      p_.parameters.pad_tokens[slot]);
           continue;
         }
         w_.slots[num_searches_] = slot;
@@ -182,8 +184,8 @@ class Decoding {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = w_.row_offsets[begin + i];
       const GreedyChoice choice =
-          choose_greedily(processors_of_row(processors, i, i, vocab), forward_.logits() + row * vocab,
-                          vocab, max_edits, w_.edits);
+          choose_greedily(processors_of_row(processors, i, i, vocab),
+                          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
       w_.status[i] = choice.status;
       w_.tokens[i] = choice.token;
       w_.beams[i] = 0;

@@ -33,21 +33,21 @@ struct DecodingWorkspace {
   int64_t* chosen;         // [slots, beams]: the tokens of this step
 
   // The processors of a group.
-  int64_t* sequences;            // [cache rows, capacity]
-  int64_t* lengths;              // [slots]
-  float* repetition_penalty;     // [slots]
+  int64_t* sequences;             // [cache rows, capacity]
+  int64_t* lengths;               // [slots]
+  float* repetition_penalty;      // [slots]
   int64_t* no_repeat_ngram_size;  // [slots]
-  float* diversity_penalty;      // [slots]
-  int64_t* diversity_tokens;     // [slots, (num_groups - 1) * beams]
-  int64_t* banned;               // [slots, num_bans]
-  int64_t* forced;               // [slots]
-  unsigned char* edits;          // of the greedy choice
+  float* diversity_penalty;       // [slots]
+  int64_t* diversity_tokens;      // [slots, (num_groups - 1) * beams]
+  int64_t* banned;                // [slots, num_bans]
+  int64_t* forced;                // [slots]
+  unsigned char* edits;           // of the greedy choice
 
   // Of the beam indirection.
-  int32_t* parents;       // [beams]
-  int32_t* readers;       // [beams]
-  RowCopy* copies;        // [max_row_copies(beams)]
-  int32_t* table_row;     // [capacity]
+  int32_t* parents;    // [beams]
+  int32_t* readers;    // [beams]
+  RowCopy* copies;     // [max_row_copies(beams)]
+  int32_t* table_row;  // [capacity]
 
   static constexpr int64_t kPromptRows = 64;  // at least so many tokens of prompts at a time
 

@@ -26,27 +26,27 @@ struct Candidate {
 
 struct SearchMemory {
   unsigned char* forward;
-  float* scores;         // [rows]
-  int64_t* tokens;       // [rows]: the last ones
-  uint8_t* finished;     // [rows]
-  int32_t* lengths;      // [rows]
-  int64_t* row_beams;    // [rows]: the beam of each row of the step
-  int64_t* requests;     // [batch]: those that have rows in the step
-  int64_t* row_offsets;  // [batch + 1]
-  float* beam_scores;    // [rows]
-  float* top_scores;     // [batch, beams]
-  float* top_log_probs;  // likewise
-  int64_t* top_tokens;   // likewise
-  int64_t* top_beams;    // likewise
-  uint8_t* status;       // [batch]
-  int32_t* scratch;      // see LogSoftmaxTopKParams
+  float* scores;          // [rows]
+  int64_t* tokens;        // [rows]: the last ones
+  uint8_t* finished;      // [rows]
+  int32_t* lengths;       // [rows]
+  int64_t* row_beams;     // [rows]: the beam of each row of the step
+  int64_t* requests;      // [batch]: those that have rows in the step
+  int64_t* row_offsets;   // [batch + 1]
+  float* beam_scores;     // [rows]
+  float* top_scores;      // [batch, beams]
+  float* top_log_probs;   // likewise
+  int64_t* top_tokens;    // likewise
+  int64_t* top_beams;     // likewise
+  uint8_t* status;        // [batch]
+  int32_t* scratch;       // see LogSoftmaxTopKParams
   Candidate* candidates;  // [2 * beams]
   uint8_t* old_finished;  // [beams]
   int32_t* old_lengths;   // [beams]
-  int32_t* parents;      // [beams]
-  int32_t* readers;      // [beams]
-  RowCopy* copies;       // [max_row_copies(beams)]
-  int32_t* table_row;    // [capacity]
+  int32_t* parents;       // [beams]
+  int32_t* readers;       // [beams]
+  RowCopy* copies;        // [max_row_copies(beams)]
+  int32_t* table_row;     // [capacity]
 
   size_t split(const FasterTransformerParams& p, void* memory) {
     const int64_t rows = p.batch * p.beams;
@@ -196,8 +196,8 @@ class Search {
   }
 
   void follow_parents(int64_t first, int64_t positions) const {
-    const int32_t copies = order_row_copies_of(m_.parents, static_cast<int32_t>(p_.beams),
-                                               m_.readers, m_.copies);
+    const int32_t copies =
+        order_row_copies_of(m_.parents, static_cast<int32_t>(p_.beams), m_.readers, m_.copies);
     int32_t* const rows = p_.caches.table + first * p_.caches.capacity;
     const auto row = [&](int32_t r) {
       return r == kTemporaryRow ? m_.table_row : rows + r * p_.caches.capacity;

@@ -10,8 +10,8 @@ namespace lmdecode {
 struct FasterTransformerParams {
   DecoderConfig config;
   DecoderWeights weights;
-  DecoderCaches caches;      // of batch * beams rows
-  int64_t memory_rows = 1;   // rows, neighbours, that share a memory: 1 or beams
+  DecoderCaches caches;     // of batch * beams rows
+  int64_t memory_rows = 1;  // rows, neighbours, that share a memory: 1 or beams
   int64_t batch = 0;
   int64_t beams = 0;
   int64_t max_steps = 0;
@@ -25,8 +25,8 @@ struct FasterTransformerParams {
 
 size_t faster_transformer_workspace_bytes(const FasterTransformerParams& params);
 
-// Returns the status (log_softmax_top_k.h) of the first request that has failed, 0 for none. Runs on
-// the calling thread and torch's worker threads; the arguments have been checked.
+// Returns the status (log_softmax_top_k.h) of the first request that has failed, 0 for none. Runs
+// on the calling thread and torch's worker threads; the arguments have been checked.
 uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params);
 
 }  // namespace lmdecode

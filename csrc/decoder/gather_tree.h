@@ -30,7 +30,9 @@ GatherTreeFault gather_tree_cpu(const GatherTreeParams<T>& p) {
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const int64_t length = p.lengths[batch] < p.steps ? p.lengths[batch] : p.steps;
     for (int64_t beam = 0; beam < p.beams; ++beam) {
-      const auto at = [&](int64_t step, int64_t b) { return (step * p.batch + batch) * p.beams + b; };
+      const auto at = [&](int64_t step, int64_t b) {
+        return (step * p.batch + batch) * p.beams + b;
+      };
       for (int64_t step = length > 0 ? length : 0; step < p.steps; ++step) {
         p.sequences[at(step, beam)] = p.end_token;
       }

@@ -8,11 +8,11 @@
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                  \
-  namespace level {                                                               \
-  float largest_value(const float* values, int64_t size);                         \
-  double sum_of_exponentials(const float* values, int64_t size, float top);       \
-  int64_t first_place(const float* values, int64_t size, float value);            \
+#define LMD_DECLARE_LEVEL(level)                                            \
+  namespace level {                                                         \
+  float largest_value(const float* values, int64_t size);                   \
+  double sum_of_exponentials(const float* values, int64_t size, float top); \
+  int64_t first_place(const float* values, int64_t size, float value);      \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)

@@ -42,35 +42,35 @@ struct StepRows {
 struct SelfAttentionParams {
   AttentionShape shape;
   StepRows rows;
-  int64_t capacity = 0;           // positions of the cache
-  const float* qkv = nullptr;     // [rows, 3, heads, head_size]
-  float* out = nullptr;           // [rows, heads, head_size]
-  float* keys = nullptr;          // [cache rows, heads, capacity, padded head]
-  float* values = nullptr;        // likewise
+  int64_t capacity = 0;            // positions of the cache
+  const float* qkv = nullptr;      // [rows, 3, heads, head_size]
+  float* out = nullptr;            // [rows, heads, head_size]
+  float* keys = nullptr;           // [cache rows, heads, capacity, padded head]
+  float* values = nullptr;         // likewise
   const int32_t* table = nullptr;  // [cache rows, capacity]: the cache row of each position
-  const float* bias = nullptr;    // [heads, bias_stride], by distance from the query; null: none
+  const float* bias = nullptr;     // [heads, bias_stride], by distance from the query; null: none
   int64_t bias_stride = 0;
 };
 
 struct CrossAttentionParams {
   AttentionShape shape;
   StepRows rows;
-  int64_t source = 0;              // positions of the memory, a multiple of kAttentionBlock
-  const float* queries = nullptr;  // [rows, heads, head_size]
-  float* out = nullptr;            // [rows, heads, head_size]
-  const float* keys = nullptr;     // [requests, heads, padded head, source]
-  const float* values = nullptr;   // [requests, heads, source, padded head]
+  int64_t source = 0;                // positions of the memory, a multiple of kAttentionBlock
+  const float* queries = nullptr;    // [rows, heads, head_size]
+  float* out = nullptr;              // [rows, heads, head_size]
+  const float* keys = nullptr;       // [requests, heads, padded head, source]
+  const float* values = nullptr;     // [requests, heads, source, padded head]
   const int64_t* lengths = nullptr;  // [requests]: positions that are attended to; none: out is 0
 };
 
 // The keys and values that come from the memory of a request, laid out for cross-attention.
 struct CrossCacheParams {
   AttentionShape shape;
-  int64_t source = 0;               // of the cache, a multiple of kAttentionBlock
-  int64_t length = 0;               // of the memory, at most source
+  int64_t source = 0;                // of the cache, a multiple of kAttentionBlock
+  int64_t length = 0;                // of the memory, at most source
   const float* key_value = nullptr;  // [length, 2, heads, head_size]
-  float* keys = nullptr;            // [heads, padded head, source], of one request
-  float* values = nullptr;          // [heads, source, padded head]
+  float* keys = nullptr;             // [heads, padded head, source], of one request
+  float* values = nullptr;           // [heads, source, padded head]
 };
 
 // On torch's threads. The indices have been checked.

@@ -1,21 +1,20 @@
 // Rows, heads and requests to threads.
-#include "decoder/step_attention.h"
-
 #include <string>
 
 #include "common/parallel_workspace.h"
 #include "decoder/decoder_tuning.h"
+#include "decoder/step_attention.h"
 #include "simd/cpu_capability.h"
 
 namespace lmdecode {
 
-#define LMD_DECLARE_LEVEL(level)                                                               \
-  namespace level {                                                                            \
-  void self_attention_items(const SelfAttentionParams& params, int64_t begin, int64_t end,     \
-                            void* memory);                                                     \
-  void cross_attention_items(const CrossAttentionParams& params, int64_t begin, int64_t end,   \
-                             void* memory);                                                    \
-  int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions);              \
+#define LMD_DECLARE_LEVEL(level)                                                             \
+  namespace level {                                                                          \
+  void self_attention_items(const SelfAttentionParams& params, int64_t begin, int64_t end,   \
+                            void* memory);                                                   \
+  void cross_attention_items(const CrossAttentionParams& params, int64_t begin, int64_t end, \
+                             void* memory);                                                  \
+  int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions);            \
   }
 LMD_DECLARE_LEVEL(default_)
 #if defined(LMD_HAS_X86_KERNELS)

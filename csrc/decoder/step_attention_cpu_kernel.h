@@ -138,8 +138,8 @@ class StepAttention {
     const float* const values = p.values + cache;
     for (int r = 0; r < R; ++r) {
       copy_padded(queries_ + r * head_,
-                  p.queries + (row + r) * shape_.size() + head * shape_.head_size,
-                  shape_.head_size, shape_.scale);
+                  p.queries + (row + r) * shape_.size() + head * shape_.head_size, shape_.head_size,
+                  shape_.scale);
     }
     int64_t s = 0;
     for (; s + 2 * kAttentionBlock <= padded_to_block(count); s += 2 * kAttentionBlock) {

@@ -71,7 +71,9 @@ class Decoding:
         decoding.model = model
         return decoding
 
-    def batch(self, *, max_requests: int, num_beams: int, capacity: int, source: int) -> DecodingBatch:
+    def batch(
+        self, *, max_requests: int, num_beams: int, capacity: int, source: int
+    ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there."""
         return DecodingBatch(
             self.decoder,
@@ -173,7 +175,9 @@ class DecoderLayer:
         self._sizes = self.config.sizes(dtype)
         self._tensors = pack_layer(self.config, weights, dtype)
 
-    def new_caches(self, memory: Tensor, memory_lengths: Tensor, rows: int, capacity: int) -> DecodingCaches:
+    def new_caches(
+        self, memory: Tensor, memory_lengths: Tensor, rows: int, capacity: int
+    ) -> DecodingCaches:
         """Return caches with the keys and values of the memories.
 
         Parameters

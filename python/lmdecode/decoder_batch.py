@@ -182,9 +182,7 @@ class DecodingBatch:
             slot for slot in range(len(self._searches.state.done)) if slot not in self._running
         )
         memory = memory.detach().to(device="cpu", dtype=torch.float32)
-        self._searches.read_memory(
-            memory[None], torch.tensor([len(memory)]), torch.tensor([slot])
-        )
+        self._searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([slot]))
         self._write(slot, request)
         self._running[slot], self._ids[slot], self._steps[slot] = request, request_id, 0
         return request_id

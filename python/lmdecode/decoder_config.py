@@ -84,9 +84,7 @@ class DecoderConfig:
                 kind = type(value).__name__
                 raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected an int")
             if not least <= value < 1 << 31:
-                raise ValueError(
-                    f"DecoderConfig: {name} is {value}; expected {least} to 2^31 - 1"
-                )
+                raise ValueError(f"DecoderConfig: {name} is {value}; expected {least} to 2^31 - 1")
         for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -323,7 +323,9 @@ def decoding(
     memory = _floats(op, "memory_tensor", memory_tensor, (rows, None, memory_hidden_dim))
     lengths = _lengths(op, memory_sequence_length, rows, memory.shape[1])
     if len(weights) != num_layer:
-        raise ValueError(f"{op}: weights has {len(weights)} layers; expected num_layer, {num_layer}")
+        raise ValueError(
+            f"{op}: weights has {len(weights)} layers; expected num_layer, {num_layer}"
+        )
     layers = [_layer(op, layer, size, memory_hidden_dim) for layer in weights]
     config = _config(layers, head_num, size_per_head, memory_hidden_dim, vocab_size)
     model = DecoderWeights(

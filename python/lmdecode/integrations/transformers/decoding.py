@@ -143,9 +143,7 @@ def decode(
         raise ValueError(
             f"stopping_criteria: expected a maximum length and end tokens, got {names}"
         )
-    memory, lengths = memory_of(
-        model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
-    )
+    memory, lengths = memory_of(model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"))
     memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
     parameters, state = new_search(
         settings,
