@@ -23,8 +23,8 @@ class Decoding:
     """The decoder of an encoder-decoder model, with its whole loop in C++.
 
     Embedding, layers, projection to the vocabulary, logits processors, beam search and early stop
-    run step after step without a return to Python; keys and values of the memory are computed once a
-    request and shared by its beams, those of the sequences stay where they were written. A result
+    run step after step without a return to Python; keys and values of the memory are computed once
+    a request and shared by its beams, those of the sequences stay where they were written. A result
     depends on nothing but its own request: not on the batch, nor on the number of threads.
 
     Parameters
@@ -99,8 +99,8 @@ class Decoding:
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
-            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and so
-            on, with the model's ``generation_config`` for defaults.
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and
+            so on, with the model's ``generation_config`` for defaults.
 
         Raises
         ------

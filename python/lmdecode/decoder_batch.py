@@ -126,21 +126,23 @@ class DecodingBatch:
         ):
             if value > most:
                 raise ValueError(
-                    f"{_OP}.add: {name} of the request: {value}; expected at most {most}, for which "
-                    "the batch was made"
+                    f"{_OP}.add: {name} of the request: {value}; expected at most {most}, for "
+                    "which the batch was made"
                 )
-        for name, value, only in (
+        others: tuple[tuple[str, object, object], ...] = (
             ("num_beam_groups", request.num_beam_groups, 1),
             ("coverage_penalty", request.coverage_penalty, 0.0),
             ("logit_bias", dict(request.logit_bias), {}),
             ("rules", request.rules, "generate"),
-        ):
-            if value != only:
-                raise ValueError(f"{_OP}.add: {name} is {value!r}; expected {only!r}")
+        )
+        for name, given, only in others:
+            if given != only:
+                raise ValueError(f"{_OP}.add: {name} is {given!r}; expected {only!r}")
         vocab = self._decoder.config.vocab_size
         if any(token >= vocab for token in request.prompt_ids):
             raise ValueError(
-                f"{_OP}.add: prompt_ids is {list(request.prompt_ids)}; expected tokens below {vocab}"
+                f"{_OP}.add: prompt_ids is {list(request.prompt_ids)}; "
+                f"expected tokens below {vocab}"
             )
         size = self._decoder.config.memory_size
         if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
@@ -148,7 +150,8 @@ class DecodingBatch:
             raise ValueError(f"{_OP}.add: memory is {shape}; expected a tensor [source, {size}]")
         if memory.shape[0] > self._source:
             raise ValueError(
-                f"{_OP}.add: memory has {memory.shape[0]} positions; expected at most {self._source}"
+                f"{_OP}.add: memory has {memory.shape[0]} positions; "
+                f"expected at most {self._source}"
             )
 
     def add(self, request: BeamRequest, memory: Tensor) -> Hashable:

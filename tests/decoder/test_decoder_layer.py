@@ -103,7 +103,7 @@ def test_a_table_out_of_range_is_refused() -> None:
     layer = DecoderLayer(config, weights.layers[0])
     caches = layer.new_caches(memory, lengths, rows=4, capacity=5)
     caches.table[2, 1] = 4
-    with pytest.raises(ValueError, match="caches.table"):
+    with pytest.raises(ValueError, match=r"caches\.table"):
         layer(torch.zeros(4, 22), caches, torch.ones(4))
 
 

@@ -1,7 +1,7 @@
 """The ``decoder`` and ``decoding`` ops of FasterTransformer v2.0, by their contract, on the CPU.
 
 Tensors, weights and results are those of its TensorFlow ops; docs/decoder.md has the contract, and
-what of that version's faults and limits is not here. Kernels are ``[in, out]``, ``x @ kernel + bias``.
+what of that version's faults and limits is not here. Kernels are ``[in, out]``: ``x @ kernel``.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ def decoding(
     Parameters
     ----------
     memory_tensor : Tensor
-        [batch_size * beam_width, S, memory_hidden_dim] float32, each memory once for each beam. Where
-        the beams of a request have the same one, keys and values are computed once.
+        [batch_size * beam_width, S, memory_hidden_dim] float32, each memory once for each beam.
+        Where the beams of a request have the same one, keys and values are computed once.
     memory_sequence_length : Tensor
         [batch_size * beam_width] integers, 0 to S.
     weights : sequence of sequence of Tensor

@@ -211,7 +211,8 @@ def faster_transformer_decoder(
     n2 = norm(a, gamma2, beta2)
     if step == 1:
         mem_cache[0], mem_cache[1] = memory_tensor @ xk + xbk, memory_tensor @ xv + xbv
-    cross = _ft_attention(n2 @ xq + xbq, *mem_cache, memory_sequence_length, *heads)
+    keys, values = mem_cache
+    cross = _ft_attention(n2 @ xq + xbq, keys, values, memory_sequence_length, *heads)
     c = a + cross @ xo + xbo
     n3 = norm(c, gamma3, beta3)
     y = c + F.relu(n3 @ w1 + b1) @ w2 + b2

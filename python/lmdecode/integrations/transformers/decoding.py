@@ -180,13 +180,12 @@ def decode(
         sequences, scores, indices = _plain_result(settings, input_ids, searches, greedy, config)
     if not config.return_dict_in_generate:
         return sequences
+    result: dict[str, Any] = {"sequences": sequences}
     if greedy:
-        return GenerateEncoderDecoderOutput(sequences=sequences)
-    return GenerateBeamEncoderDecoderOutput(
-        sequences=sequences,
-        sequences_scores=scores if config.output_scores else None,
-        beam_indices=indices,
-    )
+        return GenerateEncoderDecoderOutput(**result)
+    result["sequences_scores"] = scores if config.output_scores else None
+    result["beam_indices"] = indices
+    return GenerateBeamEncoderDecoderOutput(**result)
 
 
 def _plain_result(
