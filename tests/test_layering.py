@@ -158,6 +158,8 @@ def test_imports(path: Path) -> None:
     modules = set(imported_modules(path))
     if part not in OUTER:
         outer = {module for module in modules if is_in(module, *(f"lmdecode.{o}" for o in OUTER))}
+        if part == "decoder":  # Decoding.from_pretrained and generate, when they are called
+            outer = {m for m in outer if not is_in(m, "lmdecode.integrations.transformers")}
         assert not outer, f"{part} imports {outer}"
         third_party = {module.split(".")[0] for module in modules} & {"transformers", "redis"}
         assert not third_party, f"{part} imports {third_party}"
