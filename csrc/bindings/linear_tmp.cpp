@@ -19,8 +19,8 @@ Tensor pack(const Tensor& weight, int64_t format) {
   if (alignment == kHugePage) advise_huge_pages(memory, size);
   const int64_t sizes[] = {static_cast<int64_t>(bytes)}, strides[] = {1};
   Tensor packed = torch::stable::from_blob(
-      memory, {sizes, 1}, {strides, 1},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte, &std::free);
+      memory, {sizes, 1}, {strides, 1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+      ScalarType::Byte, &std::free);
   pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
               weight.stride(1), memory);
   return packed;

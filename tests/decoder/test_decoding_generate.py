@@ -219,3 +219,28 @@ def test_nan_is_an_error_of_its_prompt() -> None:
                 num_beams=num_beams,
                 max_new_tokens=5,
             )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1)])
+def test_rounded_weights_score_tokens_alike(dtype: str, tolerance: float) -> None:
+    """The same tokens, forced, score nearly the same; and as precisely in any batch."""
+    model = make_model("marian")
+    inputs = make_inputs("marian")
+    memory = model.get_encoder()(**inputs)
+    mask = inputs["attention_mask"]
+    arguments: dict[str, Any] = dict(
+        num_beams=4, max_new_tokens=10, return_dict_in_generate=True, output_scores=True
+    )
+    exact, rounded = (
+        lmdecode.Decoding.from_pretrained(model, kind) for kind in ("float32", dtype)
+    )
+    expected = exact.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+    got = rounded.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+    difference = (got.sequences_scores - expected.sequences_scores).abs()
+    assert 0 < difference.max() < tolerance
+    alone = rounded.generate(
+        encoder_outputs=type(memory)(last_hidden_state=memory[0][1:2]),
+        attention_mask=mask[1:2],
+        **arguments,
+    )
+    assert alone.sequences_scores[0].equal(got.sequences_scores[1])
