@@ -3,6 +3,7 @@
 
 #include "beam/beam_step.h"
 #include "beam/log_softmax_top_k.h"
+#include "common/float_mode.h"
 #include "decoder/decoding.h"
 #include "decoder/decoding_workspace.h"
 
@@ -306,6 +307,7 @@ size_t decoding_workspace_bytes(const DecodingParams& params) {
 int64_t decoding_steps_cpu(const DecodingParams& params) {
   DecodingWorkspace workspace{};
   workspace.split(params, params.workspace);
+  const ScopedIeeeMode ieee;
   return Decoding(params, workspace).run();
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "beam/log_softmax_top_k.h"
+#include "common/float_mode.h"
 #include "common/row_copies.h"
 #include "common/split_memory.h"
 
@@ -222,6 +223,7 @@ size_t faster_transformer_workspace_bytes(const FasterTransformerParams& params)
 uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params) {
   SearchMemory memory{};
   memory.split(params, params.workspace);
+  const ScopedIeeeMode ieee;
   return Search(params, memory).run();
 }
 

@@ -158,3 +158,31 @@ def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> No
     arguments[number] = change(arguments[number])
     with pytest.raises(ValueError, match=message):
         ops.decoding_steps_(*arguments)
+
+
+def faster_transformer_arguments() -> list[Any]:
+    searches = running_search("pre_norm_gated")
+    decoder = searches.decoder
+    options = [3, 6, 1, 2]
+    return [decoder.tensors, decoder.sizes, decoder.numbers, list(searches.caches), options]
+
+
+def test_faster_transformer_decoding() -> None:
+    opcheck(ops.faster_transformer_decoding_.default, tuple(faster_transformer_arguments()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([4, 6, 1, 2], "beam_width is 4; expected a divisor of 6"),
+        ([2, 6, 1, 2], "caches.cross_keys has 2 requests; expected 3 or 6"),
+        ([3, 11, 1, 2], "expected at least 11, max_seq_len"),
+        ([3, 6, 40, 2], "options.start_id is 40"),
+        ([3, 6, 1, -1], "options.end_id is -1"),
+    ],
+)
+def test_faster_transformer_options(options: list[int], message: str) -> None:
+    arguments = faster_transformer_arguments()
+    arguments[-1] = options
+    with pytest.raises(ValueError, match=message):
+        ops.faster_transformer_decoding_(*arguments)
