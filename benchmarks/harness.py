@@ -64,6 +64,8 @@ class Case:
         Builds inputs and contestants, only when the case runs. With False: ours alone.
     threads
         Torch threads of the case; None: those of the run.
+    clock
+        See ``interleaved``; None: "thread" with one thread, "wall" with several.
     """
 
     group: str
@@ -72,6 +74,7 @@ class Case:
     contestants: Callable[[bool], list[Contestant]]
     caches: str = "warm"
     threads: int | None = None
+    clock: str | None = None
 
     @property
     def key(self) -> str:
@@ -202,7 +205,7 @@ def run_case(
         seconds=effort.seconds,
         rounds=effort.rounds,
         min_calls=effort.min_calls,
-        clock="wall" if several else "thread",
+        clock=case.clock or ("wall" if several else "thread"),
         evictor=None if case.caches == "warm" else evictor,
         rewarm={c.name: c.rewarm for c in contestants if c.rewarm and case.caches == "cold"},
         threads={c.name: c.threads for c in contestants if c.threads is not None},

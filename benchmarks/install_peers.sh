@@ -1,10 +1,10 @@
 #!/bin/sh
 # Installs the optional peers of the benchmarks into the Python environment that is active:
-#   sh benchmarks/install_peers.sh          transformers, matplotlib, tqdm
+#   sh benchmarks/install_peers.sh          transformers, CTranslate2, matplotlib, tqdm
 #   sh benchmarks/install_peers.sh --llama  also llama-cpp-python (built from source: minutes)
 set -eu
 PYTHON="${PYTHON:-python}"
-"$PYTHON" -m pip install "transformers>=5.0" matplotlib tqdm numpy
+"$PYTHON" -m pip install "transformers>=5.0" ctranslate2 matplotlib tqdm numpy
 if [ "${1:-}" = "--llama" ]; then
   # A portable build would measure llama.cpp below its worth.
   CMAKE_ARGS="-DGGML_NATIVE=ON" "$PYTHON" -m pip install llama-cpp-python

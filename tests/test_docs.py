@@ -17,6 +17,7 @@ WITH_EXAMPLES = (
     "docs/beam_ops.md",
     "docs/beam_scorers.md",
     "docs/beam_search.md",
+    "docs/decoder.md",
     "docs/kv_cache.md",
     "docs/linear.md",
     "docs/ring_cache.md",

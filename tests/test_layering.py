@@ -158,6 +158,8 @@ def test_imports(path: Path) -> None:
     modules = set(imported_modules(path))
     if part not in OUTER:
         outer = {module for module in modules if is_in(module, *(f"lmdecode.{o}" for o in OUTER))}
+        if part == "decoder":  # Decoding.from_pretrained and generate, when they are called
+            outer = {m for m in outer if not is_in(m, "lmdecode.integrations.transformers")}
         assert not outer, f"{part} imports {outer}"
         # The store's second tier imports redis-py, where one is asked for.
         extras = {"transformers"} if part == "store" else {"transformers", "redis"}

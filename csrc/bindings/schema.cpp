@@ -113,6 +113,35 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
       "activation, Tensor? multiplier, Tensor? residual, *, Tensor(a!) out) -> ()");
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
+  // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the 14
+  // tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
+  // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates, max_steps,
+  // stop_when_done. Returns the number of steps, int64.
+  m.def(
+      "decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
+      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
+      "options) -> Tensor");
+  // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
+  m.def("decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int");
+  // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers
+  // alone.
+  m.def(
+      "decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] caches, "
+      "Tensor memory, Tensor lengths, Tensor requests) -> ()");
+  // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
+  // and [rows].
+  m.def(
+      "faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "
+      "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "
+      "sequence_length)");
+  // weights: the 22 tensors of one layer. cache_rows, positions, requests: [rows] int32.
+  m.def(
+      "decoder_layer(Tensor x, Tensor[] weights, int[] config, float[] numbers, Tensor "
+      "relative_bias, Tensor(a!)[] caches, Tensor cache_rows, Tensor positions, Tensor requests) "
+      "-> Tensor");
+  m.def(
+      "gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int end_token) "
+      "-> Tensor");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

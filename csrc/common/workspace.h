@@ -18,6 +18,8 @@ class Workspace {
   // called in parallel regions, which nothing may be thrown from.
   void* reserve(size_t bytes) {
     if (bytes > size_) {
+      // Sizes that grow by little, call after call, are seldom met.
+      if (bytes < size_ + size_ / 2) bytes = size_ + size_ / 2;
       std::free(memory_);
       size_ = 0;
       memory_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);

@@ -37,6 +37,9 @@ from lmdecode.beam_state import (
 )
 from lmdecode.beam_trace import BeamTrace, format_trace
 from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
+from lmdecode.decoder import DecoderLayer, Decoding, gather_tree
+from lmdecode.decoder_batch import DecodingBatch
+from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.kv_cache import reorder_cache_
 from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
 from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
@@ -66,7 +69,13 @@ __all__ = [
     "ConstrainedBeamSearchScorer",
     "Constraint",
     "ConstraintListState",
+    "DecoderConfig",
+    "DecoderLayer",
+    "DecoderWeights",
+    "Decoding",
+    "DecodingBatch",
     "DisjunctiveConstraint",
+    "LayerWeights",
     "OutOfBlocksError",
     "PackedLinear",
     "PhrasalConstraint",
@@ -84,6 +93,7 @@ __all__ = [
     "expand_compressed_swa_mask",
     "format_trace",
     "gather_indirect",
+    "gather_tree",
     "has_cuda",
     "layer_norm",
     "log_softmax_top_k",

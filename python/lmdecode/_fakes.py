@@ -347,3 +347,38 @@ def _rms_norm(x, weight, eps):
 @torch.library.register_fake("lmdecode::cpu_capability")
 def _cpu_capability():
     return 0
+
+
+@torch.library.register_fake("lmdecode::decoding_steps_")
+def _decoding_steps(weights, config, numbers, state, parameters, rules, caches, workspace, options):
+    return workspace.new_empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("lmdecode::decoding_read_memory_")
+def _decoding_read_memory(weights, config, numbers, caches, memory, lengths, requests):
+    _check_devices("decoding_read_memory_", "memory", memory, dict(lengths=lengths))
+
+
+@torch.library.register_fake("lmdecode::faster_transformer_decoding_")
+def _faster_transformer_decoding(weights, config, numbers, caches, options):
+    steps, rows = options[1], caches[0].shape[1]
+    ids = caches[0].new_empty((steps, rows), dtype=torch.int32)
+    return ids, torch.empty_like(ids), ids.new_empty((rows,))
+
+
+@torch.library.register_fake("lmdecode::decoder_layer")
+def _decoder_layer(
+    x, weights, config, numbers, relative_bias, caches, cache_rows, positions, requests
+):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("lmdecode::gather_tree")
+def _gather_tree(step_ids, parent_ids, max_sequence_lengths, end_token):
+    _check_devices("gather_tree", "step_ids", step_ids, dict(parent_ids=parent_ids))
+    return torch.empty_like(step_ids)
+
+
+@torch.library.register_fake("lmdecode::decoding_workspace_bytes")
+def _decoding_workspace_bytes(config, numbers, sizes):
+    return 0

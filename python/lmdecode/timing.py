@@ -12,7 +12,11 @@ import torch
 
 __all__ = ["CacheEvictor", "Timing", "interleaved"]
 
-_CLOCKS = {"thread": time.thread_time_ns, "wall": time.perf_counter_ns}
+_CLOCKS = {
+    "thread": time.thread_time_ns,
+    "process": time.process_time_ns,
+    "wall": time.perf_counter_ns,
+}
 # Calls up to this long are repeated within a turn, the first one untimed, so that they find their
 # data in the caches; longer ones do not notice.
 _SHORT_CALL_NS = 2_000_000
@@ -89,7 +93,8 @@ def interleaved(
         Turns that even the slowest contestant has.
     clock
         "thread": CPU time of the calling thread, right where all work happens in it, and the less
-        disturbed by other processes; "wall": elapsed time, for work of several threads.
+        disturbed by other processes; "process": that of all threads together, for a contestant that
+        works in one of its own; "wall": elapsed time, for work of several threads.
     evictor
         Called before each timed call, for cold figures. None: warm, short calls come directly
         after an untimed one of the same contestant.

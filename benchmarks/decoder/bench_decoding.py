@@ -1,0 +1,165 @@
+"""Translation by a transformer-base model, encoder included, against CTranslate2, transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import lmdecode
+from benchmarks.goals import Goal, GoalOutcome, evaluate
+from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
+from benchmarks.limits import streaming_read
+
+GROUP, NAME = "decoder", "translate 32 tokens"
+CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers"
+NUM_BEAMS, SOURCE = 4, 20
+# What CTranslate2 has for a format: it computes in no bfloat16 on the CPU.
+PEER_TYPES = {"float32": "float32", "bfloat16": "int8", "int8": "int8"}
+
+
+@lru_cache(maxsize=1)
+def _model(layers: int, size: int, vocab: int) -> Any:
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=vocab,
+            d_model=size,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=size // 64,
+            decoder_attention_heads=size // 64,
+            encoder_ffn_dim=4 * size,
+            decoder_ffn_dim=4 * size,
+            max_position_embeddings=512,
+            activation_function="relu",
+            scale_embedding=True,
+            eos_token_id=0,
+            pad_token_id=vocab - 1,
+            decoder_start_token_id=vocab - 1,
+            forced_eos_token_id=None,
+        )
+    ).eval()
+    with torch.no_grad():
+        model.model.shared.weight[-1] = 0.0  # which CTranslate2 begins with
+    model.generation_config.max_length = None
+    return model
+
+
+@lru_cache(maxsize=1)
+def _decoding(model: Any, dtype: str) -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(model, dtype)
+
+
+@lru_cache(maxsize=1)
+def _bfloat16(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+def _contestants(
+    with_peers: bool, *, batch: int, dtype: str, layers: int, size: int, vocab: int, steps: int
+) -> list[Contestant]:
+    model = _model(layers, size, vocab)
+    ids = torch.randint(1, vocab - 1, (batch, SOURCE), generator=torch.Generator().manual_seed(1))
+    arguments: dict[str, Any] = dict(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=NUM_BEAMS,
+        min_new_tokens=steps,
+        max_new_tokens=steps,
+        bad_words_ids=[[vocab - 1]],
+    )
+    decoding = _decoding(model, dtype)
+    contestants = [Contestant(OURS, lambda: decoding.generate(**arguments))]
+    if not with_peers:
+        return contestants
+    weights = [tensor for tensor in decoding.decoder.tensors if tensor.dtype == torch.uint8]
+    reads = [streaming_read(tensor) for tensor in weights if tensor.numel()]
+    peer = _bfloat16(model) if dtype == "bfloat16" else model
+    contestants += [
+        Contestant(LIMIT, lambda: [read() for _ in range(steps) for read in reads]),
+        Contestant(TRANSFORMERS, torch.no_grad()(lambda: peer.generate(**arguments))),
+    ]
+    if find_spec("ctranslate2") is not None:
+        contestants.append(Contestant(CTRANSLATE2, _ctranslate2(model, ids, dtype, steps)))
+    return contestants
+
+
+def _ctranslate2(model: Any, ids: torch.Tensor, dtype: str, steps: int) -> Callable[[], object]:
+    from benchmarks.decoder.ctranslate2_peer import translator
+
+    translate = translator(model, PEER_TYPES[dtype]).translate_batch
+    source = [[str(token) for token in row] for row in ids.tolist()]
+    return partial(
+        translate,
+        source,
+        beam_size=NUM_BEAMS,
+        min_decoding_length=steps,
+        max_decoding_length=steps,
+        length_penalty=1.0,
+    )
+
+
+def cases(quick: bool) -> list[Case]:
+    """Return every case, or with ``quick`` one small model."""
+    model = (
+        dict(layers=1, size=64, vocab=500, steps=4)
+        if quick
+        else dict(layers=6, size=512, vocab=32000, steps=32)
+    )
+    return [
+        Case(
+            GROUP,
+            NAME,
+            {"batch": batch, "beams": NUM_BEAMS, "V": model["vocab"], "dtype": dtype},
+            partial(_contestants, batch=batch, dtype=dtype, **model),
+            clock="process",  # CTranslate2 computes in a thread of its own
+        )
+        for dtype in ("float32", "bfloat16", "int8")
+        for batch in ((1,) if quick else (1, 8, 32))
+    ]
+
+
+def _versus(result: Result) -> float | None:
+    return result.ratio(CTRANSLATE2)
+
+
+def _is(dtype: str, batch: int) -> Callable[[Result], bool]:
+    def condition(result: Result) -> bool:
+        shape = result.case.shape
+        return (shape["dtype"], shape["batch"], shape["V"]) == (dtype, batch, 32000)
+
+    return condition
+
+
+GOALS = [
+    Goal(NAME, "warm", f"{CTRANSLATE2} {PEER_TYPES[dtype]}", "at least", bound, _versus,
+         [_is(dtype, batch)])
+    for dtype, batch, bound in (
+        ("float32", 1, 2.5), ("float32", 8, 1.6), ("float32", 32, 1.4),
+        ("int8", 1, 2.5), ("int8", 8, 1.5), ("int8", 32, 1.5),
+        ("bfloat16", 1, 1.0), ("bfloat16", 8, 1.0),
+    )
+]  # fmt: skip
+
+
+def goals(results: list[Result]) -> list[GoalOutcome]:
+    """Judge the goals on the worst of the cases that each speaks of."""
+    return evaluate(GOALS, results)
+
+
+def notes() -> list[str]:
+    """Say what the table leaves open."""
+    return [
+        "decoder: times are CPU time of the process for a whole call, encoder included (ours and "
+        "transformers' is the same torch encoder in float32). The limit is one read of all packed "
+        "weights a step: loose where many rows make the work one of multiplications. CTranslate2 "
+        "has no bfloat16 on the CPU: ours is compared with its int8."
+    ]

@@ -1,0 +1,71 @@
+// A transformer decoder with cross-attention: its sizes and switches, and where its weights are.
+// docs/decoder.md is the user's page.
+#pragma once
+
+#include <cstdint>
+
+#include "linear/packed_linear.h"
+
+namespace lmdecode {
+
+enum class NormKind : int32_t { kLayerNorm = 0, kRmsNorm = 1 };
+
+struct DecoderConfig {
+  int64_t layers = 0;
+  int64_t model_size = 0;
+  int64_t heads = 0;
+  int64_t head_size = 0;
+  int64_t ffn_size = 0;
+  int64_t vocab = 0;
+  int64_t memory_size = 0;      // features of what the encoder gives
+  int64_t position_offset = 0;  // row of the position table that position 0 has
+  NormKind norm = NormKind::kLayerNorm;
+  bool norm_first = false;  // before each sublayer, or behind its residual
+  bool gated = false;
+  Activation activation = Activation::kRelu;
+  LinearFormat format = LinearFormat::kFloat32;
+  float norm_epsilon = 0.0f;
+  float attention_scale = 1.0f;
+  float denominator_epsilon = 0.0f;  // added to the sum that softmax divides by
+  float embedding_scale = 1.0f;
+
+  int64_t attention_size() const { return heads * head_size; }
+};
+
+struct NormWeights {
+  const float* gamma = nullptr;  // [model_size]; null: no norm
+  const float* beta = nullptr;   // [model_size] or null
+};
+
+struct LinearWeights {
+  PackedLinear matrix;
+  const float* bias = nullptr;  // [out_features] or null
+};
+
+struct LayerWeights {
+  NormWeights self_norm;
+  LinearWeights qkv;  // queries, keys, values one behind the other
+  LinearWeights self_out;
+  NormWeights cross_norm;
+  LinearWeights cross_query;
+  LinearWeights cross_key_value;  // of the memory, once a request
+  LinearWeights cross_out;
+  NormWeights ffn_norm;
+  LinearWeights ffn_up;
+  LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
+  LinearWeights ffn_down;
+};
+
+struct DecoderWeights {
+  const float* embedding = nullptr;      // [vocab, model_size]
+  const float* positions = nullptr;      // [num_positions, model_size] or null
+  int64_t num_positions = 0;             // that the table has behind position_offset
+  const float* relative_bias = nullptr;  // [heads, num_distances] by distance, or null
+  int64_t num_distances = 0;
+  NormWeights embedding_norm;
+  NormWeights final_norm;
+  LinearWeights logits;
+  const LayerWeights* layers = nullptr;  // [config.layers]
+};
+
+}  // namespace lmdecode

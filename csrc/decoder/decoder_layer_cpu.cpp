@@ -1,0 +1,132 @@
+#include <algorithm>
+
+#include "common/split_memory.h"
+#include "decoder/decoder_layer.h"
+#include "linear/norms.h"
+
+namespace lmdecode {
+
+size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memory,
+                           LayerBuffers* buffers) {
+  SplitMemory split(memory);
+  split.take(&buffers->normed, rows * config.model_size);
+  split.take(&buffers->qkv, rows * 3 * config.attention_size());
+  split.take(&buffers->context, rows * config.attention_size());
+  split.take(&buffers->ffn, rows * config.ffn_size);
+  size_t bytes = 0;
+  for (const int64_t size : {config.model_size, config.attention_size(), config.ffn_size}) {
+    bytes = std::max(bytes, linear_input_bytes(config.format, size, rows));
+  }
+  unsigned char* input = nullptr;
+  split.take(&input, static_cast<int64_t>(bytes));
+  buffers->linear_input = input;
+  return split.used();
+}
+
+void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
+                  LinearOutput output) {
+  const PackedLinearShape& shape = weights.matrix.shape;
+  output.y_stride = output.y_stride > 0 ? output.y_stride : shape.out_features;
+  output.bias = weights.bias;
+  const LinearInput input =
+      prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
+  packed_linear(weights.matrix, input, output);
+}
+
+void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
+                float* to, int64_t rows) {
+  const int64_t size = config.model_size;
+  const NormParams params{
+      from, size, to, size, rows, size, weights.gamma, weights.beta, config.norm_epsilon};
+  config.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
+}
+
+namespace {
+
+class Layer {
+ public:
+  Layer(const DecoderConfig& config, const StepRows& rows, const LayerBuffers& buffers, float* x)
+      : config_(config), rows_(rows), buffers_(buffers), x_(x) {}
+
+  // What a sublayer reads.
+  const float* input(const NormWeights& norm) const {
+    if (!config_.norm_first) return x_;
+    apply_norm(config_, norm, x_, buffers_.normed, rows_.count);
+    return buffers_.normed;
+  }
+
+  // x += from W^T + bias, and the norm behind it, where there is one.
+  void add(const LinearWeights& weights, const NormWeights& norm, const float* from) const {
+    LinearOutput output;
+    output.y = x_;
+    output.residual = x_;
+    output.residual_stride = config_.model_size;
+    apply_linear(weights, from, rows_.count, buffers_.linear_input, output);
+    if (!config_.norm_first) apply_norm(config_, norm, x_, x_, rows_.count);
+  }
+
+  void project(const LinearWeights& weights, const float* from, float* to,
+               Activation activation = Activation::kNone, const float* multiplier = nullptr) const {
+    LinearOutput output;
+    output.y = to;
+    output.activation = activation;
+    output.multiplier = multiplier;
+    output.multiplier_stride = weights.matrix.shape.out_features;
+    apply_linear(weights, from, rows_.count, buffers_.linear_input, output);
+  }
+
+ private:
+  const DecoderConfig& config_;
+  const StepRows& rows_;
+  const LayerBuffers& buffers_;
+  float* const x_;
+};
+
+}  // namespace
+
+void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
+                       const StepRows& rows, const LayerCaches& caches, const float* relative_bias,
+                       int64_t num_distances, const LayerBuffers& buffers, float* x) {
+  const Layer layer(config, rows, buffers, x);
+  const AttentionShape shape{config.heads, config.head_size, config.attention_scale,
+                             config.denominator_epsilon};
+
+  layer.project(weights.qkv, layer.input(weights.self_norm), buffers.qkv);
+  SelfAttentionParams self;
+  self.shape = shape;
+  self.rows = rows;
+  self.capacity = caches.capacity;
+  self.qkv = buffers.qkv;
+  self.out = buffers.context;
+  self.keys = caches.self_keys;
+  self.values = caches.self_values;
+  self.table = caches.table;
+  self.bias = relative_bias;
+  self.bias_stride = num_distances;
+  self_attention_step_cpu(self);
+  layer.add(weights.self_out, weights.self_norm, buffers.context);
+
+  layer.project(weights.cross_query, layer.input(weights.cross_norm), buffers.qkv);
+  CrossAttentionParams cross;
+  cross.shape = shape;
+  cross.rows = rows;
+  cross.source = caches.source;
+  cross.queries = buffers.qkv;
+  cross.out = buffers.context;
+  cross.keys = caches.cross_keys;
+  cross.values = caches.cross_values;
+  cross.lengths = caches.memory_lengths;
+  cross_attention_step_cpu(cross);
+  layer.add(weights.cross_out, weights.cross_norm, buffers.context);
+
+  const float* const input = layer.input(weights.ffn_norm);
+  if (config.gated) {
+    layer.project(weights.ffn_up, input, buffers.ffn);
+    layer.project(weights.ffn_gate, input, buffers.ffn, config.activation, buffers.ffn);
+  } else {
+    layer.project(weights.ffn_up, input, buffers.ffn, config.activation);
+  }
+  layer.add(weights.ffn_down, weights.ffn_norm, buffers.ffn);
+}
+
+}  // namespace lmdecode

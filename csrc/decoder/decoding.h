@@ -1,0 +1,68 @@
+// Steps of beam search or greedy decoding with a decoder: embedding, layers, projection to the
+// vocabulary, candidates, next beams, early stop, step after step without a word to the caller.
+// docs/decoder.md is the user's page.
+//
+// A slot is a search (or a group of a diverse one), a request the num_groups slots that share a
+// memory; slot s belongs to request s / num_groups. Everything that lasts lies in the caller's
+// tensors. Cache row s * beams + b is that of beam b of slot s; keys and values stay where they
+// were written, and the table says which cache row holds each position of a beam's sequence.
+//
+// Nothing is allocated in a step but what threads keep as scratch between calls.
+#pragma once
+
+#include "beam/beam_search_state.h"
+#include "decoder/decoder_forward.h"
+
+namespace lmdecode {
+
+// What is done to log-probabilities, or to the logits where it is greedy, before tokens are chosen;
+// each as in beam/logits_processors.h, with one row a slot.
+struct TokenRules {
+  const float* repetition_penalty = nullptr;      // [slots]; 1: off
+  const int64_t* no_repeat_ngram_size = nullptr;  // [slots]; 0: off
+  const float* diversity_penalty = nullptr;       // [slots]; for what earlier groups chose
+  // [slots, num_bans, 4]: a token, the first and the last length of a sequence that it cannot be
+  // added to, and whether that holds where the token is forced, too
+  const int64_t* bans = nullptr;
+  int64_t num_bans = 0;
+  // [slots, num_forced, 2]: a length (below 0: none), and the token that sequences of this length
+  // go on with
+  const int64_t* forced = nullptr;
+  int64_t num_forced = 0;
+  const float* bias = nullptr;  // [vocab] or null
+};
+
+struct DecodingParams {
+  DecoderConfig config;
+  DecoderWeights weights;
+  BeamSearchState state;
+  BeamSearchParameters parameters;
+  BeamRules rules = BeamRules::kGenerate;
+  TokenRules token_rules;
+  bool greedy = false;
+  int64_t num_groups = 1;
+  int64_t num_candidates = 0;  // of a slot
+  int64_t max_steps = 0;
+  bool stop_when_done = false;  // return when a search has ended, not only when all have
+
+  DecoderCaches caches;               // capacity is that of the state
+  int64_t* cached_lengths = nullptr;  // [requests]: positions whose keys are in the cache
+  void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
+
+  int64_t cache_rows() const { return state.slots * state.beams; }
+  // Whether the search of a slot goes on.
+  bool is_running(int64_t slot) const {
+    const int64_t most = parameters.max_lengths[slot];
+    return state.done[slot] == 0 && state.status[slot] == 0 &&
+           state.lengths[slot] < (most > 0 && most < state.capacity ? most : state.capacity);
+  }
+};
+
+size_t decoding_workspace_bytes(const DecodingParams& params);
+
+// Returns the steps that were done: max_steps, or less where no search is left, or one has ended
+// and stop_when_done says so. Runs on the calling thread and torch's worker threads; the arguments
+// have been checked.
+int64_t decoding_steps_cpu(const DecodingParams& params);
+
+}  // namespace lmdecode

@@ -1,0 +1,314 @@
+#include <algorithm>
+#include <cstring>
+
+#include "beam/beam_step.h"
+#include "beam/log_softmax_top_k.h"
+#include "common/float_mode.h"
+#include "decoder/decoding.h"
+#include "decoder/decoding_workspace.h"
+
+namespace lmdecode {
+namespace {
+
+// With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
+constexpr float kLowestScore = -3.0e38f;
+
+class Decoding {
+ public:
+  Decoding(const DecodingParams& p, DecodingWorkspace workspace)
+      : p_(p),
+        state_(p.state),
+        w_(workspace),
+        forward_(p.config, p.weights, p.caches, DecodingWorkspace::max_rows(p), p.cache_rows(),
+                 workspace.forward) {}
+
+  int64_t run() {
+    read_prompts();
+    int64_t steps = 0;
+    while (steps < p_.max_steps && collect_rows() > 0) {
+      const int64_t searches = num_searches_;
+      forward_.run(/*to_logits=*/true);
+      for (int64_t begin = 0; begin < searches;) {
+        const int64_t end = group_end(begin);
+        choose(begin, end);
+        begin = end;
+      }
+      ++steps;
+      if (p_.stop_when_done && has_ended(searches)) break;
+    }
+    return steps;
+  }
+
+ private:
+  // ---- rows
+
+  // All tokens of new prompts but their last ones, which the first step reads: once a request, by
+  // its first cache row, which all of its beams then look at.
+  void read_prompts() {
+    const int64_t most = DecodingWorkspace::max_rows(p_);
+    forward_.clear();
+    for (int64_t request = 0; request < p_.caches.requests; ++request) {
+      const int64_t slot = request * p_.num_groups;
+      if (!p_.is_running(slot)) continue;
+      const int64_t first_row = slot * state_.beams, prompt = state_.lengths[slot] - 1;
+      const int64_t* const tokens = state_.sequences + first_row * state_.capacity;
+      for (int64_t& cached = p_.cached_lengths[request]; cached < prompt; ++cached) {
+        forward_.add(first_row, cached, request, tokens[cached]);
+        for (int64_t row = 1; row < p_.num_groups * state_.beams; ++row) {
+          p_.caches.table[(first_row + row) * state_.capacity + cached] =
+              static_cast<int32_t>(first_row);
+        }
+        if (forward_.count() < most) continue;
+        forward_.run(/*to_logits=*/false);
+        forward_.clear();
+      }
+    }
+    if (forward_.count() > 0) forward_.run(/*to_logits=*/false);
+  }
+
+  // The rows of the searches that go on, group after group; returns how many.
+  int64_t collect_rows() {
+    forward_.clear();
+    num_searches_ = 0;
+    for (int64_t group = 0; group < p_.num_groups; ++group) {
+      for (int64_t request = 0; request < p_.caches.requests; ++request) {
+        const int64_t slot = request * p_.num_groups + group;
+        if (!p_.is_running(slot)) {
+          std::fill_n(w_.chosen + slot * state_.beams, state_.beams,
+                      p_.parameters.pad_tokens[slot]);
+          continue;
+        }
+        w_.slots[num_searches_] = slot;
+        w_.row_offsets[num_searches_++] = forward_.count();
+        const int64_t position = state_.lengths[slot] - 1;
+        for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
+          const int64_t row = slot * state_.beams + beam;
+          forward_.add(row, position, request, state_.sequences[row * state_.capacity + position]);
+        }
+        int64_t& cached = p_.cached_lengths[request];
+        cached = std::max(cached, position + 1);
+      }
+    }
+    w_.row_offsets[num_searches_] = forward_.count();
+    return forward_.count();
+  }
+
+  // ---- the choice; searches [begin, end) of the step, all of one group
+
+  int64_t group_end(int64_t begin) const {
+    const int64_t group = w_.slots[begin] % p_.num_groups;
+    int64_t end = begin + 1;
+    while (end < num_searches_ && w_.slots[end] % p_.num_groups == group) ++end;
+    return end;
+  }
+
+  // Whether any rule is on for these searches; then their arguments.
+  bool collect_processors(int64_t begin, int64_t end, LogitsProcessors* to) const {
+    const TokenRules& rules = p_.token_rules;
+    const int64_t group = w_.slots[begin] % p_.num_groups, count = end - begin;
+    const int64_t earlier = group * state_.beams;
+    bool looks_back = false, bans = false, forces = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = w_.slots[begin + i], length = state_.lengths[slot];
+      w_.lengths[i] = length;
+      w_.repetition_penalty[i] = rules.repetition_penalty[slot];
+      w_.no_repeat_ngram_size[i] = rules.no_repeat_ngram_size[slot];
+      w_.diversity_penalty[i] = rules.diversity_penalty[slot];
+      looks_back |= w_.repetition_penalty[i] != 1.0f || w_.no_repeat_ngram_size[i] > 0;
+      w_.forced[i] = -1;
+      for (int64_t j = 0; j < rules.num_forced; ++j) {
+        const int64_t* const forced = rules.forced + (slot * rules.num_forced + j) * 2;
+        if (forced[0] == length) w_.forced[i] = forced[1];
+      }
+      forces |= w_.forced[i] >= 0;
+      for (int64_t j = 0; j < rules.num_bans; ++j) {
+        const int64_t* const ban = rules.bans + (slot * rules.num_bans + j) * 4;
+        const bool holds =
+            ban[1] <= length && length <= ban[2] && (w_.forced[i] < 0 || ban[3] != 0);
+        w_.banned[i * rules.num_bans + j] = holds ? ban[0] : -1;
+        bans |= holds;
+      }
+      std::copy_n(w_.chosen + (slot - group) * state_.beams, earlier,
+                  w_.diversity_tokens + i * earlier);
+    }
+    using Tokens = TensorRows<int64_t>;
+    to->lengths = {0, w_.lengths, 1};
+    if (looks_back) {
+      copy_sequences(begin, end);
+      to->sequences = {w_.sequences, state_.capacity, state_.capacity, 1, Tokens::Per::kBeam};
+      to->repetition_penalty = {1.0f, w_.repetition_penalty, 1};
+      to->no_repeat_ngram_size = {0, w_.no_repeat_ngram_size, 1};
+    }
+    if (bans) {
+      to->suppressed_tokens = {w_.banned, rules.num_bans, rules.num_bans, 1, Tokens::Per::kRequest};
+    }
+    if (forces) to->forced_tokens = {w_.forced, 1, 1, 1, Tokens::Per::kRequest};
+    if (earlier > 0) {
+      to->diversity_tokens = {w_.diversity_tokens, earlier, earlier, 1, Tokens::Per::kRequest};
+      to->diversity_penalty = {0.0f, w_.diversity_penalty, 1};
+    }
+    if (rules.bias != nullptr) {
+      to->bias = {rules.bias, p_.config.vocab, 0, 1, TensorRows<float>::Per::kCall};
+    }
+    return looks_back || bans || forces || earlier > 0 || rules.bias != nullptr;
+  }
+
+  void copy_sequences(int64_t begin, int64_t end) const {
+    for (int64_t search = begin; search < end; ++search) {
+      const int64_t slot = w_.slots[search];
+      const int64_t first = w_.row_offsets[search] - w_.row_offsets[begin];
+      for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
+        std::copy_n(state_.sequences + (slot * state_.beams + beam) * state_.capacity,
+                    state_.lengths[slot], w_.sequences + (first + beam) * state_.capacity);
+      }
+    }
+  }
+
+  void choose(int64_t begin, int64_t end) {
+    const int64_t count = end - begin, first_row = w_.row_offsets[begin];
+    for (int64_t i = 0; i <= count; ++i) {
+      w_.pass_offsets[i] = w_.row_offsets[begin + i] - first_row;
+    }
+    LogitsProcessors processors;
+    const bool processed = collect_processors(begin, end, &processors);
+    if (p_.greedy) {
+      choose_greedy_tokens(begin, count, processors);
+    } else {
+      choose_candidates(begin, count, processed ? &processors : nullptr);
+    }
+    advance(begin, count);
+  }
+
+  void choose_greedy_tokens(int64_t begin, int64_t count, const LogitsProcessors& processors) {
+    const int64_t vocab = p_.config.vocab;
+    const int64_t max_edits = state_.capacity + p_.token_rules.num_bans;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = w_.row_offsets[begin + i];
+      const GreedyChoice choice =
+          choose_greedily(processors_of_row(processors, i, i, vocab),
+                          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
+      w_.status[i] = choice.status;
+      w_.tokens[i] = choice.token;
+      w_.beams[i] = 0;
+      w_.log_probs[i] = choice.log_prob;
+      w_.scores[i] = choice.status != 0
+                         ? minus_infinity()
+                         : state_.scores[w_.slots[begin + i] * state_.beams] + choice.log_prob;
+    }
+  }
+
+  void choose_candidates(int64_t begin, int64_t count, const LogitsProcessors* processors) {
+    for (int64_t i = 0; i < count; ++i) {
+      std::copy_n(state_.scores + w_.slots[begin + i] * state_.beams,
+                  w_.pass_offsets[i + 1] - w_.pass_offsets[i], w_.beam_scores + w_.pass_offsets[i]);
+    }
+    LogSoftmaxTopKParams top;
+    top.rows = w_.pass_offsets[count];
+    top.vocab = p_.config.vocab;
+    top.requests = count;
+    top.num_candidates = p_.num_candidates;
+    top.row_candidates = std::min(p_.num_candidates, top.vocab);
+    top.logits = forward_.logits() + w_.row_offsets[begin] * top.vocab;
+    top.logits_row_stride = top.vocab;
+    top.beam_scores = w_.beam_scores;
+    top.beam_scores_stride = 1;
+    top.row_offsets = w_.pass_offsets;
+    top.scratch = w_.top_k_scratch;
+    top.scores = w_.scores;
+    top.tokens = w_.tokens;
+    top.beams = w_.beams;
+    top.status = w_.status;
+    top.log_probs = w_.log_probs;
+    log_softmax_top_k_cpu(top, processors);
+    if (p_.rules == BeamRules::kScorer) fill_missing_candidates(begin, count);
+  }
+
+  void fill_missing_candidates(int64_t begin, int64_t count) const {
+    const int64_t ends = p_.parameters.num_end_tokens;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t* const end_tokens = p_.parameters.end_tokens + w_.slots[begin + i] * ends;
+      int64_t no_end = 0;
+      while (std::find(end_tokens, end_tokens + ends, no_end) != end_tokens + ends) ++no_end;
+      for (int64_t j = i * p_.num_candidates; j < (i + 1) * p_.num_candidates; ++j) {
+        if (w_.scores[j] > minus_infinity()) continue;
+        w_.scores[j] = kLowestScore;
+        w_.tokens[j] = no_end;
+      }
+    }
+  }
+
+  void advance(int64_t begin, int64_t count) {
+    const int64_t candidates = p_.greedy ? 1 : p_.num_candidates;
+    BeamStepParams step;
+    step.state = state_;
+    step.parameters = p_.parameters;
+    step.rules = p_.rules;
+    step.requests = count;
+    step.num_candidates = candidates;
+    step.rows = w_.pass_offsets[count];
+    step.scores = {w_.scores, candidates, 1};
+    step.tokens = {w_.tokens, candidates, 1};
+    step.beams = {w_.beams, candidates, 1};
+    step.log_probs = {w_.log_probs, candidates, 1};
+    step.status = {w_.status, 1, 0};
+    step.slots = {w_.slots + begin, 1, 0};
+    step.offsets = {w_.pass_offsets, 1, 0};
+    step.next_scores = w_.next_scores;
+    step.next_tokens = w_.next_tokens;
+    step.next_parents = w_.next_parents;
+    step.decisions = w_.decisions;
+    beam_step_cpu(step);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = w_.slots[begin + i], first = w_.pass_offsets[i];
+      const int64_t beams = w_.pass_offsets[i + 1] - first;
+      std::copy_n(w_.next_tokens + first, beams, w_.chosen + slot * state_.beams);
+      std::fill_n(w_.chosen + slot * state_.beams + beams, state_.beams - beams, int64_t{-1});
+      if (p_.is_running(slot)) follow_parents(slot, w_.next_parents + first, first, beams);
+    }
+  }
+
+  // The rows of the table become those of their parents, as far as the step has come.
+  void follow_parents(int64_t slot, const int64_t* next_parents, int64_t first, int64_t beams) {
+    for (int64_t beam = 0; beam < beams; ++beam) {
+      w_.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
+    }
+    const int32_t copies =
+        order_row_copies_of(w_.parents, static_cast<int32_t>(beams), w_.readers, w_.copies);
+    int32_t* const rows = p_.caches.table + slot * state_.beams * state_.capacity;
+    const auto row = [&](int32_t r) {
+      return r == kTemporaryRow ? w_.table_row : rows + r * state_.capacity;
+    };
+    const size_t bytes = static_cast<size_t>(state_.lengths[slot] - 1) * sizeof(int32_t);
+    for (int32_t i = 0; i < copies; ++i) {
+      std::memcpy(row(w_.copies[i].to), row(w_.copies[i].from), bytes);
+    }
+  }
+
+  bool has_ended(int64_t searches) const {
+    for (int64_t i = 0; i < searches; ++i) {
+      if (!p_.is_running(w_.slots[i])) return true;
+    }
+    return false;
+  }
+
+  const DecodingParams& p_;
+  const BeamSearchState& state_;
+  const DecodingWorkspace w_;
+  DecoderForward forward_;
+  int64_t num_searches_ = 0;
+};
+
+}  // namespace
+
+size_t decoding_workspace_bytes(const DecodingParams& params) {
+  return DecodingWorkspace{}.split(params, nullptr);
+}
+
+int64_t decoding_steps_cpu(const DecodingParams& params) {
+  DecodingWorkspace workspace{};
+  workspace.split(params, params.workspace);
+  const ScopedIeeeMode ieee;
+  return Decoding(params, workspace).run();
+}
+
+}  // namespace lmdecode

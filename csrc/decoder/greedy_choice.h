@@ -1,0 +1,25 @@
+// The next token of a row without beams: the largest logit after the processors, which here act on
+// logits, as transformers has it without beams, not on log-probabilities.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "beam/logits_processors.h"
+
+namespace lmdecode {
+
+struct GreedyChoice {
+  int64_t token = 0;      // the lowest of equal ones
+  float log_prob = 0.0f;  // log_softmax of the logits, before the processors
+  uint8_t status = 0;     // a kBeamStatus of log_softmax_top_k.h; the token is 0 then
+};
+
+// Scratch for at most so many tokens that processors touch one by one.
+size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab);
+
+// logits [vocab], which the processors are applied to in place; memory: greedy_edit_bytes().
+GreedyChoice choose_greedily(const RowProcessors& processors, float* logits, int64_t vocab,
+                             int64_t max_edits, void* memory);
+
+}  // namespace lmdecode

@@ -1,0 +1,190 @@
+"""The tensors of a batch of decoder searches: caches, rules for tokens, scratch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._library import ops
+from lmdecode.beam_state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.decoder_config import DecoderConfig
+from lmdecode.decoder_weights import PackedDecoder
+
+__all__ = ["DecodingCaches", "DecodingSearches", "TokenRules", "new_caches", "new_token_rules"]
+
+BLOCK = 16  # floats: heads and sources are padded to it
+ALWAYS = (1 << 62) - 1  # a length that no sequence has
+
+
+class TokenRules(NamedTuple):
+    """What is done to log-probabilities before tokens are chosen, slot by slot.
+
+    Without beams it is done to the logits, as in transformers.
+
+    Attributes
+    ----------
+    repetition_penalty : Tensor
+        [slots] float32 > 0; 1 is off.
+    no_repeat_ngram_size : Tensor
+        [slots] int64; 0 is off.
+    diversity_penalty : Tensor
+        [slots] float32, for each time that an earlier group of the request chose the token.
+    bans : Tensor
+        [slots, n, 4] int64: a token (-1: none), the first and the last length of a sequence that it
+        cannot be added to, and 1 where that also holds for a forced token.
+    forced : Tensor
+        [slots, n, 2] int64: a length (-1: none), and the token that follows there.
+    bias : Tensor
+        [V] float32, added to all rows, or empty.
+    """
+
+    repetition_penalty: Tensor
+    no_repeat_ngram_size: Tensor
+    diversity_penalty: Tensor
+    bans: Tensor
+    forced: Tensor
+    bias: Tensor
+
+
+class DecodingCaches(NamedTuple):
+    """Keys and values, which stay where they were written.
+
+    ``rows`` are the slots' beams, heads are padded to a multiple of 16 floats.
+
+    Attributes
+    ----------
+    self_keys, self_values : Tensor
+        [layers, rows, heads, capacity, padded head] float32.
+    cross_keys : Tensor
+        [layers, requests, heads, padded head, source] float32: the source runs along memory.
+    cross_values : Tensor
+        [layers, requests, heads, source, padded head] float32.
+    memory_lengths : Tensor
+        [requests] int64.
+    table : Tensor
+        [rows, capacity] int32: the row of ``self_keys`` that holds each position of a beam.
+    cached_lengths : Tensor
+        [requests] int64: positions whose keys have been written.
+    """
+
+    self_keys: Tensor
+    self_values: Tensor
+    cross_keys: Tensor
+    cross_values: Tensor
+    memory_lengths: Tensor
+    table: Tensor
+    cached_lengths: Tensor
+
+
+def padded(size: int) -> int:
+    """Return the next multiple of the block."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> TokenRules:
+    """Return rules that do nothing."""
+    with torch.inference_mode(False):
+        return TokenRules(
+            torch.ones(slots),
+            torch.zeros(slots, dtype=torch.int64),
+            torch.zeros(slots),
+            torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
+            torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
+            torch.empty(0),
+        )
+
+
+def new_caches(
+    config: DecoderConfig, requests: int, rows: int, capacity: int, source: int
+) -> DecodingCaches:
+    """Return caches in which nothing has been written, lengths 0."""
+    head, source = padded(config.head_size), padded(source)
+    layers, heads = config.num_layers, config.num_heads
+    with torch.inference_mode(False):
+        return DecodingCaches(
+            torch.empty(layers, rows, heads, capacity, head),
+            torch.empty(layers, rows, heads, capacity, head),
+            torch.empty(layers, requests, heads, head, source),
+            torch.empty(layers, requests, heads, source, head),
+            torch.zeros(requests, dtype=torch.int64),
+            torch.zeros(rows, capacity, dtype=torch.int32),
+            torch.zeros(requests, dtype=torch.int64),
+        )
+
+
+class DecodingSearches:
+    """Searches of a decoder, and everything that they need.
+
+    Attributes
+    ----------
+    state, parameters
+        See ``lmdecode.beam_state``; slot ``r * num_groups + g`` is group g of request r.
+    token_rules, caches
+        See there.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        state: BeamState,
+        parameters: BeamParameters,
+        token_rules: TokenRules,
+        source: int,
+        *,
+        num_groups: int = 1,
+        num_candidates: int,
+        rules: Rules = "generate",
+        greedy: bool = False,
+        caches: DecodingCaches | None = None,
+    ) -> None:
+        slots, beams, capacity = state.sequences.shape
+        self.decoder, self.state, self.parameters = decoder, state, parameters
+        self.token_rules = token_rules
+        self.caches = caches or new_caches(
+            decoder.config, slots // num_groups, slots * beams, capacity, source
+        )
+        self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
+        size = ops.decoding_workspace_bytes(
+            decoder.sizes,
+            decoder.numbers,
+            [slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1]],
+        )
+        with torch.inference_mode(False):
+            self._workspace = torch.empty(size, dtype=torch.uint8)
+
+    def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
+        """Compute the keys and values of memories.
+
+        Parameters
+        ----------
+        memory : Tensor
+            [n, source, memory_size] float32.
+        lengths, requests : Tensor
+            [n] int64: how much of each counts, and whose it is.
+        """
+        ops.decoding_read_memory_(
+            self.decoder.layer_tensors,
+            self.decoder.sizes,
+            self.decoder.numbers,
+            list(self.caches),
+            memory.contiguous(),
+            lengths,
+            requests,
+        )
+
+    def run(self, max_steps: int = (1 << 62), *, stop_when_done: bool = False) -> int:
+        """Do steps until all searches have ended, or one has; return how many."""
+        steps = ops.decoding_steps_(
+            self.decoder.tensors,
+            self.decoder.sizes,
+            self.decoder.numbers,
+            list(self.state),
+            list(self.parameters),
+            list(self.token_rules),
+            list(self.caches),
+            self._workspace,
+            [*self._options, max_steps, int(stop_when_done)],
+        )
+        return int(steps)

@@ -1,0 +1,130 @@
+"""Decoder weights as the ops take them: linear ones packed, the others float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmdecode import _fakes  # noqa: F401  registers the fakes
+from lmdecode._library import ops
+from lmdecode.decoder_config import (
+    FORMATS,
+    LINEAR_FIELDS,
+    DecoderConfig,
+    DecoderWeights,
+    LayerWeights,
+    float32,
+)
+
+__all__ = ["PackedDecoder", "pack_layer"]
+
+
+def _pack(name: str, weight: Tensor | None, shape: tuple[int, int], weight_format: str) -> Tensor:
+    if weight is None:
+        return torch.empty(0, dtype=torch.uint8)
+    if tuple(weight.shape) != shape:
+        raise ValueError(
+            f"DecoderWeights: {name} has shape {list(weight.shape)}; expected {list(shape)}"
+        )
+    return ops.pack_linear(float32(weight), FORMATS[weight_format])
+
+
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    size, attention, memory = config.model_size, config.attention_size, config.memory_size
+    assert memory is not None
+    return {
+        "qkv": (3 * attention, size),
+        "self_out": (size, attention),
+        "cross_query": (attention, size),
+        "cross_key_value": (2 * attention, memory),
+        "cross_out": (size, attention),
+        "ffn_up": (config.ffn_size, size),
+        "ffn_gate": (config.ffn_size, size),
+        "ffn_down": (size, config.ffn_size),
+        "logits": (config.vocab_size, size),
+    }
+
+
+def _norm_gamma(config: DecoderConfig, gamma: Tensor | None) -> Tensor | None:
+    """Layers have all of their norms; a gamma of None is 1."""
+    return torch.ones(config.model_size) if gamma is None else gamma
+
+
+def pack_layer(config: DecoderConfig, layer: LayerWeights, weight_format: str) -> list[Tensor]:
+    """Return the 22 tensors of a layer."""
+    shapes, packed = _shapes(config), []
+    for name, tensor in layer._asdict().items():
+        if name in LINEAR_FIELDS:
+            if (tensor is None) != (name == "ffn_gate" and not config.gated):
+                raise ValueError(
+                    f"DecoderWeights: {name} is {'None' if tensor is None else 'a tensor'}; "
+                    f"expected the opposite with gated={config.gated}"
+                )
+            packed.append(_pack(name, tensor, shapes[name], weight_format))
+        elif name.endswith("_gamma"):
+            packed.append(float32(_norm_gamma(config, tensor)))
+        else:
+            packed.append(float32(tensor))
+    return packed
+
+
+class PackedDecoder:
+    """A decoder's weights, packed once.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+        Of the decoder.
+    weights : DecoderWeights
+        See there; not kept, but for the embeddings where they are float32 already.
+    weight_format : {"float32", "bfloat16", "int8"}
+        What linear weights are held as.
+
+    Attributes
+    ----------
+    tensors, layer_tensors : list of Tensor
+        What the ops take: of the whole decoder, and of its layers alone.
+    sizes, numbers : list
+        The config as the ops take it.
+
+    Raises
+    ------
+    ValueError
+        Names what has a wrong shape.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, weight_format: str = "float32"
+    ) -> None:
+        if weight_format not in FORMATS:
+            raise ValueError(
+                f"Decoding: dtype is {weight_format!r}; expected one of {', '.join(FORMATS)}"
+            )
+        if len(weights.layers) != config.num_layers:
+            raise ValueError(
+                f"DecoderWeights: layers has {len(weights.layers)} entries; "
+                f"expected num_layers, {config.num_layers}"
+            )
+        self.config, self.weight_format = config, weight_format
+        self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
+        self.num_positions: int | None = None
+        if weights.positions is not None:
+            self.num_positions = weights.positions.shape[0] - config.position_offset
+        self.num_distances: int | None = None
+        if weights.relative_bias is not None:
+            self.num_distances = weights.relative_bias.shape[1]
+        self.tensors = [
+            float32(weights.embedding),
+            float32(weights.positions),
+            float32(weights.relative_bias),
+            float32(weights.embedding_norm_gamma),
+            float32(weights.embedding_norm_beta),
+            float32(weights.final_norm_gamma),
+            float32(weights.final_norm_beta),
+            _pack("logits", weights.logits, _shapes(config)["logits"], weight_format),
+            float32(weights.logits_bias),
+        ]
+        self.layer_tensors: list[Tensor] = []
+        for layer in weights.layers:
+            self.layer_tensors += pack_layer(config, layer, weight_format)
+        self.tensors += self.layer_tensors

@@ -1,0 +1,305 @@
+"""A decoder, the search of FasterTransformer, and gather_tree, again in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
+
+__all__ = [
+    "decoder_layer",
+    "decoder_logits",
+    "faster_transformer_decoder",
+    "faster_transformer_decoding",
+    "gather_tree",
+]
+
+
+def _norm(config: DecoderConfig, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+    if config.norm == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], gamma, beta, config.norm_epsilon)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_epsilon)
+    return x if gamma is None else x * gamma
+
+
+def _activation(config: DecoderConfig, x: Tensor) -> Tensor:
+    if config.activation == "gelu":
+        return F.gelu(x)
+    if config.activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return F.silu(x) if config.activation == "silu" else F.relu(x)
+
+
+def _heads(config: DecoderConfig, x: Tensor) -> Tensor:
+    """[B, T, heads * head_size] to [B, heads, T, head_size]."""
+    return x.view(*x.shape[:2], config.num_heads, config.head_size).transpose(1, 2)
+
+
+def _attend(
+    config: DecoderConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None
+) -> Tensor:
+    """[B, heads, T, size] queries to [B, T, heads * size]; visible broadcasts to the scores."""
+    assert config.attention_scale is not None
+    if k.shape[2] == 0:
+        return torch.zeros_like(q).transpose(1, 2).flatten(2)
+    scores = (q * config.attention_scale) @ k.transpose(2, 3)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+    divisor = weights.sum(dim=-1, keepdim=True) + config.denominator_epsilon
+    out = (weights / divisor.masked_fill(divisor == 0, 1.0)) @ v
+    return out.transpose(1, 2).flatten(2)
+
+
+def _relative_bias(weights: DecoderWeights, length: int) -> Tensor | None:
+    """[heads, T, T] of queries and keys."""
+    if weights.relative_bias is None:
+        return None
+    places = torch.arange(length)
+    distance = (places[:, None] - places[None]).clamp(min=0)
+    return weights.relative_bias[:, distance]
+
+
+def decoder_layer(
+    config: DecoderConfig,
+    w: LayerWeights,
+    x: Tensor,
+    memory: Tensor,
+    lengths: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return what a layer makes of whole sequences.
+
+    Parameters
+    ----------
+    config, w
+        The layer.
+    x : Tensor
+        [B, T, D].
+    memory, lengths : Tensor
+        [B, S, M] and [B].
+    bias : Tensor, optional
+        [heads, T, T] of queries and keys, added to the scores of self-attention.
+    """
+
+    def before(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        return _norm(config, x, gamma, beta) if config.norm_first else x
+
+    def behind(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        return x if config.norm_first else _norm(config, x, gamma, beta)
+
+    steps = x.shape[1]
+    norm = (w.self_norm_gamma, w.self_norm_beta)
+    q, k, v = F.linear(before(x, *norm), w.qkv, w.qkv_bias).chunk(3, dim=-1)
+    causal = torch.ones(steps, steps, dtype=torch.bool).tril()
+    own = _attend(config, _heads(config, q), _heads(config, k), _heads(config, v), causal, bias)
+    x = behind(x + F.linear(own, w.self_out, w.self_out_bias), *norm)
+
+    norm = (w.cross_norm_gamma, w.cross_norm_beta)
+    q = F.linear(before(x, *norm), w.cross_query, w.cross_query_bias)
+    k, v = F.linear(memory, w.cross_key_value, w.cross_key_value_bias).chunk(2, dim=-1)
+    there = (torch.arange(memory.shape[1]) < lengths[:, None])[:, None, None]
+    other = _attend(config, _heads(config, q), _heads(config, k), _heads(config, v), there, None)
+    x = behind(x + F.linear(other, w.cross_out, w.cross_out_bias), *norm)
+
+    norm = (w.ffn_norm_gamma, w.ffn_norm_beta)
+    given = before(x, *norm)
+    inner = F.linear(given, w.ffn_up, w.ffn_up_bias)
+    if config.gated:
+        assert w.ffn_gate is not None
+        inner = _activation(config, F.linear(given, w.ffn_gate, w.ffn_gate_bias)) * inner
+    else:
+        inner = _activation(config, inner)
+    return behind(x + F.linear(inner, w.ffn_down, w.ffn_down_bias), *norm)
+
+
+def decoder_logits(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    tokens: Tensor,
+    memory: Tensor,
+    memory_lengths: Tensor,
+) -> Tensor:
+    """Return the logits behind each token.
+
+    Parameters
+    ----------
+    config, weights
+        The decoder, in float32 or float64.
+    tokens : Tensor
+        [B, T] int64.
+    memory, memory_lengths : Tensor
+        [B, S, M] and [B]: what the encoder gives, and how much of it counts.
+
+    Returns
+    -------
+    Tensor
+        [B, T, V].
+    """
+    steps = tokens.shape[1]
+    x = weights.embedding[tokens] * config.embedding_scale
+    if weights.positions is not None:
+        x = x + weights.positions[config.position_offset :][:steps]
+    if weights.embedding_norm_gamma is not None:
+        x = _norm(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
+    bias = _relative_bias(weights, steps)
+    for layer in weights.layers:
+        x = decoder_layer(config, layer, x, memory, memory_lengths, bias)
+    if weights.final_norm_gamma is not None:
+        x = _norm(config, x, weights.final_norm_gamma, weights.final_norm_beta)
+    return F.linear(x, weights.logits, weights.logits_bias)
+
+
+# ---- FasterTransformer v2.0, by its contract (docs/decoder.md)
+
+_LN_EPSILON, _SOFTMAX_EPSILON = 1e-6, 1e-6
+
+
+def _ft_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, head_num: int, size_per_head: int
+) -> Tensor:
+    """[R, D] queries to [R, N, D] keys, of which lengths [R] count."""
+    rows, count = k.shape[:2]
+    heads = (head_num, size_per_head)
+    scores = torch.einsum("rhd,rnhd->rhn", q.view(rows, *heads), k.view(rows, count, *heads))
+    scores = scores / math.sqrt(size_per_head)
+    scores = scores.masked_fill(torch.arange(count) >= lengths[:, None, None], -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + _SOFTMAX_EPSILON)
+    return torch.einsum("rhn,rnhd->rhd", weights, v.view(rows, count, *heads)).flatten(1)
+
+
+def faster_transformer_decoder(
+    from_tensor: Tensor,
+    memory_tensor: Tensor,
+    memory_sequence_length: Tensor,
+    weights: Sequence[Tensor],
+    old_self_cache: Tensor,
+    old_mem_cache: Tensor,
+    *,
+    head_num: int,
+    size_per_head: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``lmdecode.compat.faster_transformer.decoder``."""
+    heads = (head_num, size_per_head)
+    (
+        beta1, gamma1, wq, bq, wk, bk, wv, bv, wo, bo,
+        beta2, gamma2, xq, xbq, xk, xbk, xv, xbv, xo, xbo,
+        beta3, gamma3, w1, b1, w2, b2,
+    ) = weights  # fmt: skip
+    x = from_tensor[:, 0]
+    rows, size = x.shape
+    step = old_self_cache.shape[1]
+
+    def norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return F.layer_norm(x, (size,), gamma, beta, _LN_EPSILON)
+
+    n1 = norm(x, gamma1, beta1)
+    self_cache, mem_cache = old_self_cache.clone(), old_mem_cache.clone()
+    self_cache[0, -1], self_cache[1, -1] = n1 @ wk + bk, n1 @ wv + bv
+    keys, values = self_cache.transpose(1, 2)
+    own = _ft_attention(n1 @ wq + bq, keys, values, torch.full((rows,), step), *heads)
+    a = x + own @ wo + bo
+    n2 = norm(a, gamma2, beta2)
+    if step == 1:
+        mem_cache[0], mem_cache[1] = memory_tensor @ xk + xbk, memory_tensor @ xv + xbv
+    keys, values = mem_cache
+    cross = _ft_attention(n2 @ xq + xbq, keys, values, memory_sequence_length, *heads)
+    c = a + cross @ xo + xbo
+    n3 = norm(c, gamma3, beta3)
+    y = c + F.relu(n3 @ w1 + b1) @ w2 + b2
+    return y[:, None], self_cache, mem_cache
+
+
+def sinusoid(step: int, size: int) -> Tensor:
+    """Return [size]: the position encoding of a step, counted from 1."""
+    half = size // 2
+    rates = torch.exp(
+        torch.arange(half, dtype=torch.float64) * (-math.log(10000.0) / max(half - 1, 1))
+    )
+    return torch.cat((torch.sin(step * rates), torch.cos(step * rates))).float()
+
+
+def faster_transformer_decoding(
+    memory_tensor: Tensor,
+    memory_sequence_length: Tensor,
+    weights: Sequence[Sequence[Tensor]],
+    embedding_table: Tensor,
+    decoding_beta: Tensor,
+    decoding_gamma: Tensor,
+    embedding_kernel: Tensor,
+    embedding_bias: Tensor,
+    *,
+    batch_size: int,
+    beam_width: int,
+    max_seq_len: int,
+    head_num: int,
+    size_per_head: int,
+    start_id: int,
+    end_id: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``lmdecode.compat.faster_transformer.decoding``."""
+    heads = {"head_num": head_num, "size_per_head": size_per_head}
+    vocab, size = embedding_table.shape
+    rows, own = batch_size * beam_width, torch.arange(batch_size * beam_width)
+    source = memory_tensor.shape[1]
+    self_caches = [torch.zeros(2, 0, rows, size) for _ in weights]
+    mem_caches = [torch.zeros(2, rows, source, size) for _ in weights]
+    scores = torch.full((batch_size, beam_width), -1e20)
+    scores[:, 0] = 0.0
+    words, finished = torch.full((rows,), start_id), torch.zeros(rows, dtype=torch.bool)
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    output_ids = torch.full((max_seq_len, rows), end_id, dtype=torch.int32)
+    parent_ids = own.to(torch.int32).repeat(max_seq_len, 1)
+    for step in range(1, max_seq_len + 1):
+        x = embedding_table[words] * math.sqrt(size) + sinusoid(step, size)
+        for number, layer in enumerate(weights):
+            grown = torch.cat((self_caches[number], torch.zeros(2, 1, rows, size)), dim=1)
+            out, self_caches[number], mem_caches[number] = faster_transformer_decoder(
+                x[:, None], memory_tensor, memory_sequence_length, layer, grown,
+                mem_caches[number], **heads,
+            )  # fmt: skip
+            x = out[:, 0]
+        x = F.layer_norm(x, (size,), decoding_gamma, decoding_beta, _LN_EPSILON)
+        log_probs = torch.log_softmax(x @ embedding_kernel + embedding_bias, dim=-1)
+        log_probs[finished] = -torch.inf
+        log_probs[finished, end_id] = 0.0
+        total = (log_probs.view(batch_size, beam_width, vocab) + scores[..., None]).flatten(1)
+        # A stable sort, and not topk: ties go to the lowest flat index.
+        scores, flat = (part[:, :beam_width] for part in total.sort(descending=True, stable=True))
+        first = torch.arange(batch_size)[:, None] * beam_width
+        parents, words = (first + flat // vocab).flatten(), (flat % vocab).flatten()
+        lengths = (lengths + (~finished).long())[parents]
+        finished = words == end_id
+        output_ids[step - 1], parent_ids[step - 1] = words.int(), parents.int()
+        self_caches = [cache[:, :, parents] for cache in self_caches]
+        if bool(finished.all()):
+            break
+    return output_ids, parent_ids, lengths.int()
+
+
+def gather_tree(
+    step_ids: Tensor, parent_ids: Tensor, max_sequence_lengths: Tensor, end_token: int
+) -> Tensor:
+    """See ``lmdecode.gather_tree``."""
+    steps, batch, beams = step_ids.shape
+    result = torch.full_like(step_ids, end_token)
+    for b in range(batch):
+        length = min(int(max_sequence_lengths[b]), steps)
+        for w in range(beams):
+            beam = w
+            for step in reversed(range(length)):
+                result[step, b, w] = step_ids[step, b, beam]
+                beam = int(parent_ids[step, b, beam])
+            ends = (result[:length, b, w] == end_token).nonzero()
+            if len(ends):
+                result[int(ends[0]) :, b, w] = end_token
+    return result

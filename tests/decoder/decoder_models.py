@@ -1,0 +1,121 @@
+"""Small random encoder-decoder models of each kind, and inputs for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+VOCAB, END, PAD = 64, 2, 1
+
+
+def _bart_sizes(layers: int = 2) -> dict[str, Any]:
+    return dict(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=layers,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=96,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        bos_token_id=0,
+        decoder_start_token_id=END,
+        init_std=0.4,
+    )
+
+
+def _t5(gated: bool, **more: Any) -> Any:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=24,
+            d_kv=10,  # no multiple of a vector, and 3 heads of 10 are not d_model
+            d_ff=40,
+            num_layers=2,
+            num_heads=3,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=20,
+            feed_forward_proj="gated-gelu" if gated else "relu",
+            eos_token_id=END,
+            pad_token_id=PAD,
+            decoder_start_token_id=PAD,
+            initializer_factor=3.0,
+            **more,
+        )
+    )
+
+
+def _whisper() -> Any:
+    sizes = _bart_sizes()
+    sizes.pop("max_position_embeddings")
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(
+            **sizes,
+            max_source_positions=20,
+            max_target_positions=60,
+            num_mel_bins=8,
+            suppress_tokens=[5, 6],
+            begin_suppress_tokens=[7, END],
+        )
+    )
+    model.generation_config.suppress_tokens = [5, 6]
+    model.generation_config.begin_suppress_tokens = [7, END]
+    return model
+
+
+MODELS = {
+    "marian": lambda: MarianMTModel(
+        MarianConfig(**_bart_sizes(), activation_function="swish", scale_embedding=True)
+    ),
+    "bart": lambda: BartForConditionalGeneration(
+        BartConfig(**_bart_sizes(), activation_function="gelu", forced_eos_token_id=END)
+    ),
+    "mbart": lambda: MBartForConditionalGeneration(
+        MBartConfig(**_bart_sizes(), activation_function="relu", scale_embedding=True)
+    ),
+    "t5": lambda: _t5(gated=False),
+    "t5_gated": lambda: _t5(gated=True, tie_word_embeddings=False),
+    "whisper": _whisper,
+}
+
+
+def make_model(kind: str, seed: int = 0) -> Any:
+    """Return a model that is sure of something: random logits alone would never end."""
+    torch.manual_seed(seed)
+    model = MODELS[kind]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+    model.generation_config.max_length = None
+    return model
+
+
+def make_inputs(kind: str, batch: int = 3, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Return ragged sources."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "whisper":
+        return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
+    lengths = torch.randint(3, 12, (batch,), generator=generator)
+    lengths[0] = 12
+    ids = torch.randint(3, VOCAB, (batch, 12), generator=generator)
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}

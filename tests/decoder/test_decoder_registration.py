@@ -1,0 +1,188 @@
+"""The decoder ops are registered as torch wants it, and refuse what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import lmdecode
+from lmdecode import BeamRequest
+from lmdecode.decoder_state import DecodingSearches
+from tests.decoder.random_decoder import random_decoder
+
+ops = torch.ops.lmdecode
+
+
+def running_search(kind: str = "post_norm") -> DecodingSearches:
+    batch = lmdecode.Decoding(*random_decoder(kind)).batch(
+        max_requests=2, num_beams=3, capacity=10, source=5
+    )
+    # Nothing that was never written: opcheck compares all that an op may write.
+    for cache in batch._searches.caches[:4]:
+        cache.zero_()
+    batch._searches._workspace.zero_()
+    for length in (5, 2):
+        request = BeamRequest([1, 4], num_beams=3, max_new_tokens=6, eos_token_id=2)
+        batch.add(request, torch.randn(length, 18, generator=torch.Generator().manual_seed(1)))
+    return batch._searches
+
+
+def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
+    decoder = searches.decoder
+    return (
+        decoder.tensors,
+        decoder.sizes,
+        decoder.numbers,
+        list(searches.state),
+        list(searches.parameters),
+        list(searches.token_rules),
+        list(searches.caches),
+        searches._workspace,
+        [*searches._options, 2, 0],
+    )
+
+
+def test_decoding_steps() -> None:
+    opcheck(ops.decoding_steps_.default, step_arguments(running_search()))
+
+
+def test_decoding_read_memory() -> None:
+    searches = running_search("rms")
+    decoder = searches.decoder
+    opcheck(
+        ops.decoding_read_memory_.default,
+        (
+            decoder.layer_tensors,
+            decoder.sizes,
+            decoder.numbers,
+            list(searches.caches),
+            torch.randn(2, 5, 18),
+            torch.tensor([5, 3]),
+            torch.tensor([1, 0]),
+        ),
+    )
+
+
+def test_decoder_layer() -> None:
+    config, weights = random_decoder("pre_norm_gated")
+    layer = lmdecode.DecoderLayer(config, weights.layers[0])
+    caches = layer.new_caches(torch.randn(2, 5, 18), torch.tensor([5, 3]), rows=2, capacity=4)
+    for cache in caches[:2]:
+        cache.zero_()
+    rows = torch.arange(2, dtype=torch.int32)
+    opcheck(
+        ops.decoder_layer.default,
+        (
+            torch.randn(2, 22),
+            layer._tensors,
+            layer._sizes,
+            config.numbers(),
+            layer.relative_bias,
+            list(caches),
+            rows,
+            torch.zeros(2, dtype=torch.int32),
+            rows,
+        ),
+    )
+
+
+def put(searches: DecodingSearches, where: str, value: Any) -> None:
+    """Write to an element of a tensor, ``state.lengths[0]`` or the like."""
+    part, _, rest = where.partition(".")
+    name, _, index = rest.partition("[")
+    places = tuple(int(place) for place in index.rstrip("]").split(","))
+    getattr(getattr(searches, part), name)[places] = value
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("state.lengths[0]", 0),
+        ("state.sequences[1,0,1]", 40),
+        ("state.sequences[0,0,0]", -1),
+        ("parameters.num_beams[1]", 4),
+        ("parameters.num_hypotheses[0]", 0),
+        ("parameters.max_lengths[0]", 11),
+        ("parameters.early_stopping[1]", 3),
+        ("caches.memory_lengths[1]", 17),
+        ("caches.cached_lengths[0]", -1),
+        ("token_rules.repetition_penalty[1]", 0.0),
+    ],
+)
+def test_values_out_of_range(where: str, value: Any) -> None:
+    searches = running_search()
+    put(searches, where, value)
+    before = [tensor.clone() for tensor in (*searches.state, *searches.caches)]
+    part, name = where.partition("[")[0].split(".")
+    with pytest.raises(ValueError, match=rf"{part}\.{name}\["):
+        searches.run(1)
+    for old, new in zip(before, (*searches.state, *searches.caches), strict=True):
+        assert old.equal(new)
+
+
+def test_a_table_out_of_range() -> None:
+    searches = running_search()
+    searches.run(2)
+    searches.caches.table[1, 0] = 6
+    with pytest.raises(ValueError, match=r"caches.table\[1, 0\] is 6"):
+        searches.run(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "message"),
+    [
+        (0, lambda t: t[:-1], "weights has 52 tensors; expected 53"),
+        (0, lambda t: [t[0][:-1], *t[1:]], "weights.embedding has shape"),
+        (0, lambda t: [t[0].double(), *t[1:]], "weights.embedding has dtype float64"),
+        (0, lambda t: [*t[:7], t[7][:-1], *t[8:]], "weights.logits has shape"),
+        (1, lambda c: c[:-1], "config has 12 numbers"),
+        (1, lambda c: [0, *c[1:]], "config.num_layers is 0"),
+        (2, lambda n: n[:-1], "numbers has 3 entries"),
+        (3, lambda s: s[:-1], "state has 13 tensors"),
+        (5, lambda r: r[:-1], "token_rules has 5 tensors"),
+        (6, lambda c: c[:-1], "caches has 6 tensors"),
+        (6, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
+        (7, lambda w: w[:-1], "workspace has"),
+        (8, lambda o: o[:-1], "options has 5 numbers"),
+        (8, lambda o: [3, *o[1:]], "options.rules is 3"),
+        (8, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
+        (8, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
+        (8, lambda o: [*o[:4], -1, o[5]], "options.max_steps is -1"),
+    ],
+)
+def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> None:
+    arguments = list(step_arguments(running_search()))
+    arguments[number] = change(arguments[number])
+    with pytest.raises(ValueError, match=message):
+        ops.decoding_steps_(*arguments)
+
+
+def faster_transformer_arguments() -> list[Any]:
+    searches = running_search("pre_norm_gated")
+    decoder = searches.decoder
+    options = [3, 6, 1, 2]
+    return [decoder.tensors, decoder.sizes, decoder.numbers, list(searches.caches), options]
+
+
+def test_faster_transformer_decoding() -> None:
+    opcheck(ops.faster_transformer_decoding_.default, tuple(faster_transformer_arguments()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([4, 6, 1, 2], "beam_width is 4; expected a divisor of 6"),
+        ([2, 6, 1, 2], "caches.cross_keys has 2 requests; expected 3 or 6"),
+        ([3, 11, 1, 2], "expected at least 11, max_seq_len"),
+        ([3, 6, 40, 2], "options.start_id is 40"),
+        ([3, 6, 1, -1], "options.end_id is -1"),
+    ],
+)
+def test_faster_transformer_options(options: list[int], message: str) -> None:
+    arguments = faster_transformer_arguments()
+    arguments[-1] = options
+    with pytest.raises(ValueError, match=message):
+        ops.faster_transformer_decoding_(*arguments)

@@ -1,0 +1,246 @@
+"""Decoding.generate() against the model's own generate(): the same tokens, the same scores."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import lmdecode
+from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
+
+pytest.importorskip("transformers")
+
+
+@functools.cache
+def pair(kind: str, seed: int = 0) -> tuple[Any, lmdecode.Decoding]:
+    model = make_model(kind, seed)
+    return model, lmdecode.Decoding.from_pretrained(model)
+
+
+def check(kind: str, batch: int = 3, seed: int = 0, **arguments: Any) -> torch.Tensor:
+    model, decoding = pair(kind, seed)
+    inputs = make_inputs(kind, batch, seed + 1)
+    arguments.setdefault("max_new_tokens", 14)
+    beams = arguments.get("num_beams", 1)
+    if kind != "whisper" and beams > 1:
+        arguments |= {"return_dict_in_generate": True, "output_scores": True}
+    with torch.no_grad():
+        expected = model.generate(**inputs, **arguments)
+        got = decoding.generate(**inputs, **arguments)
+    if isinstance(expected, torch.Tensor):
+        assert got.tolist() == expected.tolist()
+        return got
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(
+        got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4
+    )
+    assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+    return got.sequences
+
+
+@pytest.mark.parametrize("num_beams", [1, 4, 5, 8])
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_tokens_are_those_of_generate(kind: str, num_beams: int) -> None:
+    for seed in range(2):
+        check(kind, seed=seed, num_beams=num_beams)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+def test_when_a_search_ends(early_stopping: bool | str, length_penalty: float) -> None:
+    check(
+        "marian",
+        num_beams=4,
+        num_return_sequences=4,
+        early_stopping=early_stopping,
+        length_penalty=length_penalty,
+        max_new_tokens=20,
+    )
+
+
+PROCESSORS: list[dict[str, Any]] = [
+    {"min_new_tokens": 6},
+    {"min_length": 5},
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "no_repeat_ngram_size": 3},
+    {"forced_bos_token_id": 9},
+    {"forced_eos_token_id": END},
+    {"forced_bos_token_id": 9, "suppress_tokens": [10, 11]},
+    {"suppress_tokens": [11, 12, 13]},
+    {"begin_suppress_tokens": [4, 5, 6, 7]},
+    {"bad_words_ids": [[14], [15]]},
+    {"sequence_bias": {(16,): 3.0, (17,): -4.0}, "repetition_penalty": 1.2},
+    {"eos_token_id": [2, 20, 21, 22]},
+    {"eos_token_id": [2, 20, 21, 22], "min_new_tokens": 4, "no_repeat_ngram_size": 1},
+]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("arguments", PROCESSORS, ids=lambda a: "+".join(a))
+def test_processors(arguments: dict[str, Any], num_beams: int) -> None:
+    for kind in ("bart", "t5"):
+        check(kind, num_beams=num_beams, **arguments)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_prompt_of_the_decoder(num_beams: int) -> None:
+    for kind, length in (("marian", 4), ("t5", 2), ("bart", 70)):
+        prompt = torch.randint(3, 60, (3, length), generator=torch.Generator().manual_seed(5))
+        check(kind, num_beams=num_beams, decoder_input_ids=prompt)
+
+
+def test_encoder_outputs_and_a_mask_with_holes() -> None:
+    model, decoding = pair("bart")
+    inputs = make_inputs("bart")
+    encoder_outputs = model.get_encoder()(**inputs)
+    mask = inputs["attention_mask"].clone()
+    mask[0, 0] = mask[1, 1] = 0
+    arguments = dict(attention_mask=mask, num_beams=3, max_new_tokens=8)
+    # transformers writes to the outputs that it is given; Decoding leaves them alone.
+    expected = model.generate(encoder_outputs=copy.copy(encoder_outputs), **arguments)
+    decoding.generate(encoder_outputs=encoder_outputs, **arguments)
+    got = decoding.generate(encoder_outputs=encoder_outputs, **arguments)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beam_groups", [2, 4])
+def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int) -> None:
+    from lmdecode.integrations.transformers import beam_search
+
+    for kind in ("marian", "t5"):
+        model, decoding = pair(kind)
+        arguments: dict[str, Any] = dict(
+            num_beams=4,
+            num_beam_groups=num_beam_groups,
+            diversity_penalty=0.7,
+            num_return_sequences=4,
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **make_inputs(kind),
+        )
+        expected = model.generate(custom_generate=beam_search, **arguments)
+        got = decoding.generate(**arguments)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        torch.testing.assert_close(
+            got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4
+        )
+        assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
+    """Bitwise, given the same memory."""
+    for kind in ("marian", "t5_gated"):
+        model, decoding = pair(kind)
+        inputs = make_inputs(kind, batch=4)
+        memory = model.get_encoder()(**inputs)
+        arguments: dict[str, Any] = dict(
+            num_beams=num_beams, max_new_tokens=12, return_dict_in_generate=True
+        )
+        if num_beams > 1:
+            arguments["output_scores"] = True
+        mask = inputs["attention_mask"]
+        whole = decoding.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            again = decoding.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+            assert again.sequences.equal(whole.sequences)
+            for row in range(4):
+                alone = decoding.generate(
+                    encoder_outputs=type(memory)(last_hidden_state=memory[0][row : row + 1]),
+                    attention_mask=mask[row : row + 1],
+                    **arguments,
+                )
+                length = alone.sequences.shape[1]
+                assert alone.sequences[0].equal(whole.sequences[row, :length])
+                if num_beams > 1:
+                    assert again.sequences_scores.equal(whole.sequences_scores)
+                    assert alone.sequences_scores[0].equal(whole.sequences_scores[row])
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"do_sample": True}, "do_sample"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"bad_words_ids": [[3, 4]]}, "NoBadWordsLogitsProcessor"),
+        ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenaltyLogitsProcessor"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
+        ({"max_time": 100.0}, "stopping_criteria"),
+        ({"max_new_tokens": 200}, "max_lengths"),
+        ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+    _, decoding = pair("marian")
+    with pytest.raises(ValueError, match=message):
+        decoding.generate(**make_inputs("marian"), **{"max_new_tokens": 5, **arguments})
+
+
+def test_other_models_and_formats_are_refused() -> None:
+    with pytest.raises(ValueError, match="model is a Linear of type None"):
+        lmdecode.Decoding.from_pretrained(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="dtype is 'float16'"):
+        lmdecode.Decoding.from_pretrained(make_model("marian"), dtype="float16")
+    with pytest.raises(ValueError, match="there is no model"):
+        lmdecode.Decoding(*_config_and_weights()).generate(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def _config_and_weights() -> tuple[Any, Any]:
+    from lmdecode.integrations.transformers.decoder_models import decoder_of
+
+    return decoder_of(make_model("marian"))
+
+
+def test_nan_is_an_error_of_its_prompt() -> None:
+    model = make_model("marian")
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    inputs = make_inputs("marian")
+    memory = model.get_encoder()(**inputs)
+    memory.last_hidden_state[1, 0] = torch.nan
+    for num_beams in (1, 3):
+        with pytest.raises(RuntimeError, match="prompt 1"):
+            decoding.generate(
+                encoder_outputs=memory,
+                attention_mask=inputs["attention_mask"],
+                num_beams=num_beams,
+                max_new_tokens=5,
+            )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1)])
+def test_rounded_weights_score_tokens_alike(dtype: str, tolerance: float) -> None:
+    """The same tokens, forced, score nearly the same; and as precisely in any batch."""
+    model = make_model("marian")
+    inputs = make_inputs("marian")
+    memory = model.get_encoder()(**inputs)
+    mask = inputs["attention_mask"]
+    arguments: dict[str, Any] = dict(
+        num_beams=4, max_new_tokens=10, return_dict_in_generate=True, output_scores=True
+    )
+    exact, rounded = (
+        lmdecode.Decoding.from_pretrained(model, kind) for kind in ("float32", dtype)
+    )
+    expected = exact.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+    got = rounded.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
+    difference = (got.sequences_scores - expected.sequences_scores).abs()
+    assert 0 < difference.max() < tolerance
+    alone = rounded.generate(
+        encoder_outputs=type(memory)(last_hidden_state=memory[0][1:2]),
+        attention_mask=mask[1:2],
+        **arguments,
+    )
+    assert alone.sequences_scores[0].equal(got.sequences_scores[1])

@@ -1,0 +1,55 @@
+"""gather_tree against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import lmdecode
+from lmdecode.reference.decoder import gather_tree
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 2, 3), (9, 4, 1), (0, 2, 2), (4, 0, 2)])
+def test_against_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps, batch, beams = shape
+    ids = torch.randint(0, 6, shape, generator=generator).to(dtype)
+    parents = torch.randint(0, beams, shape, generator=generator).to(dtype)
+    lengths = torch.randint(0, steps + 3, (batch,), generator=generator).to(dtype)
+    expected = gather_tree(ids, parents, lengths, 5)
+    assert lmdecode.gather_tree(ids, parents, lengths, 5).equal(expected)
+    opcheck(torch.ops.lmdecode.gather_tree.default, (ids, parents, lengths, 5))
+
+
+def test_what_it_spells() -> None:
+    ids = torch.tensor([[[1, 2]], [[3, 4]], [[9, 6]], [[7, 8]]])
+    parents = torch.tensor([[[0, 0]], [[1, 0]], [[1, 0]], [[1, 0]]])
+    result = lmdecode.gather_tree(ids, parents, torch.tensor([4]), 9)
+    assert result[:, 0, 0].tolist() == [2, 3, 6, 7]
+    assert result[:, 0, 1].tolist() == [1, 4, 9, 9]  # behind the end token there are end tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(2, 2, dtype=torch.int64)}, "step_ids has shape"),
+        ({"ids": torch.zeros(2, 1, 2)}, "step_ids has dtype float32"),
+        ({"parents": torch.zeros(2, 1, 3, dtype=torch.int64)}, "parent_ids has shape"),
+        ({"parents": torch.zeros(2, 1, 2, dtype=torch.int32)}, "parent_ids has dtype int32"),
+        ({"lengths": torch.tensor([1, 2])}, "max_sequence_lengths has shape"),
+        ({"parents": torch.full((2, 1, 2), 2)}, "parent_ids of step 1"),
+        ({"parents": torch.full((2, 1, 2), -1)}, "parent_ids of step 1"),
+    ],
+    ids=str,
+)
+def test_bad_input(change: dict[str, torch.Tensor], message: str) -> None:
+    case = dict(
+        ids=torch.zeros(2, 1, 2, dtype=torch.int64),
+        parents=torch.zeros(2, 1, 2, dtype=torch.int64),
+        lengths=torch.tensor([2]),
+    )
+    case |= change
+    with pytest.raises(ValueError, match=message):
+        lmdecode.gather_tree(case["ids"], case["parents"], case["lengths"], 0)
