@@ -47,10 +47,8 @@ void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProc
   if (params.rows > 0 && processors != nullptr) {
     launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
   }
-  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  const int64_t blocks = params.requests < kMaxGrid ? params.requests : kMaxGrid;
   beam_cuda::
-      log_softmax_top_k_request_kernel<<<static_cast<unsigned>(blocks), beam_tuning::kMergeThreads,
+      log_softmax_top_k_request_kernel<<<grid_of(params.requests), beam_tuning::kMergeThreads,
                                          sizeof(sampling_cuda::RowStorage), cuda_stream>>>(params);
   check_cuda(kOp, cudaGetLastError(), "launch");
 }

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "beam/beam_tuning.h"
-#include "sampling/row_launch.h"
+#include "common/cuda_launch.h"
 
 namespace lmdecode {
 
@@ -24,9 +24,7 @@ void launch_requests(const char* op, void (*kernel)(Params), int64_t requests, s
     throw std::invalid_argument(message.str());
   }
   if (requests == 0) return;
-  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  const int64_t blocks = requests < kMaxGrid ? requests : kMaxGrid;
-  kernel<<<static_cast<unsigned>(blocks), beam_tuning::kStepThreads, shared_bytes,
+  kernel<<<grid_of(requests), beam_tuning::kStepThreads, shared_bytes,
            static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(op, cudaGetLastError(), "launch");
 }

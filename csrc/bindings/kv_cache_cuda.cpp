@@ -1,7 +1,5 @@
 // The KV cache ops on CUDA tensors.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
+#include "bindings/cuda_stream.h"
 #include "bindings/kv_cache.h"
 #include "bindings/kv_cache_blocks.h"
 #include "bindings/kv_cache_indirection.h"
@@ -14,23 +12,19 @@ namespace {
 class LaunchStream {
  public:
   LaunchStream(const char* op, const char* name, const Tensor& tensor)
-      : guard_(cuda_index(op, name, tensor)) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
-  }
+      : guard_(on_cuda(op, name, tensor)), stream_(current_cuda_stream(tensor)) {}
   void* get() const { return stream_; }
 
  private:
-  static torch::stable::accelerator::DeviceIndex cuda_index(const char* op, const char* name,
-                                                            const Tensor& tensor) {
+  static const Tensor& on_cuda(const char* op, const char* name, const Tensor& tensor) {
     if (!tensor.is_cuda()) {
       fail(op, name, " is on ", device_name(tensor), "; expected the device of the cache");
     }
-    return tensor.get_device_index();
+    return tensor;
   }
 
-  const torch::stable::accelerator::DeviceGuard guard_;
-  void* stream_ = nullptr;
+  const CudaGuard guard_;
+  void* const stream_;
 };
 
 void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, int64_t batch_dim,

@@ -1,7 +1,7 @@
 // Launches copy_blocks_: no allocation and no wait, so that a CUDA graph can capture it.
+#include "common/cuda_launch.h"
 #include "kv_cache/copy_blocks.h"
 #include "kv_cache/copy_blocks_kernel.cuh"
-#include "kv_cache/cuda_launch.h"
 
 namespace lmdecode {
 

@@ -2,7 +2,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "kv_cache/cuda_launch.h"
+#include "common/cuda_launch.h"
 #include "kv_cache/reorder_cache.h"
 #include "kv_cache/reorder_cache_kernel.cuh"
 

@@ -1,5 +1,5 @@
 // Launches ring_cache_append_: no allocation and no wait, so that a CUDA graph can capture it.
-#include "kv_cache/cuda_launch.h"
+#include "common/cuda_launch.h"
 #include "kv_cache/ring_cache_append.h"
 #include "kv_cache/ring_cache_append_kernel.cuh"
 

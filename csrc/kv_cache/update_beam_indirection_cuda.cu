@@ -3,7 +3,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "kv_cache/cuda_launch.h"
+#include "common/cuda_launch.h"
 #include "kv_cache/update_beam_indirection.h"
 #include "kv_cache/update_beam_indirection_kernel.cuh"
 

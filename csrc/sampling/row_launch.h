@@ -2,43 +2,27 @@
 // no wait, so that a CUDA graph can capture it. For .cu files.
 #pragma once
 
-#include <stdexcept>
-#include <string>
-
+#include "common/cuda_launch.h"
 #include "sampling/row_cluster.cuh"
 #include "sampling/sampling_launch_plan.h"
 
 namespace lmdecode {
 
-inline void check_cuda(const char* op, cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // the next call must not find it again
-  throw std::runtime_error(std::string(op) + ": " + what + ": " + cudaGetErrorString(error));
-}
-
-inline int device_attribute(const char* op, cudaDeviceAttr which, int device) {
-  int value = 0;
-  check_cuda(op, cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
 // kernel(params, plan) on `rows` rows of `vocab` elements.
 template <class Params>
 void launch_rows(const char* op, void (*kernel)(Params, SamplingLaunchPlan), int64_t rows,
                  int64_t vocab, int element_bytes, const Params& params, cudaStream_t stream) {
-  int device = 0;
-  check_cuda(op, cudaGetDevice(&device), "cudaGetDevice");
+  const CurrentDevice device(op);
   cudaFuncAttributes code;
   check_cuda(op, cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
   SamplingDevice limits;
-  limits.multiprocessors = device_attribute(op, cudaDevAttrMultiProcessorCount, device);
-  limits.shared_bytes_per_block =
-      device_attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  limits.multiprocessors = device.multiprocessors;
+  limits.shared_bytes_per_block = device.shared_limit;
   limits.shared_bytes_per_multiprocessor =
-      device_attribute(op, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+      device_attribute(op, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.index);
   // Clusters are a matter of the code that was compiled as much as of the device: PTX for sm_80
   // knows none, wherever it runs.
-  if (code.ptxVersion >= 90 && device_attribute(op, cudaDevAttrClusterLaunch, device) != 0) {
+  if (code.ptxVersion >= 90 && device_attribute(op, cudaDevAttrClusterLaunch, device.index) != 0) {
     limits.max_cluster_size = sampling_cuda_tuning::kMaxClusterSize;
   }
   const SamplingLaunchPlan plan =
