@@ -1,4 +1,4 @@
-"""The ops of a decoder's step on the CPU: the reference, so that the loop of a device runs there."""
+"""The ops of a decoder's step on the CPU: the reference, for tests of the loop of a device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The loop of ``Decoding`` on a device: cuBLAS for products, our kernels for the rest.
 
 A step waits for nothing: positions and lengths lie in tensors on the device, so one CUDA graph
-replays for every step, and whether all searches have ended is asked for now and then. On the CPU the
-same loop runs with the ops' plain torch, which is how it is tested.
+replays for every step, and whether all searches have ended is asked for now and then. On the CPU
+the same loop runs with the ops' plain torch, which is how it is tested.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lmdecode.reference import decoder_step as reference
 from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
 
 pytest.importorskip("transformers")
-from lmdecode.integrations.transformers.decoder_models import decoder_of  # noqa: E402
+from lmdecode.integrations.transformers.decoder_models import decoder_of
 
 ops = torch.ops.lmdecode
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,6 +7,8 @@ float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +22,7 @@ __all__ = [
     "decoder_self_attention_",
 ]
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     1: functional.relu,
     2: functional.gelu,
     3: lambda x: functional.gelu(x, approximate="tanh"),
@@ -68,7 +70,7 @@ def decoder_self_attention_(
     out : Tensor
         [rows, heads, head size].
     """
-    rows, _, heads, head_size = qkv.shape
+    rows, _, _, head_size = qkv.shape
     capacity = keys.shape[2]
     own, places = torch.arange(rows), torch.arange(capacity)
     inside = (positions >= 0) & (positions < capacity)
