@@ -1,6 +1,6 @@
 // Launches the attention of a decoder's step.
 #include "decoder/step_attention_kernel.cuh"
-#include "decoder/step_kernel_launch.cuh"
+#include "decoder/step_cuda_launch.h"
 
 namespace lmdecode {
 

@@ -1,5 +1,5 @@
 // Launches what lies between the products of a decoder's step.
-#include "decoder/step_kernel_launch.cuh"
+#include "decoder/step_cuda_launch.h"
 #include "decoder/step_rows_kernel.cuh"
 
 namespace lmdecode {
