@@ -142,6 +142,26 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   m.def(
       "gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int end_token) "
       "-> Tensor");
+  // What a step of a decoder does on a device beside matrix products; in plain torch on the CPU
+  // (lmdecode.reference.decoder_step). Row r is cache row r; layouts of caches: DecodingCaches.
+  // qkv [rows, 3, heads, head size], positions [rows] int32, out [rows, heads, head size].
+  m.def(
+      "decoder_self_attention_(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor table, "
+      "Tensor positions, Tensor? bias, float scale, float denominator_epsilon, *, Tensor(c!) out) "
+      "-> ()");
+  m.def(
+      "decoder_cross_attention(Tensor queries, Tensor keys, Tensor values, Tensor lengths, float "
+      "scale, float denominator_epsilon, *, Tensor(a!) out) -> ()");
+  // key_value [requests, length, 2, heads, head size]
+  m.def("decoder_cross_cache_(Tensor key_value, Tensor(a!) keys, Tensor(b!) values) -> ()");
+  m.def(
+      "decoder_add_norm_(Tensor(a!) x, Tensor? delta, Tensor? bias, Tensor? gamma, Tensor? beta, "
+      "float epsilon, bool rms_norm, bool norm_first, *, Tensor(b!) out) -> ()");
+  m.def(
+      "decoder_embed(Tensor tokens, Tensor positions, Tensor embedding, Tensor? position_table, "
+      "float scale, int position_offset, *, Tensor(a!) x) -> ()");
+  // activation: a number of lmdecode.decoder_config.ACTIVATIONS
+  m.def("decoder_activate_(Tensor(a!) up, Tensor? gate, int activation) -> ()");
   // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
   m.def("cpu_capability() -> int");
 }

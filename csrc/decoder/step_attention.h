@@ -10,11 +10,13 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace lmdecode {
 
 constexpr int64_t kAttentionBlock = 16;
 
-constexpr int64_t padded_to_block(int64_t size) {
+LMD_HOST_DEVICE constexpr int64_t padded_to_block(int64_t size) {
   return (size + kAttentionBlock - 1) / kAttentionBlock * kAttentionBlock;
 }
 
@@ -24,8 +26,8 @@ struct AttentionShape {
   float scale = 1.0f;
   float denominator_epsilon = 0.0f;
 
-  int64_t size() const { return heads * head_size; }
-  int64_t padded_head() const { return padded_to_block(head_size); }
+  LMD_HOST_DEVICE int64_t size() const { return heads * head_size; }
+  LMD_HOST_DEVICE int64_t padded_head() const { return padded_to_block(head_size); }
 };
 
 // The rows of a step: each is the end of a sequence, or of a part of one that has been seen.

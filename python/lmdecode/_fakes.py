@@ -382,3 +382,39 @@ def _gather_tree(step_ids, parent_ids, max_sequence_lengths, end_token):
 @torch.library.register_fake("lmdecode::decoding_workspace_bytes")
 def _decoding_workspace_bytes(config, numbers, sizes):
     return 0
+
+
+@torch.library.register_fake("lmdecode::decoder_self_attention_")
+def _decoder_self_attention_(
+    qkv, keys, values, table, positions, bias, scale, denominator_epsilon, *, out
+):
+    others = dict(keys=keys, values=values, table=table, positions=positions, bias=bias, out=out)
+    _check_devices("decoder_self_attention_", "qkv", qkv, others)
+
+
+@torch.library.register_fake("lmdecode::decoder_cross_attention")
+def _decoder_cross_attention(queries, keys, values, lengths, scale, denominator_epsilon, *, out):
+    others = dict(keys=keys, values=values, lengths=lengths, out=out)
+    _check_devices("decoder_cross_attention", "queries", queries, others)
+
+
+@torch.library.register_fake("lmdecode::decoder_cross_cache_")
+def _decoder_cross_cache_(key_value, keys, values):
+    _check_devices("decoder_cross_cache_", "key_value", key_value, dict(keys=keys, values=values))
+
+
+@torch.library.register_fake("lmdecode::decoder_add_norm_")
+def _decoder_add_norm_(x, delta, bias, gamma, beta, epsilon, rms_norm, norm_first, *, out):
+    others = dict(delta=delta, bias=bias, gamma=gamma, beta=beta, out=out)
+    _check_devices("decoder_add_norm_", "x", x, others)
+
+
+@torch.library.register_fake("lmdecode::decoder_embed")
+def _decoder_embed(tokens, positions, embedding, position_table, scale, position_offset, *, x):
+    others = dict(positions=positions, embedding=embedding, position_table=position_table, x=x)
+    _check_devices("decoder_embed", "tokens", tokens, others)
+
+
+@torch.library.register_fake("lmdecode::decoder_activate_")
+def _decoder_activate_(up, gate, activation):
+    _check_devices("decoder_activate_", "up", up, dict(gate=gate))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
+from lmdecode._decoding_cuda import DeviceDecoder
 from lmdecode._library import ops
 from lmdecode.decoder_batch import DecodingBatch
 from lmdecode.decoder_config import FORMATS, DecoderConfig, DecoderWeights, LayerWeights, float32
@@ -32,24 +33,43 @@ class Decoding:
     config : DecoderConfig
         Of the decoder.
     weights : DecoderWeights
-        Packed here, once.
+        Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
     dtype : {"float32", "bfloat16", "int8"}
-        What linear weights are held and multiplied as; see docs/decoder.md.
+        What linear weights are held and multiplied as; see docs/decoder.md. On a device "float32",
+        "float16" and "bfloat16".
+    use_cuda_graph : bool
+        On a device: each search captures its step in a CUDA graph, and replays it.
 
     Raises
     ------
     ValueError
-        A weight of a wrong shape, or another dtype.
+        A weight of a wrong shape, another dtype, or a graph without a device.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, *, dtype: str = "float32"
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        dtype: str = "float32",
+        use_cuda_graph: bool = False,
     ) -> None:
-        self.decoder = PackedDecoder(config, weights, dtype)
+        self.decoder: PackedDecoder | DeviceDecoder
+        device = weights.embedding.device
+        if device.type == "cuda":
+            self.decoder = DeviceDecoder(config, weights, dtype, use_cuda_graph=use_cuda_graph)
+        elif use_cuda_graph:
+            raise ValueError(
+                f"Decoding: use_cuda_graph is True with weights on {device}; expected them on cuda"
+            )
+        else:
+            self.decoder = PackedDecoder(config, weights, dtype)
         self.model: Any = None
 
     @classmethod
-    def from_pretrained(cls, model: Any, dtype: str = "float32") -> Decoding:
+    def from_pretrained(
+        cls, model: Any, dtype: str = "float32", *, use_cuda_graph: bool = False
+    ) -> Decoding:
         """Take the decoder of a loaded transformers model.
 
         Parameters
@@ -59,6 +79,8 @@ class Decoding:
             its encoder runs as it is.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
+        use_cuda_graph : bool
+            See the class.
 
         Raises
         ------
@@ -67,14 +89,24 @@ class Decoding:
         """
         from lmdecode.integrations.transformers.decoder_models import decoder_of
 
-        decoding = cls(*decoder_of(model), dtype=dtype)
+        decoding = cls(*decoder_of(model), dtype=dtype, use_cuda_graph=use_cuda_graph)
         decoding.model = model
         return decoding
 
     def batch(
         self, *, max_requests: int, num_beams: int, capacity: int, source: int
     ) -> DecodingBatch:
-        """Return a batch that requests come to and leave between steps; see there."""
+        """Return a batch that requests come to and leave between steps; see there.
+
+        Raises
+        ------
+        ValueError
+            The decoder is on a device: batches are of the CPU.
+        """
+        if not isinstance(self.decoder, PackedDecoder):
+            raise ValueError(
+                f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
+            )
         return DecodingBatch(
             self.decoder,
             max_requests=max_requests,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from lmdecode.decoder_config import (
     float32,
 )
 
-__all__ = ["PackedDecoder", "pack_layer"]
+__all__ = ["PackedDecoder", "linear_shapes", "pack_layer"]
 
 
 def _pack(name: str, weight: Tensor | None, shape: tuple[int, int], weight_format: str) -> Tensor:
@@ -29,7 +31,8 @@ def _pack(name: str, weight: Tensor | None, shape: tuple[int, int], weight_forma
     return ops.pack_linear(float32(weight), FORMATS[weight_format])
 
 
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight."""
     size, attention, memory = config.model_size, config.attention_size, config.memory_size
     assert memory is not None
     return {
@@ -52,7 +55,7 @@ def _norm_gamma(config: DecoderConfig, gamma: Tensor | None) -> Tensor | None:
 
 def pack_layer(config: DecoderConfig, layer: LayerWeights, weight_format: str) -> list[Tensor]:
     """Return the 22 tensors of a layer."""
-    shapes, packed = _shapes(config), []
+    shapes, packed = linear_shapes(config), []
     for name, tensor in layer._asdict().items():
         if name in LINEAR_FIELDS:
             if (tensor is None) != (name == "ffn_gate" and not config.gated):
@@ -84,6 +87,8 @@ class PackedDecoder:
     ----------
     tensors, layer_tensors : list of Tensor
         What the ops take: of the whole decoder, and of its layers alone.
+    device : torch.device
+        The CPU.
     sizes, numbers : list
         The config as the ops take it.
 
@@ -106,6 +111,7 @@ class PackedDecoder:
                 f"expected num_layers, {config.num_layers}"
             )
         self.config, self.weight_format = config, weight_format
+        self.device = torch.device("cpu")
         self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
         self.num_positions: int | None = None
         if weights.positions is not None:
@@ -121,10 +127,16 @@ class PackedDecoder:
             float32(weights.embedding_norm_beta),
             float32(weights.final_norm_gamma),
             float32(weights.final_norm_beta),
-            _pack("logits", weights.logits, _shapes(config)["logits"], weight_format),
+            _pack("logits", weights.logits, linear_shapes(config)["logits"], weight_format),
             float32(weights.logits_bias),
         ]
         self.layer_tensors: list[Tensor] = []
         for layer in weights.layers:
             self.layer_tensors += pack_layer(config, layer, weight_format)
         self.tensors += self.layer_tensors
+
+    def new_searches(self, *arguments: Any, **options: Any) -> Any:
+        """Return searches of this decoder: ``DecodingSearches`` with these arguments."""
+        from lmdecode.decoder_state import DecodingSearches
+
+        return DecodingSearches(self, *arguments, **options)

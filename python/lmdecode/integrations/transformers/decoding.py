@@ -12,6 +12,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from lmdecode._decoding_cuda import DeviceDecoder, DeviceSearches
 from lmdecode.beam import beam_finalize
 from lmdecode.decoder_state import DecodingSearches
 from lmdecode.decoder_weights import PackedDecoder
@@ -78,17 +79,22 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: An
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a decoder")
 
 
-def memory_of(encoder_outputs: Any, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the memories, [B, S, M] float32, and their lengths, [B] int64.
+def memory_of(
+    encoder_outputs: Any,
+    attention_mask: Tensor | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+) -> tuple[Tensor, Tensor]:
+    """Return the memories, [B, S, M] float32, and their lengths, [B] int64, on a device.
 
     What the mask leaves out is taken out: attention to a memory does not depend on its order.
     """
-    memory = encoder_outputs[0].detach().to(device="cpu", dtype=torch.float32)
+    memory = encoder_outputs[0].detach().to(device=device, dtype=torch.float32)
     if attention_mask is None:
-        return memory, torch.full((len(memory),), memory.shape[1], dtype=torch.int64)
-    mask = attention_mask.to("cpu").bool()
+        full = torch.full((len(memory),), memory.shape[1], dtype=torch.int64, device=device)
+        return memory, full
+    mask = attention_mask.to(device).bool()
     lengths = mask.sum(dim=1)
-    places = torch.arange(mask.shape[1])
+    places = torch.arange(mask.shape[1], device=device)
     if not torch.equal(mask, places < lengths[:, None]):
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
         memory = memory.gather(1, order[..., None].expand_as(memory))
@@ -96,7 +102,7 @@ def memory_of(encoder_outputs: Any, attention_mask: Tensor | None) -> tuple[Tens
 
 
 def decode(
-    decoder: PackedDecoder,
+    decoder: PackedDecoder | DeviceDecoder,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -135,6 +141,7 @@ def decode(
     refuse_assistance(config, caller, "Decoding runs the model itself")
     _refuse(config, model_kwargs, streamer if streamer is not None else caller.streamer)
     config.num_beams = config.num_beams or 1
+    device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
     greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
     ends = _end_tokens_of_criteria(stopping_criteria, settings.max_length)
@@ -143,7 +150,9 @@ def decode(
         raise ValueError(
             f"stopping_criteria: expected a maximum length and end tokens, got {names}"
         )
-    memory, lengths = memory_of(model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"))
+    memory, lengths = memory_of(
+        model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), decoder.device
+    )
     memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
     parameters, state = new_search(
         settings,
@@ -154,8 +163,7 @@ def decode(
     )
     if greedy:
         parameters.early_stopping.fill_(1)
-    searches = DecodingSearches(
-        decoder,
+    searches = decoder.new_searches(
         state,
         parameters,
         token_rules(
@@ -170,14 +178,16 @@ def decode(
         rules="scorer" if groups > 1 else "generate",
         greedy=greedy,
     )
-    searches.read_memory(memory, lengths, torch.arange(settings.batch))
+    searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
     steps = searches.run()
+    state = searches.state
     if bool(state.status.any()):
         raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), steps)
     if groups > 1:
         sequences, scores, indices = _group_result(settings, groups, searches)
     else:
         sequences, scores, indices = _plain_result(settings, input_ids, searches, greedy, config)
+    sequences, scores, indices = sequences.to(device), scores.to(device), indices.to(device)
     if not config.return_dict_in_generate:
         return sequences
     result: dict[str, Any] = {"sequences": sequences}
@@ -191,7 +201,7 @@ def decode(
 def _plain_result(
     settings: SearchSettings,
     input_ids: Tensor,
-    searches: DecodingSearches,
+    searches: DecodingSearches | DeviceSearches,
     greedy: bool,
     config: GenerationConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +228,7 @@ def _plain_result(
 
 
 def _group_result(
-    settings: SearchSettings, groups: int, searches: DecodingSearches
+    settings: SearchSettings, groups: int, searches: DecodingSearches | DeviceSearches
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return sequences, scores and beam indices, as ``GroupSearch.finish`` does."""
     size = settings.num_beams // groups

@@ -1,0 +1,39 @@
+// Launches of the kernels of a decoder's step. For .cu files.
+#pragma once
+
+#include <string>
+
+#include "common/cuda_launch.h"
+#include "decoder/step_launch.h"
+
+namespace lmdecode {
+
+// The kernel for a dtype, of Kernel<T>'s three.
+template <class Kernel>
+Kernel kernel_of(DType dtype, Kernel float32, Kernel float16, Kernel bfloat16) {
+  return dtype == DType::kFloat32 ? float32 : dtype == DType::kFloat16 ? float16 : bfloat16;
+}
+
+template <class Params>
+void launch_step(const char* op, void (*kernel)(Params), const Params& params, int64_t blocks,
+                 int64_t shared_bytes, const CurrentDevice& device, void* stream) {
+  if (shared_bytes > device.shared_limit) {
+    throw std::invalid_argument(std::string(op) + ": the cache has more positions than fit: " +
+                                std::to_string(shared_bytes) +
+                                " bytes of shared memory; expected "
+                                "at most " +
+                                std::to_string(device.shared_limit));
+  }
+  check_cuda(op,
+             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_bytes)),
+             "cudaFuncSetAttribute");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid_of(blocks));
+  config.blockDim = dim3(decoder_step_cuda_tuning::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check_cuda(op, cudaLaunchKernelEx(&config, kernel, params), "launch");
+}
+
+}  // namespace lmdecode

@@ -1,0 +1,290 @@
+"""The loop of a device: the tokens of the loop in C++, and its ops as torch wants them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import lmdecode
+from lmdecode._decoding_cuda import DeviceDecoder
+from lmdecode.reference import decoder_step as reference
+from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
+
+pytest.importorskip("transformers")
+from lmdecode.integrations.transformers.decoder_models import decoder_of
+
+ops = torch.ops.lmdecode
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not (torch.cuda.is_available() and lmdecode.has_cuda()):
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pair(kind: str, device: torch.device) -> tuple[lmdecode.Decoding, lmdecode.Decoding]:
+    """Return the decoding in C++, and that by the loop of devices."""
+    model = make_model(kind)
+    expected = lmdecode.Decoding.from_pretrained(model)
+    got = lmdecode.Decoding.from_pretrained(model)
+    got.decoder = DeviceDecoder(*decoder_of(model), device=device)
+    return expected, got
+
+
+def check(kind: str, device: torch.device, **arguments: Any) -> None:
+    expected, got = pair(kind, device)
+    arguments = {"max_new_tokens": 14, "return_dict_in_generate": True, **arguments}
+    with_scores = arguments.get("num_beams", 1) > 1 and kind != "whisper"
+    if with_scores:
+        arguments["output_scores"] = True
+    inputs = make_inputs(kind)
+    one, two = expected.generate(**inputs, **arguments), got.generate(**inputs, **arguments)
+    if kind == "whisper":  # its generate() wraps the result in its own
+        assert str(two["sequences"].tolist()) == str(one["sequences"].tolist())
+        return
+    assert two.sequences.tolist() == one.sequences.tolist()
+    if with_scores:
+        torch.testing.assert_close(two.sequences_scores, one.sequences_scores, atol=1e-4, rtol=1e-4)
+        assert two.beam_indices.tolist() == one.beam_indices.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4, 5])
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_tokens_are_those_of_the_loop_in_cpp(
+    kind: str, num_beams: int, device: torch.device
+) -> None:
+    check(kind, device, num_beams=num_beams, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 1.0, 2.0])
+def test_when_a_search_ends(
+    early_stopping: bool | str, length_penalty: float, device: torch.device
+) -> None:
+    check(
+        "marian",
+        device,
+        num_beams=4,
+        num_return_sequences=4,
+        early_stopping=early_stopping,
+        length_penalty=length_penalty,
+        max_new_tokens=20,
+    )
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"min_new_tokens": 6},
+        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "no_repeat_ngram_size": 3},
+        {"forced_bos_token_id": 9, "suppress_tokens": [10, 11]},
+        {"forced_eos_token_id": END},
+        {"begin_suppress_tokens": [4, 5, 6, 7]},
+        {"bad_words_ids": [[14], [15]]},
+        {"sequence_bias": {(16,): 3.0, (17,): -4.0}, "repetition_penalty": 1.2},
+        {"eos_token_id": [2, 20, 21, 22], "min_new_tokens": 4, "no_repeat_ngram_size": 1},
+    ],
+    ids=lambda a: "+".join(a),
+)
+def test_processors(arguments: dict[str, Any], num_beams: int, device: torch.device) -> None:
+    for kind in ("bart", "t5"):
+        check(kind, device, num_beams=num_beams, **arguments)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_prompt_of_the_decoder(num_beams: int, device: torch.device) -> None:
+    prompt = torch.randint(3, 60, (3, 4), generator=torch.Generator().manual_seed(5))
+    for kind in ("marian", "t5"):
+        check(kind, device, num_beams=num_beams, decoder_input_ids=prompt)
+
+
+@pytest.mark.parametrize("num_beam_groups", [2, 4])
+def test_groups(num_beam_groups: int, device: torch.device) -> None:
+    for kind in ("marian", "t5"):
+        check(
+            kind,
+            device,
+            num_beams=4,
+            num_beam_groups=num_beam_groups,
+            diversity_penalty=0.7,
+            num_return_sequences=4,
+        )
+
+
+def test_a_graph_gives_the_same_tokens() -> None:
+    if not (torch.cuda.is_available() and lmdecode.has_cuda()):
+        pytest.skip("no CUDA device")
+    _, decoding = pair("marian", torch.device("cuda"))
+    inputs = make_inputs("marian")
+    expected = decoding.generate(**inputs, num_beams=4, max_new_tokens=20)
+    decoding.decoder.use_cuda_graph = True
+    try:
+        got = decoding.generate(**inputs, num_beams=4, max_new_tokens=20)
+    finally:
+        decoding.decoder.use_cuda_graph = False
+    assert got.tolist() == expected.tolist()
+
+
+def test_nan_is_an_error_of_its_prompt(device: torch.device) -> None:
+    _, decoding = pair("marian", device)
+    inputs = make_inputs("marian")
+    memory = decoding.model.get_encoder()(**inputs)
+    memory.last_hidden_state[1, 0] = torch.nan
+    for num_beams in (1, 3):
+        with pytest.raises(RuntimeError, match="prompt 1"):
+            decoding.generate(
+                encoder_outputs=memory,
+                attention_mask=inputs["attention_mask"],
+                num_beams=num_beams,
+                max_new_tokens=5,
+            )
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    model = make_model("marian")
+    config, weights = decoder_of(model)
+    with pytest.raises(ValueError, match="dtype is 'int8'; expected one of float32, float16"):
+        DeviceDecoder(config, weights, "int8")
+    with pytest.raises(ValueError, match="layers has 1 entries"):
+        DeviceDecoder(config, weights._replace(layers=weights.layers[:1]))
+    with pytest.raises(ValueError, match="logits has shape"):
+        DeviceDecoder(config, weights._replace(logits=weights.logits[:-1]))
+    with pytest.raises(ValueError, match="use_cuda_graph is True"):
+        lmdecode.Decoding(config, weights, use_cuda_graph=True)
+    _, decoding = pair("marian", torch.device("cpu"))
+    with pytest.raises(ValueError, match="max_lengths"):
+        decoding.generate(**make_inputs("marian"), max_new_tokens=200)
+    with pytest.raises(ValueError, match=r"Decoding\.batch"):
+        decoding.batch(max_requests=1, num_beams=1, capacity=4, source=4)
+
+
+# --- The ops --------------------------------------------------------------------------------------
+
+Call = tuple[str, tuple[Any, ...], dict[str, Tensor]]
+
+
+def calls(dtype: torch.dtype) -> list[Call]:
+    """Return a call of each op, and more of those with choices."""
+    generator = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    rows, heads, head, capacity, source, size = 6, 3, 10, 7, 16, 22
+    table = torch.randint(0, rows, (rows, capacity), generator=generator, dtype=torch.int32)
+    positions = torch.tensor([0, 3, 6, 2, 7, -1], dtype=torch.int32)
+    table[torch.arange(4), positions[:4]] = torch.arange(4, dtype=torch.int32)
+    narrow = torch.float32
+    found: list[Call] = []
+    for bias in (None, randn(heads, 9, dtype=narrow)):
+        found.append(
+            (
+                "decoder_self_attention_",
+                (randn(rows, 3, heads, head), randn(rows, heads, capacity, 16),
+                 randn(rows, heads, capacity, 16), table, positions, bias, 0.3, 1e-6),
+                {"out": randn(rows, heads, head)},
+            )
+        )  # fmt: skip
+    found.append(
+        (
+            "decoder_cross_attention",
+            (randn(rows, heads, head), randn(3, heads, 16, source), randn(3, heads, source, 16),
+             torch.tensor([5, 0, 16]), 0.3, 0.0),
+            {"out": randn(rows, heads, head)},
+        )
+    )  # fmt: skip
+    cache = (randn(2, heads, 16, source), randn(2, heads, source, 16))
+    found.append(("decoder_cross_cache_", (randn(2, 5, 2, heads, head), *cache), {}))
+    gamma, beta = randn(size, dtype=narrow), randn(size, dtype=narrow)
+    for delta, bias, norm, rms_norm, norm_first in (
+        (randn(rows, size), randn(size, dtype=narrow), (gamma, beta), False, False),
+        (randn(rows, size), None, (gamma, None), True, True),
+        (None, None, (None, None), False, False),
+    ):
+        arguments = (
+            randn(rows, size, dtype=narrow),
+            delta,
+            bias,
+            *norm,
+            1e-5,
+            rms_norm,
+            norm_first,
+        )
+        found.append(("decoder_add_norm_", arguments, {"out": randn(rows, size)}))
+    tokens = torch.tensor([0, 5, 39, 2, 40, -1])
+    for position_table in (None, randn(8, size, dtype=narrow)):
+        found.append(
+            (
+                "decoder_embed",
+                (tokens, positions, randn(40, size), position_table, 3.0, 2),
+                {"x": randn(rows, size, dtype=narrow)},
+            )
+        )
+    for activation in (1, 2, 3, 4):
+        for gate in (None, randn(rows, size)):
+            found.append(("decoder_activate_", (randn(rows, size), gate, activation), {}))
+    return found
+
+
+def moved(call: Call, to: Callable[[Tensor], Tensor]) -> Call:
+    name, arguments, outputs = call
+    moved_arguments = tuple(to(a) if isinstance(a, Tensor) else a for a in arguments)
+    return name, moved_arguments, {key: to(tensor) for key, tensor in outputs.items()}
+
+
+@pytest.mark.parametrize("number", range(len(calls(torch.float32))))
+def test_ops_are_registered(number: int, device: torch.device) -> None:
+    name, arguments, outputs = moved(calls(torch.float32)[number], lambda t: t.to(device))
+    opcheck(getattr(ops, name).default, arguments, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ops_are_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for call in calls(dtype):
+        _, expected_arguments, expected_outputs = moved(call, Tensor.clone)
+        name, arguments, outputs = moved(call, lambda t: t.to(device, copy=True))
+        getattr(reference, name)(*expected_arguments, **expected_outputs)
+        assert getattr(ops, name)(*arguments, **outputs) is None
+        for expected, got in zip(
+            (*expected_arguments, *expected_outputs.values()),
+            (*arguments, *outputs.values()),
+            strict=True,
+        ):
+            if isinstance(expected, Tensor):
+                torch.testing.assert_close(got.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_reference_of_attention_is_softmax() -> None:
+    """Against torch's own attention, where no table and no epsilon is in between."""
+    torch.manual_seed(0)
+    rows, heads, head, capacity = 4, 2, 16, 5
+    keys, values = torch.randn(2, rows, heads, capacity, head)
+    qkv, out = torch.randn(rows, 3, heads, head), torch.empty(rows, heads, head)
+    own = torch.arange(rows, dtype=torch.int32)
+    positions = torch.full((rows,), 3, dtype=torch.int32)
+    reference.decoder_self_attention_(
+        qkv, keys, values, own[:, None].repeat(1, capacity), positions, None, 0.25, 0.0, out=out
+    )
+    assert keys[:, :, 3].equal(qkv[:, 1])
+    assert values[:, :, 3].equal(qkv[:, 2])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        qkv[:, 0, :, None], keys[:, :, :4], values[:, :, :4], scale=0.25
+    )[:, :, 0]
+    torch.testing.assert_close(out, expected)
