@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+import lmdecode
+
 __all__ = ["Engine", "Found", "ctranslate2_engine", "our_engine", "transformers_engine"]
 
 
@@ -58,14 +60,8 @@ def transformers_engine(model: Any) -> Engine:
 
 
 def our_engine(model: Any) -> Engine:
-    """Build the engine of lmdecode: its loops in ``generate()``."""
-    from lmdecode.integrations.transformers import beam_search, sample
-
-    def generate(**arguments: Any) -> Any:
-        loop = beam_search if arguments["num_beams"] > 1 else sample
-        return model.generate(**arguments, custom_generate=loop)
-
-    return _generate_engine(model, generate)
+    """Build the engine of lmdecode, whose loop is in C++."""
+    return _generate_engine(model, lmdecode.Decoding.from_pretrained(model).generate)
 
 
 def ctranslate2_engine(folder: Path, tokenizer: Any) -> Engine | None:
