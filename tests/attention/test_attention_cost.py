@@ -1,5 +1,7 @@
 """What attention does not do: hold a matrix of scores, read what is out of the window."""
 
+import mmap
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,52 +29,41 @@ def test_no_matrix_of_scores_is_held() -> None:
     assert outputs <= taken < outputs + (16 << 20)
 
 
-REFERENCED_SCRIPT = """
-import mmap, re, sys, numpy, torch, lmdecode
+PROTECTED_SCRIPT = """
+import ctypes, mmap, sys, numpy, torch, lmdecode
 torch.set_num_threads(1)
-length, window, queries, op = (*map(int, sys.argv[1:4]), getattr(lmdecode, sys.argv[4]))
-page, size = mmap.PAGESIZE, 256
+length, protected, window, queries, op = (*map(int, sys.argv[1:5]), getattr(lmdecode, sys.argv[5]))
+size = 256
 memory = mmap.mmap(-1, length * size * 4)
 cache = torch.from_numpy(numpy.frombuffer(memory, dtype=numpy.float32)).view(1, 1, length, size)
 cache.fill_(0.5)
-begin = cache.data_ptr()
 q = torch.randn(1, 4, queries, size)
-op(torch.randn(1, 4, 1, size), torch.randn(1, 1, 1, size), torch.randn(1, 1, 1, size))
-open("/proc/self/clear_refs", "w").write("1")
+mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+bytes_protected = ctypes.c_size_t(protected * size * 4)
+assert mprotect(ctypes.c_void_p(cache.data_ptr()), bytes_protected, 0) == 0
 op(q, cache, cache, window=window)
-mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
-kilobytes = 0
-for mapping in mappings:
-    bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping)
-    if bounds and int(bounds[1], 16) < begin + length * size * 4 and int(bounds[2], 16) > begin:
-        kilobytes += int(re.search(r"Referenced: +([0-9]+)", mapping)[1])
-print(kilobytes // (size * 4 // 1024))
 """
 
 
-def keys_read(op: str, length: int, window: int, queries: int) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", REFERENCED_SCRIPT, *map(str, (length, window, queries)), op],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+def run_with_protected_keys(op: str, length: int, protected: int, window: int, queries: int) -> int:
+    """Exit status of a call whose first ``protected`` keys cannot be read."""
+    arguments = map(str, (length, protected, window, queries))
+    return subprocess.run(
+        [sys.executable, "-c", PROTECTED_SCRIPT, *arguments, op], check=False
+    ).returncode
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect as on Linux")
 @pytest.mark.parametrize("op", ["sliding_window_attention", "sliding_window_decode"])
-def test_cost_does_not_grow_with_what_is_out_of_the_window(op: str) -> None:
-    """Keys whose memory is looked at: those of the window, whatever the length.
-
-    A chunk of 48 queries is one tile, of which a longer prompt has more.
-    """
-    window, queries = 256, 48
-    read = {length: keys_read(op, length, window, queries) for length in (1024, 65536)}
-    assert len(set(read.values())) == 1
-    visible, page = window + queries - 1, 4
-    assert visible <= read[1024] <= visible + 2 * page
+def test_keys_out_of_the_window_are_not_read(op: str) -> None:
+    """Whatever the length, the cost is that of the window: any other key would end the process."""
+    window, queries, keys_a_page = 256, 48, mmap.PAGESIZE // (256 * 4)
+    for length in (1024, 65536):
+        hidden = (length - window - queries + 1) // keys_a_page * keys_a_page
+        assert run_with_protected_keys(op, length, hidden, window, queries) == 0
+        one_page_more = hidden + keys_a_page
+        died = run_with_protected_keys(op, length, one_page_more, window, queries)
+        assert died == -signal.SIGSEGV
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
