@@ -231,9 +231,7 @@ def test_rounded_weights_score_tokens_alike(dtype: str, tolerance: float) -> Non
     arguments: dict[str, Any] = dict(
         num_beams=4, max_new_tokens=10, return_dict_in_generate=True, output_scores=True
     )
-    exact, rounded = (
-        lmdecode.Decoding.from_pretrained(model, kind) for kind in ("float32", dtype)
-    )
+    exact, rounded = (lmdecode.Decoding.from_pretrained(model, kind) for kind in ("float32", dtype))
     expected = exact.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
     got = rounded.generate(encoder_outputs=memory, attention_mask=mask, **arguments)
     difference = (got.sequences_scores - expected.sequences_scores).abs()
