@@ -1,6 +1,8 @@
 // Arguments of the decoder ops to kernel parameters.
 #include "bindings/decoder.h"
 
+#include "bindings/packed_weight.h"
+
 namespace lmdecode {
 namespace {
 
@@ -20,6 +22,8 @@ LinearWeights linear_weights(const char* op, TensorList& list, const char* name,
   if (reinterpret_cast<uintptr_t>(linear.matrix.packed) % 64 != 0) {
     fail(op, "weights.", name, " is not aligned to 64 bytes; expected what pack_linear returned");
   }
+  check_packed_weight(op, std::string("weights.") + name, linear.matrix.packed, bytes,
+                      linear.matrix.shape, ", from config");
   linear.bias = list.next_or_null<const float>(bias, ScalarType::Float, {out_features});
   return linear;
 }

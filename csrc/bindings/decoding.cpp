@@ -65,6 +65,18 @@ void check_search(const DecodingParams& p, int64_t slot) {
   check_number(kStepsOp, "caches.cached_lengths", request, p.cached_lengths[request], 0, length);
   check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0,
                p.caches.source);
+  // Where too few candidates go on, the beams that are left go on with it.
+  if (p.rules != BeamRules::kScorer && !p.greedy) {
+    check_number(kStepsOp, "parameters.pad_tokens", slot, p.parameters.pad_tokens[slot], 0,
+                 p.config.vocab - 1);
+  }
+  // What is not cached is read as the prompt of the request, for all of its groups at once.
+  const int64_t first_slot = request * p.num_groups;
+  if (p.cached_lengths[request] < length - 1 &&
+      (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
+    fail(kStepsOp, "caches.cached_lengths[", request, "] is ", p.cached_lengths[request],
+         "; expected ", length - 1, ", since slot ", slot, " goes on alone");
+  }
   const int64_t rows = slot * state.beams;
   for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
     const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
@@ -260,6 +272,10 @@ std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(const Tensors& we
     fail(op, "weights.positions has ", p.weights.num_positions, " positions; expected at least ",
          p.max_steps, ", max_seq_len");
   }
+  if (p.weights.relative_bias != nullptr && p.weights.num_distances < p.max_steps) {
+    fail(op, "weights.relative_bias has ", p.weights.num_distances,
+         " distances; expected at least ", p.max_steps, ", max_seq_len");
+  }
   for (int64_t request = 0; request < cache.caches.requests; ++request) {
     check_number(op, "caches.memory_lengths", request, cache.memory_lengths[request], 0,
                  cache.caches.source);
@@ -375,6 +391,9 @@ Tensor gather_tree(const Tensor& step_ids, const Tensor& parent_ids, const Tenso
   const ScalarType type = step_ids.scalar_type();
   if (type != ScalarType::Int && type != ScalarType::Long) {
     fail(op, "step_ids has dtype ", dtype_name(type), "; expected int32 or int64");
+  }
+  if (type == ScalarType::Int && end_token != static_cast<int32_t>(end_token)) {
+    fail(op, "end_token is ", end_token, "; expected an int32, as step_ids are");
   }
   const int64_t steps = step_ids.size(0), batch = step_ids.size(1), beams = step_ids.size(2);
   const Tensors tensors{step_ids, parent_ids, lengths};

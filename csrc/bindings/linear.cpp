@@ -1,16 +1,13 @@
 // The packed matmul and the norms on CPU tensors.
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
-#include "bindings/tensor_checks.h"
+#include "bindings/packed_weight.h"
 #include "common/huge_pages.h"
 #include "common/parallel_workspace.h"
 #include "linear/norms.h"
-#include "linear/packed_layout.h"
 #include "linear/packed_linear.h"
-#include "linear/packed_linear_kernels.h"
 
 namespace lmdecode {
 namespace {
@@ -19,12 +16,6 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr char kPackOp[] = "pack_linear";
 constexpr char kLinearOp[] = "packed_linear";
-
-const char* format_name(LinearFormat format) {
-  return format == LinearFormat::kFloat32    ? "float32"
-         : format == LinearFormat::kBFloat16 ? "bfloat16"
-                                             : "int8";
-}
 
 LinearFormat checked_format(const char* op, int64_t format) {
   if (format < 0 || format > static_cast<int64_t>(LinearFormat::kInt8)) {
@@ -91,31 +82,8 @@ PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape
          "packed is not contiguous, or not aligned to 64 bytes; expected the result of "
          "pack_linear");
   }
-  PackedHeader header = {};
-  if (packed.size(0) < static_cast<int64_t>(sizeof(header))) {
-    fail(kLinearOp, "packed has ", packed.size(0), " bytes; expected the result of pack_linear");
-  }
-  std::memcpy(&header, data, sizeof(header));
-  if (header.magic != kPackedMagic) {
-    fail(kLinearOp,
-         "packed holds other bytes than a packed weight; expected the result of "
-         "pack_linear");
-  }
-  if (header.format != shape.format) {
-    fail(kLinearOp, "packed has format ", format_name(header.format), "; expected ",
-         format_name(shape.format));
-  }
-  if (header.in_features != shape.in_features || header.out_features != shape.out_features) {
-    fail(kLinearOp, "packed is a weight of shape [", header.out_features, ", ", header.in_features,
-         "]; expected [", shape.out_features, ", ", shape.in_features,
-         "], from out_features and the last size of x");
-  }
-  const LinearTile tile = linear_kernels_of(shape.format).tile(shape.format);
-  if (header.tile.width != tile.width || header.tile.values != tile.values ||
-      packed.size(0) != static_cast<int64_t>(packed_linear_bytes(shape))) {
-    fail(kLinearOp, "packed was made at another CPU capability than the one in use, ",
-         cpu_capability_name(cpu_capability()), "; expected a weight packed in this process");
-  }
+  check_packed_weight(kLinearOp, "packed", data, packed.size(0), shape,
+                      ", from out_features and the last size of x");
   return {shape, data};
 }
 

@@ -228,7 +228,10 @@ class Decoding {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t* const end_tokens = p_.parameters.end_tokens + w_.slots[begin + i] * ends;
       int64_t no_end = 0;
-      while (std::find(end_tokens, end_tokens + ends, no_end) != end_tokens + ends) ++no_end;
+      while (no_end + 1 < p_.config.vocab &&
+             std::find(end_tokens, end_tokens + ends, no_end) != end_tokens + ends) {
+        ++no_end;
+      }
       for (int64_t j = i * p_.num_candidates; j < (i + 1) * p_.num_candidates; ++j) {
         if (w_.scores[j] > minus_infinity()) continue;
         w_.scores[j] = kLowestScore;

@@ -298,8 +298,9 @@ class DeviceSearches:
         self._group_slots = [slot_numbers[:, group].contiguous() for group in range(num_groups)]
         self._parents = rows.flatten().clone()
         ends = parameters.end_tokens.tolist()
+        last = decoder.config.vocab_size - 1
         self._no_end = torch.tensor(
-            [next(t for t in range(len(row) + 1) if t not in row) for row in ends],
+            [next((t for t in range(last) if t not in row), last) for row in ends],
             dtype=torch.int64,
             device=device,
         ).view(requests, num_groups)

@@ -127,12 +127,18 @@ def _log_softmax_top_k_processed(
     )  # fmt: skip
 
 
+def _entries(**lists):
+    """Name the tensors of lists for an error."""
+    return {
+        f"{name}[{number}]": tensor
+        for name, tensors in lists.items()
+        for number, tensor in enumerate(tensors)
+    }
+
+
 def _fields(state, parameters):
     """Name the tensors of a beam search's state and parameters for an error."""
-    return {
-        **{f"state[{number}]": tensor for number, tensor in enumerate(state)},
-        **{f"parameters[{number}]": tensor for number, tensor in enumerate(parameters)},
-    }
+    return _entries(state=state, parameters=parameters)
 
 
 @torch.library.register_fake("lmdecode::beam_step")
@@ -351,16 +357,23 @@ def _cpu_capability():
 
 @torch.library.register_fake("lmdecode::decoding_steps_")
 def _decoding_steps(weights, config, numbers, state, parameters, rules, caches, workspace, options):
+    others = _entries(
+        weights=weights, state=state, parameters=parameters, token_rules=rules, caches=caches
+    )
+    _check_devices("decoding_steps_", "workspace", workspace, others)
     return workspace.new_empty((), dtype=torch.int64)
 
 
 @torch.library.register_fake("lmdecode::decoding_read_memory_")
 def _decoding_read_memory(weights, config, numbers, caches, memory, lengths, requests):
-    _check_devices("decoding_read_memory_", "memory", memory, dict(lengths=lengths))
+    others = dict(lengths=lengths, requests=requests, **_entries(weights=weights, caches=caches))
+    _check_devices("decoding_read_memory_", "memory", memory, others)
 
 
 @torch.library.register_fake("lmdecode::faster_transformer_decoding_")
 def _faster_transformer_decoding(weights, config, numbers, caches, options):
+    others = _entries(weights=weights, caches=caches[1:])
+    _check_devices("faster_transformer_decoding_", "caches", caches[0], others)
     steps, rows = options[1], caches[0].shape[1]
     ids = caches[0].new_empty((steps, rows), dtype=torch.int32)
     return ids, torch.empty_like(ids), ids.new_empty((rows,))
@@ -370,12 +383,17 @@ def _faster_transformer_decoding(weights, config, numbers, caches, options):
 def _decoder_layer(
     x, weights, config, numbers, relative_bias, caches, cache_rows, positions, requests
 ):
+    others = dict(
+        relative_bias=relative_bias, cache_rows=cache_rows, positions=positions, requests=requests
+    )
+    _check_devices("decoder_layer", "x", x, others | _entries(weights=weights, caches=caches))
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("lmdecode::gather_tree")
 def _gather_tree(step_ids, parent_ids, max_sequence_lengths, end_token):
-    _check_devices("gather_tree", "step_ids", step_ids, dict(parent_ids=parent_ids))
+    others = dict(parent_ids=parent_ids, max_sequence_lengths=max_sequence_lengths)
+    _check_devices("gather_tree", "step_ids", step_ids, others)
     return torch.empty_like(step_ids)
 
 

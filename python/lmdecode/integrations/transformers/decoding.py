@@ -161,6 +161,8 @@ def decode(
         end_tokens=ends,
         keep_beam_indices=bool(config.return_dict_in_generate),
     )
+    # The beams that go on where too few candidates do are run with it; results are filled below.
+    parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
     if greedy:
         parameters.early_stopping.fill_(1)
     searches = decoder.new_searches(
