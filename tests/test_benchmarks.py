@@ -213,7 +213,7 @@ def test_interleaved_sets_threads_and_restores_them() -> None:
 
 
 def test_interleaved_names_an_unknown_clock() -> None:
-    with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, wall"):
+    with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, process, wall"):
         interleaved({}, clock="sun")
 
 
