@@ -1,5 +1,7 @@
 // decoding_steps_, decoding_read_memory_, decoder_layer and gather_tree on CPU tensors.
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "bindings/decoder.h"
 #include "decoder/decoder_layer.h"
@@ -298,6 +300,21 @@ std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(const Tensors& we
   return {output_ids, parent_ids, lengths};
 }
 
+// Two rows that write the same place would race.
+void check_places(const StepRows& rows, int64_t capacity) {
+  std::vector<std::pair<int64_t, int64_t>> places;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    places.emplace_back(rows.cache_rows[row] * capacity + rows.positions[row], row);
+  }
+  std::sort(places.begin(), places.end());
+  for (size_t i = 1; i < places.size(); ++i) {
+    if (places[i].first != places[i - 1].first) continue;
+    const int64_t row = places[i].second;
+    fail(kLayerOp, "cache_rows[", row, "] is ", rows.cache_rows[row], " once more, at position ",
+         rows.positions[row], "; expected each place once");
+  }
+}
+
 // One layer on x [rows, model_size]; cache_rows, positions and requests [rows] int32.
 Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& config,
                      const Numbers& numbers, const Tensor& relative_bias, const Tensors& caches,
@@ -341,6 +358,7 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
            step.positions[row] + 1);
     }
   }
+  check_places(step, cache.caches.capacity);
   std::vector<int32_t> run_begins;
   for (int64_t row = 0; row < rows; ++row) {
     if (row == 0 || step.requests[row] != step.requests[row - 1]) {

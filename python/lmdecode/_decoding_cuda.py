@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmdecode import _decoder_step  # noqa: F401  the ops on the CPU
+from lmdecode._decoder_checks import check_weights
 from lmdecode._decoding_rules_cuda import DeviceRules
 from lmdecode._library import ops
 from lmdecode.beam import beam_step, log_softmax_top_k
@@ -24,7 +25,6 @@ from lmdecode.decoder_config import (
     LayerWeights,
 )
 from lmdecode.decoder_state import TokenRules, padded
-from lmdecode.decoder_weights import linear_shapes
 
 __all__ = ["DeviceDecoder", "DeviceSearches"]
 
@@ -49,8 +49,8 @@ class DeviceDecoder:
 
     Raises
     ------
-    ValueError
-        Names what has a wrong shape, or another format.
+    ValueError, TypeError
+        Names what has a wrong shape, dtype or type, or another format.
     """
 
     def __init__(
@@ -62,42 +62,26 @@ class DeviceDecoder:
         device: torch.device | None = None,
         use_cuda_graph: bool = False,
     ) -> None:
-        if weight_format not in DTYPES:
+        if weight_format not in tuple(DTYPES):
             raise ValueError(
                 f"Decoding: dtype is {weight_format!r}; expected one of {', '.join(DTYPES)} on "
                 "a device"
             )
-        if len(weights.layers) != config.num_layers:
-            raise ValueError(
-                f"DecoderWeights: layers has {len(weights.layers)} entries; "
-                f"expected num_layers, {config.num_layers}"
-            )
+        check_weights(config, weights)
         self.config, self.weight_format = config, weight_format
         self.dtype, self.use_cuda_graph = DTYPES[weight_format], use_cuda_graph
         self.device = weights.embedding.device if device is None else device
-        shapes = linear_shapes(config)
         # Added to the residual stream, where the norms are.
         wide = ("self_out_bias", "cross_out_bias", "ffn_down_bias")
 
         def put(name: str, tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
                 return None
-            if name in shapes and tuple(tensor.shape) != shapes[name]:
-                raise ValueError(
-                    f"DecoderWeights: {name} has shape {list(tensor.shape)}; "
-                    f"expected {list(shapes[name])}"
-                )
             is_wide = name in wide or "norm" in name or name in ("positions", "relative_bias")
             dtype = torch.float32 if is_wide else self.dtype
             return tensor.detach().to(device=self.device, dtype=dtype).contiguous()
 
         def put_layer(layer: LayerWeights) -> LayerWeights:
-            if (layer.ffn_gate is None) == config.gated:
-                kind = "None" if layer.ffn_gate is None else "a tensor"
-                raise ValueError(
-                    f"DecoderWeights: ffn_gate is {kind}; "
-                    f"expected the opposite with gated={config.gated}"
-                )
             moved = {name: put(name, tensor) for name, tensor in layer._asdict().items()}
             for name in ("self_norm_gamma", "cross_norm_gamma", "ffn_norm_gamma"):
                 if moved[name] is None:  # layers have all of their norms

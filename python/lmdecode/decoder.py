@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
+from lmdecode._decoder_checks import check_floats, check_tensors, check_weights, indices
 from lmdecode._decoding_cuda import DeviceDecoder
 from lmdecode._library import ops
 from lmdecode.decoder_batch import DecodingBatch
 from lmdecode.decoder_config import FORMATS, DecoderConfig, DecoderWeights, LayerWeights, float32
 from lmdecode.decoder_state import DecodingCaches, new_caches
 from lmdecode.decoder_weights import PackedDecoder, pack_layer
+from lmdecode.linear import check_no_gradient
 
 __all__ = ["DecoderLayer", "Decoding", "gather_tree"]
 
@@ -42,8 +44,8 @@ class Decoding:
 
     Raises
     ------
-    ValueError
-        A weight of a wrong shape, another dtype, or a graph without a device.
+    ValueError, TypeError
+        A weight of a wrong shape, dtype or type, another ``dtype``, or a graph without a device.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Decoding:
         dtype: str = "float32",
         use_cuda_graph: bool = False,
     ) -> None:
+        check_weights(config, weights)
         self.decoder: PackedDecoder | DeviceDecoder
         device = weights.embedding.device
         if device.type == "cuda":
@@ -188,6 +191,11 @@ class DecoderLayer:
         [heads, distances], see ``DecoderWeights``.
     dtype : {"float32", "bfloat16", "int8"}
         As for ``Decoding``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A weight of a wrong shape, dtype or type, or another ``dtype``.
     """
 
     def __init__(
@@ -198,10 +206,20 @@ class DecoderLayer:
         *,
         dtype: str = "float32",
     ) -> None:
-        if dtype not in FORMATS:
-            raise ValueError(
-                f"DecoderLayer: dtype is {dtype!r}; expected one of {', '.join(FORMATS)}"
+        op = "DecoderLayer"
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(
+                f"{op}: config is of type {type(config).__name__}; expected a DecoderConfig"
             )
+        if dtype not in tuple(FORMATS):
+            raise ValueError(f"{op}: dtype is {dtype!r}; expected one of {', '.join(FORMATS)}")
+        if relative_bias is not None:
+            check_floats(op, "relative_bias", relative_bias)
+            shape, heads = relative_bias.shape, config.num_heads
+            if len(shape) != 2 or shape[0] != heads or shape[1] < 1:
+                raise ValueError(
+                    f"{op}: relative_bias has shape {list(shape)}; expected [{heads}, any]"
+                )
         self.config = replace(config, num_layers=1)
         self.relative_bias = float32(relative_bias)
         self._sizes = self.config.sizes(dtype)
@@ -224,8 +242,25 @@ class DecoderLayer:
         -------
         DecodingCaches
             In whose ``table`` every row is its own.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what has a wrong type, shape or dtype, or is out of range.
         """
-        config = self.config
+        op, config = "DecoderLayer.new_caches", self.config
+        check_floats(op, "memory", memory)
+        check_tensors(op, memory_lengths=memory_lengths)
+        if memory.dim() != 3 or memory.shape[2] != config.memory_size:
+            raise ValueError(
+                f"{op}: memory has shape {list(memory.shape)}; "
+                f"expected [requests, source, {config.memory_size}]"
+            )
+        for name, size in (("rows", rows), ("capacity", capacity)):
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{op}: {name} is of type {type(size).__name__}; expected an int")
+            if not 0 <= size < 1 << 31:
+                raise ValueError(f"{op}: {name} is {size}; expected 0 to 2^31 - 1")
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
         ops.decoding_read_memory_(
@@ -270,21 +305,30 @@ class DecoderLayer:
 
         Raises
         ------
-        ValueError
-            Names what has a wrong shape, or is out of range; nothing has been written then.
+        ValueError, TypeError
+            Names what has a wrong type, shape or dtype, requires a gradient, or is out of range;
+            nothing has been written then.
         """
+        op = "DecoderLayer"
+        check_tensors(op, from_tensor=from_tensor)
+        check_no_gradient(op, from_tensor=from_tensor)
+        if not isinstance(caches, DecodingCaches):
+            kind = type(caches).__name__
+            raise TypeError(f"{op}: caches is of type {kind}; expected DecodingCaches")
+        if from_tensor.dim() != 2:
+            shape = list(from_tensor.shape)
+            raise ValueError(
+                f"{op}: from_tensor has shape {shape}; expected [rows, {self.config.model_size}]"
+            )
         rows, count = from_tensor.shape[0], caches.memory_lengths.shape[0]
         own = torch.arange(rows, dtype=torch.int32)
         if requests is None:
             if count == 0 or rows % count:
                 raise ValueError(
-                    f"DecoderLayer: from_tensor has {rows} rows for {count} memories; expected as "
+                    f"{op}: from_tensor has {rows} rows for {count} memories; expected as "
                     "many for each, or requests"
                 )
             requests = own // (rows // count)
-
-        def int32(tensor: Tensor) -> Tensor:
-            return tensor.to(torch.int32).contiguous()
 
         return ops.decoder_layer(
             from_tensor.contiguous(),
@@ -293,9 +337,9 @@ class DecoderLayer:
             self.config.numbers(),
             self.relative_bias,
             list(caches),
-            int32(own if cache_rows is None else cache_rows),
-            int32(positions),
-            int32(requests),
+            own if cache_rows is None else indices(op, "cache_rows", cache_rows, rows),
+            indices(op, "positions", positions, rows),
+            indices(op, "requests", requests, rows),
         )
 
 
@@ -321,9 +365,17 @@ def gather_tree(
 
     Raises
     ------
-    ValueError
-        Wrong shapes or dtypes, or a trace comes to a parent that is no beam.
+    ValueError, TypeError
+        Wrong types, shapes or dtypes, or a trace comes to a parent that is no beam.
     """
+    op = "gather_tree"
+    check_tensors(
+        op, step_ids=step_ids, parent_ids=parent_ids, max_sequence_lengths=max_sequence_lengths
+    )
+    if isinstance(end_token, bool) or not isinstance(end_token, int):
+        raise TypeError(f"{op}: end_token is of type {type(end_token).__name__}; expected an int")
+    if not -(1 << 63) <= end_token < 1 << 63:
+        raise ValueError(f"{op}: end_token is {end_token}; expected an int64")
     return ops.gather_tree(
         step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
     )

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from lmdecode._decoder_checks import check_floats
 from lmdecode.beam import beam_finalize
 from lmdecode.beam_request import BeamRequest, BeamResult
 from lmdecode.beam_state import EARLY_STOPPING, beam_parameters, new_beam_state
@@ -23,8 +24,8 @@ _NO_BEAM = -1.0e9  # where transformers starts every beam but the first
 def _size(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected an int")
-    if value < least:
-        raise ValueError(f"{_OP}: {name} is {value}; expected at least {least}")
+    if not least <= value < 1 << 63:
+        raise ValueError(f"{_OP}: {name} is {value}; expected at least {least}, an int64")
     return value
 
 
@@ -139,15 +140,22 @@ class DecodingBatch:
             if given != only:
                 raise ValueError(f"{_OP}.add: {name} is {given!r}; expected {only!r}")
         vocab = self._decoder.config.vocab_size
-        if any(token >= vocab for token in request.prompt_ids):
-            raise ValueError(
-                f"{_OP}.add: prompt_ids is {list(request.prompt_ids)}; "
-                f"expected tokens below {vocab}"
-            )
+        forced = (request.forced_bos_token_id, request.forced_eos_token_id)
+        for name, tokens in (
+            ("prompt_ids", request.prompt_ids),
+            ("pad_token_id, by default the first end token,", (request.pad_token,)),
+            ("forced_bos_token_id", forced[:1]),
+            ("forced_eos_token_id", forced[1:]),
+        ):
+            if any(token is not None and token >= vocab for token in tokens):
+                raise ValueError(
+                    f"{_OP}.add: {name} is {list(tokens)}; expected tokens below {vocab}"
+                )
         size = self._decoder.config.memory_size
         if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
             shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
             raise ValueError(f"{_OP}.add: memory is {shape}; expected a tensor [source, {size}]")
+        check_floats(f"{_OP}.add", "memory", memory)
         if memory.shape[0] > self._source:
             raise ValueError(
                 f"{_OP}.add: memory has {memory.shape[0]} positions; "

@@ -50,7 +50,7 @@ class DecoderConfig:
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         Names the argument, what came and what was expected.
     """
 
@@ -76,8 +76,6 @@ class DecoderConfig:
         sizes = ("num_layers", "model_size", "num_heads", "head_size", "ffn_size", "vocab_size")
         if self.memory_size is None:
             object.__setattr__(self, "memory_size", self.model_size)
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
         for name in (*sizes, "memory_size", "position_offset"):
             value, least = getattr(self, name), 0 if name == "position_offset" else 1
             if isinstance(value, bool) or not isinstance(value, int):
@@ -85,16 +83,33 @@ class DecoderConfig:
                 raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected an int")
             if not least <= value < 1 << 31:
                 raise ValueError(f"DecoderConfig: {name} is {value}; expected {least} to 2^31 - 1")
+        if self.num_heads * self.head_size >= 1 << 31:
+            raise ValueError(
+                f"DecoderConfig: {self.num_heads} heads of {self.head_size}; "
+                "expected fewer than 2^31 in all"
+            )
+        for name in ("norm_first", "gated"):
+            kind = type(getattr(self, name)).__name__
+            if kind != "bool":
+                raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected a bool")
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
         for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in tuple(choices):
                 raise ValueError(
                     f"DecoderConfig: {name} is {getattr(self, name)!r}; "
                     f"expected one of {', '.join(choices)}"
                 )
         for name in ("norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"):
-            if not math.isfinite(getattr(self, name)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                kind = type(number).__name__
+                raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected a number")
+            is_epsilon = name.endswith("_epsilon")
+            if not math.isfinite(number) or (is_epsilon and number < 0):
                 raise ValueError(
-                    f"DecoderConfig: {name} is {getattr(self, name)}; expected a finite number"
+                    f"DecoderConfig: {name} is {number}; "
+                    f"expected a finite number{' of at least 0' if is_epsilon else ''}"
                 )
 
     @property

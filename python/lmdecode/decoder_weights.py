@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
+from lmdecode._decoder_checks import check_layer, check_weights
 from lmdecode._library import ops
 from lmdecode.decoder_config import (
     FORMATS,
@@ -18,34 +19,13 @@ from lmdecode.decoder_config import (
     float32,
 )
 
-__all__ = ["PackedDecoder", "linear_shapes", "pack_layer"]
+__all__ = ["PackedDecoder", "pack_layer"]
 
 
-def _pack(name: str, weight: Tensor | None, shape: tuple[int, int], weight_format: str) -> Tensor:
+def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
     if weight is None:
         return torch.empty(0, dtype=torch.uint8)
-    if tuple(weight.shape) != shape:
-        raise ValueError(
-            f"DecoderWeights: {name} has shape {list(weight.shape)}; expected {list(shape)}"
-        )
     return ops.pack_linear(float32(weight), FORMATS[weight_format])
-
-
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight."""
-    size, attention, memory = config.model_size, config.attention_size, config.memory_size
-    assert memory is not None
-    return {
-        "qkv": (3 * attention, size),
-        "self_out": (size, attention),
-        "cross_query": (attention, size),
-        "cross_key_value": (2 * attention, memory),
-        "cross_out": (size, attention),
-        "ffn_up": (config.ffn_size, size),
-        "ffn_gate": (config.ffn_size, size),
-        "ffn_down": (size, config.ffn_size),
-        "logits": (config.vocab_size, size),
-    }
 
 
 def _norm_gamma(config: DecoderConfig, gamma: Tensor | None) -> Tensor | None:
@@ -54,16 +34,12 @@ def _norm_gamma(config: DecoderConfig, gamma: Tensor | None) -> Tensor | None:
 
 
 def pack_layer(config: DecoderConfig, layer: LayerWeights, weight_format: str) -> list[Tensor]:
-    """Return the 22 tensors of a layer."""
-    shapes, packed = linear_shapes(config), []
+    """Return the 22 tensors of a layer, which are checked."""
+    check_layer(config, layer)
+    packed = []
     for name, tensor in layer._asdict().items():
         if name in LINEAR_FIELDS:
-            if (tensor is None) != (name == "ffn_gate" and not config.gated):
-                raise ValueError(
-                    f"DecoderWeights: {name} is {'None' if tensor is None else 'a tensor'}; "
-                    f"expected the opposite with gated={config.gated}"
-                )
-            packed.append(_pack(name, tensor, shapes[name], weight_format))
+            packed.append(_pack(tensor, weight_format))
         elif name.endswith("_gamma"):
             packed.append(float32(_norm_gamma(config, tensor)))
         else:
@@ -94,22 +70,18 @@ class PackedDecoder:
 
     Raises
     ------
-    ValueError
-        Names what has a wrong shape.
+    ValueError, TypeError
+        Names what has a wrong shape, dtype or type.
     """
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, weight_format: str = "float32"
     ) -> None:
-        if weight_format not in FORMATS:
+        if weight_format not in tuple(FORMATS):
             raise ValueError(
                 f"Decoding: dtype is {weight_format!r}; expected one of {', '.join(FORMATS)}"
             )
-        if len(weights.layers) != config.num_layers:
-            raise ValueError(
-                f"DecoderWeights: layers has {len(weights.layers)} entries; "
-                f"expected num_layers, {config.num_layers}"
-            )
+        check_weights(config, weights)
         self.config, self.weight_format = config, weight_format
         self.device = torch.device("cpu")
         self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
@@ -127,7 +99,7 @@ class PackedDecoder:
             float32(weights.embedding_norm_beta),
             float32(weights.final_norm_gamma),
             float32(weights.final_norm_beta),
-            _pack("logits", weights.logits, linear_shapes(config)["logits"], weight_format),
+            _pack(weights.logits, weight_format),
             float32(weights.logits_bias),
         ]
         self.layer_tensors: list[Tensor] = []

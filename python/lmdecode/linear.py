@@ -24,6 +24,20 @@ _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 def _check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
+    if value.layout != torch.strided:
+        raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
+
+
+def check_no_gradient(op: str, **tensors: object) -> None:
+    """Raise ValueError for what would get no gradient: autograd passes over these ops."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires a gradient, and there is none; call it under "
+                "torch.no_grad()"
+            )
 
 
 def _choice(op: str, name: str, value: object, choices: dict) -> int:
@@ -159,10 +173,12 @@ class PackedLinear:
         TypeError
             An argument of another type.
         ValueError
-            An argument of another dtype, shape, device or value than expected.
+            An argument of another dtype, shape, device or value than expected, or that requires a
+            gradient.
         """
         op = "PackedLinear"
         rows = _rows(op, "x", x, self.in_features)
+        check_no_gradient(op, x=x, multiplier=multiplier, residual=residual, out=out)
         shape = (*x.shape[:-1], self.out_features)
         arguments = (
             rows,
@@ -200,11 +216,14 @@ class PackedLinear:
         )
 
 
-def _norm_rows(op: str, x: Tensor, **others: Tensor | None) -> Tensor:
+def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> Tensor:
     _check_tensor(op, "x", x)
     for name, other in others.items():
         if other is not None:
             _check_tensor(op, name, other)
+    check_no_gradient(op, x=x, **others)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps is of type {type(eps).__name__}; expected a number")
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape []; expected [..., size]")
     return _rows(op, "x", x, x.shape[-1])
@@ -237,9 +256,10 @@ def layer_norm(
     TypeError
         An argument that is no tensor.
     ValueError
-        An argument of another dtype, shape, device or value than expected.
+        An argument of another dtype, shape, device or value than expected, or that requires a
+        gradient.
     """
-    rows = _norm_rows("layer_norm", x, weight=weight, bias=bias)
+    rows = _norm_rows("layer_norm", x, weight=weight, bias=bias, eps=eps)
     return _layer_norm(rows, weight, bias, eps).view(x.shape)
 
 
@@ -268,7 +288,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
     TypeError
         An argument that is no tensor.
     ValueError
-        An argument of another dtype, shape, device or value than expected.
+        An argument of another dtype, shape, device or value than expected, or that requires a
+        gradient.
     """
-    rows = _norm_rows("rms_norm", x, weight=weight)
+    rows = _norm_rows("rms_norm", x, weight=weight, eps=eps)
     return _rms_norm(rows, weight, eps).view(x.shape)

@@ -79,7 +79,8 @@ def test_rounded_weights_are_near(dtype: str, tolerance: float) -> None:
         ({"from_tensor": torch.zeros(4, 21)}, "x has shape"),
         ({"from_tensor": torch.zeros(3, 22)}, "3 rows for 2 memories"),
         ({"positions": torch.full((4,), 5)}, r"positions\[0\] is 5; expected 0 to 4"),
-        ({"positions": torch.zeros(3)}, "rows.positions has shape"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions has shape \[3\]"),
+        ({"cache_rows": torch.tensor([0, 1, 2, 1])}, r"cache_rows\[3\] is 1 once more"),
         ({"requests": torch.tensor([0, 0, 1, 2])}, r"requests\[3\] is 2"),
         ({"cache_rows": torch.tensor([0, 1, 2, 4])}, r"cache_rows\[3\] is 4"),
     ],
@@ -91,7 +92,7 @@ def test_bad_input(arguments: dict[str, torch.Tensor], message: str) -> None:
     layer = DecoderLayer(config, weights.layers[0])
     caches = layer.new_caches(memory, lengths, rows=4, capacity=5)
     before = caches.self_keys.view(torch.int32).clone()
-    given = {"from_tensor": torch.zeros(4, 22), "positions": torch.zeros(4), **arguments}
+    given = {"from_tensor": torch.zeros(4, 22), "positions": torch.zeros(4).long(), **arguments}
     with pytest.raises(ValueError, match=message):
         layer(given.pop("from_tensor"), caches, given.pop("positions"), **given)
     assert caches.self_keys.view(torch.int32).equal(before)
@@ -104,7 +105,7 @@ def test_a_table_out_of_range_is_refused() -> None:
     caches = layer.new_caches(memory, lengths, rows=4, capacity=5)
     caches.table[2, 1] = 4
     with pytest.raises(ValueError, match=r"caches\.table"):
-        layer(torch.zeros(4, 22), caches, torch.ones(4))
+        layer(torch.zeros(4, 22), caches, torch.ones(4).long())
 
 
 def test_weights_of_a_wrong_shape() -> None:

@@ -33,6 +33,8 @@ def _check(op: str, name: str, tensor: object, shape: Sequence[int | None]) -> T
     """Return a float32 or integer CPU tensor of this shape; None stands for any size."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is of type {type(tensor).__name__}; expected a tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{op}: {name} has layout {tensor.layout}; expected a dense tensor")
     fits = tensor.dim() == len(shape) and all(
         want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
     )
@@ -56,7 +58,7 @@ def _floats(op: str, name: str, tensor: object, shape: Sequence[int | None]) -> 
 
 def _lengths(op: str, tensor: object, rows: int, source: int) -> Tensor:
     lengths = _check(op, "memory_sequence_length", tensor, (rows,))
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise ValueError(f"{op}: memory_sequence_length is {lengths.dtype}; expected integers")
     if rows and not 0 <= int(lengths.min()) <= int(lengths.max()) <= source:
         raise ValueError(
@@ -75,10 +77,12 @@ def _sizes(op: str, **sizes: object) -> None:
 
 
 def _layer(op: str, weights: Sequence[Tensor], size: int, memory_size: int) -> LayerWeights:
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"{op}: weights is of type {type(weights).__name__}; expected a sequence")
     if len(weights) != len(_NAMES):
         raise ValueError(f"{op}: weights has {len(weights)} tensors; expected {len(_NAMES)}")
     given = dict(zip(_NAMES, weights, strict=True))
-    inner = given["ffn_bias_1"].shape[-1] if isinstance(given["ffn_bias_1"], Tensor) else None
+    inner = _check(op, "ffn_bias_1", given["ffn_bias_1"], (None,)).shape[0]
     shapes: dict[str, tuple[int | None, ...]] = {name: (size,) for name in _NAMES}
     shapes |= {name: (size, size) for name in _NAMES if name.endswith("_kernel")}
     shapes |= {name: (memory_size, size) for name in ("cross_k_kernel", "cross_v_kernel")}
@@ -322,6 +326,8 @@ def decoding(
     size, rows = head_num * size_per_head, batch_size * beam_width
     memory = _floats(op, "memory_tensor", memory_tensor, (rows, None, memory_hidden_dim))
     lengths = _lengths(op, memory_sequence_length, rows, memory.shape[1])
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"{op}: weights is of type {type(weights).__name__}; expected a sequence")
     if len(weights) != num_layer:
         raise ValueError(
             f"{op}: weights has {len(weights)} layers; expected num_layer, {num_layer}"
