@@ -372,7 +372,7 @@ def _decoding_read_memory(weights, config, numbers, caches, memory, lengths, req
 
 @torch.library.register_fake("lmdecode::faster_transformer_decoding_")
 def _faster_transformer_decoding(weights, config, numbers, caches, options):
-    others = _entries(weights=weights, caches=caches[1:])
+    others = _entries(weights=weights, caches=caches)
     _check_devices("faster_transformer_decoding_", "caches", caches[0], others)
     steps, rows = options[1], caches[0].shape[1]
     ids = caches[0].new_empty((steps, rows), dtype=torch.int32)

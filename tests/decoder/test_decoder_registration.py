@@ -10,7 +10,9 @@ from torch.library import opcheck
 
 import lmdecode
 from lmdecode import BeamRequest
-from lmdecode.decoder_state import DecodingSearches
+from lmdecode.beam_state import beam_parameters, new_beam_state
+from lmdecode.decoder_state import DecodingSearches, new_token_rules
+from lmdecode.decoder_weights import PackedDecoder
 from tests.decoder.random_decoder import random_decoder
 
 ops = torch.ops.lmdecode
@@ -89,6 +91,21 @@ def test_decoder_layer() -> None:
     )
 
 
+def two_groups(vocab: int = 40, end_tokens: list[int] | None = None) -> DecodingSearches:
+    """One request of two groups of two beams, with a prompt of one token, by the rules scorer."""
+    decoder = PackedDecoder(*random_decoder("post_norm", vocab=vocab))
+    state = new_beam_state(2, 2, 10)
+    state.sequences[:, :, 0] = 1
+    state.lengths.fill_(1)
+    parameters = beam_parameters(2, 2, end_tokens=end_tokens or [2], max_lengths=8)
+    searches = DecodingSearches(
+        decoder, state, parameters, new_token_rules(2), 5,
+        num_groups=2, num_candidates=6, rules="scorer",
+    )  # fmt: skip
+    searches.read_memory(torch.ones(1, 5, 18), torch.tensor([5]), torch.arange(1))
+    return searches
+
+
 def put(searches: DecodingSearches, where: str, value: Any) -> None:
     """Write to an element of a tensor, ``state.lengths[0]`` or the like."""
     part, _, rest = where.partition(".")
@@ -110,6 +127,8 @@ def put(searches: DecodingSearches, where: str, value: Any) -> None:
         ("caches.memory_lengths[1]", 17),
         ("caches.cached_lengths[0]", -1),
         ("token_rules.repetition_penalty[1]", 0.0),
+        ("parameters.pad_tokens[0]", 40),
+        ("parameters.pad_tokens[1]", -1),
     ],
 )
 def test_values_out_of_range(where: str, value: Any) -> None:
@@ -129,6 +148,58 @@ def test_a_table_out_of_range() -> None:
     searches.caches.table[1, 0] = 6
     with pytest.raises(ValueError, match=r"caches.table\[1, 0\] is 6"):
         searches.run(1)
+
+
+def test_a_group_without_its_first_one() -> None:
+    """Nobody would read its prompt, and its table has not been written."""
+    searches = two_groups()
+    searches.state.lengths[1] = 4
+    searches.caches.table.fill_((1 << 31) - 1)
+    with pytest.raises(ValueError, match=r"caches.cached_lengths\[0\] is 0; expected 3"):
+        searches.run(1)
+
+
+def test_a_vocabulary_of_end_tokens() -> None:
+    """No candidate can go on, and none is made up behind the vocabulary."""
+    searches = two_groups(vocab=2, end_tokens=[0, 1])
+    searches.run(5)
+    assert int(searches.state.sequences.max()) < 2
+
+
+def other_bytes(packed: torch.Tensor, change: Any) -> torch.Tensor:
+    """A copy, aligned to 64, of which the header is another."""
+    memory = torch.empty(packed.numel() + 64, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 64
+    copy = memory[begin : begin + packed.numel()]
+    copy.copy_(packed)
+    change(copy[:64].view(torch.int32))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 0, "holds other bytes than a packed weight"),
+        (1, 1, "has format bfloat16; expected float32"),
+        (2, 1, "was made at another CPU capability"),
+        (6, 5, r"is a weight of shape \[40, 5\]; expected \[40, 22\], from config"),
+    ],
+)
+def test_other_packed_weights(place: int, value: int, message: str) -> None:
+    arguments = list(step_arguments(running_search()))
+    packed = list(arguments[0])
+    packed[7] = other_bytes(packed[7], lambda header: header[place].fill_(value))
+    arguments[0] = packed
+    with pytest.raises(ValueError, match=f"weights.logits {message}"):
+        ops.decoding_steps_(*arguments)
+
+
+@pytest.mark.parametrize("number", [0, 3, 4, 5, 6])
+def test_a_meta_tensor_in_a_list(number: int) -> None:
+    arguments = list(step_arguments(running_search()))
+    arguments[number] = [arguments[number][0].to("meta"), *arguments[number][1:]]
+    with pytest.raises(ValueError, match=r"\[0\] is on meta"):
+        ops.decoding_steps_(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -185,4 +256,18 @@ def test_faster_transformer_options(options: list[int], message: str) -> None:
     arguments = faster_transformer_arguments()
     arguments[-1] = options
     with pytest.raises(ValueError, match=message):
+        ops.faster_transformer_decoding_(*arguments)
+
+
+def test_faster_transformer_with_a_short_relative_bias() -> None:
+    arguments = faster_transformer_arguments()
+    arguments[0] = [*arguments[0][:2], torch.zeros(3, 5), *arguments[0][3:]]
+    with pytest.raises(ValueError, match="5 distances; expected at least 6"):
+        ops.faster_transformer_decoding_(*arguments)
+
+
+def test_faster_transformer_with_a_meta_tensor() -> None:
+    arguments = faster_transformer_arguments()
+    arguments[3] = [*arguments[3][:5], arguments[3][5].to("meta"), arguments[3][6]]
+    with pytest.raises(ValueError, match=r"caches\[5\] is on meta"):
         ops.faster_transformer_decoding_(*arguments)
