@@ -62,6 +62,13 @@ def test_when_a_search_ends(early_stopping: bool | str, length_penalty: float) -
     )
 
 
+def test_a_pad_token_out_of_the_vocabulary() -> None:
+    """It fills results, and no beam is run with it."""
+    ends = [END, 55, 16]
+    tokens = check("marian", num_beams=4, pad_token_id=10**9, eos_token_id=ends)
+    assert (tokens == 10**9).any()
+
+
 PROCESSORS: list[dict[str, Any]] = [
     {"min_new_tokens": 6},
     {"min_length": 5},
