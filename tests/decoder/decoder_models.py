@@ -12,6 +12,8 @@ from transformers import (
     MarianMTModel,
     MBartConfig,
     MBartForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -40,25 +42,26 @@ def _bart_sizes(layers: int = 2) -> dict[str, Any]:
     )
 
 
-def _t5(gated: bool, **more: Any) -> Any:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB,
-            d_model=24,
-            d_kv=10,  # no multiple of a vector, and 3 heads of 10 are not d_model
-            d_ff=40,
-            num_layers=2,
-            num_heads=3,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=20,
-            feed_forward_proj="gated-gelu" if gated else "relu",
-            eos_token_id=END,
-            pad_token_id=PAD,
-            decoder_start_token_id=PAD,
-            initializer_factor=3.0,
-            **more,
-        )
+def _t5_sizes(gated: bool) -> dict[str, Any]:
+    return dict(
+        vocab_size=VOCAB,
+        d_model=24,
+        d_kv=10,  # no multiple of a vector, and 3 heads of 10 are not d_model
+        d_ff=40,
+        num_layers=2,
+        num_heads=3,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        eos_token_id=END,
+        pad_token_id=PAD,
+        decoder_start_token_id=PAD,
+        initializer_factor=3.0,
     )
+
+
+def _t5(gated: bool, **more: Any) -> Any:
+    return T5ForConditionalGeneration(T5Config(**_t5_sizes(gated), **more))
 
 
 def _whisper() -> Any:
@@ -91,6 +94,7 @@ MODELS = {
     ),
     "t5": lambda: _t5(gated=False),
     "t5_gated": lambda: _t5(gated=True, tie_word_embeddings=False),
+    "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**_t5_sizes(gated=True))),
     "whisper": _whisper,
 }
 
