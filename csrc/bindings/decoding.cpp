@@ -91,7 +91,8 @@ void check_search(const DecodingParams& p, int64_t slot) {
 
 Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
                       const Tensors& state, const Tensors& parameters, const Tensors& rules,
-                      const Tensors& caches, const Tensor& workspace, const Integers& options) {
+                      const Tensors& caches, const Tensor& workspace, const Integers& options,
+                      const std::optional<Tensor>& logits) {
   const char* const op = kStepsOp;
   const DecoderModel model(op, weights, config, numbers);
   const CacheTensors cache(op, caches, model.config);
@@ -127,9 +128,10 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
     fail(op, "options.num_candidates is ", p.num_candidates, " for ", p.cache_rows(),
          " rows; expected fewer than 2^31 in all");
   }
-  if (p.weights.relative_bias != nullptr && p.weights.num_distances < p.state.capacity) {
+  if (p.weights.relative_bias != nullptr && p.weights.num_distances + 1 < p.state.capacity) {
     fail(op, "weights.relative_bias has ", p.weights.num_distances,
-         " distances; expected at least the capacity of the state, ", p.state.capacity);
+         " distances; expected at least ", p.state.capacity - 1,
+         ", one less than the capacity of the state");
   }
   for (int64_t slot = 0; slot < p.state.slots; ++slot) {
     if (p.is_running(slot)) check_search(p, slot);
@@ -141,6 +143,11 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
       reinterpret_cast<uintptr_t>(p.workspace) % 64 != 0) {
     fail(op, "workspace has ", workspace.numel(), " bytes on ", device_name(workspace),
          "; expected at least ", bytes, " on cpu, aligned to 64");
+  }
+  if (logits) {
+    const Tensors kept{*logits};
+    p.logits = TensorList(op, "outputs", kept, 1)
+                   .next<float>("logits", ScalarType::Float, {p.cache_rows(), p.config.vocab});
   }
   Tensor steps = new_tensor(first, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);

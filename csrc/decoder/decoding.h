@@ -48,6 +48,8 @@ struct DecodingParams {
   DecoderCaches caches;               // capacity is that of the state
   int64_t* cached_lengths = nullptr;  // [requests]: positions whose keys are in the cache
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
+  // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
+  float* logits = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
   // Whether the search of a slot goes on.

@@ -143,6 +143,10 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
             )
+        if "custom_generate" in arguments:
+            raise ValueError(
+                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
+            )
         from lmdecode.integrations.transformers.decoding import decode
 
         if isinstance(arguments.get("encoder_outputs"), dict):

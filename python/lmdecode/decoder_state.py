@@ -174,8 +174,20 @@ class DecodingSearches:
             requests,
         )
 
-    def run(self, max_steps: int = (1 << 62), *, stop_when_done: bool = False) -> int:
-        """Do steps until all searches have ended, or one has; return how many."""
+    def run(
+        self,
+        max_steps: int = (1 << 62),
+        *,
+        stop_when_done: bool = False,
+        logits: Tensor | None = None,
+    ) -> int:
+        """Do steps until all searches have ended, or one has; return how many.
+
+        Parameters
+        ----------
+        logits : Tensor, optional
+            [rows of the caches, V] float32: the last ones of each row are written to it.
+        """
         steps = ops.decoding_steps_(
             self.decoder.tensors,
             self.decoder.sizes,
@@ -186,5 +198,6 @@ class DecodingSearches:
             list(self.caches),
             self._workspace,
             [*self._options, max_steps, int(stop_when_done)],
+            logits,
         )
         return int(steps)

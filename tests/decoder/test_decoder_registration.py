@@ -46,7 +46,30 @@ def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
 
 
 def test_decoding_steps() -> None:
-    opcheck(ops.decoding_steps_.default, step_arguments(running_search()))
+    searches = running_search()
+    opcheck(ops.decoding_steps_.default, step_arguments(searches))
+    logits = torch.zeros(6, searches.decoder.config.vocab_size)
+    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), logits))
+
+
+def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
+    searches = running_search()
+    searches.state.done[0] = 1
+    logits = torch.full((6, searches.decoder.config.vocab_size), 7.0)
+    assert searches.run(1, logits=logits) == 1
+    assert (logits[:3] == 7.0).all() and (logits[3:] != 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((5, 40), torch.float32, r"outputs.logits has shape \[5, 40\]; expected \[6, "),
+        ((6, 40), torch.float64, "outputs.logits"),
+    ],
+)
+def test_logits_that_do_not_fit(shape: Any, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        running_search().run(1, logits=torch.zeros(shape, dtype=dtype))
 
 
 def test_decoding_read_memory() -> None:
