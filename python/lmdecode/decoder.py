@@ -94,7 +94,14 @@ class Decoding:
         return decoding
 
     def batch(
-        self, *, max_requests: int, num_beams: int, capacity: int, source: int
+        self,
+        *,
+        max_requests: int,
+        num_beams: int,
+        capacity: int,
+        source: int,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
     ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there.
 
@@ -113,6 +120,8 @@ class Decoding:
             num_beams=num_beams,
             capacity=capacity,
             source=source,
+            max_end_tokens=max_end_tokens,
+            max_suppressed=max_suppressed,
         )
 
     @property
