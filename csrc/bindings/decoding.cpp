@@ -103,13 +103,14 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   const LikeTensor like(first);
   p.state = beam_search_state(op, state, like);
   p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
-  IntegerList list(op, "options", options, 6);
+  IntegerList list(op, "options", options, 7);
   p.rules = static_cast<BeamRules>(list.next("rules", 0, 2));
   p.greedy = list.next_flag("greedy");
   p.num_groups = list.next("num_groups", 1);
   p.num_candidates = list.next("num_candidates", 1, (int64_t{1} << 24));
   p.max_steps = list.next("max_steps", 0, INT64_MAX);
   p.stop_when_done = list.next_flag("stop_when_done");
+  p.chooses = list.next_flag("chooses");
   p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
   p.caches = cache.caches;
   p.cached_lengths = cache.cached_lengths;

@@ -116,8 +116,8 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the 14
   // tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
   // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates, max_steps,
-  // stop_when_done; logits [rows of caches, vocab]: the last ones of each row are written. Returns
-  // the number of steps, int64.
+  // stop_when_done, chooses (else one step at most, up to the logits); logits [rows of caches,
+  // vocab]: the last ones of each row are written. Returns the number of steps, int64.
   m.def(
       "decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
       "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "

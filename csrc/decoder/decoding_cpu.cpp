@@ -29,6 +29,7 @@ class Decoding {
       const int64_t searches = num_searches_;
       forward_.run(/*to_logits=*/true);
       if (p_.logits != nullptr) copy_logits();
+      if (!p_.chooses) return 1;
       for (int64_t begin = 0; begin < searches;) {
         const int64_t end = group_end(begin);
         choose(begin, end);

@@ -140,8 +140,10 @@ class Decoding:
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
-            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and
-            so on, with the model's ``generation_config`` for defaults.
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
+            ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
+            ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
+            not have are called step by step.
 
         Raises
         ------

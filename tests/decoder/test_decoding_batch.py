@@ -206,5 +206,5 @@ def test_the_last_token_needs_no_distance() -> None:
     batch = lmdecode.Decoding(config, weights).batch(**sizes)
     batch.add(BeamRequest([1], num_beams=2, max_new_tokens=7, eos_token_id=[]), memories()[0])
     assert batch.run()[0].sequences.shape == (1, 8)
-    with pytest.raises(ValueError, match="capacity is 9; expected at most 8: .* 7 distances"):
+    with pytest.raises(ValueError, match=r"capacity is 9; expected at most 8: .* 7 distances"):
         lmdecode.Decoding(config, weights).batch(**sizes | dict(capacity=9))

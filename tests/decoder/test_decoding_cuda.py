@@ -170,6 +170,11 @@ def test_what_it_cannot_do_is_refused() -> None:
     _, decoding = pair("marian", torch.device("cpu"))
     with pytest.raises(ValueError, match="max_length: expected at most 97"):
         decoding.generate(**make_inputs("marian"), max_new_tokens=200)
+    for num_beams, instead in ((1, "$"), (2, ", also with custom_generate=beam_search")):
+        with pytest.raises(ValueError, match=rf"NoBadWords.*by model.generate\(\){instead}"):
+            decoding.generate(**make_inputs("marian"), bad_words_ids=[[3, 4]], num_beams=num_beams)
+    with pytest.raises(ValueError, match="stopping_criteria"):
+        decoding.generate(**make_inputs("marian"), max_time=100.0)
     for name in ("output_logits", "output_scores"):
         with pytest.raises(ValueError, match=f"{name}: expected False on a device"):
             decoding.generate(**make_inputs("marian"), return_dict_in_generate=True, **{name: True})

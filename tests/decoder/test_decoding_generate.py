@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import lmdecode
-from tests.decoder.decoder_models import END, MODELS, VOCAB, make_inputs, make_model
+from tests.decoder.decoder_models import (
+    END,
+    MODELS,
+    VOCAB,
+    make_inputs,
+    make_model,
+    make_whisper_with_timestamps,
+)
 
 pytest.importorskip("transformers")
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 
 
 @functools.cache
@@ -85,6 +99,65 @@ PROCESSORS: list[dict[str, Any]] = [
 def test_processors(arguments: dict[str, Any], num_beams: int) -> None:
     for kind in ("bart", "t5"):
         check(kind, num_beams=num_beams, **arguments)
+
+
+class StopAtTwenty(StoppingCriteria):
+    """Ends sequences at tokens that are multiples of 20."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 20 == 0
+
+
+ANY_RULES: list[dict[str, Any]] = [
+    {"bad_words_ids": [[3, 4], [14], [21, 33, 8]], "no_repeat_ngram_size": 2},
+    {"sequence_bias": {(16, 17): 5.0, (40,): 3.0}},
+    {"encoder_repetition_penalty": 1.3, "min_new_tokens": 5},
+    {"prefix_allowed_tokens_fn": lambda batch, ids: range(batch, 60 - batch, 3)},
+    {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
+    {"stopping_criteria": StoppingCriteriaList([StopAtTwenty()])},
+    {"max_time": 1000.0, "eos_token_id": [2, 20, 21, 22, 23, 24]},
+    {"suppress_tokens": [5], "bad_words_ids": [[3, 4]], "output_logits": True},
+]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("arguments", ANY_RULES, ids=lambda a: "+".join(a))
+def test_any_processors_and_criteria(arguments: dict[str, Any], num_beams: int) -> None:
+    for kind in ("bart", "t5"):
+        model, decoding = pair(kind)
+        arguments = arguments | make_inputs(kind) | dict(num_beams=num_beams, max_new_tokens=12)
+        arguments |= dict(return_dict_in_generate=True, output_scores=True)
+        expected, got = model.generate(**arguments), decoding.generate(**arguments)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        assert len(got.scores) == len(expected.scores)
+        torch.testing.assert_close(got.scores[0], expected.scores[0], atol=1e-3, rtol=1e-4)
+        if arguments.get("output_logits"):
+            torch.testing.assert_close(got.logits[0], expected.logits[0], atol=1e-3, rtol=1e-4)
+        if num_beams > 1:
+            torch.testing.assert_close(
+                got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4
+            )
+            assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+        del arguments["return_dict_in_generate"], arguments["output_scores"]
+        assert decoding.generate(**arguments).tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    ("frames", "return_timestamps"), [(40, False), (40, True), (100, True), (100, None)]
+)
+def test_whisper_with_timestamps_and_long_audio(
+    frames: int, return_timestamps: bool | None, num_beams: int
+) -> None:
+    """Above 40 frames it transcribes window after window, timestamps say where the next is."""
+    model = make_whisper_with_timestamps()
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    features = torch.randn(1, 8, frames, generator=torch.Generator().manual_seed(2))
+    arguments = dict(
+        num_beams=num_beams, max_new_tokens=8, return_timestamps=return_timestamps, language="en"
+    )
+    expected = model.generate(features, **arguments)
+    assert decoding.generate(features, **arguments).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -182,8 +255,9 @@ def test_whispers_mask_of_features_is_no_mask_of_the_memory(num_beams: int) -> N
     assert decoding.generate(**inputs, **arguments).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("more", [{}, {"bad_words_ids": [[3, 4]]}], ids=["rules", "any"])
 @pytest.mark.parametrize("num_beam_groups", [2, 4])
-def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int) -> None:
+def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int, more: dict[str, Any]) -> None:
     from lmdecode.integrations.transformers import beam_search
 
     for kind in ("marian", "t5"):
@@ -198,6 +272,7 @@ def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int) -> None:
             output_scores=True,
             **make_inputs(kind),
         )
+        arguments |= more
         expected = model.generate(custom_generate=beam_search, **arguments)
         got = decoding.generate(**arguments)
         assert got.sequences.tolist() == expected.sequences.tolist()
@@ -246,15 +321,11 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
     [
         ({"do_sample": True}, "do_sample"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"bad_words_ids": [[3, 4]]}, r"NoBadWords.*called by model.generate\(\)$"),
-        ({"bad_words_ids": [[3, 4]], "num_beams": 2}, "NoBadWords.*custom_generate=beam_search"),
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
         ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
         ({"custom_generate": "here"}, "custom_generate is given"),
-        ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenaltyLogitsProcessor"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
-        ({"max_time": 100.0}, "stopping_criteria"),
         ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
         ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
     ],
@@ -287,13 +358,14 @@ def test_nan_is_an_error_of_its_prompt() -> None:
     inputs = make_inputs("marian")
     memory = model.get_encoder()(**inputs)
     memory.last_hidden_state[1, 0] = torch.nan
-    for num_beams in (1, 3):
-        with pytest.raises(RuntimeError, match="prompt 1"):
+    for num_beams, bad_words_ids in itertools.product((1, 3), (None, [[3, 4]])):
+        with pytest.raises(RuntimeError, match=r"step 0: .*prompt 1 has NaN in its logits$"):
             decoding.generate(
                 encoder_outputs=memory,
                 attention_mask=inputs["attention_mask"],
                 num_beams=num_beams,
                 max_new_tokens=5,
+                bad_words_ids=bad_words_ids,
             )
 
 

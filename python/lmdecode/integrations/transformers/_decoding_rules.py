@@ -23,7 +23,15 @@ from transformers.generation.logits_process import (
 from lmdecode.decoder_state import ALWAYS, TokenRules, new_token_rules
 from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 
-__all__ = ["token_rules"]
+__all__ = ["has_token_rules", "token_rules"]
+
+
+def has_token_rules(processors: LogitsProcessorList, vocab_size: int) -> bool:
+    """Tell whether the rules can do what the processors do."""
+    return ProcessorPlan(processors).fits(vocab_size) and not any(
+        type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length
+        for processor in processors
+    )
 
 
 def _refuse(processors: LogitsProcessorList, vocab_size: int, greedy: bool) -> None:

@@ -50,22 +50,23 @@ class StepOutputs:
             self.logits = []
         self._processors, self._greedy = processors, config.num_beams == 1
 
-    def run(self, searches: DecodingSearches | DeviceSearches) -> int:
-        """Do steps until all searches have ended; return how many."""
+    def run(self, searches: DecodingSearches | DeviceSearches) -> None:
+        """Do steps until all searches have ended."""
         if isinstance(searches, DeviceSearches) or (self.scores is None and self.logits is None):
-            return searches.run()
-        state, steps = searches.state, 0
+            searches.run()
+            return
+        state = searches.state
         slots, beams, capacity = state.sequences.shape
         vocab_size = searches.decoder.config.vocab_size
         while True:
             goes_on = (state.done == 0) & (state.status == 0) & (state.lengths < capacity)
             rows = goes_on.repeat_interleave(beams).nonzero()[:, 0]
             if not len(rows):
-                return steps
+                return
             length = int(state.lengths[goes_on].max())
             sequences = state.sequences[:, :, :length].flatten(0, 1)[rows]
             logits = torch.zeros(slots * beams, vocab_size)
-            steps += searches.run(1, logits=logits)
+            searches.run(1, logits=logits)
             if self.logits is not None:
                 self.logits.append(logits)
             if self.scores is not None:

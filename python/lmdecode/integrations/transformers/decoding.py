@@ -16,7 +16,8 @@ from lmdecode._decoding_cuda import DeviceDecoder, DeviceSearches
 from lmdecode.beam import beam_finalize
 from lmdecode.decoder_state import DecodingSearches
 from lmdecode.decoder_weights import PackedDecoder
-from lmdecode.integrations.transformers._decoding_rules import token_rules
+from lmdecode.integrations.transformers._decoding_rules import has_token_rules, token_rules
+from lmdecode.integrations.transformers._decoding_search import decode_with_any_rules
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     refuse_assistance,
@@ -175,16 +176,30 @@ def decode(
     if not is_on_cpu:
         _refuse_on_device(config)
     ends = _end_tokens_of_criteria(stopping_criteria, settings.max_length)
-    if ends is None:
-        names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
-        raise ValueError(
-            f"stopping_criteria: expected a maximum length and end tokens, got {names}"
-        )
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
         mask = None  # Whisper's is one of input features: its decoder looks at all of the memory
     memory, lengths = memory_of(model_kwargs["encoder_outputs"], mask, decoder.device)
     memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
+    if isinstance(decoder, PackedDecoder) and (
+        ends is None or not has_token_rules(logits_processor, decoder.config.vocab_size)
+    ):
+        return decode_with_any_rules(
+            decoder,
+            model,
+            settings,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            config,
+            memory,
+            lengths,
+        )
+    if ends is None:
+        names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
+        raise ValueError(
+            f"stopping_criteria: expected a maximum length and end tokens on a device, got {names}"
+        )
     parameters, state = new_search(
         settings,
         input_ids,
@@ -212,10 +227,13 @@ def decode(
     )
     searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
     outputs = StepOutputs(config, logits_processor, is_kept=is_on_cpu)
-    steps = outputs.run(searches)
+    outputs.run(searches)
     state = searches.state
-    if bool(state.status.any()):
-        raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), steps)
+    failed = state.status != 0
+    if bool(failed.any()):
+        # The step that failed has counted.
+        step = int(state.lengths[failed].min()) - settings.prompt_length - 1
+        raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), step)
     if groups > 1:
         sequences, scores, indices = _group_result(settings, groups, searches)
     else:
