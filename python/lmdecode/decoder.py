@@ -20,6 +20,13 @@ from lmdecode.decoder_weights import PackedDecoder, pack_layer
 __all__ = ["DecoderLayer", "Decoding", "gather_tree"]
 
 
+def _check_tensors(op: str, **tensors: object) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{op}: {name} is of type {kind}; expected a tensor")
+
+
 class Decoding:
     """The decoder of an encoder-decoder model, with its whole loop in C++.
 
@@ -239,7 +246,13 @@ class DecoderLayer:
         -------
         DecodingCaches
             In whose ``table`` every row is its own.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what has a wrong shape or dtype, or is out of range.
         """
+        _check_tensors("DecoderLayer.new_caches", memory=memory, memory_lengths=memory_lengths)
         config = self.config
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
@@ -285,9 +298,13 @@ class DecoderLayer:
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Names what has a wrong shape, or is out of range; nothing has been written then.
         """
+        _check_tensors("DecoderLayer", from_tensor=from_tensor, positions=positions)
+        for name, value in (("requests", requests), ("cache_rows", cache_rows)):
+            if value is not None:
+                _check_tensors("DecoderLayer", **{name: value})
         rows, count = from_tensor.shape[0], caches.memory_lengths.shape[0]
         own = torch.arange(rows, dtype=torch.int32)
         if requests is None:
@@ -336,9 +353,15 @@ def gather_tree(
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         Wrong shapes or dtypes, or a trace comes to a parent that is no beam.
     """
+    _check_tensors(
+        "gather_tree",
+        step_ids=step_ids,
+        parent_ids=parent_ids,
+        max_sequence_lengths=max_sequence_lengths,
+    )
     return ops.gather_tree(
         step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
     )
