@@ -356,10 +356,13 @@ def _cpu_capability():
 
 
 @torch.library.register_fake("lmdecode::decoding_steps_")
-def _decoding_steps(weights, config, numbers, state, parameters, rules, caches, workspace, options):
+def _decoding_steps(
+    weights, config, numbers, state, parameters, rules, caches, workspace, options, logits=None
+):
     others = _entries(
         weights=weights, state=state, parameters=parameters, token_rules=rules, caches=caches
     )
+    others["logits"] = logits
     _check_devices("decoding_steps_", "workspace", workspace, others)
     return workspace.new_empty((), dtype=torch.int64)
 

@@ -97,7 +97,14 @@ class Decoding:
         return decoding
 
     def batch(
-        self, *, max_requests: int, num_beams: int, capacity: int, source: int
+        self,
+        *,
+        max_requests: int,
+        num_beams: int,
+        capacity: int,
+        source: int,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
     ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there.
 
@@ -116,6 +123,8 @@ class Decoding:
             num_beams=num_beams,
             capacity=capacity,
             source=source,
+            max_end_tokens=max_end_tokens,
+            max_suppressed=max_suppressed,
         )
 
     @property
@@ -134,8 +143,10 @@ class Decoding:
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
-            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and
-            so on, with the model's ``generation_config`` for defaults.
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
+            ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
+            ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
+            not have are called step by step.
 
         Raises
         ------
@@ -145,6 +156,10 @@ class Decoding:
         if self.model is None:
             raise ValueError(
                 "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
+            )
+        if "custom_generate" in arguments:
+            raise ValueError(
+                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
         from lmdecode.integrations.transformers.decoding import decode
 
