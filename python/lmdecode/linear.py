@@ -193,6 +193,8 @@ class PackedLinear:
         if out is None:
             return _packed_linear(*arguments).view(shape)
         out_rows = self._like_y("out", out, shape)
+        if out.is_neg():
+            raise ValueError(f"{op}: out is a negated view, which cannot be written in place")
         if not out.is_contiguous():
             raise ValueError(
                 f"{op}: out has strides {list(out.stride())}; expected a contiguous tensor"

@@ -71,6 +71,8 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
                           lambda: LAYER(X, multiplier=OUT.half())),
     "out: strides": (r"out has strides \[1, 5\]; expected a contiguous", ValueError,
                      lambda: LAYER(X, out=torch.ones(20, 5).T)),
+    "out: negated": ("out is a negated view", ValueError,
+                     lambda: LAYER(X, out=torch._neg_view(torch.zeros(5, 20)))),
     "out: a list": ("out is of type list", TypeError, lambda: LAYER(X, out=[1.0])),
     "op, x: three dimensions": (r"x has shape \[1, 5, 30\]; expected 2 dimensions", ValueError,
                                 lambda: op(X[None])),
