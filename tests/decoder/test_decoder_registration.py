@@ -49,6 +49,17 @@ def test_decoding_steps() -> None:
     opcheck(ops.decoding_steps_.default, step_arguments(running_search()))
 
 
+def test_decoding_workspace_bytes() -> None:
+    searches = running_search()
+    slots, beams, capacity = searches.state.sequences.shape
+    bans = searches.token_rules.bans.shape[1]
+    _, _, num_groups, num_candidates = searches._options
+    sizes = [slots, beams, capacity, num_groups, num_candidates, bans]
+    arguments = (searches.decoder.sizes, searches.decoder.numbers, sizes)
+    opcheck(ops.decoding_workspace_bytes.default, arguments)
+    assert ops.decoding_workspace_bytes(*arguments) == searches._workspace.numel()
+
+
 def test_decoding_read_memory() -> None:
     searches = running_search("rms")
     decoder = searches.decoder
