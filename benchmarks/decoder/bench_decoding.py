@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 
 import lmdecode
+from benchmarks.attention.peak import multiply_add
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
 from lmdecode.decoder_config import LayerWeights
+from lmdecode.decoder_weights import linear_shapes
 
 GROUP = "decoder"
 CALL, STEP = "translate 32 tokens", "a step of translation"
@@ -21,6 +24,8 @@ CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers"
 NUM_BEAMS, SOURCE = 4, 20
 # What CTranslate2 has for a format: it computes in no bfloat16 on the CPU.
 PEER_TYPES = {"float32": "float32", "bfloat16": "int8", "int8": "int8"}
+_INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}
+_FEW_ROWS = 6  # up to so many the weights' bytes are the limit, then the products
 _CROSS_KEY_VALUE = LayerWeights._fields.index("cross_key_value")
 
 
@@ -100,24 +105,29 @@ def _contestants(
     contestants = [contestant(OURS, partial(generate, decoding))]
     if not with_peers:
         return contestants
-    reads = [streaming_read(weight) for weight in _read_in_a_step(decoding.decoder)]
     peer = _bfloat16(model) if dtype == "bfloat16" else model
-    contestants += [
-        Contestant(
-            LIMIT, lambda: [read() for _ in range(1 if by_step else steps) for read in reads]
-        ),
-        contestant(TRANSFORMERS, torch.no_grad()(partial(generate, peer))),
-    ]
+    contestants.append(contestant(TRANSFORMERS, torch.no_grad()(partial(generate, peer))))
+    limit = _limit(decoding.decoder, dtype, batch * NUM_BEAMS, 1 if by_step else steps)
+    if limit is not None:
+        contestants.append(Contestant(LIMIT, limit))
     if find_spec("ctranslate2") is not None:
         contestants.append(contestant(CTRANSLATE2, _ctranslate2(model, ids, dtype)))
     return contestants
 
 
-def _read_in_a_step(decoder: Any) -> list[torch.Tensor]:
-    """Return the packed weights, but for those that make keys and values of the memory."""
+def _limit(decoder: Any, dtype: str, rows: int, steps: int) -> Callable[[], object] | None:
+    """Return reads of the weights that steps multiply with, or with many rows the products."""
+    if rows > _FEW_ROWS:
+        shapes = linear_shapes(decoder.config)
+        logits = math.prod(shapes.pop("logits"))
+        for other in ("cross_key_value", "ffn_gate"):  # once a request, and of gated models
+            shapes.pop(other)
+        weights = logits + decoder.config.num_layers * sum(map(math.prod, shapes.values()))
+        return multiply_add(2.0 * steps * rows * weights, _INSTRUCTIONS[dtype])
     once = {id(w) for w in decoder.layer_tensors[_CROSS_KEY_VALUE :: len(LayerWeights._fields)]}
     packed = [tensor for tensor in decoder.tensors if tensor.dtype == torch.uint8]
-    return [tensor for tensor in packed if tensor.numel() and id(tensor) not in once]
+    reads = [streaming_read(t) for t in packed if t.numel() and id(t) not in once]
+    return lambda: [read() for _ in range(steps) for read in reads]
 
 
 def _ctranslate2(model: Any, ids: torch.Tensor, dtype: str) -> Callable[[int], object]:
@@ -189,6 +199,7 @@ def notes() -> list[str]:
         "decoder: CPU time of the process. A step is what each of 24 more tokens adds to a call of "
         "8, so without encoder and start; a call has the encoder in it (ours and transformers' is "
         "the same torch encoder in float32). The limit of a step is one read of the packed weights "
-        "that it multiplies with: loose where many rows make the work one of multiplications. "
-        "CTranslate2 has no bfloat16 on the CPU: ours is compared with its int8."
+        "that it multiplies with, from batch 8 on the peak of its products; attention, norms and "
+        "the choice of tokens are in neither. CTranslate2 has no bfloat16 on the CPU: ours is "
+        "compared with its int8."
     ]
