@@ -27,7 +27,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few small cases, rough figures")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.md", help="write the tables (between its markers)"
+        "--output",
+        type=Path,
+        metavar="FILE.md",
+        help="write the tables; between its markers, where tables of other areas stay",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios to peers")
@@ -56,30 +59,28 @@ def main() -> int:
         from benchmarks.compare import compare
 
         table, figures = compare(arguments.compare, cases, effort, arguments.threads)
-        text = report.document(about, {f"This tree against {arguments.compare}": table}, {}, [])
+        group = f"This tree against {arguments.compare}"
+        sections = {group: report.section(about, table, None, [])}
         record = {"machine": about, "compare": figures}
         results = []
     else:
         results = list(run_cases(cases, effort, arguments.threads))
-        tables, goals, notes = {}, {}, []
+        sections = {}
         for benchmark in found:
             keys = {case.key for case in by_benchmark[benchmark.name]}
             mine = [result for result in results if result.case.key in keys]
             if not mine:
                 continue
-            group = mine[0].case.group
-            tables[group] = report.results_table(mine)
             outcomes = benchmark.goals(mine)
             if arguments.names:
                 outcomes = [outcome for outcome in outcomes if outcome.cases]
-            if outcomes and not arguments.quick:
-                goals[group] = report.goals_table(outcomes)
-            notes += benchmark.notes()
-        text = report.document(about, tables, goals, notes)
+            goals = report.goals_table(outcomes) if outcomes and not arguments.quick else None
+            table = report.results_table(mine)
+            sections[mine[0].case.group] = report.section(about, table, goals, benchmark.notes())
         record = {"machine": about, "results": [result.as_json() for result in results]}
-    print(text)
+    print(report.document(sections))
     if arguments.output:
-        report.write(arguments.output, text)
+        report.write(arguments.output, sections)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.plot and results:

@@ -162,27 +162,40 @@ def goals_table(outcomes: list[GoalOutcome]) -> str:
     return markdown_table(head, rows, len(head))
 
 
-def document(
-    about: dict[str, str],
-    tables: dict[str, str],
-    goals: dict[str, str],
-    notes: list[str],
-) -> str:
-    """Put a run's tables together, one section a group of cases."""
-    parts = ["; ".join(f"{name} {value}" for name, value in about.items() if value) + "."]
-    parts += notes
-    for group, table in tables.items():
-        parts.append(f"### {group}")
-        if group in goals:
-            parts += ["Goals:", goals[group], "Cases:"]
-        parts.append(table)
-    return "\n\n".join(parts) + "\n"
+def section(about: dict[str, str], table: str, goals: str | None, notes: list[str]) -> str:
+    """Put together what a run has of one group of cases."""
+    parts = ["; ".join(f"{name} {value}" for name, value in about.items() if value) + ".", *notes]
+    if goals is not None:
+        parts += ["Goals:", goals, "Cases:"]
+    return "\n\n".join([*parts, table])
 
 
-def write(path: Path, text: str) -> None:
-    """Write a run to a file; where it has the two marker lines, between them."""
+def document(sections: dict[str, str]) -> str:
+    """Put the sections of groups together."""
+    return "\n\n".join(f"### {group}\n\n{text}" for group, text in sections.items()) + "\n"
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Take a document apart."""
+    found = {}
+    for part in ("\n" + text).split("\n### ")[1:]:
+        group, _, body = part.partition("\n")
+        found[group] = body.strip()
+    return found
+
+
+def write(path: Path, sections: dict[str, str]) -> None:
+    """Write a run to a file.
+
+    Where it has the two marker lines, between them: the sections of groups that the run does not
+    have stay, so that one area can be measured anew.
+    """
+    text = document(sections)
     if path.exists() and START in (old := path.read_text()) and END in old:
         before, _, rest = old.partition(START)
-        text = f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}"
+        between, _, after = rest.partition(END)
+        together = {**_sections(between), **sections}
+        text = document(dict(sorted(together.items(), key=lambda item: item[0].lower())))
+        text = f"{before}{START}\n\n{text}\n{END}{after}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

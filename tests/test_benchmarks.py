@@ -233,6 +233,19 @@ def test_interleaved_sets_threads_and_restores_them() -> None:
     assert sum(shares) == pytest.approx(1, rel=0.3)
 
 
+def test_a_file_keeps_what_the_run_does_not_have(tmp_path: Path) -> None:
+    from benchmarks import report
+
+    file = tmp_path / "results.md"
+    file.write_text(f"before\n{report.START}\n{report.END}\nafter\n")
+    report.write(file, {"b": "old b", "C": "c\n\n| ### |"})
+    report.write(file, {"a": "a", "b": "new b"})
+    between = "### a\n\na\n\n### b\n\nnew b\n\n### C\n\nc\n\n| ### |\n"
+    assert file.read_text() == f"before\n{report.START}\n\n{between}\n{report.END}\nafter\n"
+    report.write(tmp_path / "other.md", {"a": "a"})
+    assert (tmp_path / "other.md").read_text() == "### a\n\na\n"
+
+
 def test_interleaved_names_an_unknown_clock() -> None:
     with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, process, wall"):
         interleaved({}, clock="sun")

@@ -91,7 +91,8 @@ void check_search(const DecodingParams& p, int64_t slot) {
 
 Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
                       const Tensors& state, const Tensors& parameters, const Tensors& rules,
-                      const Tensors& caches, const Tensor& workspace, const Integers& options) {
+                      const Tensors& caches, const Tensor& workspace, const Integers& options,
+                      const std::optional<Tensor>& logits) {
   const char* const op = kStepsOp;
   const DecoderModel model(op, weights, config, numbers);
   const CacheTensors cache(op, caches, model.config);
@@ -102,13 +103,14 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   const LikeTensor like(first);
   p.state = beam_search_state(op, state, like);
   p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
-  IntegerList list(op, "options", options, 6);
+  IntegerList list(op, "options", options, 7);
   p.rules = static_cast<BeamRules>(list.next("rules", 0, 2));
   p.greedy = list.next_flag("greedy");
   p.num_groups = list.next("num_groups", 1);
   p.num_candidates = list.next("num_candidates", 1, (int64_t{1} << 24));
   p.max_steps = list.next("max_steps", 0, INT64_MAX);
   p.stop_when_done = list.next_flag("stop_when_done");
+  p.chooses = list.next_flag("chooses");
   p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
   p.caches = cache.caches;
   p.cached_lengths = cache.cached_lengths;
@@ -127,9 +129,10 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
     fail(op, "options.num_candidates is ", p.num_candidates, " for ", p.cache_rows(),
          " rows; expected fewer than 2^31 in all");
   }
-  if (p.weights.relative_bias != nullptr && p.weights.num_distances < p.state.capacity) {
+  if (p.weights.relative_bias != nullptr && p.weights.num_distances + 1 < p.state.capacity) {
     fail(op, "weights.relative_bias has ", p.weights.num_distances,
-         " distances; expected at least the capacity of the state, ", p.state.capacity);
+         " distances; expected at least ", p.state.capacity - 1,
+         ", one less than the capacity of the state");
   }
   for (int64_t slot = 0; slot < p.state.slots; ++slot) {
     if (p.is_running(slot)) check_search(p, slot);
@@ -141,6 +144,11 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
       reinterpret_cast<uintptr_t>(p.workspace) % 64 != 0) {
     fail(op, "workspace has ", workspace.numel(), " bytes on ", device_name(workspace),
          "; expected at least ", bytes, " on cpu, aligned to 64");
+  }
+  if (logits) {
+    const Tensors kept{*logits};
+    p.logits = TensorList(op, "outputs", kept, 1)
+                   .next<float>("logits", ScalarType::Float, {p.cache_rows(), p.config.vocab});
   }
   Tensor steps = new_tensor(first, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);

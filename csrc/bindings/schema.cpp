@@ -116,11 +116,12 @@ STABLE_TORCH_LIBRARY(lmdecode, m) {
   // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the 14
   // tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
   // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates, max_steps,
-  // stop_when_done. Returns the number of steps, int64.
+  // stop_when_done, chooses (else one step at most, up to the logits); logits [rows of caches,
+  // vocab]: the last ones of each row are written. Returns the number of steps, int64.
   m.def(
       "decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
       "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
-      "options) -> Tensor");
+      "options, Tensor(d!)? logits=None) -> Tensor");
   // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
   m.def("decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int");
   // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers

@@ -44,10 +44,13 @@ struct DecodingParams {
   int64_t num_candidates = 0;  // of a slot
   int64_t max_steps = 0;
   bool stop_when_done = false;  // return when a search has ended, not only when all have
+  bool chooses = true;          // else one step at most, and no tokens: the caller chooses them
 
   DecoderCaches caches;               // capacity is that of the state
   int64_t* cached_lengths = nullptr;  // [requests]: positions whose keys are in the cache
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
+  // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
+  float* logits = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
   // Whether the search of a slot goes on.

@@ -28,6 +28,8 @@ class Decoding {
     while (steps < p_.max_steps && collect_rows() > 0) {
       const int64_t searches = num_searches_;
       forward_.run(/*to_logits=*/true);
+      if (p_.logits != nullptr) copy_logits();
+      if (!p_.chooses) return 1;
       for (int64_t begin = 0; begin < searches;) {
         const int64_t end = group_end(begin);
         choose(begin, end);
@@ -91,6 +93,15 @@ class Decoding {
     }
     w_.row_offsets[num_searches_] = forward_.count();
     return forward_.count();
+  }
+
+  void copy_logits() {
+    const int64_t vocab = p_.config.vocab;
+    for (int64_t search = 0; search < num_searches_; ++search) {
+      const int64_t first = w_.row_offsets[search];
+      std::copy_n(forward_.logits() + first * vocab, (w_.row_offsets[search + 1] - first) * vocab,
+                  p_.logits + w_.slots[search] * state_.beams * vocab);
+    }
   }
 
   // ---- the choice; searches [begin, end) of the step, all of one group

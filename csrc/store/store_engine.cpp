@@ -159,9 +159,9 @@ void StoreEngine::open_files() {
     }
   }
   if (!options_.readonly && capacity_areas() == 0) {
-    throw std::invalid_argument("KVStore: capacity_bytes is " +
-                                std::to_string(options_.capacity_bytes) +
-                                "; expected at least one slot of " + std::to_string(slot_bytes_));
+    throw std::invalid_argument(
+        "KVStore: capacity_bytes is " + std::to_string(options_.capacity_bytes) +
+        "; expected at least one slot of " + std::to_string(slot_bytes_) + " bytes");
   }
   slabs_ = std::make_unique<SlabFiles>(file_system_, directory, slot_bytes_, slots_per_slab_,
                                        options_.readonly);

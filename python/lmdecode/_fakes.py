@@ -350,7 +350,9 @@ def _cpu_capability():
 
 
 @torch.library.register_fake("lmdecode::decoding_steps_")
-def _decoding_steps(weights, config, numbers, state, parameters, rules, caches, workspace, options):
+def _decoding_steps(
+    weights, config, numbers, state, parameters, rules, caches, workspace, options, logits=None
+):
     return workspace.new_empty((), dtype=torch.int64)
 
 

@@ -41,6 +41,17 @@ def _check_optional(op: str, **tensors: object) -> None:
     _check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
 
 
+def _check_no_gradient(op: str, **tensors: object) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires a gradient, and there is none; call it under "
+                "torch.no_grad(), or train with another attention"
+            )
+
+
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
     """A window as the op takes it: -1 for none."""
     if value is None:
@@ -238,6 +249,7 @@ def sliding_window_attention(
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
     )
+    _check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
     out, lse = _sliding_window_attention(
@@ -314,6 +326,7 @@ key_padding_mask, block_table, indirection, return_lse
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
     )
+    _check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     out, lse = _sliding_window_decode(
         q,
         k,
@@ -359,5 +372,7 @@ def merge_attention_states(
     ValueError, TypeError
         Names the argument, what came and what was expected.
     """
-    _check_tensors("merge_attention_states", o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    op = "merge_attention_states"
+    _check_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    _check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     return _merge_attention_states(o1, lse1, o2, lse2)

@@ -20,6 +20,13 @@ from lmdecode.decoder_weights import PackedDecoder, pack_layer
 __all__ = ["DecoderLayer", "Decoding", "gather_tree"]
 
 
+def _check_tensors(op: str, **tensors: object) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{op}: {name} is of type {kind}; expected a tensor")
+
+
 class Decoding:
     """The decoder of an encoder-decoder model, with its whole loop in C++.
 
@@ -94,7 +101,14 @@ class Decoding:
         return decoding
 
     def batch(
-        self, *, max_requests: int, num_beams: int, capacity: int, source: int
+        self,
+        *,
+        max_requests: int,
+        num_beams: int,
+        capacity: int,
+        source: int,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
     ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there.
 
@@ -113,6 +127,8 @@ class Decoding:
             num_beams=num_beams,
             capacity=capacity,
             source=source,
+            max_end_tokens=max_end_tokens,
+            max_suppressed=max_suppressed,
         )
 
     @property
@@ -131,8 +147,10 @@ class Decoding:
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
-            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups`` and
-            so on, with the model's ``generation_config`` for defaults.
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
+            ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
+            ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
+            not have are called step by step.
 
         Raises
         ------
@@ -142,6 +160,10 @@ class Decoding:
         if self.model is None:
             raise ValueError(
                 "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
+            )
+        if "custom_generate" in arguments:
+            raise ValueError(
+                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
         from lmdecode.integrations.transformers.decoding import decode
 
@@ -224,7 +246,13 @@ class DecoderLayer:
         -------
         DecodingCaches
             In whose ``table`` every row is its own.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what has a wrong shape or dtype, or is out of range.
         """
+        _check_tensors("DecoderLayer.new_caches", memory=memory, memory_lengths=memory_lengths)
         config = self.config
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
@@ -270,9 +298,13 @@ class DecoderLayer:
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Names what has a wrong shape, or is out of range; nothing has been written then.
         """
+        _check_tensors("DecoderLayer", from_tensor=from_tensor, positions=positions)
+        for name, value in (("requests", requests), ("cache_rows", cache_rows)):
+            if value is not None:
+                _check_tensors("DecoderLayer", **{name: value})
         rows, count = from_tensor.shape[0], caches.memory_lengths.shape[0]
         own = torch.arange(rows, dtype=torch.int32)
         if requests is None:
@@ -321,9 +353,15 @@ def gather_tree(
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         Wrong shapes or dtypes, or a trace comes to a parent that is no beam.
     """
+    _check_tensors(
+        "gather_tree",
+        step_ids=step_ids,
+        parent_ids=parent_ids,
+        max_sequence_lengths=max_sequence_lengths,
+    )
     return ops.gather_tree(
         step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
     )

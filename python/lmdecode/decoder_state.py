@@ -174,8 +174,36 @@ class DecodingSearches:
             requests,
         )
 
-    def run(self, max_steps: int = (1 << 62), *, stop_when_done: bool = False) -> int:
-        """Do steps until all searches have ended, or one has; return how many."""
+    def run(
+        self,
+        max_steps: int = (1 << 62),
+        *,
+        stop_when_done: bool = False,
+        logits: Tensor | None = None,
+    ) -> int:
+        """Do steps until all searches have ended, or one has; return how many.
+
+        Parameters
+        ----------
+        logits : Tensor, optional
+            [rows of the caches, V] float32: the last ones of each row are written to it.
+        """
+        return self._run([max_steps, int(stop_when_done), 1], logits)
+
+    def read_tokens(self) -> Tensor:
+        """Read the last token of every beam of the searches that go on, and choose none.
+
+        Returns
+        -------
+        Tensor
+            [rows of the caches, V] float32: the logits, 0 in rows that are not read.
+        """
+        rows = self.caches.table.shape[0]
+        logits = torch.zeros(rows, self.decoder.config.vocab_size)
+        self._run([1, 0, 0], logits)
+        return logits
+
+    def _run(self, options: list[int], logits: Tensor | None) -> int:
         steps = ops.decoding_steps_(
             self.decoder.tensors,
             self.decoder.sizes,
@@ -185,6 +213,7 @@ class DecodingSearches:
             list(self.token_rules),
             list(self.caches),
             self._workspace,
-            [*self._options, max_steps, int(stop_when_done)],
+            [*self._options, *options],
+            logits,
         )
         return int(steps)

@@ -314,6 +314,7 @@ class RingKVCache:
 
     def reorder_(self, rows: Tensor) -> None:
         """Let row r go on as row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
+        _check_tensor("RingKVCache.reorder_", "rows", rows)
         reorder_cache_([self._keys, self._values], rows, length_dim=2, length=self._slots_in_use())
 
     def select_rows_(self, rows: Tensor) -> None:

@@ -19,6 +19,16 @@ Wrong = dict[str, tuple[str, type[Exception], dict[str, Any]]]
 COMMON: Wrong = {
     "q: a list": (r"q is of type list", TypeError, {"q": [1.0]}),
     "k: None": (r"k is of type NoneType", TypeError, {"k": None}),
+    "q: gradient": (
+        r"q requires a gradient, and there is none; call it under torch.no_grad",
+        ValueError,
+        {"q": Q.clone().requires_grad_()},
+    ),
+    "sinks: gradient": (
+        r"sinks requires a gradient",
+        ValueError,
+        {"sinks": torch.zeros(4, requires_grad=True)},
+    ),
     "q: float64": (r"q has dtype float64", ValueError, {"q": Q.double()}),
     "q: int": (r"q has dtype int64", ValueError, {"q": Q.long()}),
     "k: another dtype": (r"k has dtype float16; expected float32", ValueError, {"k": K.half()}),

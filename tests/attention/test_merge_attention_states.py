@@ -88,6 +88,14 @@ def test_strides_threads_and_empty() -> None:
     assert out.shape == (0, 3, 5, 40) and lse.shape == (0, 3, 5)
 
 
+def test_an_infinite_weight_has_no_share() -> None:
+    o, lse = torch.ones(1, 1, 1, 4), torch.tensor([[[INF]]])
+    for op in (merge, reference):
+        out, total = op(o, lse, o, torch.zeros(1, 1, 1))
+        assert out.isnan().all()
+        assert total.item() == INF or total.isnan().all()
+
+
 def test_nan_is_kept() -> None:
     arguments = states(1, 1, 3, 16)
     arguments[1][0, 0, 0] = float("nan")
@@ -109,6 +117,7 @@ WRONG = {
     "o2: fewer dimensions": (r"o2 has shape \[2, 3, 16\]", ValueError, {2: GOOD[2][0]}),
     "lse1: other tokens": (r"lse1 has shape \[1, 2, 2\]", ValueError, {1: GOOD[1][:, :, :2]}),
     "lse2: with a size": (r"lse2 has shape \[1, 2, 3, 1\]", ValueError, {3: GOOD[3][..., None]}),
+    "o2: gradient": (r"o2 requires a gradient", ValueError, {2: GOOD[2].clone().requires_grad_()}),
     "lse2: meta": (r"lse2 is on", ValueError, {3: GOOD[3].to("meta")}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import (
     MarianMTModel,
     MBartConfig,
     MBartForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -40,29 +43,30 @@ def _bart_sizes(layers: int = 2) -> dict[str, Any]:
     )
 
 
-def _t5(gated: bool, **more: Any) -> Any:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB,
-            d_model=24,
-            d_kv=10,  # no multiple of a vector, and 3 heads of 10 are not d_model
-            d_ff=40,
-            num_layers=2,
-            num_heads=3,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=20,
-            feed_forward_proj="gated-gelu" if gated else "relu",
-            eos_token_id=END,
-            pad_token_id=PAD,
-            decoder_start_token_id=PAD,
-            initializer_factor=3.0,
-            **more,
-        )
+def _t5_sizes(gated: bool) -> dict[str, Any]:
+    return dict(
+        vocab_size=VOCAB,
+        d_model=24,
+        d_kv=10,  # no multiple of a vector, and 3 heads of 10 are not d_model
+        d_ff=40,
+        num_layers=2,
+        num_heads=3,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        eos_token_id=END,
+        pad_token_id=PAD,
+        decoder_start_token_id=PAD,
+        initializer_factor=3.0,
     )
 
 
-def _whisper() -> Any:
-    sizes = _bart_sizes()
+def _t5(gated: bool, **more: Any) -> Any:
+    return T5ForConditionalGeneration(T5Config(**_t5_sizes(gated), **more))
+
+
+def _whisper(**more: Any) -> Any:
+    sizes = _bart_sizes() | more
     sizes.pop("max_position_embeddings")
     model = WhisperForConditionalGeneration(
         WhisperConfig(
@@ -79,7 +83,20 @@ def _whisper() -> Any:
     return model
 
 
-MODELS = {
+def make_whisper_with_timestamps() -> Any:
+    """Return a multilingual Whisper, 1500 tokens of whose are timestamps."""
+    model = make_model("whisper", vocab_size=VOCAB + 1500)
+    generation = model.generation_config
+    generation.is_multilingual = True
+    generation.lang_to_id = {"<|en|>": 50, "<|de|>": 51}
+    generation.task_to_id = {"transcribe": 52, "translate": 53}
+    generation.no_timestamps_token_id = VOCAB - 1  # timestamps follow
+    generation.max_initial_timestamp_index = 5
+    generation.prev_sot_token_id = 54
+    return model
+
+
+MODELS: dict[str, Callable[..., Any]] = {
     "marian": lambda: MarianMTModel(
         MarianConfig(**_bart_sizes(), activation_function="swish", scale_embedding=True)
     ),
@@ -91,14 +108,15 @@ MODELS = {
     ),
     "t5": lambda: _t5(gated=False),
     "t5_gated": lambda: _t5(gated=True, tie_word_embeddings=False),
+    "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**_t5_sizes(gated=True))),
     "whisper": _whisper,
 }
 
 
-def make_model(kind: str, seed: int = 0) -> Any:
+def make_model(kind: str, seed: int = 0, **more: Any) -> Any:
     """Return a model that is sure of something: random logits alone would never end."""
     torch.manual_seed(seed)
-    model = MODELS[kind]().eval()
+    model = MODELS[kind](**more).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

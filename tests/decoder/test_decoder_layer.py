@@ -114,3 +114,16 @@ def test_weights_of_a_wrong_shape() -> None:
         DecoderLayer(config, wrong)
     with pytest.raises(ValueError, match="ffn_gate is None"):
         DecoderLayer(replace(config, gated=True), weights.layers[0])
+
+
+def test_what_is_no_tensor() -> None:
+    config, weights = random_decoder("post_norm")
+    _, memory, lengths = inputs(4, 1, 2)
+    layer = DecoderLayer(config, weights.layers[0])
+    with pytest.raises(TypeError, match=r"new_caches: memory_lengths is of type list"):
+        layer.new_caches(memory, lengths.tolist(), rows=4, capacity=5)
+    caches = layer.new_caches(memory, lengths, rows=4, capacity=5)
+    with pytest.raises(TypeError, match="DecoderLayer: positions is of type int"):
+        layer(torch.zeros(4, 22), caches, 0)
+    with pytest.raises(TypeError, match="DecoderLayer: requests is of type list"):
+        layer(torch.zeros(4, 22), caches, torch.zeros(4), requests=[0, 0, 1, 1])

@@ -41,12 +41,39 @@ def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
         list(searches.token_rules),
         list(searches.caches),
         searches._workspace,
-        [*searches._options, 2, 0],
+        [*searches._options, 2, 0, 1],
     )
 
 
 def test_decoding_steps() -> None:
-    opcheck(ops.decoding_steps_.default, step_arguments(running_search()))
+    searches = running_search()
+    opcheck(ops.decoding_steps_.default, step_arguments(searches))
+    logits = torch.zeros(6, searches.decoder.config.vocab_size)
+    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), logits))
+
+
+def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
+    searches = running_search()
+    searches.state.done[0] = 1
+    logits = searches.read_tokens()
+    assert (logits[:3] == 0.0).all() and (logits[3:] != 0.0).all()
+    assert searches.state.lengths.tolist() == [2, 2]  # nothing was chosen
+    with_choice = torch.zeros_like(logits)
+    assert searches.run(1, logits=with_choice) == 1
+    assert with_choice.equal(logits)
+    assert searches.state.lengths.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((5, 40), torch.float32, r"outputs.logits has shape \[5, 40\]; expected \[6, "),
+        ((6, 40), torch.float64, "outputs.logits"),
+    ],
+)
+def test_logits_that_do_not_fit(shape: Any, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        running_search().run(1, logits=torch.zeros(shape, dtype=dtype))
 
 
 def test_decoding_workspace_bytes() -> None:
@@ -157,11 +184,11 @@ def test_a_table_out_of_range() -> None:
         (6, lambda c: c[:-1], "caches has 6 tensors"),
         (6, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
         (7, lambda w: w[:-1], "workspace has"),
-        (8, lambda o: o[:-1], "options has 5 numbers"),
+        (8, lambda o: o[:-1], "options has 6 numbers"),
         (8, lambda o: [3, *o[1:]], "options.rules is 3"),
         (8, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
         (8, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
-        (8, lambda o: [*o[:4], -1, o[5]], "options.max_steps is -1"),
+        (8, lambda o: [*o[:4], -1, *o[5:]], "options.max_steps is -1"),
     ],
 )
 def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> None:

@@ -193,3 +193,33 @@ def test_a_full_batch_and_wrong_sizes() -> None:
         decoding.batch(**{**SIZES, "capacity": 90})
     with pytest.raises(TypeError, match="expected a BeamRequest"):
         batch.add("request", memories()[0])  # type: ignore[arg-type]
+
+
+def test_longer_lists_of_tokens_where_the_batch_is_made_for_them() -> None:
+    decoding = lmdecode.Decoding(*random_decoder("post_norm"))
+    request = BeamRequest(
+        [1], num_beams=2, max_new_tokens=6, eos_token_id=range(2, 9), suppress_tokens=range(9, 30)
+    )
+    sizes = SIZES | dict(max_suppressed=20)
+    with pytest.raises(ValueError, match="eos_token_id of the request: 7; expected at most 4"):
+        decoding.batch(**sizes).add(request, memories()[0])
+    sizes |= dict(max_end_tokens=7)
+    with pytest.raises(ValueError, match="suppress_tokens of the request: 21; expected at most 20"):
+        decoding.batch(**sizes).add(request, memories()[0])
+    batch = decoding.batch(**sizes | dict(max_suppressed=21))
+    batch.add(request, memories()[0])
+    (result,) = batch.run()
+    assert not set(range(9, 30)) & set(result.sequences.flatten().tolist())
+
+
+def test_the_last_token_needs_no_distance() -> None:
+    """It is chosen and not read, as with positions."""
+    config, weights = random_decoder("rms")
+    assert weights.relative_bias is not None
+    weights = weights._replace(relative_bias=weights.relative_bias[:, :7])
+    sizes = SIZES | dict(capacity=8)
+    batch = lmdecode.Decoding(config, weights).batch(**sizes)
+    batch.add(BeamRequest([1], num_beams=2, max_new_tokens=7, eos_token_id=[]), memories()[0])
+    assert batch.run()[0].sequences.shape == (1, 8)
+    with pytest.raises(ValueError, match=r"capacity is 9; expected at most 8: .* 7 distances"):
+        lmdecode.Decoding(config, weights).batch(**sizes | dict(capacity=9))

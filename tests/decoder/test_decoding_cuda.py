@@ -168,8 +168,16 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="use_cuda_graph is True"):
         lmdecode.Decoding(config, weights, use_cuda_graph=True)
     _, decoding = pair("marian", torch.device("cpu"))
-    with pytest.raises(ValueError, match="max_lengths"):
+    with pytest.raises(ValueError, match="max_length: expected at most 97"):
         decoding.generate(**make_inputs("marian"), max_new_tokens=200)
+    for num_beams, instead in ((1, "$"), (2, ", also with custom_generate=beam_search")):
+        with pytest.raises(ValueError, match=rf"NoBadWords.*by model.generate\(\){instead}"):
+            decoding.generate(**make_inputs("marian"), bad_words_ids=[[3, 4]], num_beams=num_beams)
+    with pytest.raises(ValueError, match="stopping_criteria"):
+        decoding.generate(**make_inputs("marian"), max_time=100.0)
+    for name in ("output_logits", "output_scores"):
+        with pytest.raises(ValueError, match=f"{name}: expected False on a device"):
+            decoding.generate(**make_inputs("marian"), return_dict_in_generate=True, **{name: True})
     with pytest.raises(ValueError, match=r"Decoding\.batch"):
         decoding.batch(max_requests=1, num_beams=1, capacity=4, source=4)
 

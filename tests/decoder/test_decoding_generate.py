@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import lmdecode
-from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
+from tests.decoder.decoder_models import (
+    END,
+    MODELS,
+    VOCAB,
+    make_inputs,
+    make_model,
+    make_whisper_with_timestamps,
+)
 
 pytest.importorskip("transformers")
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 
 
 @functools.cache
@@ -87,6 +101,65 @@ def test_processors(arguments: dict[str, Any], num_beams: int) -> None:
         check(kind, num_beams=num_beams, **arguments)
 
 
+class StopAtTwenty(StoppingCriteria):
+    """Ends sequences at tokens that are multiples of 20."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 20 == 0
+
+
+ANY_RULES: list[dict[str, Any]] = [
+    {"bad_words_ids": [[3, 4], [14], [21, 33, 8]], "no_repeat_ngram_size": 2},
+    {"sequence_bias": {(16, 17): 5.0, (40,): 3.0}},
+    {"encoder_repetition_penalty": 1.3, "min_new_tokens": 5},
+    {"prefix_allowed_tokens_fn": lambda batch, ids: range(batch, 60 - batch, 3)},
+    {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
+    {"stopping_criteria": StoppingCriteriaList([StopAtTwenty()])},
+    {"max_time": 1000.0, "eos_token_id": [2, 20, 21, 22, 23, 24]},
+    {"suppress_tokens": [5], "bad_words_ids": [[3, 4]], "output_logits": True},
+]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("arguments", ANY_RULES, ids=lambda a: "+".join(a))
+def test_any_processors_and_criteria(arguments: dict[str, Any], num_beams: int) -> None:
+    for kind in ("bart", "t5"):
+        model, decoding = pair(kind)
+        arguments = arguments | make_inputs(kind) | dict(num_beams=num_beams, max_new_tokens=12)
+        arguments |= dict(return_dict_in_generate=True, output_scores=True)
+        expected, got = model.generate(**arguments), decoding.generate(**arguments)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        assert len(got.scores) == len(expected.scores)
+        torch.testing.assert_close(got.scores[0], expected.scores[0], atol=1e-3, rtol=1e-4)
+        if arguments.get("output_logits"):
+            torch.testing.assert_close(got.logits[0], expected.logits[0], atol=1e-3, rtol=1e-4)
+        if num_beams > 1:
+            torch.testing.assert_close(
+                got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4
+            )
+            assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+        del arguments["return_dict_in_generate"], arguments["output_scores"]
+        assert decoding.generate(**arguments).tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    ("frames", "return_timestamps"), [(40, False), (40, True), (100, True), (100, None)]
+)
+def test_whisper_with_timestamps_and_long_audio(
+    frames: int, return_timestamps: bool | None, num_beams: int
+) -> None:
+    """Above 40 frames it transcribes window after window, timestamps say where the next is."""
+    model = make_whisper_with_timestamps()
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    features = torch.randn(1, 8, frames, generator=torch.Generator().manual_seed(2))
+    arguments = dict(
+        num_beams=num_beams, max_new_tokens=8, return_timestamps=return_timestamps, language="en"
+    )
+    expected = model.generate(features, **arguments)
+    assert decoding.generate(features, **arguments).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_a_prompt_of_the_decoder(num_beams: int) -> None:
     for kind, length in (("marian", 4), ("t5", 2), ("bart", 70)):
@@ -108,8 +181,83 @@ def test_encoder_outputs_and_a_mask_with_holes() -> None:
     assert got.tolist() == expected.tolist()
 
 
+STEP_RULES: list[dict[str, Any]] = [
+    {},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "min_new_tokens": 3},
+    {"eos_token_id": [2, 20, 21, 22, 23, 24, 25], "suppress_tokens": [11, 12]},  # ends apart
+]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("arguments", STEP_RULES, ids=lambda a: "+".join(a))
+def test_scores_and_logits_of_each_step(arguments: dict[str, Any], num_beams: int) -> None:
+    for kind in ("marian", "t5"):
+        model, decoding = pair(kind)
+        arguments = arguments | make_inputs(kind)
+        arguments |= dict(num_beams=num_beams, max_new_tokens=9, return_dict_in_generate=True)
+        expected = model.generate(output_scores=True, output_logits=True, **arguments)
+        got = decoding.generate(output_scores=True, output_logits=True, **arguments)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        for name in ("scores", "logits"):
+            assert len(got[name]) == len(expected[name]) > 2
+            for step, (ours, theirs) in enumerate(zip(got[name], expected[name], strict=True)):
+                goes_on = (ours != 0).any(dim=1)
+                assert ours.shape == theirs.shape
+                assert goes_on.all() or step > 0
+                torch.testing.assert_close(ours[goes_on], theirs[goes_on], atol=1e-3, rtol=1e-4)
+        indices = expected.beam_indices if num_beams > 1 else None
+        ours, theirs = (
+            model.compute_transition_scores(expected.sequences, each.scores, indices)
+            for each in (got, expected)
+        )
+        # Greedily transformers goes on with padding, and scores it.
+        counts = ours != 0 if num_beams == 1 else torch.ones_like(ours, dtype=torch.bool)
+        torch.testing.assert_close(ours[counts], theirs[counts], atol=1e-3, rtol=1e-4)
+        only = decoding.generate(output_logits=True, **arguments)
+        assert only.scores is None and len(only.logits) == len(got.logits)
+        assert decoding.generate(**arguments).logits is None
+
+
+def test_groups_have_logits_and_no_scores() -> None:
+    _, decoding = pair("marian")
+    got = decoding.generate(
+        **make_inputs("marian"),
+        num_beams=4,
+        num_beam_groups=2,
+        diversity_penalty=0.7,
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    assert got.scores is None and got.sequences_scores.shape == (3,)
+    assert [tuple(logits.shape) for logits in got.logits] == [(12, VOCAB)] * 4
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_embeddings_for_the_encoder(num_beams: int) -> None:
+    model, decoding = pair("bart")
+    inputs = make_inputs("bart")
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach() * 1.5
+    arguments = dict(inputs, inputs_embeds=embeddings, num_beams=num_beams, max_new_tokens=8)
+    expected = model.generate(**arguments)
+    assert decoding.generate(**arguments).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_whispers_mask_of_features_is_no_mask_of_the_memory(num_beams: int) -> None:
+    model, decoding = pair("whisper")
+    inputs = make_inputs("whisper")
+    frames = torch.tensor([[40], [11], [3]])
+    inputs["attention_mask"] = (torch.arange(40) < frames).long()
+    arguments = dict(num_beams=num_beams, max_new_tokens=8)
+    expected = model.generate(**inputs, **arguments)
+    assert decoding.generate(**inputs, **arguments).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("more", [{}, {"bad_words_ids": [[3, 4]]}], ids=["rules", "any"])
 @pytest.mark.parametrize("num_beam_groups", [2, 4])
-def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int) -> None:
+def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int, more: dict[str, Any]) -> None:
     from lmdecode.integrations.transformers import beam_search
 
     for kind in ("marian", "t5"):
@@ -124,6 +272,7 @@ def test_groups_are_those_of_the_loop_in_python(num_beam_groups: int) -> None:
             output_scores=True,
             **make_inputs(kind),
         )
+        arguments |= more
         expected = model.generate(custom_generate=beam_search, **arguments)
         got = decoding.generate(**arguments)
         assert got.sequences.tolist() == expected.sequences.tolist()
@@ -172,14 +321,12 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
     [
         ({"do_sample": True}, "do_sample"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"bad_words_ids": [[3, 4]]}, "NoBadWordsLogitsProcessor"),
-        ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenaltyLogitsProcessor"),
+        ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
+        ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
+        ({"custom_generate": "here"}, "custom_generate is given"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
-        ({"max_time": 100.0}, "stopping_criteria"),
-        ({"max_new_tokens": 200}, "max_lengths"),
+        ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
         ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
     ],
     ids=str,
@@ -211,13 +358,14 @@ def test_nan_is_an_error_of_its_prompt() -> None:
     inputs = make_inputs("marian")
     memory = model.get_encoder()(**inputs)
     memory.last_hidden_state[1, 0] = torch.nan
-    for num_beams in (1, 3):
-        with pytest.raises(RuntimeError, match="prompt 1"):
+    for num_beams, bad_words_ids in itertools.product((1, 3), (None, [[3, 4]])):
+        with pytest.raises(RuntimeError, match=r"step 0: .*prompt 1 has NaN in its logits$"):
             decoding.generate(
                 encoder_outputs=memory,
                 attention_mask=inputs["attention_mask"],
                 num_beams=num_beams,
                 max_new_tokens=5,
+                bad_words_ids=bad_words_ids,
             )
 
 

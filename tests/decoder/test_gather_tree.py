@@ -53,3 +53,9 @@ def test_bad_input(change: dict[str, torch.Tensor], message: str) -> None:
     case |= change
     with pytest.raises(ValueError, match=message):
         lmdecode.gather_tree(case["ids"], case["parents"], case["lengths"], 0)
+
+
+def test_lists_are_no_tensors() -> None:
+    ids = torch.zeros(2, 1, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match="gather_tree: max_sequence_lengths is of type list"):
+        lmdecode.gather_tree(ids, ids, [2], 0)

@@ -447,6 +447,7 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
         lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half())),
     ),
     "ordered": (r"ordered: length is 12; expected 0 to 11", ValueError, lambda c: c.ordered(12)),
+    "reorder by a list": (r"rows is of type list", TypeError, lambda c: c.reorder_([1, 0, 0])),
     "reorder": (r"parents\[0\] is 3", ValueError, lambda c: c.reorder_(torch.tensor([3, 0, 0]))),
     "attend: a list": (r"attend: q is of type list", TypeError, lambda c: c.attend([1])),
     "attend: k alone": (r"attend: v is of type NoneType", TypeError, lambda c: c.attend(Q, K)),

@@ -174,6 +174,8 @@ def test_commands_move_a_store(
     assert filled(path=tmp_path / "copy").lookup(A).num_tokens == 30
     assert main(["export", folder, str(tmp_path / "file"), "--session", "b"]) == 0
     assert main(["import", str(tmp_path / "new"), str(tmp_path / "file")]) == 0
+    with pytest.raises(SystemExit):  # the file says which
+        main(["import", str(tmp_path / "new"), str(tmp_path / "file"), "--fingerprint", "x"])
     assert "1 entries are new" in capsys.readouterr().out
     assert filled(path=tmp_path / "new", chunk_tokens=None).session("b").tokens == B
     assert main(["gc", folder]) == 0

@@ -182,8 +182,10 @@ def merge_attention_states(
     lse = torch.logaddexp(lse1.double(), lse2.double())
     finite = lse.clamp(min=torch.finfo(torch.float64).min)
     shares = [torch.exp(one.double() - finite)[..., None] for one in (lse1, lse2)]
-    # A part of no weight may hold anything.
-    parts = [torch.where(s > 0, s * o.double(), 0.0) for s, o in zip(shares, (o1, o2), strict=True)]
+    # A part of no weight may hold anything; an infinite one has no share.
+    parts = [
+        torch.where(s == 0, 0.0, s * o.double()) for s, o in zip(shares, (o1, o2), strict=True)
+    ]
     return (parts[0] + parts[1]).to(o1.dtype), lse.to(lse1.dtype)
 
 

@@ -25,9 +25,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, *, chooses: bool = True) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=text)
         found.add_argument("path", metavar="PATH", type=Path, help="directory of the store")
+        if not chooses:
+            return found
         found.add_argument(
             "--fingerprint",
             metavar="NAME",
@@ -48,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("file", metavar="FILE", type=Path, help="file to write")
     export.add_argument("--session", metavar="ID", help="only this session")
     export.add_argument("--salt", default="", help="tenant of the session")
-    load = command("import", "take over what export wrote; nothing else may write")
+    load = command("import", "take over what export wrote; nothing else may write", chooses=False)
     load.add_argument("file", metavar="FILE", type=Path, help="file to read")
     load.add_argument("--capacity", metavar="BYTES", type=int, default=_UNLIMITED,
                       help="limit of the store (default: none)")  # fmt: skip

@@ -23,10 +23,18 @@ from transformers.generation.logits_process import (
 from lmdecode.decoder_state import ALWAYS, TokenRules, new_token_rules
 from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 
-__all__ = ["token_rules"]
+__all__ = ["has_token_rules", "token_rules"]
 
 
-def _refuse(processors: LogitsProcessorList, vocab_size: int) -> None:
+def has_token_rules(processors: LogitsProcessorList, vocab_size: int) -> bool:
+    """Tell whether the rules can do what the processors do."""
+    return ProcessorPlan(processors).fits(vocab_size) and not any(
+        type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length
+        for processor in processors
+    )
+
+
+def _refuse(processors: LogitsProcessorList, vocab_size: int, greedy: bool) -> None:
     """Raise ValueError where the rules cannot do what the processors do."""
     if type(processors) is not LogitsProcessorList:
         raise ValueError(
@@ -36,17 +44,26 @@ def _refuse(processors: LogitsProcessorList, vocab_size: int) -> None:
         return
     for processor in processors:
         if not ProcessorPlan(LogitsProcessorList([processor])).fits(vocab_size):
+            instead = "model.generate()"
+            if not greedy:
+                instead += (
+                    ", also with custom_generate=beam_search of lmdecode.integrations.transformers"
+                )
             raise ValueError(
                 f"logits_processor: {type(processor).__name__} is nothing that Decoding can do "
-                "with these arguments; use generate(custom_generate=beam_search) of "
-                "lmdecode.integrations.transformers, which calls any processor"
+                f"with these arguments; any processor is called by {instead}"
             )
     names = ", ".join(type(processor).__name__ for processor in processors)
     raise ValueError(f"logits_processor: expected them in the order of generate(), got {names}")
 
 
 def token_rules(
-    processors: LogitsProcessorList, vocab_size: int, slots: int, diversity_penalty: float
+    processors: LogitsProcessorList,
+    vocab_size: int,
+    slots: int,
+    diversity_penalty: float,
+    *,
+    greedy: bool,
 ) -> TokenRules:
     """Return the rules of all slots.
 
@@ -55,7 +72,7 @@ def token_rules(
     ValueError
         Names a processor that rules cannot express.
     """
-    _refuse(processors, vocab_size)
+    _refuse(processors, vocab_size, greedy)
     bans: list[list[int]] = []
     forced: list[list[int]] = []
     repetition_penalty, ngram_size = 1.0, 0
@@ -63,6 +80,11 @@ def token_rules(
 
     def ban(tokens: Any, first: int, last: int) -> None:
         bans.extend([int(token), first, last, int(bool(forced_before))] for token in tokens)
+
+    def token_to_force(name: str, token: Any) -> int:
+        if not 0 <= int(token) < vocab_size:
+            raise ValueError(f"{name}: expected a token, 0 to {vocab_size - 1}, got {int(token)}")
+        return int(token)
 
     forced_before = False
     for processor in processors:
@@ -81,10 +103,11 @@ def token_rules(
         elif kind is NoRepeatNGramLogitsProcessor:
             ngram_size = int(processor.ngram_size)
         elif kind is ForcedBOSTokenLogitsProcessor:
-            forced.append([1, int(processor.bos_token_id)])
+            forced.append([1, token_to_force("forced_bos_token_id", processor.bos_token_id)])
             forced_before = True
         elif kind is ForcedEOSTokenLogitsProcessor:
-            forced.append([processor.max_length - 1, int(processor.eos_token_id)])
+            token = token_to_force("forced_eos_token_id", processor.eos_token_id)
+            forced.append([processor.max_length - 1, token])
             forced_before = True
         elif kind is NoBadWordsLogitsProcessor:
             ban((tokens[0] for tokens in processor.sequence_bias), 0, ALWAYS)

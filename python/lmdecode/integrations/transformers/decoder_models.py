@@ -218,7 +218,7 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
         max_distance=config.relative_attention_max_distance,
     )
     final_norm = decoder.final_layer_norm.weight
-    if config.scale_decoder_outputs:
+    if getattr(config, "scale_decoder_outputs", False):  # MT5Config has no such field
         final_norm = final_norm.float() * config.d_model**-0.5
     output = model.get_output_embeddings()
     return (

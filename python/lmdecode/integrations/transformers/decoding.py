@@ -16,7 +16,8 @@ from lmdecode._decoding_cuda import DeviceDecoder, DeviceSearches
 from lmdecode.beam import beam_finalize
 from lmdecode.decoder_state import DecodingSearches
 from lmdecode.decoder_weights import PackedDecoder
-from lmdecode.integrations.transformers._decoding_rules import token_rules
+from lmdecode.integrations.transformers._decoding_rules import has_token_rules, token_rules
+from lmdecode.integrations.transformers._decoding_search import decode_with_any_rules
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     refuse_assistance,
@@ -27,6 +28,7 @@ from lmdecode.integrations.transformers._search_settings import (
     new_search,
     raise_for_prompts,
 )
+from lmdecode.integrations.transformers._step_outputs import StepOutputs
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["decode", "memory_of"]
 
 _NOT_REAL = -1.0e25  # transformers' -inf, as GroupSearch has it
-# What generate() hands on and is of no account here.
+# What generate() hands on and is of no account here; inputs_embeds are the encoder's.
 _IGNORED = frozenset(
-    ("attention_mask", "cache_position", "encoder_outputs", "past_key_values", "use_cache",
-     "decoder_attention_mask", "position_ids", "decoder_position_ids", "next_sequence_length")
+    ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", "past_key_values",
+     "use_cache", "decoder_attention_mask", "position_ids", "decoder_position_ids",
+     "next_sequence_length")
 )  # fmt: skip
 
 
@@ -47,9 +50,11 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: An
         raise ValueError("do_sample: expected False, Decoding searches and does not sample")
     if streamer is not None:
         raise ValueError("streamer: expected None, tokens stay in C++ until the search has ended")
-    for name in ("output_attentions", "output_hidden_states", "output_logits"):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise ValueError(f"{name}: expected False, Decoding keeps none of them")
+            raise ValueError(
+                f"{name}: expected False, Decoding keeps none of them; model.generate() does"
+            )
     for name in ("constraints", "force_words_ids", "guidance_scale", "penalty_alpha"):
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
@@ -67,8 +72,6 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: An
             f"num_return_sequences: expected at most num_beams = {num_beams}, "
             f"got {config.num_return_sequences}"
         )
-    if num_beams == 1 and config.return_dict_in_generate and config.output_scores:
-        raise ValueError("output_scores: expected False without beams, Decoding keeps no logits")
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError(
@@ -77,6 +80,30 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: An
     for name, value in model_kwargs.items():
         if name not in _IGNORED and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a decoder")
+
+
+def _refuse_on_device(config: GenerationConfig) -> None:
+    """Raise ValueError for outputs of each step, which only the loop on the CPU has."""
+    if not config.return_dict_in_generate:
+        return
+    for name in ("output_logits", "output_scores"):
+        # With beams output_scores asks for sequences_scores, too.
+        if getattr(config, name) and (name == "output_logits" or (config.num_beams or 1) == 1):
+            raise ValueError(f"{name}: expected False on a device, no logits are kept there")
+
+
+def _check_max_length(decoder: PackedDecoder | DeviceDecoder, settings: SearchSettings) -> None:
+    """Raise ValueError for sequences that might outgrow the model."""
+    for most, name in (
+        (decoder.num_positions, "positions"),
+        (decoder.num_distances, "distances of the relative bias"),
+    ):
+        if most is not None and settings.max_length > most + 1:
+            raise ValueError(
+                f"max_length: expected at most {most + 1}, as the decoder has {most} {name}, got "
+                f"{settings.max_length}: a prompt of {settings.prompt_length} and "
+                f"{settings.max_length - settings.prompt_length} new tokens"
+            )
 
 
 def memory_of(
@@ -126,8 +153,8 @@ def decode(
     Returns
     -------
     Tensor or GenerateBeamEncoderDecoderOutput or GenerateEncoderDecoderOutput
-        [B * num_return_sequences, length] int64. In the outputs ``scores`` is None: the
-        log-probabilities of the whole vocabulary are nowhere kept.
+        [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are as
+        ``StepOutputs`` has them.
 
     Raises
     ------
@@ -143,17 +170,36 @@ def decode(
     config.num_beams = config.num_beams or 1
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
+    _check_max_length(decoder, settings)
     greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
+    is_on_cpu = isinstance(decoder, PackedDecoder)
+    if not is_on_cpu:
+        _refuse_on_device(config)
     ends = _end_tokens_of_criteria(stopping_criteria, settings.max_length)
+    mask = model_kwargs.get("attention_mask")
+    if model.main_input_name != "input_ids":
+        mask = None  # Whisper's is one of input features: its decoder looks at all of the memory
+    memory, lengths = memory_of(model_kwargs["encoder_outputs"], mask, decoder.device)
+    memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
+    if isinstance(decoder, PackedDecoder) and (
+        ends is None or not has_token_rules(logits_processor, decoder.config.vocab_size)
+    ):
+        return decode_with_any_rules(
+            decoder,
+            model,
+            settings,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            config,
+            memory,
+            lengths,
+        )
     if ends is None:
         names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
         raise ValueError(
-            f"stopping_criteria: expected a maximum length and end tokens, got {names}"
+            f"stopping_criteria: expected a maximum length and end tokens on a device, got {names}"
         )
-    memory, lengths = memory_of(
-        model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), decoder.device
-    )
-    memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
     parameters, state = new_search(
         settings,
         input_ids,
@@ -171,6 +217,7 @@ def decode(
             decoder.config.vocab_size,
             len(state.done),
             (config.diversity_penalty or 0.0) if groups > 1 else 0.0,
+            greedy=greedy,
         ),
         memory.shape[1],
         num_groups=groups,
@@ -179,10 +226,14 @@ def decode(
         greedy=greedy,
     )
     searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
-    steps = searches.run()
+    outputs = StepOutputs(config, logits_processor, is_kept=is_on_cpu)
+    outputs.run(searches)
     state = searches.state
-    if bool(state.status.any()):
-        raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), steps)
+    failed = state.status != 0
+    if bool(failed.any()):
+        # The step that failed has counted.
+        step = int(state.lengths[failed].min()) - settings.prompt_length - 1
+        raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), step)
     if groups > 1:
         sequences, scores, indices = _group_result(settings, groups, searches)
     else:
@@ -191,6 +242,8 @@ def decode(
     if not config.return_dict_in_generate:
         return sequences
     result: dict[str, Any] = {"sequences": sequences}
+    for name, kept in (("scores", outputs.scores), ("logits", outputs.logits)):
+        result[name] = None if kept is None else tuple(tensor.to(device) for tensor in kept)
     if greedy:
         return GenerateEncoderDecoderOutput(**result)
     result["sequences_scores"] = scores if config.output_scores else None
