@@ -38,6 +38,9 @@ class Contestant:
         Torch threads, where they differ from those of the run.
     rewarm
         The same on a small other input, see ``interleaved``.
+    shorter
+        Calls of the same with fewer steps, and how many fewer: the time is then that of a step, a
+        call's less the fastest shorter one's, over the number. What a call begins with cancels out.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Contestant:
     complete: bool = True
     threads: int | None = None
     rewarm: Callable[[], object] | None = None
+    shorter: tuple[Callable[[], object], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,11 @@ def run_case(
     contestants = case.contestants(with_peers)
     # CPU time of this thread tells nothing where other threads work for it.
     several = (case.threads or threads) > 1 or any((c.threads or 1) > 1 for c in contestants)
+    shorter = {c.name: c.shorter for c in contestants if c.shorter is not None}
+    calls = {c.name: c.call for c in contestants}
+    calls |= {f"{name}, shorter": call for name, (call, _) in shorter.items()}
     timings = interleaved(
-        {c.name: c.call for c in contestants},
+        calls,
         seconds=effort.seconds,
         rounds=effort.rounds,
         min_calls=effort.min_calls,
@@ -211,6 +218,11 @@ def run_case(
         threads={c.name: c.threads for c in contestants if c.threads is not None},
         on_turn=on_turn,
     )
+    for name, (_, steps) in shorter.items():
+        start = timings.pop(f"{name}, shorter").minimum
+        # Of very small calls the difference may be one of noise.
+        of_steps = (max((s - start) / steps, 1e-9) for s in timings[name].samples)
+        timings[name] = Timing(tuple(of_steps))
     complete = {c.name: c.complete for c in contestants}
     return Result(case, case.threads or threads, timings, complete)
 

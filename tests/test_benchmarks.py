@@ -96,6 +96,27 @@ def test_quick_run_of_the_cache_benchmark() -> None:
         assert row["index_select out="].endswith("x")
 
 
+@pytest.mark.usefixtures("from_root")
+def test_a_step_is_what_it_adds_to_a_shorter_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import harness
+    from lmdecode.timing import Timing
+
+    seconds = {"long": (9.0, 7.0), "short": (3.0, 4.0), "whole": (5.0,)}
+    monkeypatch.setattr(
+        harness,
+        "interleaved",
+        lambda calls, **_: {name: Timing(seconds[call()]) for name, call in calls.items()},
+    )
+    contestants = [
+        harness.Contestant(harness.OURS, lambda: "long", shorter=(lambda: "short", 2)),
+        harness.Contestant("peer", lambda: "whole"),
+    ]
+    case = harness.Case("group", "name", {}, lambda with_peers: contestants)
+    result = harness.run_case(case, harness.QUICK, 1, evictor=None)
+    assert result.timings == {harness.OURS: Timing((3.0, 2.0)), "peer": Timing((5.0,))}
+    assert result.ratio("peer") == 2.5
+
+
 def test_unknown_case_is_an_error() -> None:
     done = _run("no such case")
     assert done.returncode == 2

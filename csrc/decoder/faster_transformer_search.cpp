@@ -157,7 +157,7 @@ class Search {
   }
 
   // The candidates of the i-th request of the step, and the beams that have finished.
-  int64_t collect_candidates(int64_t i) const {
+  void collect_candidates(int64_t i) const {
     const int64_t first = m_.requests[i] * p_.beams;
     int64_t count = 0;
     for (int64_t j = i * p_.beams; j < (i + 1) * p_.beams; ++j) {
@@ -171,7 +171,6 @@ class Search {
     }
     std::sort(m_.candidates, m_.candidates + count);
     while (count < p_.beams) m_.candidates[count++] = {minus_infinity(), p_.end_token, 0};
-    return count;
   }
 
   void advance(int64_t i, int64_t step) {

@@ -12,7 +12,8 @@ constexpr int64_t kRowBlock = 144;
 // With few rows, how far ahead of its use a weight is fetched.
 constexpr int64_t kPrefetchBytes = 8192;
 
-// No task for another thread takes less; for estimates of what a panel and a row take.
+// No task for another thread takes less. Rough estimates of what a panel and a row take, with
+// vectors of AVX-512: they only keep small work on one thread.
 constexpr double kMinTaskNanoseconds = 5000.0;
 constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;

@@ -402,7 +402,10 @@ def _gather_tree(step_ids, parent_ids, max_sequence_lengths, end_token):
 
 @torch.library.register_fake("lmdecode::decoding_workspace_bytes")
 def _decoding_workspace_bytes(config, numbers, sizes):
-    return 0
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # no tensors: the size is that of the op itself
+        return torch.ops.lmdecode.decoding_workspace_bytes(config, numbers, sizes)
 
 
 @torch.library.register_fake("lmdecode::decoder_self_attention_")

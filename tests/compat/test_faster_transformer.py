@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from lmdecode.compat.faster_transformer import decoder, decoding
+from lmdecode.compat.faster_transformer import decoder, decoding, gather_tree
 from lmdecode.reference.decoder import faster_transformer_decoder, faster_transformer_decoding
 
 
@@ -74,11 +76,11 @@ def ours(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize(("heads", "head"), [(2, 8), (3, 10), (1, 64), (12, 4)])
+@pytest.mark.parametrize(("heads", "head"), [(2, 8), (3, 10), (1, 64), (12, 4), (5, 7), (1, 129)])
 def test_decoder_step_by_step(heads: int, head: int) -> None:
     torch.manual_seed(1)
     rows, source, memory_size, size = 5, 6, 14, heads * head
-    weights = layer_weights(size, memory_size, 0.2)
+    weights = layer_weights(size, memory_size, min(0.2, size**-0.5))
     memory = torch.randn(rows, source, memory_size)
     lengths = torch.tensor([6, 1, 3, 6, 0])
     expected = [torch.zeros(2, 0, rows, size), torch.zeros(2, rows, source, size)]
@@ -100,8 +102,9 @@ def test_decoder_step_by_step(heads: int, head: int) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "beams", "heads", "head"),
-    [(1, 1, 2, 8), (3, 4, 3, 10), (2, 7, 1, 16), (1, 64, 2, 8), (4, 2, 16, 4)],
-)
+    [(1, 1, 2, 8), (3, 4, 3, 10), (2, 7, 1, 16), (1, 64, 2, 8), (3, 64, 3, 5), (4, 2, 16, 4),
+     (2, 3, 5, 7), (1, 5, 1, 129), (2, 4, 8, 64)],
+)  # fmt: skip
 def test_decoding(batch: int, beams: int, heads: int, head: int) -> None:
     for seed in range(3):
         case = decoding_case(batch, beams, heads, head, seed=seed)
@@ -134,11 +137,29 @@ def test_memories_of_their_own() -> None:
 def test_a_long_sequence() -> None:
     case = decoding_case(1, 2, 1, 4, vocab=12, steps=4096, layers=1, memory_size=4)
     case["embedding_bias"][3] = -1000.0  # never ends
-    ids, _, lengths = ours(case)
+    ids, parents, lengths = ours(case)
     assert ids.shape == (4096, 2) and lengths.tolist() == [4096, 4096]
-    short = dict(case, max_seq_len=40)
-    expected, *_ = faster_transformer_decoding(**short)
-    assert ours(short)[0].tolist() == expected.tolist()
+    expected_ids, expected_parents, _ = faster_transformer_decoding(**case)
+    assert ids.tolist() == expected_ids.tolist()
+    assert parents.tolist() == expected_parents.tolist()
+
+
+def test_gather_tree_spells_the_sequences() -> None:
+    case = decoding_case(3, 4, 2, 8, steps=20, seed=4)
+    ids, parents, lengths = ours(case)
+    shape = (20, 3, 4)
+    sequences = gather_tree(
+        ids.view(shape), parents.view(shape) % 4, lengths.view(3, 4).amax(1), case["end_id"]
+    )
+    for request, beam in itertools.product(range(3), range(4)):
+        row, spelled = 4 * request + beam, []
+        for step in reversed(range(20)):
+            spelled.append(int(ids[step, row]))
+            row = int(parents[step, row])
+        spelled.reverse()
+        assert sequences[:, request, beam].tolist() == spelled
+        length = int(lengths[4 * request + beam])
+        assert (3 in spelled[: length - 1]) is False and set(spelled[length:]) <= {3}
 
 
 def test_a_request_alone_is_that_of_any_batch() -> None:
@@ -178,6 +199,52 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     case = decoding_case(2, 4, 2, 8) | change
     with pytest.raises(ValueError, match=message):
         decoding(**case, num_layer=2, memory_hidden_dim=20, vocab_size=50)
+
+
+def decoder_case() -> dict[str, Any]:
+    torch.manual_seed(2)
+    return dict(
+        from_tensor=torch.randn(3, 1, 16),
+        memory_tensor=torch.randn(3, 5, 20),
+        memory_sequence_length=torch.tensor([5, 1, 2]),
+        weights=layer_weights(16, 20),
+        old_self_cache=torch.randn(2, 2, 3, 16),
+        old_mem_cache=torch.randn(2, 3, 5, 16),
+        head_num=2,
+        size_per_head=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"from_tensor": torch.zeros(3, 16)}, ValueError, "from_tensor has shape [3, 16]"),
+        ({"from_tensor": torch.zeros(3, 1, 15)}, ValueError, "from_tensor has shape"),
+        ({"from_tensor": [[0.0]]}, TypeError, "from_tensor is of type list"),
+        ({"memory_tensor": torch.zeros(2, 5, 20)}, ValueError, "memory_tensor has shape"),
+        ({"memory_tensor": torch.zeros(3, 5, 21)}, ValueError, "cross_k_kernel has shape"),
+        ({"memory_sequence_length": torch.tensor([5, 6, 0])}, ValueError, "expected 0 to 5"),
+        ({"memory_sequence_length": torch.ones(3)}, ValueError, "expected integers"),
+        ({"old_self_cache": torch.zeros(2, 0, 3, 16)}, ValueError, "old_self_cache has 0 steps"),
+        ({"old_self_cache": torch.zeros(2, 2, 4, 16)}, ValueError, "old_self_cache has shape"),
+        ({"old_mem_cache": torch.zeros(2, 3, 4, 16)}, ValueError, "old_mem_cache has shape"),
+        ({"old_mem_cache": torch.zeros(2, 3, 5, 16).half()}, ValueError, "has dtype float16"),
+        ({"head_num": 2.0}, TypeError, "head_num is of type float"),
+        ({"size_per_head": 0}, ValueError, "size_per_head is 0"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_bad_input_of_a_layer(change: dict[str, Any], error: Any, message: str) -> None:
+    case = decoder_case() | change
+    with pytest.raises(error, match=f"^decoder: .*{re.escape(message)}"):
+        decoder(**case)
+
+
+def test_a_layer_writes_to_none_of_its_arguments() -> None:
+    case = decoder_case()
+    before = {n: t.clone() for n, t in case.items() if isinstance(t, torch.Tensor)}
+    decoder(**case)
+    assert all(case[name].equal(tensor) for name, tensor in before.items())
 
 
 def test_a_layer_needs_26_tensors() -> None:

@@ -78,6 +78,17 @@ def test_logits_that_do_not_fit(shape: Any, dtype: torch.dtype, message: str) ->
         running_search().run(1, logits=torch.zeros(shape, dtype=dtype))
 
 
+def test_decoding_workspace_bytes() -> None:
+    searches = running_search()
+    slots, beams, capacity = searches.state.sequences.shape
+    bans = searches.token_rules.bans.shape[1]
+    _, _, num_groups, num_candidates = searches._options
+    sizes = [slots, beams, capacity, num_groups, num_candidates, bans]
+    arguments = (searches.decoder.sizes, searches.decoder.numbers, sizes)
+    opcheck(ops.decoding_workspace_bytes.default, arguments)
+    assert ops.decoding_workspace_bytes(*arguments) == searches._workspace.numel()
+
+
 def test_decoding_read_memory() -> None:
     searches = running_search("rms")
     decoder = searches.decoder

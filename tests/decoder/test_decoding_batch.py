@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +74,20 @@ def test_results_are_those_of_the_reference(kind: str) -> None:
         torch.testing.assert_close(result.scores, expected.scores, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(result.log_probs, expected.log_probs, atol=1e-4, rtol=1e-4)
         assert result.num_steps == expected.num_steps and result.status == 0
+
+
+CAPABILITY_SCRIPT = """
+import sys
+sys.path.insert(0, "../..")
+from tests.decoder.random_decoder import KINDS
+from tests.decoder.test_decoding_batch import test_results_are_those_of_the_reference
+for kind in KINDS:
+    test_results_are_those_of_the_reference(kind)
+"""
+
+
+def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
+    assert run_at_capability(CAPABILITY_SCRIPT) == []
 
 
 @pytest.mark.parametrize("kind", ["post_norm", "rms"])

@@ -2,6 +2,8 @@
 
 Tensors, weights and results are those of its TensorFlow ops; docs/decoder.md has the contract, and
 what of that version's faults and limits is not here. Kernels are ``[in, out]``: ``x @ kernel``.
+``gather_tree`` is that of ``lmdecode``: it takes what ``decoding`` returns, parents modulo the beam
+width, as [max_seq_len, batch_size, beam_width].
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode.decoder import gather_tree
 from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder_state import DecodingCaches, new_caches, padded
 from lmdecode.decoder_weights import PackedDecoder, pack_layer
 
-__all__ = ["decoder", "decoding"]
+__all__ = ["decoder", "decoding", "gather_tree"]
 
 _EPSILON = 1e-6
 _NAMES = (

@@ -59,9 +59,9 @@ def transformers_engine(model: Any) -> Engine:
     return _generate_engine(model, model.generate)
 
 
-def our_engine(model: Any) -> Engine:
-    """Build the engine of lmdecode, whose loop is in C++."""
-    return _generate_engine(model, lmdecode.Decoding.from_pretrained(model).generate)
+def our_engine(model: Any, dtype: str = "float32") -> Engine:
+    """Build the engine of lmdecode, whose loop is in C++, with weights held as ``dtype``."""
+    return _generate_engine(model, lmdecode.Decoding.from_pretrained(model, dtype).generate)
 
 
 def ctranslate2_engine(folder: Path, tokenizer: Any) -> Engine | None:

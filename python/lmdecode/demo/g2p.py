@@ -32,6 +32,7 @@ from lmdecode.demo._output import (
 
 MODEL = Path("examples", "g2p", "model")
 WIDTHS = {"greedy": 1, "beam 4": 4, "beam 8": 8}
+ROUNDED = ("bfloat16", "int8")  # other formats of the weights, whose ids may differ
 NUM_BEAMS, NUM_RESULTS = 8, 4
 _BATCH = 64  # words
 
@@ -43,6 +44,8 @@ class Evaluation(NamedTuple):
     ----------
     rates
         Of transformers, and so of lmdecode.
+    rounded
+        Of lmdecode with rounded weights, by format.
     seconds
         CPU time of each engine, by name.
     differ
@@ -50,6 +53,7 @@ class Evaluation(NamedTuple):
     """
 
     rates: ErrorRates
+    rounded: dict[str, ErrorRates]
     seconds: dict[str, float]
     differ: int | None
 
@@ -133,7 +137,8 @@ def evaluate(
     tokenizer
         Of the model.
     engines
-        By name: ``transformers`` and ``lmdecode``, perhaps ``CTranslate2``.
+        By name: ``transformers`` and ``lmdecode``, perhaps ``CTranslate2`` and ``lmdecode`` with a
+        format of ``ROUNDED``.
     words
         To pronounce, with the references.
     width
@@ -160,13 +165,17 @@ def evaluate(
             best[name] += [variants[0].tokens for variants in found]
         _differing(f"{width} beams", batch, *([best[n][at:] for n in ("transformers", "lmdecode")]))
         on_words(len(batch))
-    hypotheses = [tokenizer.decode(tokens).split() for tokens in best["transformers"]]
+    references = [words[word] for word in ordered]
+
+    def rates(name: str) -> ErrorRates:
+        return error_rates([tokenizer.decode(tokens).split() for tokens in best[name]], references)
+
     differ = None
     if "CTranslate2" in best:
         pairs = zip(best["CTranslate2"], best["transformers"], strict=True)
         differ = sum(other != theirs for other, theirs in pairs)
-    rates = error_rates(hypotheses, [words[word] for word in ordered])
-    return Evaluation(rates, seconds, differ)
+    rounded = {dtype: rates(name) for dtype in ROUNDED if (name := f"lmdecode {dtype}") in best}
+    return Evaluation(rates("transformers"), rounded, seconds, differ)
 
 
 def _table(found: dict[str, Evaluation], num_words: int) -> str:
@@ -182,12 +191,18 @@ def _table(found: dict[str, Evaluation], num_words: int) -> str:
         label = f"{name} / lmdecode"
         return row(label, lambda f: f"{f.seconds[name] / f.seconds['lmdecode']:.2f}x")
 
-    names = list(next(iter(found.values())).seconds)
+    def word_errors(dtype: str) -> list[str]:
+        label = f"word error rate, {dtype}, %"
+        return row(label, lambda f: f"{100 * f.rounded[dtype].word:.2f}")
+
+    first = next(iter(found.values()))
+    names = list(first.seconds)
     rows = [
         row("phoneme error rate, %", lambda f: f"{100 * f.rates.phoneme:.2f}"),
         row("word error rate, %", lambda f: f"{100 * f.rates.word:.2f}"),
+        *map(word_errors, first.rounded),
         *map(taken, names),
-        *(ratio(name) for name in names if name != "lmdecode"),
+        *(ratio(name) for name in names if not name.startswith("lmdecode")),
     ]
     if "CTranslate2" in names:
         rows.append(row("words CTranslate2 has otherwise", lambda f: str(f.differ)))
@@ -200,6 +215,7 @@ def _evaluate_all(
     """Score and time greedy search and beam search, and print a table."""
     words, source = held_out_words(folder, limit)
     engines = {"transformers": transformers_engine(model), "lmdecode": our_engine(model)}
+    engines |= {f"lmdecode {dtype}": our_engine(model, dtype) for dtype in ROUNDED}
     peer = ctranslate2_engine(folder, tokenizer)
     if peer is not None:
         engines["CTranslate2"] = peer

@@ -220,12 +220,13 @@ def faster_transformer_decoder(
 
 
 def sinusoid(step: int, size: int) -> Tensor:
-    """Return [size]: the position encoding of a step, counted from 1."""
+    """Return [size]: the position encoding of a step, counted from 1; 0 behind an odd size."""
     half = size // 2
     rates = torch.exp(
         torch.arange(half, dtype=torch.float64) * (-math.log(10000.0) / max(half - 1, 1))
     )
-    return torch.cat((torch.sin(step * rates), torch.cos(step * rates))).float()
+    odd = torch.zeros(size % 2)
+    return torch.cat((torch.sin(step * rates), torch.cos(step * rates), odd)).float()
 
 
 def faster_transformer_decoding(
