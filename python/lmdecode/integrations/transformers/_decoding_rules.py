@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.decoder_state import ALWAYS, TokenRules, new_token_rules
-from lmdecode.integrations.transformers._beam_plan import BeamPlan
+from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
 
 __all__ = ["token_rules"]
 
@@ -32,10 +32,10 @@ def _refuse(processors: LogitsProcessorList, vocab_size: int) -> None:
         raise ValueError(
             f"logits_processor: expected a LogitsProcessorList, got {type(processors).__name__}"
         )
-    if BeamPlan(processors).fits(vocab_size):
+    if ProcessorPlan(processors).fits(vocab_size):
         return
     for processor in processors:
-        if not BeamPlan(LogitsProcessorList([processor])).fits(vocab_size):
+        if not ProcessorPlan(LogitsProcessorList([processor])).fits(vocab_size):
             raise ValueError(
                 f"logits_processor: {type(processor).__name__} is nothing that Decoding can do "
                 "with these arguments; use generate(custom_generate=beam_search) of "
