@@ -6,16 +6,6 @@
 
 namespace lmdecode::LMD_SIMD {
 
-// Lane i is added to lane i + half, then halves of that.
-inline float sum_of_lanes(F32 a) {
-  alignas(64) float lane[kLanes];
-  store(lane, a);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
-}
-
 // size: a multiple of kAttentionBlock
 inline float dot_product(const float* a, const float* b, int64_t size) {
   F32 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
@@ -26,7 +16,7 @@ inline float dot_product(const float* a, const float* b, int64_t size) {
     }
   }
   for (; i < size; i += kLanes) sum[0] = accumulate(load(a + i), load(b + i), sum[0]);
-  return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  return reduce_add((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // scores[0 .. size) to weights that are not yet divided; returns what they are to be multiplied by.
@@ -52,7 +42,7 @@ inline float softmax_weights(float* scores, int64_t size, float denominator_epsi
   }
   F32 all = sum[0];
   for (int j = 1; j < kParts; ++j) all = all + sum[j];
-  const float divisor = sum_of_lanes(all) + denominator_epsilon;
+  const float divisor = reduce_add(all) + denominator_epsilon;
   return divisor == 0.0f ? 0.0f : 1.0f / divisor;
 }
 
@@ -93,18 +83,16 @@ class StepAttention {
       for (int64_t t = 0; t < count; ++t) scores_[t] += bias[-t];
     }
     const float factor = softmax_weights(scores_, count, shape_.denominator_epsilon);
-    for (int64_t d = 0; d < head_; d += kAttentionBlock) {
-      F32 sum[kParts];
-      for (int j = 0; j < kParts; ++j) sum[j] = splat(0.0f);
+    each_part_of_head([&]<int V>(int64_t d) {
+      F32 sum[V];
+      for (int j = 0; j < V; ++j) sum[j] = splat(0.0f);
       for (int64_t t = 0; t < count; ++t) {
         const F32 weight = splat(scores_[t]);
         const float* const value = at(p.values, t) + d;
-        for (int j = 0; j < kParts; ++j) {
-          sum[j] = accumulate(weight, load(value + j * kLanes), sum[j]);
-        }
+        for (int j = 0; j < V; ++j) sum[j] = accumulate(weight, load(value + j * kLanes), sum[j]);
       }
-      for (int j = 0; j < kParts; ++j) store(sums_ + d + j * kLanes, sum[j]);
-    }
+      for (int j = 0; j < V; ++j) store(sums_ + d + j * kLanes, sum[j]);
+    });
     put(p.out, row, head, 0, factor);
   }
 
@@ -130,6 +118,20 @@ class StepAttention {
  private:
   static constexpr int kParts = kAttentionBlock / kLanes;
 
+  // Calls body<V>(d) for elements [d, d + V * kLanes) of a head: sums of several vectors at a time,
+  // since additions to one follow each other at their latency.
+  template <class Body>
+  void each_part_of_head(const Body& body) const {
+    int64_t d = 0;
+    for (; d + 4 * kAttentionBlock <= head_; d += 4 * kAttentionBlock) {
+      body.template operator()<4 * kParts>(d);
+    }
+    for (; d + 2 * kAttentionBlock <= head_; d += 2 * kAttentionBlock) {
+      body.template operator()<2 * kParts>(d);
+    }
+    for (; d < head_; d += kAttentionBlock) body.template operator()<kParts>(d);
+  }
+
   template <int R>
   void cross_rows(const CrossAttentionParams& p, int64_t row, int64_t head) const {
     const int64_t request = p.rows.requests[row], count = p.lengths[request];
@@ -150,7 +152,7 @@ class StepAttention {
     for (int r = 0; r < R; ++r) {
       factor[r] = softmax_weights(scores_ + r * positions_, count, shape_.denominator_epsilon);
     }
-    for (int64_t d = 0; d < head_; d += kAttentionBlock) cross_values<R>(values + d, count, d);
+    each_part_of_head([&]<int V>(int64_t d) { cross_values<R, V>(values + d, count, d); });
     for (int r = 0; r < R; ++r) put(p.out, row + r, head, r, factor[r]);
   }
 
@@ -174,22 +176,22 @@ class StepAttention {
     }
   }
 
-  template <int R>
+  template <int R, int V>
   void cross_values(const float* values, int64_t count, int64_t d) const {
-    F32 sum[R][kParts];
+    F32 sum[R][V];
     for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < kParts; ++j) sum[r][j] = splat(0.0f);
+      for (int j = 0; j < V; ++j) sum[r][j] = splat(0.0f);
     }
     for (int64_t s = 0; s < count; ++s) {
-      F32 value[kParts];
-      for (int j = 0; j < kParts; ++j) value[j] = load(values + s * head_ + j * kLanes);
+      F32 value[V];
+      for (int j = 0; j < V; ++j) value[j] = load(values + s * head_ + j * kLanes);
       for (int r = 0; r < R; ++r) {
         const F32 weight = splat(scores_[r * positions_ + s]);
-        for (int j = 0; j < kParts; ++j) sum[r][j] = accumulate(weight, value[j], sum[r][j]);
+        for (int j = 0; j < V; ++j) sum[r][j] = accumulate(weight, value[j], sum[r][j]);
       }
     }
     for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < kParts; ++j) store(sums_ + r * head_ + d + j * kLanes, sum[r][j]);
+      for (int j = 0; j < V; ++j) store(sums_ + r * head_ + d + j * kLanes, sum[r][j]);
     }
   }
 

@@ -61,6 +61,13 @@ inline F32 subtract_f64(F32 a, double b, double c) {
 }
 inline F32 approximate_reciprocal(F32 a) { return {_mm512_rcp14_ps(a.v)}; }
 inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
+// Lane i is added to lane i + half, then halves of that.
+inline float reduce_add(F32 a) {
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
 
 inline U32 load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(uint32_t* p, U32 a) { _mm512_storeu_si512(p, a.v); }

@@ -91,6 +91,13 @@ inline float reduce_max(F32 a) {
   for (int i = 1; i < kLanes; ++i) r = a.v[i] > r ? a.v[i] : r;
   return r;
 }
+// Lane i is added to lane i + half, then halves of that.
+inline float reduce_add(F32 a) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];
+  }
+  return a.v[0];
+}
 
 inline U32 load(const uint32_t* p) {
   U32 r;

@@ -189,6 +189,8 @@ class Decoding:
                 **model_kwargs,
             )
 
+        # Of no use here, and a good part of a small model's call to prepare.
+        arguments.setdefault("use_cache", False)
         positional = () if inputs is None else (inputs,)
         return self.model.generate(*positional, custom_generate=loop, **arguments)
 

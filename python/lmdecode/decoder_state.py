@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -96,22 +97,63 @@ def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> Token
         )
 
 
-def new_caches(
+def _cache_shapes(
     config: DecoderConfig, requests: int, rows: int, capacity: int, source: int
-) -> DecodingCaches:
-    """Return caches in which nothing has been written, lengths 0."""
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of keys and values: of the sequences, and of the memories."""
     head, source = padded(config.head_size), padded(source)
     layers, heads = config.num_layers, config.num_heads
+    of_rows = (layers, rows, heads, capacity, head)
+    return (
+        of_rows,
+        of_rows,
+        (layers, requests, heads, head, source),
+        (layers, requests, heads, source, head),
+    )
+
+
+def new_caches(
+    config: DecoderConfig,
+    requests: int,
+    rows: int,
+    capacity: int,
+    source: int,
+    memory: Tensor | None = None,
+) -> DecodingCaches:
+    """Return caches in which nothing has been written, lengths 0.
+
+    Parameters
+    ----------
+    config, requests, rows, capacity, source
+        Sizes; see ``DecodingCaches``.
+    memory : Tensor, optional
+        ``caches_bytes`` of uint8 for keys and values to lie in.
+    """
+    shapes = _cache_shapes(config, requests, rows, capacity, source)
     with torch.inference_mode(False):
+        if memory is None:
+            parts = [torch.empty(shape) for shape in shapes]
+        else:
+            sizes = [math.prod(shape) for shape in shapes]
+            flat = memory[: 4 * sum(sizes)].view(torch.float32).split(sizes)
+            parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        self_keys, self_values, cross_keys, cross_values = parts
         return DecodingCaches(
-            torch.empty(layers, rows, heads, capacity, head),
-            torch.empty(layers, rows, heads, capacity, head),
-            torch.empty(layers, requests, heads, head, source),
-            torch.empty(layers, requests, heads, source, head),
+            self_keys,
+            self_values,
+            cross_keys,
+            cross_values,
             torch.zeros(requests, dtype=torch.int64),
             torch.zeros(rows, capacity, dtype=torch.int32),
             torch.zeros(requests, dtype=torch.int64),
         )
+
+
+def caches_bytes(
+    config: DecoderConfig, requests: int, rows: int, capacity: int, source: int
+) -> int:
+    """Return how much memory keys and values take: a multiple of 64."""
+    return 4 * sum(map(math.prod, _cache_shapes(config, requests, rows, capacity, source)))
 
 
 class DecodingSearches:
@@ -142,17 +184,19 @@ class DecodingSearches:
         slots, beams, capacity = state.sequences.shape
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self.token_rules = token_rules
-        self.caches = caches or new_caches(
-            decoder.config, slots // num_groups, slots * beams, capacity, source
-        )
         self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
-        size = ops.decoding_workspace_bytes(
+        workspace_size = ops.decoding_workspace_bytes(
             decoder.sizes,
             decoder.numbers,
             [slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1]],
         )
-        with torch.inference_mode(False):
-            self._workspace = torch.empty(size, dtype=torch.uint8)
+        sizes = (slots // num_groups, slots * beams, capacity, source)
+        caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
+        self._memory = decoder.spare_memory.take(caches_size + workspace_size)
+        if caches is None:
+            caches = new_caches(decoder.config, *sizes, self._memory)
+        self.caches = caches
+        self._workspace = self._memory[caches_size : caches_size + workspace_size]
 
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
         """Compute the keys and values of memories.
@@ -217,3 +261,7 @@ class DecodingSearches:
             logits,
         )
         return int(steps)
+
+    def release(self) -> None:
+        """Leave the memory to searches to come; these, and their caches, are used no more."""
+        self.decoder.spare_memory.give(self._memory)

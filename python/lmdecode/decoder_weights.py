@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._decoder_checks import check_layer, check_weights
+from lmdecode._huge_memory import SpareMemory, gather
 from lmdecode._library import ops
 from lmdecode.decoder_config import (
     FORMATS,
@@ -67,6 +68,8 @@ class PackedDecoder:
         The CPU.
     sizes, numbers : list
         The config as the ops take it.
+    spare_memory : SpareMemory
+        Of searches: their caches and scratch.
 
     Raises
     ------
@@ -84,6 +87,7 @@ class PackedDecoder:
         check_weights(config, weights)
         self.config, self.weight_format = config, weight_format
         self.device = torch.device("cpu")
+        self.spare_memory = SpareMemory()
         self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
         self.num_positions: int | None = None
         if weights.positions is not None:
@@ -91,8 +95,8 @@ class PackedDecoder:
         self.num_distances: int | None = None
         if weights.relative_bias is not None:
             self.num_distances = weights.relative_bias.shape[1]
-        self.tensors = [
-            float32(weights.embedding),
+        embedding = float32(weights.embedding)
+        tensors = [
             float32(weights.positions),
             float32(weights.relative_bias),
             float32(weights.embedding_norm_gamma),
@@ -102,10 +106,11 @@ class PackedDecoder:
             _pack(weights.logits, weight_format),
             float32(weights.logits_bias),
         ]
-        self.layer_tensors: list[Tensor] = []
+        first_of_layers = len(tensors)
         for layer in weights.layers:
-            self.layer_tensors += pack_layer(config, layer, weight_format)
-        self.tensors += self.layer_tensors
+            tensors += pack_layer(config, layer, weight_format)
+        gather(tensors)
+        self.tensors, self.layer_tensors = [embedding, *tensors], tensors[first_of_layers:]
 
     def new_searches(self, *arguments: Any, **options: Any) -> Any:
         """Return searches of this decoder: ``DecodingSearches`` with these arguments."""

@@ -241,6 +241,8 @@ def decode(
         sequences, scores, indices = _group_result(settings, groups, searches)
     else:
         sequences, scores, indices = _plain_result(settings, input_ids, searches, greedy, config)
+    if isinstance(searches, DecodingSearches):
+        searches.release()
     sequences, scores, indices = sequences.to(device), scores.to(device), indices.to(device)
     if not config.return_dict_in_generate:
         return sequences

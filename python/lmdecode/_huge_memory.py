@@ -1,0 +1,67 @@
+"""Memory on pages of 2 MB: one for the weights of a model, one for the scratch of its searches."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+__all__ = ["SpareMemory", "gather", "new_memory"]
+
+_ALIGNMENT = 64  # bytes
+_HUGE_PAGE = 2 << 20
+_LARGEST_KEPT = 256 << 20
+
+
+def new_memory(size: int) -> Tensor:
+    """Return [size] uint8, aligned to 64 bytes, on huge pages where it fills one and they are had.
+
+    Packed weights and caches are read row after row at every step: with pages of 4 KB the look-up
+    of pages takes about as long as the reading.
+    """
+    with torch.inference_mode(False):
+        if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(size, dtype=torch.uint8)
+        # What begins and ends on a huge page, wherever the mapping lies.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        mapped = torch.frombuffer(pages, dtype=torch.uint8)
+        begin = -mapped.data_ptr() % _HUGE_PAGE
+        return mapped[begin : begin + size]
+
+
+def gather(tensors: list[Tensor]) -> None:
+    """Move the tensors, contiguous ones, to one memory, each at a multiple of 64 bytes."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    memory, at = new_memory(sum(sizes)), 0
+    with torch.inference_mode(False):
+        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            part = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensors[i] = part.copy_(tensor)
+            at += size
+
+
+class SpareMemory:
+    """A memory that is kept between uses: the system hands out pages slowly, and empties them.
+
+    At most 256 MB are kept. Any number of threads may take and give: one of them gets what is kept,
+    the others get new memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes, which may hold anything."""
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            return new_memory(size)
+        return memory if len(memory) >= size else new_memory(size)
+
+    def give(self, memory: Tensor) -> None:
+        """Keep a memory that nothing refers to any more."""
+        if len(memory) <= _LARGEST_KEPT:
+            self._kept[:] = [memory]
