@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -26,7 +27,8 @@ def new_memory(size: int) -> Tensor:
         # What begins and ends on a huge page, wherever the mapping lies.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
         mapped = torch.frombuffer(pages, dtype=torch.uint8)
         begin = -mapped.data_ptr() % _HUGE_PAGE
         return mapped[begin : begin + size]

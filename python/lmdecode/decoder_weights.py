@@ -109,8 +109,26 @@ class PackedDecoder:
         first_of_layers = len(tensors)
         for layer in weights.layers:
             tensors += pack_layer(config, layer, weight_format)
+        self._take_tensors(embedding, tensors, first_of_layers)
+
+    def _take_tensors(self, embedding: Tensor, tensors: list[Tensor], first_of_layers: int) -> None:
         gather(tensors)
         self.tensors, self.layer_tensors = [embedding, *tensors], tensors[first_of_layers:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each tensor by itself: with each part of a memory pickle writes the whole of it, and
+        # torch.save takes no memory of several dtypes.
+        state = self.__dict__.copy()
+        del state["spare_memory"], state["layer_tensors"]
+        embedding, *tensors = self.tensors
+        first_of_layers = len(tensors) - len(self.layer_tensors)
+        state["tensors"] = (embedding, [tensor.clone() for tensor in tensors], first_of_layers)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_tensors(*state["tensors"])
+        self.spare_memory = SpareMemory()
 
     def new_searches(self, *arguments: Any, **options: Any) -> Any:
         """Return searches of this decoder: ``DecodingSearches`` with these arguments."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import mmap
+import pickle
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
-from lmdecode import _huge_memory
+import lmdecode
+from lmdecode import BeamRequest, _huge_memory
 from lmdecode._huge_memory import SpareMemory, gather, new_memory
+from tests.decoder.random_decoder import random_decoder
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
@@ -24,6 +31,14 @@ def test_memory_made_under_inference_mode_can_be_written_outside_of_it() -> None
     with torch.inference_mode():
         memory = new_memory(3 << 20)
     assert int(memory.add_(1)[0]) == 1
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages as on Linux")
+def test_memory_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An advice that no kernel knows is refused as this one is by a kernel without huge pages.
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    memory = new_memory(3 << 20)
+    assert int(memory.fill_(3)[-1]) == 3
 
 
 def test_gathered_tensors_hold_what_they_held_in_one_memory() -> None:
@@ -64,3 +79,41 @@ def test_spare_memory_keeps_no_memory_above_its_limit(monkeypatch: pytest.Monkey
     assert spare.take(1).data_ptr() != large.data_ptr()
     spare.give(small)
     assert spare.take(1).data_ptr() == small.data_ptr()
+
+
+def _saved(decoding: lmdecode.Decoding) -> lmdecode.Decoding:
+    file = io.BytesIO()
+    torch.save(decoding, file)
+    file.seek(0)
+    copied: lmdecode.Decoding = torch.load(file, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_copies_of_a_decoding(dtype: str, copy_of: Callable[[object], lmdecode.Decoding]) -> None:
+    decoding = lmdecode.Decoding(*random_decoder("post_norm"), dtype=dtype)
+    request, memory = BeamRequest([1], num_beams=2, max_new_tokens=9), torch.randn(5, 18)
+
+    def result(of: lmdecode.Decoding) -> lmdecode.BeamResult:
+        batch = of.batch(max_requests=1, num_beams=2, capacity=10, source=5)
+        batch.add(request, memory)
+        (only,) = batch.run()
+        return only
+
+    copied, expected = copy_of(decoding), result(decoding)
+    for tensor in decoding.decoder.tensors:
+        tensor.zero_()
+    got = result(copied)
+    assert got.sequences.equal(expected.sequences) and got.scores.equal(expected.scores)
+    stored = {t.untyped_storage().data_ptr() for t in copied.decoder.tensors if t.numel()}
+    assert len(stored) == 2  # the embedding, and all others
+
+
+def test_a_pickled_decoding_takes_little_more_than_its_weights() -> None:
+    decoding = lmdecode.Decoding(*random_decoder("post_norm", vocab=3000))
+    decoding.decoder.spare_memory.give(torch.empty(32 << 20, dtype=torch.uint8))
+    size = sum(tensor.nbytes for tensor in decoding.decoder.tensors)
+    assert len(pickle.dumps(decoding)) < size + 100_000
