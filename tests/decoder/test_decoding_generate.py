@@ -108,11 +108,14 @@ def test_processors(arguments: dict[str, Any], num_beams: int) -> None:
         check(kind, num_beams=num_beams, **arguments)
 
 
-class StopAtTwenty(StoppingCriteria):
-    """Ends sequences at tokens that are multiples of 20."""
+class StopAtMultiples(StoppingCriteria):
+    """Ends sequences at tokens that are multiples of a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] % 20 == 0
+        return input_ids[:, -1] % self.number == 0
 
 
 ANY_RULES: list[dict[str, Any]] = [
@@ -121,7 +124,7 @@ ANY_RULES: list[dict[str, Any]] = [
     {"encoder_repetition_penalty": 1.3, "min_new_tokens": 5},
     {"prefix_allowed_tokens_fn": lambda batch, ids: range(batch, 60 - batch, 3)},
     {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
-    {"stopping_criteria": StoppingCriteriaList([StopAtTwenty()])},
+    {"stopping_criteria": StoppingCriteriaList([StopAtMultiples(20)])},
     {"max_time": 1000.0, "eos_token_id": [2, 20, 21, 22, 23, 24]},
     {"suppress_tokens": [5], "bad_words_ids": [[3, 4]], "output_logits": True},
 ]
@@ -147,6 +150,55 @@ def test_any_processors_and_criteria(arguments: dict[str, Any], num_beams: int) 
             assert got.beam_indices.tolist() == expected.beam_indices.tolist()
         del arguments["return_dict_in_generate"], arguments["output_scores"]
         assert decoding.generate(**arguments).tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_criteria_without_end_tokens(num_beams: int) -> None:
+    """Greedily a prompt that a criterion has ended goes on until all have, and is not padded."""
+    for kind in ("bart", "t5"):
+        model = make_model(kind)
+        model.generation_config.eos_token_id = None
+        criteria = StoppingCriteriaList([StopAtMultiples(7)])
+        arguments = make_inputs(kind) | dict(num_beams=num_beams, max_new_tokens=12)
+        expected = model.generate(stopping_criteria=criteria, **arguments)
+        got = lmdecode.Decoding.from_pretrained(model).generate(
+            stopping_criteria=criteria, **arguments
+        )
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_any_rules_score_a_search_that_has_ended_0(num_beams: int) -> None:
+    _, decoding = pair("bart")
+    got = decoding.generate(
+        **make_inputs("bart"),
+        num_beams=num_beams,
+        max_new_tokens=12,
+        eos_token_id=list(range(2, 20)),
+        bad_words_ids=[[3, 4]],
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    ended = 0
+    for scores, logits in zip(got.scores, got.logits, strict=True):
+        for row in (logits == 0).all(dim=1).nonzero().flatten().tolist():
+            assert not scores[row].any()
+            ended += 1
+    assert ended > 0
+
+
+def test_any_rules_leave_the_memory_to_the_next_call() -> None:
+    decoding = lmdecode.Decoding.from_pretrained(make_model("bart"))
+    arguments = make_inputs("bart") | dict(max_new_tokens=4)
+    spare = decoding.decoder.spare_memory
+    kept = torch.empty(4 << 20, dtype=torch.uint8)
+    spare.give(kept)
+    for more in ({}, {"bad_words_ids": [[3, 4]]}, {"bad_words_ids": [[3, 4]], "num_beams": 3}):
+        decoding.generate(**arguments, **more)
+        memory = spare.take(0)
+        assert memory.data_ptr() == kept.data_ptr()
+        spare.give(memory)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

@@ -54,6 +54,9 @@ class GreedySearch:
         self.processors, self.criteria, self.recorder = processors, criteria, recorder
         self.prompt_length = settings.prompt_length
         self.pad_token = settings.pad_token
+        self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        # As in transformers: without end tokens prompts go on until all have ended.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.parameters, self.state = new_search(
             settings, input_ids, end_tokens=settings.end_tokens, keep_beam_indices=False
         )
@@ -63,17 +66,18 @@ class GreedySearch:
         scores: Tensor = self.processors(input_ids, logits)  # type: ignore[arg-type]
         self.recorder.record(outputs, scores, raw)
         best, tokens = scores.max(dim=1)
-        goes_on = state.done == 0
-        failed = (best.isnan() * STATUS_NAN + (best == -torch.inf) * STATUS_EMPTY) * goes_on
+        failed = (best.isnan() * STATUS_NAN + (best == -torch.inf) * STATUS_EMPTY) * ~self.ended
         if bool(failed.any()):
             raise_for_prompts(failed, length - self.prompt_length)
-        tokens = tokens.where(goes_on, torch.full_like(tokens, self.pad_token))
+        if self.pads:
+            tokens = tokens.masked_fill(self.ended, self.pad_token)
         state.sequences[:, 0, length] = tokens
         state.lengths.add_(1)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
-        ended = self.criteria(input_ids, self.recorder.scores)
-        state.done[ended] = 1
-        return Step(input_ids, None, bool(state.done.all()))
+        self.ended |= self.criteria(input_ids, self.recorder.scores)
+        if self.pads:
+            state.done[self.ended] = 1
+        return Step(input_ids, None, bool(self.ended.all()))
 
     def finish(self, input_ids: Tensor) -> SearchResult:
         return SearchResult(input_ids, torch.zeros(len(input_ids)), None)
@@ -132,11 +136,14 @@ def decode_with_any_rules(
         num_candidates=1,
     )
     searches.read_memory(memory, lengths, torch.arange(settings.batch))
-    finished = False
+    beams, finished = search.state.scores.shape[1], False
     while not finished:
-        length = input_ids.shape[1]
+        length, had_ended = input_ids.shape[1], (search.state.done != 0).repeat_interleave(beams)
         input_ids, parents, finished = search.step(None, searches.read_tokens(), input_ids)
+        if recorder.scores is not None:
+            recorder.scores[-1][had_ended] = 0.0
         if parents is not None:
             ops.update_beam_indirection_(searches.caches.table, parents, length, None)
     result = search.finish(input_ids)
+    searches.release()
     return recorder.result(result.sequences, {}) if greedy else recorder.beam_result(result, {})
