@@ -103,6 +103,32 @@ void check_search(const DecodingParams& p, int64_t slot) {
   }
 }
 
+void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
+  check_dtype(kStepsOp, "logits", logits, ScalarType::Float);
+  if (logits.dim() != 2 || logits.size(0) != rows || logits.size(1) != vocab) {
+    fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
+         sizes_text({rows, vocab}));
+  }
+  if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
+  if (!logits.is_contiguous()) {
+    fail(kStepsOp, "logits has strides; expected a contiguous tensor");
+  }
+}
+
+// Steps write to logits between reading these, which are contiguous, and have been checked.
+void check_apart(const Tensor& logits, const char* name, const Tensors& tensors) {
+  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto end = [&](const Tensor& t) {
+    return begin(t) + t.numel() * static_cast<int64_t>(t.element_size());
+  };
+  for (const Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    if (begin(logits) < end(tensor) && begin(tensor) < end(logits)) {
+      fail(kStepsOp, "logits shares memory with ", name, "; expected a tensor of its own");
+    }
+  }
+}
+
 Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
                       const Tensors& state, const Tensors& parameters, const Tensors& rules,
                       const Tensors& caches, const Tensor& workspace, const Integers& options,
@@ -160,9 +186,14 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
          "; expected at least ", bytes, " on cpu, aligned to 64");
   }
   if (logits) {
-    const Tensors kept{*logits};
-    p.logits = TensorList(op, "outputs", kept, 1)
-                   .next<float>("logits", ScalarType::Float, {p.cache_rows(), p.config.vocab});
+    check_logits(*logits, p.cache_rows(), p.config.vocab);
+    check_apart(*logits, "weights", weights);
+    check_apart(*logits, "state", state);
+    check_apart(*logits, "parameters", parameters);
+    check_apart(*logits, "token_rules", rules);
+    check_apart(*logits, "caches", caches);
+    check_apart(*logits, "workspace", {workspace});
+    p.logits = static_cast<float*>(logits->mutable_data_ptr());
   }
   Tensor steps = new_tensor(first, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);

@@ -69,13 +69,33 @@ def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
     [
-        ((5, 40), torch.float32, r"outputs.logits has shape \[5, 40\]; expected \[6, "),
-        ((6, 40), torch.float64, "outputs.logits"),
+        ((5, 40), torch.float32, r": logits has shape \[5, 40\]; expected \[6, 40\]"),
+        ((6, 40), torch.float64, ": logits has dtype float64; expected float32"),
     ],
 )
 def test_logits_that_do_not_fit(shape: Any, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         running_search().run(1, logits=torch.zeros(shape, dtype=dtype))
+
+
+def test_logits_in_the_memory_of_another_argument() -> None:
+    searches = running_search()
+    size = 4 * 6 * 40
+    weight = torch.zeros(size // 4 + 22)
+    searches.decoder.tensors[1] = weight[: 22 * 10].view(10, 22)  # positions
+    caches = searches.caches
+    for name, logits in (
+        ("weights", weight[-240:].view(6, 40)),
+        ("caches", caches.self_values.view(-1)[:240].view(6, 40)),
+        ("caches", caches.cross_keys.view(-1)[100:340].view(6, 40)),
+        ("workspace", searches._workspace[-size:].view(torch.float32).view(6, 40)),
+    ):
+        before = [tensor.clone() for tensor in (*searches.state, *caches)]
+        message = f": logits shares memory with {name}; expected a tensor of its own"
+        with pytest.raises(ValueError, match=message):
+            searches.run(1, logits=logits)
+        after = (*searches.state, *caches)
+        assert all(map(torch.equal, after, before))
 
 
 def test_decoding_workspace_bytes() -> None:
