@@ -23,10 +23,10 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _caches(decoding: lmdecode.Decoding, source: int) -> int:
+def _caches(decoding: lmdecode.Decoding, source: int, requests: int = REQUESTS) -> int:
     """Bytes of caches with one cross cache a request, which its beams share."""
-    rows = REQUESTS * NUM_BEAMS
-    return _bytes(new_caches(decoding.config, REQUESTS, rows, NEW_TOKENS + 1, source))
+    rows = requests * NUM_BEAMS
+    return _bytes(new_caches(decoding.config, requests, rows, NEW_TOKENS + 1, source))
 
 
 def _decoding() -> lmdecode.Decoding:
@@ -76,26 +76,28 @@ def _model() -> lmdecode.Decoding:
     return lmdecode.Decoding.from_pretrained(model.eval())
 
 
-def _generate(decoding: lmdecode.Decoding, requests: int, tokens: int) -> None:
-    ids = torch.randint(1, 400, (requests, NEW_TOKENS), generator=torch.Generator().manual_seed(1))
+def _generate(decoding: lmdecode.Decoding, requests: int, source: int, tokens: int) -> None:
+    ids = torch.randint(1, 400, (requests, source), generator=torch.Generator().manual_seed(1))
     sequences = decoding.generate(
         ids, num_beams=NUM_BEAMS, min_new_tokens=tokens, max_new_tokens=tokens
     )
     assert sequences.shape == (requests, tokens + 1)
 
 
-def generate_call() -> Callable[[], object]:
+def generate_call(requests: int, source: int) -> Callable[[], object]:
     decoding = _model()
-    _generate(decoding, 1, 2)
-    return lambda: _generate(decoding, REQUESTS, NEW_TOKENS)
+    _generate(decoding, 1, source, 2)
+    return lambda: _generate(decoding, requests, source, NEW_TOKENS)
 
 
-def test_generate_takes_weights_and_caches() -> None:
+@pytest.mark.parametrize("source", [150, 400])
+def test_generate_takes_weights_and_caches(source: int) -> None:
     """The encoder included, and its result, which transformers repeats for every beam."""
     pytest.importorskip("transformers")
-    decoding = _model()
-    weights, caches = _bytes(decoding.decoder.tensors), _caches(decoding, NEW_TOKENS)
-    assert caches > 5 * weights
-    taken = peak_memory(generate_call)
-    assert caches <= taken
+    decoding, requests = _model(), 4 * REQUESTS  # 200 MB: a few are torch's own, whatever it is
+    weights = _bytes(decoding.decoder.tensors)
+    caches = _caches(decoding, source, requests)
+    assert caches > 20 * weights
+    taken = peak_memory(generate_call, requests, source)
+    assert 0.9 * caches <= taken  # seen at all: a little comes from what the warm-up left
     assert weights + taken <= 1.2 * (weights + caches)

@@ -179,8 +179,13 @@ def decode(
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
         mask = None  # Whisper's is one of input features: its decoder looks at all of the memory
-    memory, lengths = memory_of(model_kwargs["encoder_outputs"], mask, decoder.device)
-    memory, lengths = memory[:: settings.num_beams], lengths[:: settings.num_beams]
+    encoder_outputs = model_kwargs["encoder_outputs"]
+    memory, lengths = memory_of(encoder_outputs, mask, decoder.device)
+    if config.num_beams > 1:
+        # generate() has repeated it for the beams, and keeps what it gave us until the end.
+        memory, lengths = memory[:: config.num_beams].clone(), lengths[:: config.num_beams]
+        if isinstance(encoder_outputs, dict) and "last_hidden_state" in encoder_outputs:
+            encoder_outputs["last_hidden_state"] = memory
     if isinstance(decoder, PackedDecoder) and (
         ends is None or not has_token_rules(logits_processor, decoder.config.vocab_size)
     ):
