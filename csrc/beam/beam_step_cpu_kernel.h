@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstring>
 
 #include "beam/beam_step.h"
 #include "beam/beam_step_plan.h"
-#include "common/row_copies.h"
+#include "common/copy_rows.h"
 
 namespace lmdecode {
 
@@ -39,12 +38,8 @@ template <class T, class Last>
 void advance_rows(T* rows, int64_t capacity, const BeamStepScratch& scratch, int32_t copy_count,
                   const Last& last) {
   if (capacity == 0) return;
-  T* const temporary = reinterpret_cast<T*>(scratch.row);
-  const auto row = [&](int32_t r) { return r == kTemporaryRow ? temporary : rows + r * capacity; };
-  const size_t bytes = static_cast<size_t>(scratch.plan.length) * sizeof(T);
-  for (int32_t i = 0; i < copy_count; ++i) {
-    std::memcpy(row(scratch.copies[i].to), row(scratch.copies[i].from), bytes);
-  }
+  copy_rows(scratch.copies, copy_count, rows, capacity, reinterpret_cast<T*>(scratch.row),
+            scratch.plan.length);
   for (int64_t beam = 0; beam < scratch.plan.num_beams; ++beam) {
     rows[beam * capacity + scratch.plan.length] = last(beam);
   }

@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <cstring>
 
 #include "beam/beam_step.h"
 #include "beam/log_softmax_top_k.h"
+#include "common/copy_rows.h"
 #include "common/float_mode.h"
 #include "decoder/decoding.h"
 #include "decoder/decoding_workspace.h"
@@ -288,14 +288,8 @@ class Decoding {
     }
     const int32_t copies =
         order_row_copies_of(w_.parents, static_cast<int32_t>(beams), w_.readers, w_.copies);
-    int32_t* const rows = p_.caches.table + slot * state_.beams * state_.capacity;
-    const auto row = [&](int32_t r) {
-      return r == kTemporaryRow ? w_.table_row : rows + r * state_.capacity;
-    };
-    const size_t bytes = static_cast<size_t>(state_.lengths[slot] - 1) * sizeof(int32_t);
-    for (int32_t i = 0; i < copies; ++i) {
-      std::memcpy(row(w_.copies[i].to), row(w_.copies[i].from), bytes);
-    }
+    copy_rows(w_.copies, copies, p_.caches.table + slot * state_.beams * state_.capacity,
+              state_.capacity, w_.table_row, state_.lengths[slot] - 1);
   }
 
   bool has_ended(int64_t searches) const {

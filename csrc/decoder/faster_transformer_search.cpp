@@ -1,11 +1,10 @@
 #include "decoder/faster_transformer_search.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "beam/log_softmax_top_k.h"
+#include "common/copy_rows.h"
 #include "common/float_mode.h"
-#include "common/row_copies.h"
 #include "common/split_memory.h"
 
 namespace lmdecode {
@@ -198,14 +197,8 @@ class Search {
   void follow_parents(int64_t first, int64_t positions) const {
     const int32_t copies =
         order_row_copies_of(m_.parents, static_cast<int32_t>(p_.beams), m_.readers, m_.copies);
-    int32_t* const rows = p_.caches.table + first * p_.caches.capacity;
-    const auto row = [&](int32_t r) {
-      return r == kTemporaryRow ? m_.table_row : rows + r * p_.caches.capacity;
-    };
-    for (int32_t i = 0; i < copies; ++i) {
-      std::memcpy(row(m_.copies[i].to), row(m_.copies[i].from),
-                  static_cast<size_t>(positions) * sizeof(int32_t));
-    }
+    copy_rows(m_.copies, copies, p_.caches.table + first * p_.caches.capacity, p_.caches.capacity,
+              m_.table_row, positions);
   }
 
   const FasterTransformerParams& p_;

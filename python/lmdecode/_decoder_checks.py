@@ -7,26 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lmdecode._tensor_checks import check_dense_tensors
 from lmdecode.decoder_config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
 
-__all__ = ["check_floats", "check_layer", "check_tensors", "check_weights", "indices"]
+__all__ = ["check_floats", "check_layer", "check_weights", "indices"]
 
 _OP = "DecoderWeights"
 _Shape = tuple[int | None, ...]  # None: any size above 0
 
 
-def check_tensors(op: str, **values: object) -> None:
-    """Raise TypeError for what is no tensor, ValueError for one that is not dense."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
-        if value.layout != torch.strided:
-            raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
-
-
 def check_floats(op: str, name: str, value: object) -> None:
     """Raise for what is no dense tensor of floats with values."""
-    check_tensors(op, **{name: value})
+    check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if not value.is_floating_point():
         dtype = str(value.dtype).removeprefix("torch.")
@@ -136,7 +128,7 @@ def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
 
 def indices(op: str, name: str, value: object, rows: int) -> Tensor:
     """Return [rows] integers as contiguous int32."""
-    check_tensors(op, **{name: value})
+    check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         dtype = str(value.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode._tensor_checks import check_no_gradient, check_tensors
 from lmdecode.attention_masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
 __all__ = [
@@ -31,25 +32,8 @@ def _type_error(op: str, name: str, value: object, expected: str) -> TypeError:
     return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
 
 
-def _check_tensors(op: str, **tensors: object) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise _type_error(op, name, tensor, "a tensor")
-
-
 def _check_optional(op: str, **tensors: object) -> None:
-    _check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
-
-
-def _check_no_gradient(op: str, **tensors: object) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise ValueError(
-                f"{op}: {name} requires a gradient, and there is none; call it under "
-                "torch.no_grad(), or train with another attention"
-            )
+    check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
 
 
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
@@ -77,7 +61,7 @@ def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor 
     """int32 or int64 as contiguous int64."""
     if value is None:
         return None
-    _check_tensors(op, **{name: value})
+    check_tensors(op, **{name: value})
     if value.dtype not in (torch.int64, torch.int32):
         dtype = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{op}: {name} has dtype {dtype}; expected int64 or int32")
@@ -92,7 +76,7 @@ def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
     """Any floating dtype as contiguous float32."""
     if value is None:
         return None
-    _check_tensors(op, **{name: value})
+    check_tensors(op, **{name: value})
     if not value.dtype.is_floating_point:
         dtype = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{op}: {name} has dtype {dtype}; expected a floating dtype")
@@ -110,7 +94,7 @@ def _mask(op: str, mask: Tensor | None) -> Tensor | None:
     """Four dimensions, the first ones of size 1 where there are fewer."""
     if mask is None:
         return None
-    _check_tensors(op, attn_mask=mask)
+    check_tensors(op, attn_mask=mask)
     if not 2 <= mask.dim() <= 4:
         raise ValueError(
             f"{op}: attn_mask has shape {list(mask.shape)}; expected 2 to 4 dimensions, "
@@ -235,7 +219,7 @@ def sliding_window_attention(
         Names the argument, what came and what was expected.
     """
     op = "sliding_window_attention"
-    _check_tensors(op, q=q, k=k, v=v)
+    check_tensors(op, q=q, k=k, v=v)
     if mask_convention not in _CONVENTIONS:
         raise ValueError(
             f"{op}: mask_convention is {mask_convention!r}; expected 'masked' or 'visible'"
@@ -249,7 +233,7 @@ def sliding_window_attention(
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
     )
-    _check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+    check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
     out, lse = _sliding_window_attention(
@@ -322,11 +306,11 @@ key_padding_mask, block_table, indirection, return_lse
         Names the argument, what came and what was expected.
     """
     op = "sliding_window_decode"
-    _check_tensors(op, q=q, k=k, v=v)
+    check_tensors(op, q=q, k=k, v=v)
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
     )
-    _check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+    check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     out, lse = _sliding_window_decode(
         q,
         k,
@@ -373,6 +357,6 @@ def merge_attention_states(
         Names the argument, what came and what was expected.
     """
     op = "merge_attention_states"
-    _check_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
-    _check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    check_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     return _merge_attention_states(o1, lse1, o2, lse2)

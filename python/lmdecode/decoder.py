@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
-from lmdecode._decoder_checks import check_floats, check_tensors, check_weights, indices
+from lmdecode._decoder_checks import check_floats, check_weights, indices
 from lmdecode._decoding_cuda import DeviceDecoder
 from lmdecode._library import ops
+from lmdecode._tensor_checks import check_dense_tensors, check_no_gradient
 from lmdecode.decoder_batch import DecodingBatch
 from lmdecode.decoder_config import FORMATS, DecoderConfig, DecoderWeights, LayerWeights, float32
 from lmdecode.decoder_state import DecodingCaches, new_caches
 from lmdecode.decoder_weights import PackedDecoder, pack_layer
-from lmdecode.linear import check_no_gradient
 
 __all__ = ["DecoderLayer", "Decoding", "gather_tree"]
 
@@ -267,7 +267,7 @@ class DecoderLayer:
         """
         op, config = "DecoderLayer.new_caches", self.config
         check_floats(op, "memory", memory)
-        check_tensors(op, memory_lengths=memory_lengths)
+        check_dense_tensors(op, memory_lengths=memory_lengths)
         if memory.dim() != 3 or memory.shape[2] != config.memory_size:
             raise ValueError(
                 f"{op}: memory has shape {list(memory.shape)}; "
@@ -327,7 +327,7 @@ class DecoderLayer:
             nothing has been written then.
         """
         op = "DecoderLayer"
-        check_tensors(op, from_tensor=from_tensor)
+        check_dense_tensors(op, from_tensor=from_tensor)
         check_no_gradient(op, from_tensor=from_tensor)
         if not isinstance(caches, DecodingCaches):
             kind = type(caches).__name__
@@ -386,7 +386,7 @@ def gather_tree(
         Wrong types, shapes or dtypes, or a trace comes to a parent that is no beam.
     """
     op = "gather_tree"
-    check_tensors(
+    check_dense_tensors(
         op, step_ids=step_ids, parent_ids=parent_ids, max_sequence_lengths=max_sequence_lengths
     )
     if isinstance(end_token, bool) or not isinstance(end_token, int):

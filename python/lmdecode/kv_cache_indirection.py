@@ -9,16 +9,12 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode._tensor_checks import check_tensors
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
 
 _update = ops.update_beam_indirection_.default
 _MAX_INT = (1 << 63) - 1
-
-
-def _check_tensor(op: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
 
 
 def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int | Tensor) -> None:
@@ -45,8 +41,8 @@ def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int |
         Names the argument, what came and what was expected; nothing has been written.
     """
     op = "update_beam_indirection_"
-    _check_tensor(op, "indirection", indirection)
-    _check_tensor(op, "parents", parents)
+    check_tensors(op, indirection=indirection)
+    check_tensors(op, parents=parents)
     if isinstance(length, Tensor):
         _update(indirection, parents, 0, length)
         return
@@ -83,8 +79,8 @@ def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = No
     ValueError, TypeError
         Names the argument, what came and what was expected.
     """
-    _check_tensor("gather_indirect", "states", states)
-    _check_tensor("gather_indirect", "indirection", indirection)
+    check_tensors("gather_indirect", states=states)
+    check_tensors("gather_indirect", indirection=indirection)
     if states.dim() != 4:
         raise ValueError(
             f"gather_indirect: states has shape {list(states.shape)}; expected "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode._tensor_checks import check_dense_tensors, check_no_gradient
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 
@@ -19,25 +20,6 @@ _layer_norm = ops.layer_norm.default
 _rms_norm = ops.rms_norm.default
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-
-
-def _check_tensor(op: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
-    if value.layout != torch.strided:
-        raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
-
-
-def check_no_gradient(op: str, **tensors: object) -> None:
-    """Raise ValueError for what would get no gradient: autograd passes over these ops."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise ValueError(
-                f"{op}: {name} requires a gradient, and there is none; call it under "
-                "torch.no_grad()"
-            )
 
 
 def _choice(op: str, name: str, value: object, choices: dict) -> int:
@@ -51,7 +33,7 @@ def _choice(op: str, name: str, value: object, choices: dict) -> int:
 
 def _rows(op: str, name: str, value: object, size: int) -> Tensor:
     """``[..., size]`` as ``[rows, size]``."""
-    _check_tensor(op, name, value)
+    check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if value.dim() == 0 or value.shape[-1] != size:
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected [..., {size}]")
@@ -108,7 +90,7 @@ class PackedLinear:
         self, weight: Tensor, bias: Tensor | None = None, *, dtype: str = "float32"
     ) -> None:
         op = "PackedLinear"
-        _check_tensor(op, "weight", weight)
+        check_dense_tensors(op, weight=weight)
         if dtype is None:
             raise TypeError(f"{op}: dtype is of type NoneType; expected a str")
         self._format = _choice(op, "dtype", dtype, _FORMATS)
@@ -116,7 +98,7 @@ class PackedLinear:
         self.dtype = dtype
         self.out_features, self.in_features = weight.shape
         if bias is not None:
-            _check_tensor(op, "bias", bias)
+            check_dense_tensors(op, bias=bias)
             self._check_weight(op, "bias", bias, 1, f"[{self.out_features}]")
             if bias.shape[0] != self.out_features:
                 raise ValueError(
@@ -219,10 +201,10 @@ class PackedLinear:
 
 
 def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> Tensor:
-    _check_tensor(op, "x", x)
+    check_dense_tensors(op, x=x)
     for name, other in others.items():
         if other is not None:
-            _check_tensor(op, name, other)
+            check_dense_tensors(op, **{name: other})
     check_no_gradient(op, x=x, **others)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps is of type {type(eps).__name__}; expected a number")

@@ -10,6 +10,7 @@ from torch import Tensor
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
 from lmdecode._ring_attention import Piece, attend_pieces
+from lmdecode._tensor_checks import check_tensors
 from lmdecode.kv_cache import reorder_cache_
 
 __all__ = ["RingKVCache", "RingSnapshot", "ring_cache_append_"]
@@ -19,11 +20,6 @@ _MAX_INT = (1 << 63) - 1
 # Spare slots of a ring by default: so many tokens can be rolled back, or come in one chunk that is
 # written before it is attended to.
 _SPARE = 63
-
-
-def _check_tensor(op: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
 
 
 def _check_int(op: str, name: str, value: object, lowest: int, highest: int = _MAX_INT) -> None:
@@ -74,7 +70,7 @@ def ring_cache_append_(
     """
     op = "ring_cache_append_"
     for name, value in (("keys", keys), ("values", values), ("k", k), ("v", v)):
-        _check_tensor(op, name, value)
+        check_tensors(op, **{name: value})
     rows = None
     if isinstance(position, Tensor):
         position, rows = 0, position
@@ -218,7 +214,7 @@ class RingKVCache:
             Names the argument, what came and what was expected; nothing has been written.
         """
         for name, states in (("k", k), ("v", v)):
-            _check_tensor("RingKVCache", name, states)
+            check_tensors("RingKVCache", **{name: states})
             if states.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"RingKVCache: {name} requires a gradient, which a cache that is written in "
@@ -314,7 +310,7 @@ class RingKVCache:
 
     def reorder_(self, rows: Tensor) -> None:
         """Let row r go on as row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
-        _check_tensor("RingKVCache.reorder_", "rows", rows)
+        check_tensors("RingKVCache.reorder_", rows=rows)
         reorder_cache_([self._keys, self._values], rows, length_dim=2, length=self._slots_in_use())
 
     def select_rows_(self, rows: Tensor) -> None:
@@ -480,12 +476,12 @@ class RingKVCache:
     def _check_chunk(
         self, q: Tensor, k: Tensor | None, v: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        _check_tensor("attend", "q", q)
+        check_tensors("attend", q=q)
         if k is None and v is None:
             chunk = None
         else:
             for name, states in (("k", k), ("v", v)):
-                _check_tensor("attend", name, states)
+                check_tensors("attend", **{name: states})
             assert k is not None and v is not None
             chunk = (k, v)
         for name, states in (("q", q), *(zip(("k", "v"), chunk, strict=True) if chunk else ())):
@@ -513,7 +509,7 @@ class RingKVCache:
     def _check_mask(self, mask: Tensor | None, end: int) -> None:
         if mask is None:
             return
-        _check_tensor("attend", "key_padding_mask", mask)
+        check_tensors("attend", key_padding_mask=mask)
         if list(mask.shape) != [self.batch, end]:
             raise ValueError(
                 f"attend: key_padding_mask has shape {list(mask.shape)}; expected "
