@@ -97,3 +97,13 @@ def test_operations_of_visible_pairs() -> None:
     for tokens, window in ((9, 4), (9, 9), (9, 20)):
         pairs = int((~lmdecode.swa_mask(tokens, window, form="bool")).sum())
         assert useful_operations(tokens, window) == 4 * 128 * HEADS * pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peer_of_merging_does_the_same(dtype: torch.dtype) -> None:
+    from benchmarks.attention import bench_merge_attention_states as bench
+
+    ours, _, peer = bench._contestants(True, dtype=dtype, heads=3, tokens=5)
+    for found, expected in zip(ours.call(), peer.call(), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert len(bench.cases(quick=True)) == 2

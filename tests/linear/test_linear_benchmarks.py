@@ -42,3 +42,13 @@ def test_peers_do_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for contestant in contestants[1:]:
         error = (contestant.call().float() - want).abs().max() / want.abs().max()
         assert error < {"f32": 1e-5, "bf16": 1e-2, "int8": 4e-2}[dtype]
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_peers_of_norms_do_the_same(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.linear import bench_norms as bench
+
+    ours, _, peer = bench._contestants(True, norm=norm, rows=5, size=70)
+    assert (ours.call() - peer.call()).abs().max() < 1e-5
+    assert len(bench.cases(quick=True)) == 2
