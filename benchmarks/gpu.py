@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import lmdecode
 from lmdecode import sliding_window_attention as attend
-from lmdecode.testing import beam_cases, bits, sampling_cases
+from tests.support.cases import beam_cases, bits, sampling_cases
 
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
 

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 import benchmarks
-from lmdecode.timing import CacheEvictor, Timing, interleaved
+from lmdecode.demo.timing import CacheEvictor, Timing, interleaved
 
 if TYPE_CHECKING:
     from benchmarks.goals import GoalOutcome

@@ -171,19 +171,19 @@ def test_imports(path: Path) -> None:
             for module in modules
             if is_in(
                 module,
-                "lmdecode._library",
+                "lmdecode._ops",
                 "lmdecode._fakes",
                 "lmdecode._C",
-                "lmdecode.attention",
-                "lmdecode.beam",
-                "lmdecode.beam_scorer",
-                "lmdecode.beam_search",
-                "lmdecode.constrained_beam_scorer",
-                "lmdecode.kv_cache",
-                "lmdecode.kv_cache_blocks",
-                "lmdecode.kv_cache_indirection",
+                "lmdecode.attention.ops",
+                "lmdecode.beam.ops",
+                "lmdecode.beam.scorers.beam_scorer",
+                "lmdecode.beam.engine.search",
+                "lmdecode.beam.scorers.constrained_beam_scorer",
+                "lmdecode.kv_cache.reorder",
+                "lmdecode.kv_cache.blocks",
+                "lmdecode.kv_cache.indirection",
                 "lmdecode.linear",
-                "lmdecode.sampling",
+                "lmdecode.sampling.ops",
             )
         }
         assert not compiled, f"the reference imports {compiled}"

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode import _fakes  # noqa: F401  registers the fakes
-from lmdecode._library import ops
-from lmdecode._tensor_checks import check_dense_tensors, check_no_gradient
+from lmdecode._checks import check_dense_tensors, check_no_gradient
+from lmdecode._ops import ops
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode import _fakes  # noqa: F401  registers the fakes
-from lmdecode._library import ops
-from lmdecode.decoder import gather_tree
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.decoder_state import DecodingCaches, new_caches, padded
-from lmdecode.decoder_weights import PackedDecoder, pack_layer
+from lmdecode._ops import ops
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.decoder.layer import gather_tree
+from lmdecode.decoder.state import DecodingCaches, new_caches, padded
+from lmdecode.decoder.weights import PackedDecoder, pack_layer
 
 __all__ = ["decoder", "decoding", "gather_tree"]
 
