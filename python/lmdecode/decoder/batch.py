@@ -12,7 +12,8 @@ from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import EARLY_STOPPING, beam_parameters, new_beam_state
 from lmdecode.decoder.checks import check_floats
-from lmdecode.decoder.state import ALWAYS, DecodingSearches, new_token_rules
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import ALWAYS, new_token_rules
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingBatch"]

@@ -7,8 +7,6 @@ the same loop runs with the ops' plain torch, which is how it is tested.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -99,10 +97,6 @@ class DeviceDecoder:
         self.num_distances: int | None = None
         if weights.relative_bias is not None:
             self.num_distances = weights.relative_bias.shape[1]
-
-    def new_searches(self, *arguments: Any, **options: Any) -> DeviceSearches:
-        """Return searches of this decoder, on its device."""
-        return DeviceSearches(self, *arguments, **options)
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
@@ -235,7 +229,7 @@ class DeviceSearches:
     Parameters
     ----------
     decoder, state, parameters, token_rules, source
-        As for ``lmdecode.decoder.state.DecodingSearches``; on the CPU, copied from there.
+        As for ``lmdecode.decoder.searches.DecodingSearches``; on the CPU, copied from there.
     num_groups, num_candidates, rules, greedy
         Likewise.
 

@@ -128,9 +128,3 @@ class PackedDecoder:
         self.__dict__.update(state)
         self._take_tensors(*state["tensors"])
         self.spare_memory = SpareMemory()
-
-    def new_searches(self, *arguments: Any, **options: Any) -> Any:
-        """Return searches of this decoder: ``DecodingSearches`` with these arguments."""
-        from lmdecode.decoder.state import DecodingSearches
-
-        return DecodingSearches(self, *arguments, **options)

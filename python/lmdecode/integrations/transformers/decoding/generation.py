@@ -14,7 +14,7 @@ from transformers.generation.utils import (
 
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
-from lmdecode.decoder.state import DecodingSearches
+from lmdecode.decoder.searches import DecodingSearches, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
@@ -217,7 +217,8 @@ def decode(
         parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
     if greedy:
         parameters.early_stopping.fill_(1)
-    searches = decoder.new_searches(
+    searches = new_searches(
+        decoder,
         state,
         parameters,
         token_rules(

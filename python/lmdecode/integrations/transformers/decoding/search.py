@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode._ops import ops
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
+from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.state import new_token_rules
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
@@ -127,7 +128,8 @@ def decode_with_any_rules(
         search = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
     else:
         search = PlainSearch(settings, False, *common)
-    searches = decoder.new_searches(
+    searches = DecodingSearches(
+        decoder,
         search.state,
         search.parameters,
         new_token_rules(len(search.state.done)),

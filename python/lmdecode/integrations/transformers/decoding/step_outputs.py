@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.device_loop import DeviceSearches
-from lmdecode.decoder.state import DecodingSearches
+from lmdecode.decoder.searches import DecodingSearches
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
