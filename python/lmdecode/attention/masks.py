@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_count
+
 __all__ = ["compressed_swa_mask", "expand_compressed_swa_mask", "swa_mask"]
 
 #: What a float mask adds to the score of a masked key; in float16 it is -inf.
@@ -14,14 +16,6 @@ COMPRESSED_SIZE = 512
 
 _FORMS = ("float", "bool")
 _VARIANTS = (None, "python", "cpp")
-_MAX_INT = (1 << 63) - 1
-
-
-def _check_count(op: str, name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected an int")
-    if not least <= value <= _MAX_INT:
-        raise ValueError(f"{op}: {name} is {value}; expected an int of 64 bits, at least {least}")
 
 
 def _check_form(op: str, form: object) -> None:
@@ -70,8 +64,8 @@ def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:
         Names the argument, what came and what was expected.
     """
     op = "swa_mask"
-    _check_count(op, "seq_len", seq_len, 0)
-    _check_count(op, "window", window)
+    check_count(op, "seq_len", seq_len, 0)
+    check_count(op, "window", window)
     _check_form(op, form)
     return _band(seq_len, window, form)
 
@@ -121,8 +115,8 @@ def compressed_swa_mask(
         Names the argument, what came and what was expected.
     """
     op = "compressed_swa_mask"
-    _check_count(op, "window", window)
-    _check_count(op, "head_size", head_size)
+    check_count(op, "window", window)
+    check_count(op, "head_size", head_size)
     _check_form(op, form)
     if variant not in _VARIANTS:
         raise ValueError(f"{op}: variant is {variant!r}; expected None, 'python' or 'cpp'")
@@ -171,9 +165,9 @@ def expand_compressed_swa_mask(mask: Tensor, seq_len: int, window: int, head_siz
             f"{op}: mask has shape {list(mask.shape)}; "
             f"expected [{COMPRESSED_SIZE}, {COMPRESSED_SIZE}]"
         )
-    _check_count(op, "seq_len", seq_len, 0)
-    _check_count(op, "window", window)
-    _check_count(op, "head_size", head_size)
+    check_count(op, "seq_len", seq_len, 0)
+    check_count(op, "window", window)
+    check_count(op, "head_size", head_size)
     tile = tile_size(head_size)
     tiles, last = -(-seq_len // tile), -(-window // tile)
     # The first row sees itself alone: mask[0, 1] is what stands for masked.

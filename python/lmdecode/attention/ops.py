@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_no_gradient, check_tensors
+from lmdecode._checks import check_int, check_no_gradient, check_number, check_tensors
 from lmdecode._ops import ops
 from lmdecode.attention.masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
@@ -23,12 +23,7 @@ __all__ = [
 _sliding_window_attention = ops.sliding_window_attention.default
 _sliding_window_decode = ops.sliding_window_decode.default
 _merge_attention_states = ops.merge_attention_states.default
-_MAX_INT = (1 << 63) - 1
 _CONVENTIONS = ("masked", "visible")
-
-
-def _type_error(op: str, name: str, value: object, expected: str) -> TypeError:
-    return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
 
 
 def _check_optional(op: str, **tensors: object) -> None:
@@ -39,21 +34,13 @@ def _bound(op: str, name: str, value: int | None, least: int) -> int:
     """A window as the op takes it: -1 for none."""
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise _type_error(op, name, value, "an int or None")
-    if not least <= value <= _MAX_INT:
-        raise ValueError(
-            f"{op}: {name} is {value}; expected an int of 64 bits, at least {least}, or None"
-        )
-    return value
+    limits = f"an int of 64 bits, at least {least}, or None"
+    return check_int(op, name, value, least, kind="an int or None", limits=limits)
 
 
 def _number(op: str, name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _type_error(op, name, value, "a float or None")
-    if not math.isfinite(value):
-        raise ValueError(f"{op}: {name} is {value}; expected a finite number, or None")
-    return float(value)
+    limits = "a finite number, or None"
+    return check_number(op, name, value, kind="a float or None", is_finite=True, limits=limits)
 
 
 def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor | None:

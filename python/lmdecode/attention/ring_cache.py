@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_tensors
+from lmdecode._checks import check_int, check_tensors
 from lmdecode._ops import ops
 from lmdecode.attention.pieces import Piece, attend_pieces
 from lmdecode.kv_cache.reorder import reorder_cache_
@@ -15,18 +15,9 @@ from lmdecode.kv_cache.reorder import reorder_cache_
 __all__ = ["RingKVCache", "RingSnapshot", "ring_cache_append_"]
 
 _append = ops.ring_cache_append_.default
-_MAX_INT = (1 << 63) - 1
 # Spare slots of a ring by default: so many tokens can be rolled back, or come in one chunk that is
 # written before it is attended to.
 _SPARE = 63
-
-
-def _check_int(op: str, name: str, value: object, lowest: int, highest: int = _MAX_INT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected an int")
-    if not lowest <= value <= highest:
-        limits = f"at least {lowest}" if highest == _MAX_INT else f"{lowest} to {highest}"
-        raise ValueError(f"{op}: {name} is {value}; expected {limits}")
 
 
 def _contiguous_vectors(states: Tensor) -> Tensor:
@@ -73,12 +64,10 @@ def ring_cache_append_(
     rows = None
     if isinstance(position, Tensor):
         position, rows = 0, position
-    elif isinstance(position, bool) or not isinstance(position, (int, torch.SymInt)):
-        raise TypeError(
-            f"{op}: position is of type {type(position).__name__}; expected an int or a tensor"
+    else:
+        position = check_int(
+            op, "position", position, kind="an int or a tensor", limits="0 to 2^40"
         )
-    elif abs(position) > _MAX_INT:
-        raise ValueError(f"{op}: position is {position}; expected 0 to 2^40")
     _append(
         keys, values, _contiguous_vectors(k), _contiguous_vectors(v), position, rows,
         num_sink_tokens,
@@ -155,19 +144,19 @@ class RingKVCache:
     ) -> None:
         op = "RingKVCache"
         value_size = head_size if value_size is None else value_size
-        _check_int(op, "window", window, 1)
+        check_int(op, "window", window, 1)
         capacity = window + _SPARE if capacity is None else capacity
         sizes = dict(
             batch=batch, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size,
             num_sink_tokens=num_sink_tokens,
         )  # fmt: skip
         for name, value in sizes.items():
-            _check_int(op, name, value, 0)
+            check_int(op, name, value, 0)
         if isinstance(capacity, int) and capacity < window:
             raise ValueError(
                 f"{op}: capacity is {capacity}; expected at least {window}, the window"
             )
-        _check_int(op, "capacity", capacity, 1)
+        check_int(op, "capacity", capacity, 1)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(
                 f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype"
@@ -243,7 +232,7 @@ class RingKVCache:
         ValueError
             If the window is not held any more; nothing has been changed.
         """
-        _check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
+        check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
         if self._window_start(self.num_tokens - num_tokens) < self._first_held:
             most = self.num_tokens - self.window - self._first_held
             raise ValueError(
@@ -284,7 +273,7 @@ class RingKVCache:
                 f"restore: snapshot is of type {type(snapshot).__name__}; expected a RingSnapshot"
             )
         total, keys, values = snapshot
-        _check_int("restore", "num_tokens", total, 0)
+        check_int("restore", "num_tokens", total, 0)
         sinks = min(total, self.num_sink_tokens)
         held = min(total - sinks, self.window)
         if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == sinks + held - 1:
@@ -339,7 +328,7 @@ class RingKVCache:
             the last tokens.
         """
         length = self.window if length is None else length
-        _check_int("ordered", "length", length, 0, self.capacity)
+        check_int("ordered", "length", length, 0, self.capacity)
         first = max(self._first_held, self.num_tokens - length)
         pieces = self._pieces(first) or [self._piece(0, 0, 0)]
         return (

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._checks import MAX_INT, check_count, check_int, check_number, type_error
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam.types import BeamCandidates
@@ -19,20 +20,8 @@ _log_softmax_top_k = ops.log_softmax_top_k.default
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
 _log_softmax_top_k_processed = ops.log_softmax_top_k.processed
-_MAX_INT = (1 << 63) - 1
 # What a call raises, before it begins, for an argument of a type that the schema does not have.
 _WRONG_TYPE = (RuntimeError, TypeError, KeyError)
-
-
-def _type_error(name: str, value: object, expected: str, op: str = _OP) -> TypeError:
-    return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
-
-
-def _check_count(name: str, value: object, op: str = _OP, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise _type_error(name, value, "an int", op)
-    if not least <= value <= _MAX_INT:
-        raise ValueError(f"{op}: {name} is {value}; expected an int of 64 bits, at least {least}")
 
 
 def _check_types(
@@ -50,13 +39,13 @@ def _check_types(
         ("parameters", parameters, BeamParameters),
     ):
         if not isinstance(value, kind):
-            raise _type_error(name, value, f"a {kind.__name__}", op) from None
+            raise type_error(op, name, value, f"a {kind.__name__}") from None
         tensors.update({f"{name}.{field}": part for field, part in value._asdict().items()})
     tensors.update({name: tensor for name, tensor in optional.items() if tensor is not None})
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             expected = "a tensor or None" if name in optional else "a tensor"
-            raise _type_error(name, tensor, expected, op) from None
+            raise type_error(op, name, tensor, expected) from None
     if not isinstance(rules, str) or rules not in RULES:
         raise ValueError(f"{op}: rules is {rules!r}; expected one of {', '.join(RULES)}") from None
 
@@ -80,9 +69,9 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
         return torch.cat((ends.new_zeros(1), ends))
     offsets = [0]
     for beams in num_beams:
-        _check_count("num_beams", beams)
+        check_count(_OP, "num_beams", beams)
         offsets.append(offsets[-1] + beams)
-    if offsets[-1] > _MAX_INT:
+    if offsets[-1] > MAX_INT:
         raise ValueError(
             f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits"
         )
@@ -92,7 +81,7 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
 def _tensors(**values: object) -> Iterator[Tensor | None]:
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
-            raise _type_error(name, value, "a tensor")
+            raise type_error(_OP, name, value, "a tensor")
         yield value
 
 
@@ -101,14 +90,9 @@ def _per_request(name: str, value: object, off: float) -> tuple[Any, Tensor | No
     if value is None or isinstance(value, Tensor):
         return off, value
     if isinstance(off, float):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _type_error(name, value, "a float or a tensor")
-        return value, None
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise _type_error(name, value, "an int or a tensor")
-    if not 0 <= value <= _MAX_INT:
-        raise ValueError(f"{_OP}: {name} is {value}; expected an int of 64 bits, 0 or more")
-    return value, None
+        return check_number(_OP, name, value, kind="a float or a tensor"), None
+    limits = "an int of 64 bits, 0 or more"
+    return check_int(_OP, name, value, 0, kind="an int or a tensor", limits=limits), None
 
 
 def _end_tokens(
@@ -228,13 +212,13 @@ def log_softmax_top_k(
         Names the argument, what came and what was expected.
     """
     if not isinstance(logits, Tensor):
-        raise _type_error("logits", logits, "a tensor")
+        raise type_error(_OP, "logits", logits, "a tensor")
     if not isinstance(beam_scores, Tensor):
-        raise _type_error("beam_scores", beam_scores, "a tensor")
-    _check_count("num_candidates", num_candidates)
+        raise type_error(_OP, "beam_scores", beam_scores, "a tensor")
+    check_count(_OP, "num_candidates", num_candidates)
     offsets = None
     if isinstance(num_beams, (int, torch.SymInt)):
-        _check_count("num_beams", num_beams)
+        check_count(_OP, "num_beams", num_beams)
         if beam_scores.dim() == 2:
             if beam_scores.shape[1] != num_beams:
                 raise ValueError(
@@ -246,7 +230,7 @@ def log_softmax_top_k(
         offsets = _row_offsets(num_beams, logits.device)
         num_beams = 1
     else:
-        raise _type_error("num_beams", num_beams, "an int, a sequence of ints or a tensor")
+        raise type_error(_OP, "num_beams", num_beams, "an int, a sequence of ints or a tensor")
     if (
         sequences is None
         and lengths is None
@@ -367,7 +351,7 @@ def beam_step(
         Names the argument, what came and what was expected; nothing has been changed then.
     """
     if rows is not None:
-        _check_count("rows", rows, "beam_step", 0)
+        check_count("beam_step", "rows", rows, 0)
     try:
         step = _beam_step(
             state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
@@ -440,9 +424,9 @@ def beam_finalize(
     except _WRONG_TYPE:
         optional = dict(slots=slots, sequences=sequences, scores=scores)
         _check_types("beam_finalize", state, parameters, rules, {}, optional)
-        _check_count("num_return_sequences", num_return_sequences, "beam_finalize")
-        _check_count("num_groups", num_groups, "beam_finalize")
+        check_count("beam_finalize", "num_return_sequences", num_return_sequences)
+        check_count("beam_finalize", "num_groups", num_groups)
         if not isinstance(add_open, bool):
-            raise _type_error("add_open", add_open, "a bool or None", "beam_finalize") from None
+            raise type_error("beam_finalize", "add_open", add_open, "a bool or None") from None
         raise
     return BeamFinal(*final)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lmdecode._checks import MAX_INT, check_int, is_int
 
 __all__ = [
     "DECISIONS",
@@ -166,27 +167,6 @@ class BeamFinal(NamedTuple):
     places: Tensor
 
 
-def _is_integer(value: Any) -> bool:
-    if isinstance(value, bool) or (
-        isinstance(value, Tensor) and (value.dim() > 0 or value.dtype == torch.bool)
-    ):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _integer(op: str, name: str, value: Any, at_least: int | None = None) -> int:
-    if not _is_integer(value):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected an int")
-    number = operator.index(value)
-    if at_least is not None and number < at_least:
-        raise ValueError(f"{op}: {name} is {number}; expected at least {at_least}")
-    return number
-
-
 def _for_each_slot(op: str, name: str, value: Any, slots: int) -> list[Any]:
     """Return a sequence as a list, of one entry for each slot."""
     try:
@@ -236,11 +216,11 @@ def new_beam_state(
         A size is no int, or below 1, ``slots`` and ``capacity`` below 0.
     """
     op = "new_beam_state"
-    slots, capacity = _integer(op, "slots", slots, 0), _integer(op, "capacity", capacity, 0)
-    num_beams = _integer(op, "num_beams", num_beams, 1)
+    slots, capacity = check_int(op, "slots", slots, 0), check_int(op, "capacity", capacity, 0)
+    num_beams = check_int(op, "num_beams", num_beams, 1)
     if num_hypotheses is None:
         num_hypotheses = num_beams
-    num_hypotheses = _integer(op, "num_hypotheses", num_hypotheses, 1)
+    num_hypotheses = check_int(op, "num_hypotheses", num_hypotheses, 1)
 
     def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
         # A tensor made under inference_mode could not be written to outside of it.
@@ -293,13 +273,13 @@ def beam_parameters(
         not one entry for each slot, or entries that are no numbers.
     """
     op = "beam_parameters"
-    slots = _integer(op, "slots", slots, 0)
+    slots = check_int(op, "slots", slots, 0)
 
-    def integers(name: str, value: Any, at_least: int | None = None) -> list[int]:
-        if _is_integer(value):
-            return [_integer(op, name, value, at_least)] * slots
+    def integers(name: str, value: Any, at_least: int = ~MAX_INT) -> list[int]:
+        if is_int(value):
+            return [check_int(op, name, value, at_least)] * slots
         return [
-            _integer(op, name, entry, at_least) for entry in _for_each_slot(op, name, value, slots)
+            check_int(op, name, entry, at_least) for entry in _for_each_slot(op, name, value, slots)
         ]
 
     def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -326,18 +306,18 @@ def beam_parameters(
     if isinstance(penalties, (int, float)):
         penalties = [penalties] * slots
     penalties = _for_each_slot(op, "length_penalty", penalties, slots)
-    ends: Any = [end_tokens] if _is_integer(end_tokens) else end_tokens
+    ends: Any = [end_tokens] if is_int(end_tokens) else end_tokens
     if not hasattr(ends, "__iter__") or isinstance(ends, str):
         kind = type(ends).__name__
         raise TypeError(f"{op}: end_tokens is of type {kind}; expected token ids")
-    if all(_is_integer(token) for token in ends):
+    if all(is_int(token) for token in ends):
         ends = [ends] * slots
     lists = []
     for tokens in _for_each_slot(op, "end_tokens", ends, slots):
         if not hasattr(tokens, "__iter__") or isinstance(tokens, str):
             kind = type(tokens).__name__
             raise TypeError(f"{op}: end_tokens has an entry of type {kind}; expected token ids")
-        lists.append([_integer(op, "an entry of end_tokens", token) for token in tokens])
+        lists.append([check_int(op, "an entry of end_tokens", token) for token in tokens])
     longest = max(map(len, lists), default=0)
     padded = [tokens + [-1] * (longest - len(tokens)) for tokens in lists]
     beams = integers("num_beams", num_beams, 1)

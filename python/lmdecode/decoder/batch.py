@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_int
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import EARLY_STOPPING, beam_parameters, new_beam_state
@@ -23,11 +24,7 @@ _NO_BEAM = -1.0e9  # where transformers starts every beam but the first
 
 
 def _size(name: str, value: object, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected an int")
-    if not least <= value < 1 << 63:
-        raise ValueError(f"{_OP}: {name} is {value}; expected at least {least}, an int64")
-    return value
+    return check_int(_OP, name, value, least, limits=f"at least {least}, an int64")
 
 
 class DecodingBatch:

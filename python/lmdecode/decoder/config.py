@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_bool, check_int, check_number
+
 __all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -73,25 +75,22 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Check every argument."""
+        op = "DecoderConfig"
         sizes = ("num_layers", "model_size", "num_heads", "head_size", "ffn_size", "vocab_size")
         if self.memory_size is None:
             object.__setattr__(self, "memory_size", self.model_size)
         for name in (*sizes, "memory_size", "position_offset"):
-            value, least = getattr(self, name), 0 if name == "position_offset" else 1
-            if isinstance(value, bool) or not isinstance(value, int):
-                kind = type(value).__name__
-                raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected an int")
-            if not least <= value < 1 << 31:
-                raise ValueError(f"DecoderConfig: {name} is {value}; expected {least} to 2^31 - 1")
+            least = 0 if name == "position_offset" else 1
+            limits = f"{least} to 2^31 - 1"
+            size = check_int(op, name, getattr(self, name), least, (1 << 31) - 1, limits=limits)
+            object.__setattr__(self, name, size)
         if self.num_heads * self.head_size >= 1 << 31:
             raise ValueError(
                 f"DecoderConfig: {self.num_heads} heads of {self.head_size}; "
                 "expected fewer than 2^31 in all"
             )
         for name in ("norm_first", "gated"):
-            kind = type(getattr(self, name)).__name__
-            if kind != "bool":
-                raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected a bool")
+            check_bool(op, name, getattr(self, name))
         if self.attention_scale is None:
             object.__setattr__(self, "attention_scale", self.head_size**-0.5)
         for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
@@ -101,10 +100,7 @@ class DecoderConfig:
                     f"expected one of {', '.join(choices)}"
                 )
         for name in ("norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
-                kind = type(number).__name__
-                raise TypeError(f"DecoderConfig: {name} is of type {kind}; expected a number")
+            number = check_number(op, name, getattr(self, name))
             is_epsilon = name.endswith("_epsilon")
             if not math.isfinite(number) or (is_epsilon and number < 0):
                 raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_no_gradient
+from lmdecode._checks import check_dense_tensors, check_int, check_no_gradient
 from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_floats, indices
 from lmdecode.decoder.config import FORMATS, DecoderConfig, LayerWeights, float32
@@ -96,10 +96,7 @@ class DecoderLayer:
                 f"expected [requests, source, {config.memory_size}]"
             )
         for name, size in (("rows", rows), ("capacity", capacity)):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{op}: {name} is of type {type(size).__name__}; expected an int")
-            if not 0 <= size < 1 << 31:
-                raise ValueError(f"{op}: {name} is {size}; expected 0 to 2^31 - 1")
+            check_int(op, name, size, 0, (1 << 31) - 1, limits="0 to 2^31 - 1")
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
         ops.decoding_read_memory_(
@@ -211,10 +208,7 @@ def gather_tree(
     check_dense_tensors(
         op, step_ids=step_ids, parent_ids=parent_ids, max_sequence_lengths=max_sequence_lengths
     )
-    if isinstance(end_token, bool) or not isinstance(end_token, int):
-        raise TypeError(f"{op}: end_token is of type {type(end_token).__name__}; expected an int")
-    if not -(1 << 63) <= end_token < 1 << 63:
-        raise ValueError(f"{op}: end_token is {end_token}; expected an int64")
+    check_int(op, "end_token", end_token, limits="an int64")
     return ops.gather_tree(
         step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
     )

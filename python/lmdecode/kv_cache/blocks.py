@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_int, is_int
 from lmdecode._ops import ops
 
 __all__ = ["BlockSlots", "BlockTable", "OutOfBlocksError", "copy_blocks_"]
@@ -74,8 +75,10 @@ def copy_blocks_(pools: Sequence[Tensor], copies: Tensor) -> None:
 
 
 def _check_int(name: str, value: object, lowest: int, highest: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-        raise ValueError(f"BlockTable: {name} is {value}; expected an int, {lowest} to {highest}")
+    limits = f"an int, {lowest} to {highest}"
+    if not is_int(value):
+        raise ValueError(f"BlockTable: {name} is {value}; expected {limits}")
+    check_int("BlockTable", name, value, lowest, highest, limits=limits)
 
 
 class BlockTable:

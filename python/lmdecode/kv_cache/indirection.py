@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_tensors
+from lmdecode._checks import check_int, check_tensors
 from lmdecode._ops import ops
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
 
 _update = ops.update_beam_indirection_.default
-_MAX_INT = (1 << 63) - 1
 
 
 def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int | Tensor) -> None:
@@ -45,13 +44,7 @@ def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int |
     if isinstance(length, Tensor):
         _update(indirection, parents, 0, length)
         return
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(
-            f"{op}: length is of type {type(length).__name__}; expected an int or a tensor"
-        )
-    if abs(length) > _MAX_INT:
-        raise ValueError(f"{op}: length is {length}; expected an int of 64 bits")
-    _update(indirection, parents, length, None)
+    _update(indirection, parents, check_int(op, "length", length, kind="an int or a tensor"), None)
 
 
 def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = None) -> Tensor:

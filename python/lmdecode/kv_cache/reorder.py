@@ -6,20 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lmdecode._checks import check_int
 from lmdecode._ops import ops
 
 __all__ = ["reorder_cache_"]
 
 _OP = "reorder_cache_"
 _reorder = ops.reorder_cache_.default
-_MAX_INT = (1 << 63) - 1
-
-
-def _check_int(name: str, value: object, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected {expected}")
-    if abs(value) > _MAX_INT:
-        raise ValueError(f"{_OP}: {name} is {value}; expected an int of 64 bits")
 
 
 def reorder_cache_(
@@ -68,9 +61,9 @@ def reorder_cache_(
             )
     if not isinstance(parents, Tensor):
         raise TypeError(f"{_OP}: parents is of type {type(parents).__name__}; expected a tensor")
-    _check_int("batch_dim", batch_dim, "an int")
+    batch_dim = check_int(_OP, "batch_dim", batch_dim)
     if length_dim is not None:
-        _check_int("length_dim", length_dim, "an int or None")
+        length_dim = check_int(_OP, "length_dim", length_dim, kind="an int or None")
     if length is not None:
-        _check_int("length", length, "an int or None")
+        length = check_int(_OP, "length", length, kind="an int or None")
     _reorder(tensors, parents, batch_dim, length_dim, length)

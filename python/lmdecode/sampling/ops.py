@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmdecode._checks import MAX_INT, check_bool, check_int, check_number, dtype_name, type_error
 from lmdecode._ops import ops
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 
@@ -18,11 +18,6 @@ _sample = ops.top_k_top_p_sample.default
 _DIALECT_NUMBERS = {name: number for number, name in enumerate(DIALECTS)}
 # Row seeds of an int seed are this far apart, modulo 2^63. As a signed 64-bit integer.
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_MAX_SEED = (1 << 63) - 1
-
-
-def _type_error(name: str, value: object, expected: str) -> TypeError:
-    return TypeError(f"{_OP}: {name} is of type {type(value).__name__}; expected {expected}")
 
 
 def _split(
@@ -38,34 +33,17 @@ def _split(
         allowed = (torch.float16, torch.bfloat16) if is_float else (torch.int32,)
         if value.dtype not in allowed:
             expected = "float32, float16 or bfloat16" if is_float else "int64 or int32"
-            dtype_name = str(value.dtype).removeprefix("torch.")
-            raise ValueError(f"{_OP}: {name} has dtype {dtype_name}; expected {expected}")
+            raise ValueError(f"{_OP}: {name} has dtype {dtype_name(value)}; expected {expected}")
         return off, value.to(dtype)
     if dtype.is_floating_point:
         if type(value) is not float:
-            value = _to_float(name, value)
+            value = check_number(_OP, name, value, kind="a number, a tensor or None")
     elif type(value) is not int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _type_error(name, value, "an int, a tensor or None")
-        value = int(value)
+        value = check_int(_OP, name, value, kind="an int, a tensor or None")
     return value, None
 
 
-def _to_float(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers too
-        raise _type_error(name, value, "a number, a tensor or None")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{_OP}: {name} is too large; expected a number of float64") from None
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _type_error(name, value, "a bool")
-
-
-def _check_number(name: str, value: float, low: float, text: str) -> None:
+def _check_at_least(name: str, value: float, low: float, text: str) -> None:
     if not value >= low:
         raise ValueError(f"{_OP}: {name} is {value}; expected {text}")
 
@@ -75,15 +53,10 @@ def _row_seeds(seed: int | Tensor, batch: int, device: torch.device) -> Tensor |
         if seed.dtype is torch.int32:
             seed = seed.to(torch.int64)
         return seed
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(
-            f"{_OP}: seed is of type {type(seed).__name__}; expected an int or a tensor"
-        )
+    seed = check_int(_OP, "seed", seed, kind="an int or a tensor", limits="an int below 2^63")
     if seed < 0:
         return None
-    if seed > _MAX_SEED:
-        raise ValueError(f"{_OP}: seed is {seed}; expected an int below 2^63")
-    return (torch.arange(batch, device=device) * _SEED_STEP + seed) & _MAX_SEED
+    return (torch.arange(batch, device=device) * _SEED_STEP + seed) & MAX_INT
 
 
 def top_k_top_p_sample(
@@ -160,7 +133,7 @@ def top_k_top_p_sample(
         Names the argument, what came and what was expected; nothing has been written.
     """
     if not isinstance(logits, Tensor):
-        raise _type_error("logits", logits, "a tensor")
+        raise type_error(_OP, "logits", logits, "a tensor")
     if logits.requires_grad:
         logits = logits.detach()
     if logits.layout is not torch.strided:
@@ -172,37 +145,34 @@ def top_k_top_p_sample(
     p, p_rows = _split("top_p", top_p, 1.0, torch.float32)
     m, m_rows = _split("min_p", min_p, 0.0, torch.float32)
     t, t_rows = _split("temperature", temperature, 1.0, torch.float32)
-    _check_number("top_p", p, float("-inf"), "a number")
-    _check_number("min_p", m, float("-inf"), "a number")
-    _check_number("temperature", t, 0.0, "a number >= 0")
-    if not -_MAX_SEED - 1 <= k <= _MAX_SEED:
+    _check_at_least("top_p", p, float("-inf"), "a number")
+    _check_at_least("min_p", m, float("-inf"), "a number")
+    _check_at_least("temperature", t, 0.0, "a number >= 0")
+    if not ~MAX_INT <= k <= MAX_INT:
         raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
         if not isinstance(q, Tensor):
-            raise _type_error("q", q, "a tensor or None")
+            raise type_error(_OP, "q", q, "a tensor or None")
         if seed is not None or generator is not None:
             other = "seed" if seed is not None else "generator"
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
     if type(eps) is not float:
-        eps = _to_float("eps", eps)
-    _check_flag("return_logits", return_logits)
-    _check_flag("return_logprob", return_logprob)
+        eps = check_number(_OP, "eps", eps)
+    check_bool(_OP, "return_logits", return_logits)
+    check_bool(_OP, "return_logprob", return_logprob)
     if generator is not None:
         if seed is not None:
             raise ValueError(
                 f"{_OP}: seed and generator were both given; expected one source of noise"
             )
         if not isinstance(generator, torch.Generator):
-            raise _type_error("generator", generator, "a torch.Generator")
+            raise type_error(_OP, "generator", generator, "a torch.Generator")
     if logits.dim() != 2:
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
         )
     if position is not None and not isinstance(position, Tensor):
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise _type_error("position", position, "an int or a tensor")
-        if not -_MAX_SEED - 1 <= position <= _MAX_SEED:
-            raise ValueError(f"{_OP}: position is {position}; expected an int of 64 bits")
+        position = check_int(_OP, "position", position, kind="an int or a tensor")
         position = torch.full((logits.size(0),), position, device=logits.device)
     elif isinstance(position, Tensor) and position.dtype is torch.int32:
         position = position.to(torch.int64)
@@ -220,7 +190,7 @@ def top_k_top_p_sample(
     state = generator.get_state()
     try:
         seeds = torch.randint(
-            0, _MAX_SEED, (logits.size(0),), generator=generator, device=generator.device
+            0, MAX_INT, (logits.size(0),), generator=generator, device=generator.device
         )
         return call(seeds.to(logits.device))
     except Exception:

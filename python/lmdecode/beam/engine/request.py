@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
-import operator
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._checks import MAX_INT, check_count, check_number
 from lmdecode.beam.state import EARLY_STOPPING, RULES, EarlyStopping, Rules
 
 __all__ = ["BeamRequest", "BeamResult"]
 
-_MAX_INT = (1 << 63) - 1
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
@@ -26,25 +24,11 @@ def _fail(name: str, value: object, expected: str) -> ValueError:
 
 
 def _integer(name: str, value: Any, at_least: int) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
-            raise TypeError
-        value = operator.index(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise TypeError(f"BeamRequest: {name} is of type {kind}; expected an int") from None
-    if not at_least <= value <= _MAX_INT:
-        raise _fail(name, value, f"an int of 64 bits, at least {at_least}")
-    return int(value)
+    return int(check_count("BeamRequest", name, value, at_least))
 
 
 def _number(name: str, value: object, most: float = sys.float_info.max) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"BeamRequest: {name} is of type {type(value).__name__}; expected a number")
-    try:
-        converted = float(value)
-    except OverflowError:
-        converted = math.inf
+    converted = check_number("BeamRequest", name, value)
     if not abs(converted) <= most:
         raise _fail(name, value, f"a finite number of {64 if most > _MAX_FLOAT32 else 32} bits")
     return converted
@@ -217,7 +201,7 @@ class BeamRequest:
 
     def _check_together(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens"):
-            most = _MAX_INT - len(self.prompt_ids)
+            most = MAX_INT - len(self.prompt_ids)
             if getattr(self, name) > most:
                 raise _fail(name, getattr(self, name), f"at most {most}: the prompt counts too")
         if self.num_return_sequences > self.num_beams:

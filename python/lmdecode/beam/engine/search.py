@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_int
 from lmdecode.beam.engine.coverage import PassCoverage
 from lmdecode.beam.engine.plan import BeamPass, BeamPlan, RunningSearch, make_plan
 from lmdecode.beam.engine.processors import all_beams, constant_processors, step_processors
@@ -158,10 +159,7 @@ class BeamSearch:
         for name, size in {"vocab_size": vocab_size, **sizes}.items():
             if size is None and name == "vocab_size":
                 continue
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{_OP}: {name} is of type {type(size).__name__}; expected an int")
-            if size < 1:
-                raise ValueError(f"{_OP}: {name} is {size}; expected at least 1")
+            check_int(_OP, name, size, 1)
         self.on_step = on_step
         self.last_output: StepOutput | None = None
         self._vocab_size = vocab_size

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
+from lmdecode._checks import check_int
 from lmdecode.attention.ring_cache import RingKVCache
 from lmdecode.integrations.transformers.caches.beam_caches import BeamDynamicCache
 from lmdecode.integrations.transformers.caches.beam_layers import BeamLayer, BeamSlidingWindowLayer
@@ -278,13 +279,7 @@ class StaticRingCache(Cache):
 
     def __init__(self, config: Any, max_cache_len: int) -> None:
         _check_config("StaticRingCache", config)
-        if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int):
-            kind = type(max_cache_len).__name__
-            raise TypeError(f"StaticRingCache: max_cache_len is of type {kind}; expected an int")
-        if max_cache_len < 1:
-            raise ValueError(
-                f"StaticRingCache: max_cache_len is {max_cache_len}; expected at least 1"
-            )
+        check_int("StaticRingCache", "max_cache_len", max_cache_len, 1)
         layers = StaticCache(config, max_cache_len).layers
         super().__init__(layers=[_as_ring_layer(layer, max_cache_len) for layer in layers])
 
