@@ -78,7 +78,7 @@ gpu:
 	  --config-settings=build-dir=build/gpu-build --config-settings=cmake.define.LMDECODE_BUILD_CUDA=ON \
 	  --config-settings=cmake.define.LMDECODE_CUDA_LINE_INFO=ON .
 	@ls build/gpu/lmdecode/_C_cuda*.so >/dev/null || { echo "lmdecode: the build left the CUDA kernels out"; exit 1; }
-	PYTHONPATH=build/gpu PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu $(ARGS)
+	PYTHONPATH=$(abspath build/gpu) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 setup: $(VENV)/.built
 
