@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
-from lmdecode.timing import CacheEvictor, Timing, interleaved
+from lmdecode.demo.timing import CacheEvictor, Timing, interleaved
 
 OURS = "lmdecode"
 LIMIT = "limit"

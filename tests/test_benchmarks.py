@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.peak_memory import peak_memory
-from lmdecode.timing import CacheEvictor, interleaved
+from lmdecode.demo.peak_memory import peak_memory
+from lmdecode.demo.timing import CacheEvictor, interleaved
 
 pytest.importorskip("tqdm")
 
@@ -99,7 +99,7 @@ def test_quick_run_of_the_cache_benchmark() -> None:
 @pytest.mark.usefixtures("from_root")
 def test_a_step_is_what_it_adds_to_a_shorter_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import harness
-    from lmdecode.timing import Timing
+    from lmdecode.demo.timing import Timing
 
     seconds = {"long": (9.0, 7.0), "short": (3.0, 4.0), "whole": (5.0,)}
     monkeypatch.setattr(
@@ -165,7 +165,7 @@ def test_streaming_read_accepts_odd_sizes(dtype: torch.dtype) -> None:
 def test_goal_is_judged_on_its_worst_case() -> None:
     from benchmarks.goals import Goal, evaluate
     from benchmarks.harness import Case, Result
-    from lmdecode.timing import Timing
+    from lmdecode.demo.timing import Timing
 
     def result(batch: int, ours: float, peer: float) -> Result:
         case = Case("op", "name", {"B": batch}, lambda with_peers: [])

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -149,48 +149,138 @@ def is_in(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-OUTER = ("integrations", "compat", "demo")  # built on the core
+# Each area of the package and the areas that it may import. An area is a file or a folder of the
+# package, or a folder within one that stands above the rest of it.
+OPS = {"_ops", "_checks"}
+AREAS = {"sampling", "beam", "kv_cache", "attention", "linear"}
+CORE = {*OPS, *AREAS, "beam/engine", "beam/scorers", "decoder"}
+PYTHON_ALLOWED: dict[str, set[str]] = {
+    "_fakes": set(),
+    "_checks": set(),
+    "_ops": {"_fakes"},
+    "system": OPS,
+    "sampling": OPS,
+    "kv_cache": OPS,
+    "linear": OPS,
+    "attention": {"kv_cache", *OPS},
+    "beam": {"sampling", *OPS},
+    "beam/scorers": {"beam", *OPS},
+    "beam/engine": {*AREAS, *OPS},
+    "decoder": {*AREAS, "beam/engine", *OPS},
+    "store": OPS,
+    # Types, states and rules that op and reference share; PYTHON_OPS are what it may not touch.
+    "reference": {"sampling", "beam", "beam/scorers", "decoder"},
+    "compat": CORE,
+    "integrations": {"store", "system", *CORE},
+    "demo": {"", "store", "system", "integrations", *CORE},
+    "__main__": {""},
+}
+# A folder's __init__ is its shop window: it may show what stands above it in the same folder.
+WINDOWS = {"": {"system", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
+SUBAREAS = {area for area in PYTHON_ALLOWED if "/" in area}
+
+
+def area_of(parts: Sequence[str]) -> str:
+    """Return the area of a module, by the parts of its name below lmdecode."""
+    subarea = "/".join(parts[:2])
+    return subarea if subarea in SUBAREAS else "".join(parts[:1])
+
+
+def python_modules() -> dict[str, Path]:
+    """Every file by the name of its module."""
+    modules = {}
+    for path in python_files():
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        modules[".".join(["lmdecode", *(p for p in parts if p != "__init__")])] = path
+    return modules
+
+
+def imported_files(path: Path) -> set[str]:
+    """Every module of the package that a file imports or takes something from."""
+    modules, found = python_modules(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {whole if whole in modules else node.module or "" for whole in names}
+    return found & modules.keys()
 
 
 @pytest.mark.parametrize("path", python_files(), ids=name)
 def test_imports(path: Path) -> None:
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    modules = set(imported_modules(path))
-    if part not in OUTER:
-        outer = {module for module in modules if is_in(module, *(f"lmdecode.{o}" for o in OUTER))}
-        if part == "decoder":  # Decoding.from_pretrained and generate, when they are called
-            outer = {m for m in outer if not is_in(m, "lmdecode.integrations.transformers")}
-        assert not outer, f"{part} imports {outer}"
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    area = area_of([p for p in parts if p != "__init__"])
+    assert area in PYTHON_ALLOWED or area in WINDOWS, f"{area} has no place in the order of areas"
+    allowed = set(PYTHON_ALLOWED.get(area, ()))
+    if parts[-1] == "__init__" and len(parts) < 3:
+        allowed |= WINDOWS.get(area, set())
+    for module in sorted(imported_files(path)):
+        target = area_of(module.split(".")[1:])
+        if area == "decoder" and parts[-1] == "decoding":
+            # Decoding.from_pretrained and generate, when they are called
+            if is_in(module, "lmdecode.integrations.transformers.decoding"):
+                continue
+        assert target == area or target in allowed, f"{area} imports {module}"
+    third_party = {module.split(".")[0] for module in imported_modules(path)}
+    if area not in ("integrations", "demo"):
         # The store's second tier imports redis-py, where one is asked for.
-        extras = {"transformers"} if part == "store" else {"transformers", "redis"}
-        third_party = {module.split(".")[0] for module in modules} & extras
-        assert not third_party, f"{part} imports {third_party}"
-    if part == "reference":
-        compiled = {
-            module
-            for module in modules
-            if is_in(
-                module,
-                "lmdecode._library",
-                "lmdecode._fakes",
-                "lmdecode._C",
-                "lmdecode.attention",
-                "lmdecode.beam",
-                "lmdecode.beam_scorer",
-                "lmdecode.beam_search",
-                "lmdecode.constrained_beam_scorer",
-                "lmdecode.kv_cache",
-                "lmdecode.kv_cache_blocks",
-                "lmdecode.kv_cache_indirection",
-                "lmdecode.linear",
-                "lmdecode.sampling",
-            )
-        }
-        assert not compiled, f"the reference imports {compiled}"
-        assert "lmdecode" not in modules, (
-            "the reference imports the compiled library by the package"
-        )
-        assert "torch.ops" not in path.read_text()
+        extras = {"transformers"} if area == "store" else {"transformers", "redis"}
+        assert not third_party & extras, f"{area} imports {third_party & extras}"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=name)
+def test_private_modules_belong_to_their_folder(path: Path) -> None:
+    """A module whose name begins with _ is imported from its folder, and those within it, alone."""
+    folder = ["lmdecode", *path.relative_to(PACKAGE).parts[:-1]]
+    for module in imported_files(path):
+        parts = module.split(".")
+        for depth, part in enumerate(parts):
+            if part.startswith("_") and not part.startswith("__"):
+                assert folder[:depth] == parts[:depth], f"imports {module}"
+
+
+def test_no_circle_of_imports() -> None:
+    """Not even one that closes within a function, or for types alone."""
+    modules = python_modules()
+    imports = {module: imported_files(path) - {module} for module, path in modules.items()}
+    left = dict(imports)
+    while True:  # take away what imports nothing that is left
+        free = {module for module, targets in left.items() if not targets & left.keys()}
+        if not free:
+            break
+        left = {module: targets for module, targets in left.items() if module not in free}
+    # What only imports a circle is not in it.
+    while True:
+        used = {target for targets in left.values() for target in targets}
+        inner = {module: targets for module, targets in left.items() if module in used}
+        if len(inner) == len(left):
+            break
+        left = inner
+    assert not left, f"a circle among {', '.join(sorted(left))}"
+
+
+# What the reference must not touch: the modules that call ops.
+PYTHON_OPS = (
+    "lmdecode._ops", "lmdecode._fakes", "lmdecode._C", "lmdecode.attention.ops",
+    "lmdecode.attention.ring_cache", "lmdecode.beam.engine", "lmdecode.beam.ops",
+    "lmdecode.beam.scorers.beam_scorer", "lmdecode.beam.scorers.constrained_beam_scorer",
+    "lmdecode.decoder.batch", "lmdecode.decoder.decoding", "lmdecode.decoder.device_loop",
+    "lmdecode.decoder.layer", "lmdecode.decoder.searches", "lmdecode.decoder.weights",
+    "lmdecode.kv_cache", "lmdecode.linear", "lmdecode.sampling.ops",
+)  # fmt: skip
+# Folders whose __init__ brings such modules: the reference names the module that it means.
+PYTHON_WINDOWS = {"lmdecode", *(f"lmdecode.{area}" for area in [*AREAS, "decoder", "beam.scorers"])}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "reference").glob("*.py")), ids=name)
+def test_the_reference_uses_no_op(path: Path) -> None:
+    modules = imported_files(path)
+    compiled = {module for module in modules if is_in(module, *PYTHON_OPS)}
+    assert not compiled, f"the reference imports {compiled}"
+    assert not modules & PYTHON_WINDOWS, "the reference imports the compiled library by a package"
+    assert "torch.ops" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", cpp_files() + python_files(), ids=name)

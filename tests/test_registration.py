@@ -14,8 +14,8 @@ from torch.library import opcheck
 
 import lmdecode
 import lmdecode.reference
-from lmdecode.sampling_types import DIALECTS
-from lmdecode.testing import SamplingCase, assert_same_bits, bits, sampling_cases
+from lmdecode.sampling.types import DIALECTS
+from tests.support.cases import SamplingCase, assert_same_bits, bits, sampling_cases
 
 BATCH, VOCAB = 3, 40
 BINDINGS = Path(__file__).resolve().parents[1] / "csrc" / "bindings"

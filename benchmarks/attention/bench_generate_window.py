@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import OURS, Case, Contestant, Result
-from lmdecode.peak_memory import peak_memory
+from lmdecode.demo.peak_memory import peak_memory
 
 GROUP = "generate, sliding window"
 SDPA, EAGER = "sdpa", "eager"

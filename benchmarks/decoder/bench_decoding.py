@@ -15,8 +15,8 @@ from benchmarks.attention.peak import multiply_add
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
-from lmdecode._decoder_checks import linear_shapes
-from lmdecode.decoder_config import LayerWeights
+from lmdecode.decoder.checks import linear_shapes
+from lmdecode.decoder.config import LayerWeights
 
 GROUP = "decoder"
 CALL, STEP = "translate 32 tokens", "a step of translation"

@@ -1,6 +1,6 @@
 """The random calls of the tests, for the stages: the one place that knows where they are."""
 
-from lmdecode.testing import (
+from tests.support.cases import (
     LARGE_VOCAB_SIZES,
     MEDIUM_VOCAB_SIZES,
     assert_same_bits,

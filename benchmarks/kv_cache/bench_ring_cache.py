@@ -23,7 +23,7 @@ def _full_layer(name: str, window: int, rows: int) -> Any:
     """Return a layer that holds a window and more, bfloat16 [rows, 8, ..., 128]."""
     from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
-    from lmdecode.integrations.transformers.ring_cache_utils import RingLayer
+    from lmdecode.integrations.transformers.caches.ring_caches import RingLayer
 
     layer = {
         OURS: lambda: RingLayer(window),

@@ -9,42 +9,62 @@ keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weig
 """
 
 from lmdecode.attention import (
+    RingKVCache,
+    RingSnapshot,
     compressed_swa_mask,
     expand_compressed_swa_mask,
     merge_attention_states,
+    ring_cache_append_,
     sliding_window_attention,
     sliding_window_decode,
     swa_mask,
 )
-from lmdecode.beam import BeamCandidates, beam_finalize, beam_step, log_softmax_top_k
-from lmdecode.beam_constraints import (
+from lmdecode.beam import (
+    BeamCandidates,
+    BeamFinal,
+    BeamHypotheses,
+    BeamParameters,
+    BeamRequest,
+    BeamResult,
+    BeamSearch,
+    BeamSearchScorer,
+    BeamState,
+    BeamStep,
+    BeamTrace,
+    ConstrainedBeamSearchScorer,
     Constraint,
     ConstraintListState,
     DisjunctiveConstraint,
     PhrasalConstraint,
-)
-from lmdecode.beam_hypotheses import BeamHypotheses
-from lmdecode.beam_request import BeamRequest, BeamResult
-from lmdecode.beam_scorer import BeamSearchScorer
-from lmdecode.beam_search import BeamSearch, RowTokens, StepOutput
-from lmdecode.beam_state import (
-    BeamFinal,
-    BeamParameters,
-    BeamState,
-    BeamStep,
+    RowTokens,
+    StepOutput,
+    beam_finalize,
     beam_parameters,
+    beam_step,
+    format_trace,
+    log_softmax_top_k,
     new_beam_state,
 )
-from lmdecode.beam_trace import BeamTrace, format_trace
-from lmdecode.constrained_beam_scorer import ConstrainedBeamSearchScorer
-from lmdecode.decoder import DecoderLayer, Decoding, gather_tree
-from lmdecode.decoder_batch import DecodingBatch
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.kv_cache import reorder_cache_
-from lmdecode.kv_cache_blocks import BlockSlots, BlockTable, OutOfBlocksError, copy_blocks_
-from lmdecode.kv_cache_indirection import BeamIndirection, gather_indirect, update_beam_indirection_
+from lmdecode.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderWeights,
+    Decoding,
+    DecodingBatch,
+    LayerWeights,
+    gather_tree,
+)
+from lmdecode.kv_cache import (
+    BeamIndirection,
+    BlockSlots,
+    BlockTable,
+    OutOfBlocksError,
+    copy_blocks_,
+    gather_indirect,
+    reorder_cache_,
+    update_beam_indirection_,
+)
 from lmdecode.linear import PackedLinear, layer_norm, rms_norm
-from lmdecode.ring_cache import RingKVCache, RingSnapshot, ring_cache_append_
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode import _fakes  # noqa: F401  registers the fakes
-from lmdecode._library import ops
-from lmdecode._tensor_checks import check_dense_tensors, check_no_gradient
+from lmdecode._checks import check_dense_tensors, check_no_gradient, check_number
+from lmdecode._ops import ops
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 
@@ -206,8 +205,7 @@ def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> Te
         if other is not None:
             check_dense_tensors(op, **{name: other})
     check_no_gradient(op, x=x, **others)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps is of type {type(eps).__name__}; expected a number")
+    check_number(op, "eps", eps)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape []; expected [..., size]")
     return _rows(op, "x", x, x.shape[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmdecode import _library
+from lmdecode import _ops
 
 _CAPABILITIES = ("default", "avx2", "avx512")
 
@@ -18,9 +18,9 @@ def cpu_capability() -> str:
     ValueError
         The variable holds another word, or a level that the machine lacks.
     """
-    return _CAPABILITIES[_library.ops.cpu_capability()]
+    return _CAPABILITIES[_ops.ops.cpu_capability()]
 
 
 def has_cuda() -> bool:
     """Whether the CUDA kernels are loaded: they were built, and this torch has CUDA."""
-    return _library.has_cuda
+    return _ops.has_cuda

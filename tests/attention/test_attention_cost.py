@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmdecode import sliding_window_attention, sliding_window_decode
-from lmdecode.peak_memory import peak_memory
+from lmdecode.demo.peak_memory import peak_memory
 
 
 def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:

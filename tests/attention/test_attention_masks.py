@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import lmdecode.reference
-from lmdecode import attention_masks, compressed_swa_mask, expand_compressed_swa_mask, swa_mask
+from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
+from lmdecode.attention import masks
 
 FORMS = ("float", "bool")
 
@@ -117,11 +118,11 @@ def test_every_head_size_has_the_mask_of_its_tile(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(compressed_swa_mask(500, size), compressed_swa_mask(500, same))
             assert torch.equal(expand_compressed_swa_mask(mask, 700, 500, size), want)
     # Of masks that are not written out, what they are written from.
-    monkeypatch.setattr(attention_masks, "_band", lambda *band: band)
+    monkeypatch.setattr(masks, "_band", lambda *band: band)
     for same, sizes in ((128, range(64, 129)), (256, range(129, 257))):
         bands = [compressed_swa_mask(window, same) for window in range(1, 2049)]
         for size in sizes:
-            assert attention_masks.tile_size(size) == attention_masks.tile_size(same)
+            assert masks.tile_size(size) == masks.tile_size(same)
             assert [compressed_swa_mask(window, size) for window in range(1, 2049)] == bands, size
 
 

@@ -10,8 +10,8 @@ from lmdecode import (
     DisjunctiveConstraint,
     PhrasalConstraint,
 )
-from lmdecode._constraint_progress import _Automaton, _Replay
-from lmdecode.testing_scorer import random_constraints
+from lmdecode.beam.scorers.constraint_progress import _Automaton, _Replay
+from tests.support.scorer_walks import random_constraints
 
 
 def make(specification: list[list[Any]]) -> list[Constraint]:
@@ -121,7 +121,7 @@ def test_the_automaton_is_the_list_run_over_each_sequence(seed: int) -> None:
 
 def test_the_automaton_looks_at_a_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last step knew of a sequence is where this one begins."""
-    from lmdecode._constraint_progress import _Node
+    from lmdecode.beam.scorers.constraint_progress import _Node
 
     taken: list[int] = []
     after = _Node.after

@@ -17,7 +17,7 @@ from lmdecode import (
     new_beam_state,
 )
 from lmdecode.reference import beam_finalize as reference
-from lmdecode.testing import assert_same_bits
+from tests.support.cases import assert_same_bits
 
 
 def step_of(search: Search, arguments: dict[str, Any]) -> BeamStep:

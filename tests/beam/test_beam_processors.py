@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from lmdecode.reference.beam import log_softmax_row
-from lmdecode.testing import BeamCase, assert_same_bits, beam_cases, bits
+from tests.support.cases import BeamCase, assert_same_bits, beam_cases, bits
 
 INF, NAN = float("inf"), float("nan")
 

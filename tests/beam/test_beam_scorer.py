@@ -8,7 +8,7 @@ import torch
 import lmdecode
 from lmdecode import BeamHypotheses, BeamSearchScorer
 from lmdecode.reference.beam_scorer import BeamSearchScorer as ReferenceScorer
-from lmdecode.testing_scorer import scorer_cases, walk
+from tests.support.scorer_walks import scorer_cases, walk
 
 END, PAD = 2, 0
 

@@ -10,7 +10,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, BeamSearch, BeamTrace, format_trace
-from lmdecode.testing_beam_search import TableModel, assert_same_result, run_requests
+from tests.support.beam_searches import TableModel, assert_same_result, run_requests
 
 VOCAB = 13
 

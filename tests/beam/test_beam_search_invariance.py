@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmdecode import BeamRequest, BeamSearch
-from lmdecode.testing_beam_search import (
+from tests.support.beam_searches import (
     TableModel,
     assert_same_result,
     random_request,

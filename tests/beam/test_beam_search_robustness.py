@@ -10,7 +10,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch, BeamTrace
-from lmdecode.testing_beam_search import TableModel, assert_same_result
+from tests.support.beam_searches import TableModel, assert_same_result
 
 VOCAB = 13
 
@@ -58,14 +58,14 @@ def test_insert_without_memory_leaves_the_engine_as_it_was() -> None:
 
 @pytest.mark.parametrize("failing", ["_grown", "_write"])
 def test_insert_that_fails_halfway(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    from lmdecode import _beam_slots
+    from lmdecode.beam.engine import slots as beam_slots
 
     model = TableModel(VOCAB, 2)
     engine = BeamSearch(slots=1, num_beams=2)
     engine.insert(_request(num_beams=2, request_id="a"))
     _step(engine, model)
     calls = 0
-    owner = _beam_slots if failing == "_grown" else _beam_slots.BeamSlots
+    owner = beam_slots if failing == "_grown" else beam_slots.BeamSlots
     works = getattr(owner, failing)
 
     def fails(*arguments: Any) -> Any:

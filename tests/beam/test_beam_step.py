@@ -9,10 +9,10 @@ from random_searches import RULES, Search, clone, new_search, random_search
 from torch import Tensor
 
 from lmdecode import BeamParameters, BeamState, BeamStep, beam_parameters, beam_step, new_beam_state
-from lmdecode.beam_state import DECISIONS
-from lmdecode.beam_types import STATUS_CONTINUATIONS
+from lmdecode.beam.state import DECISIONS
+from lmdecode.beam.types import STATUS_CONTINUATIONS
 from lmdecode.reference import beam_step as reference
-from lmdecode.testing import assert_same_bits
+from tests.support.cases import assert_same_bits
 
 INF, NAN = float("inf"), float("nan")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmdecode import ConstrainedBeamSearchScorer, DisjunctiveConstraint, PhrasalConstraint
-from lmdecode.constrained_beam_scorer import _bank_order
+from lmdecode.beam.scorers.constrained_beam_scorer import _bank_order
 
 END, PAD, VOCAB = 2, 0, 12
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 
 KINDS: dict[str, dict[str, Any]] = {
     "post_norm": {"activation": "relu"},

@@ -12,7 +12,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, DecoderLayer, Decoding, gather_tree
-from lmdecode.decoder_config import DecoderConfig
+from lmdecode.decoder.config import DecoderConfig
 from tests.decoder.random_decoder import random_decoder
 
 CONFIG, WEIGHTS = random_decoder("post_norm")

@@ -10,9 +10,10 @@ from torch.library import opcheck
 
 import lmdecode
 from lmdecode import BeamRequest
-from lmdecode.beam_state import beam_parameters, new_beam_state
-from lmdecode.decoder_state import DecodingSearches, new_token_rules
-from lmdecode.decoder_weights import PackedDecoder
+from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import new_token_rules
+from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.random_decoder import random_decoder
 
 ops = torch.ops.lmdecode

@@ -11,7 +11,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.reference.decoder import decoder_logits
 from tests.decoder.random_decoder import KINDS, random_decoder
 

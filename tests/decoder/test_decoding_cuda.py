@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.library import opcheck
 
 import lmdecode
-from lmdecode._decoding_cuda import DeviceDecoder
+from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.reference import decoder_step as reference
 from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
+from tests.support import decoder_step_on_cpu
 
 pytest.importorskip("transformers")
-from lmdecode.integrations.transformers.decoder_models import decoder_of
+from lmdecode.integrations.transformers.decoding.models import decoder_of
 
 ops = torch.ops.lmdecode
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+decoder_step_on_cpu.register()
 
 
 @pytest.fixture(params=["cpu", "cuda"])

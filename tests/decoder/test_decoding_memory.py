@@ -10,8 +10,8 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest
-from lmdecode.decoder_state import new_caches
-from lmdecode.peak_memory import peak_memory
+from lmdecode.decoder.state import new_caches
+from lmdecode.demo.peak_memory import peak_memory
 from tests.decoder.random_decoder import random_decoder
 
 NUM_BEAMS, REQUESTS, SOURCE, NEW_TOKENS = 8, 6, 400, 150

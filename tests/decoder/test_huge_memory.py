@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode import BeamRequest, _huge_memory
-from lmdecode._huge_memory import SpareMemory, gather, new_memory
+from lmdecode import BeamRequest
+from lmdecode.decoder import huge_memory
+from lmdecode.decoder.huge_memory import SpareMemory, gather, new_memory
 from tests.decoder.random_decoder import random_decoder
 
 
@@ -72,7 +73,7 @@ def test_spare_memory_is_handed_out_again_but_to_one_at_a_time() -> None:
 
 
 def test_spare_memory_keeps_no_memory_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_huge_memory, "_LARGEST_KEPT", 1000)
+    monkeypatch.setattr(huge_memory, "_LARGEST_KEPT", 1000)
     spare = SpareMemory()
     large, small = spare.take(1001), spare.take(1000)
     spare.give(large)

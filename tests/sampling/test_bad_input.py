@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.sampling_types import DIALECTS
+from lmdecode.sampling.types import DIALECTS
 
 BATCH, VOCAB = 3, 10
 Arguments = dict[str, Any]

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import lmdecode
-from lmdecode.sampling_types import DIALECTS
+from lmdecode.sampling.types import DIALECTS
 
 INF = float("inf")
 MARGIN = 1e-6

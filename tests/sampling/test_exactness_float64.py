@@ -19,8 +19,8 @@ import torch
 
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
-from lmdecode.sampling_types import SampleOutput
-from lmdecode.testing import SamplingCase, assert_same_bits, sampling_cases
+from lmdecode.sampling.types import SampleOutput
+from tests.support.cases import SamplingCase, assert_same_bits, sampling_cases
 
 MARGIN = 1e-6
 COMPARED = 20_000  # rows that float64 decides, over the three dtypes

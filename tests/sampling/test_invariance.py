@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
-from lmdecode.sampling_types import DIALECTS, SampleOutput
-from lmdecode.testing import SamplingCase, assert_same_bits, bits, sampling_cases
+from lmdecode.sampling.types import DIALECTS, SampleOutput
+from tests.support.cases import SamplingCase, assert_same_bits, bits, sampling_cases
 
 OUTPUTS = {"return_logits": True, "return_logprob": True}
 

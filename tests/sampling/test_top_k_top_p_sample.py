@@ -9,8 +9,8 @@ import torch
 
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
-from lmdecode.sampling_types import DIALECTS
-from lmdecode.testing import (
+from lmdecode.sampling.types import DIALECTS
+from tests.support.cases import (
     LARGE_VOCAB_SIZES,
     MEDIUM_VOCAB_SIZES,
     SMALL_VOCAB_SIZES,

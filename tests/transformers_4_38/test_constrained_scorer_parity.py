@@ -11,7 +11,7 @@ from transformers.generation import beam_search as oracle
 
 import lmdecode
 from lmdecode import beam_constraints
-from lmdecode.testing_scorer import random_constraints, scorer_cases, walk
+from tests.support.scorer_walks import random_constraints, scorer_cases, walk
 
 
 class OwnPhrase(beam_constraints.PhrasalConstraint):

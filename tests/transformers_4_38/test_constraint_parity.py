@@ -7,7 +7,7 @@ import pytest
 from transformers.generation import beam_constraints as oracle
 
 from lmdecode import beam_constraints as ours
-from lmdecode.testing_scorer import random_constraints
+from tests.support.scorer_walks import random_constraints
 
 VOCAB = 6
 STATE = ("completed", "fulfilled_idx", "current_seq", "seqlen", "token_ids")

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from lmdecode import BeamRequest, BeamSearch
-from lmdecode.testing_beam_search import (
+from tests.support.beam_searches import (
     TableModel,
     as_transformers_model,
     generate_arguments,

@@ -9,7 +9,7 @@ from transformers.generation import beam_search as oracle
 
 import lmdecode
 from lmdecode.reference.beam_scorer import BeamSearchScorer as ReferenceScorer
-from lmdecode.testing_scorer import scorer_cases, walk
+from tests.support.scorer_walks import scorer_cases, walk
 
 SCORERS = [lmdecode.BeamSearchScorer, ReferenceScorer]
 

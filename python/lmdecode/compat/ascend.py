@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode.sampling import top_k_top_p_sample as _sample
-from lmdecode.sampling_types import SampleOutput
+from lmdecode.sampling.ops import top_k_top_p_sample as _sample
+from lmdecode.sampling.types import SampleOutput
 
 __all__ = [
     "TopKTopPSampleOutput",

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode import _fakes  # noqa: F401  registers the fakes
-from lmdecode._library import ops
-from lmdecode.decoder import gather_tree
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.decoder_state import DecodingCaches, new_caches, padded
-from lmdecode.decoder_weights import PackedDecoder, pack_layer
+from lmdecode._checks import check_int
+from lmdecode._ops import ops
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.decoder.layer import gather_tree
+from lmdecode.decoder.state import DecodingCaches, new_caches, padded
+from lmdecode.decoder.weights import PackedDecoder, pack_layer
 
 __all__ = ["decoder", "decoding", "gather_tree"]
 
@@ -73,10 +73,7 @@ def _lengths(op: str, tensor: object, rows: int, source: int) -> Tensor:
 
 def _sizes(op: str, **sizes: object) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{op}: {name} is of type {type(size).__name__}; expected an int")
-        if size < 1:
-            raise ValueError(f"{op}: {name} is {size}; expected at least 1")
+        check_int(op, name, size, 1)
 
 
 def _layer(op: str, weights: Sequence[Tensor], size: int, memory_size: int) -> LayerWeights:
@@ -322,10 +319,7 @@ def decoding(
         memory_hidden_dim=memory_hidden_dim, vocab_size=vocab_size,
     )  # fmt: skip
     for name, token in (("start_id", start_id), ("end_id", end_id)):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise TypeError(f"{op}: {name} is of type {type(token).__name__}; expected an int")
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{op}: {name} is {token}; expected 0 to {vocab_size - 1}")
+        check_int(op, name, token, 0, vocab_size - 1)
     size, rows = head_num * size_per_head, batch_size * beam_width
     memory = _floats(op, "memory_tensor", memory_tensor, (rows, None, memory_hidden_dim))
     lengths = _lengths(op, memory_sequence_length, rows, memory.shape[1])

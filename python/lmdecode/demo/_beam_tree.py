@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmdecode.beam_trace import BeamTrace
-from lmdecode.beam_types import REAL_BEAM_SCORE_BOUND
+from lmdecode.beam.engine.trace import BeamTrace
+from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
 from lmdecode.demo._output import require
 
 __all__ = ["BeamTree", "beam_tree", "draw_tree", "tree_text"]

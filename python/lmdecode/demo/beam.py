@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lmdecode.beam_request import BeamRequest, BeamResult
-from lmdecode.beam_search import BeamSearch
-from lmdecode.beam_trace import BeamTrace
+from lmdecode.beam.engine.request import BeamRequest, BeamResult
+from lmdecode.beam.engine.search import BeamSearch
+from lmdecode.beam.engine.trace import BeamTrace
 from lmdecode.demo._beam_tree import beam_tree, draw_tree, tree_text
 from lmdecode.demo._model import load_model
 from lmdecode.demo._output import (
@@ -22,7 +22,7 @@ from lmdecode.demo._output import (
     readable_path,
     require,
 )
-from lmdecode.timing import interleaved
+from lmdecode.demo.timing import interleaved
 
 PROMPTS = (
     "Psalms 23\nThe LORD is my",

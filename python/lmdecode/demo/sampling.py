@@ -21,7 +21,7 @@ from lmdecode.demo._output import (
     readable_path,
     require,
 )
-from lmdecode.timing import Timing, interleaved
+from lmdecode.demo.timing import Timing, interleaved
 
 PROMPTS = (
     "Genesis 1\nIn the beginning",

@@ -26,7 +26,7 @@ from lmdecode.demo._output import (
     require,
 )
 from lmdecode.demo._store_talk import CONVERSATIONS, talk
-from lmdecode.timing import interleaved
+from lmdecode.demo.timing import interleaved
 
 _QUICK_TOKENS = 12
 _LENGTHS, _QUICK_LENGTHS = (256, 1024, 3968), (64, 192)

@@ -20,8 +20,8 @@ from lmdecode.demo._output import (
     readable_path,
     require,
 )
-from lmdecode.peak_memory import peak_memory
-from lmdecode.timing import Timing, interleaved
+from lmdecode.demo.peak_memory import peak_memory
+from lmdecode.demo.timing import Timing, interleaved
 
 PASSAGE = """Genesis 1
 In the beginning God created the heaven and the earth. And the earth was without form, and void; \

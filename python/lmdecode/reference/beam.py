@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmdecode.beam_types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE, BeamCandidates
+from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE, BeamCandidates
 from lmdecode.reference.arithmetic import (
     exponent_factor,
     log_scalar,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode.beam_hypotheses import BeamHypotheses
-from lmdecode.beam_scorer_rules import (
+from lmdecode.beam.scorers.hypotheses import BeamHypotheses
+from lmdecode.beam.scorers.rules import (
     BeamScorer,
     assemble_result,
     best_hypotheses,

@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode.beam_state import (
+from lmdecode.beam.state import (
     DECISIONS,
     EARLY_STOPPING,
     RULES,
@@ -34,7 +34,7 @@ from lmdecode.beam_state import (
     BeamStep,
     Rules,
 )
-from lmdecode.beam_types import STATUS_CONTINUATIONS, UNUSED_BEAM_SCORE
+from lmdecode.beam.types import STATUS_CONTINUATIONS, UNUSED_BEAM_SCORE
 
 _INF = math.inf
 

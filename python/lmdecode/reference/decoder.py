@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder_config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 
 __all__ = [
     "decoder_layer",

@@ -1,6 +1,6 @@
 """The ops of a decoder's step in plain torch: what they do on the CPU, and the tests' oracle.
 
-Layouts of caches are those of ``lmdecode.decoder_state.DecodingCaches``, for one layer; row r of a
+Layouts of caches are those of ``lmdecode.decoder.state.DecodingCaches``, for one layer; row r of a
 step is cache row r. Products and caches are of one dtype, the residual stream, norms and softmax
 float32.
 """

@@ -30,7 +30,7 @@ from lmdecode.reference.arithmetic import (
     token_noise,
     token_weight,
 )
-from lmdecode.sampling_types import (
+from lmdecode.sampling.types import (
     DIALECTS,
     STATUS_EMPTY,
     STATUS_NAN,
@@ -332,7 +332,7 @@ def top_k_top_p_sample(
     return_logits, return_logprob
         Ask for ``kept_logits`` and ``logprob``.
     dialect
-        One of ``lmdecode.sampling_types.DIALECTS``.
+        One of ``lmdecode.sampling.types.DIALECTS``.
 
     Returns
     -------

@@ -96,10 +96,10 @@ def spy(monkeypatch) -> WarperSpy:
     """Watch the fused op, ``torch.multinomial`` and the four warpers."""
     from transformers.generation import logits_process
 
-    import lmdecode.sampling
+    import lmdecode.sampling.ops
 
     seen = WarperSpy()
-    op, multinomial = lmdecode.sampling.top_k_top_p_sample, torch.multinomial
+    op, multinomial = lmdecode.sampling.ops.top_k_top_p_sample, torch.multinomial
 
     def counted_op(logits, *args, **kwargs):
         assert not args
@@ -110,7 +110,7 @@ def spy(monkeypatch) -> WarperSpy:
         seen.multinomial_calls += 1
         return multinomial(*args, **kwargs)
 
-    monkeypatch.setattr(lmdecode.sampling, "top_k_top_p_sample", counted_op)
+    monkeypatch.setattr(lmdecode.sampling.ops, "top_k_top_p_sample", counted_op)
     monkeypatch.setattr(torch, "multinomial", counted_multinomial)
     for name in ("Temperature", "TopK", "TopP", "MinP"):
         warper = getattr(logits_process, f"{name}LogitsWarper")

@@ -23,7 +23,7 @@ from window_models import (
 )
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, attention
-from lmdecode.integrations.transformers._ring_states import RingStates
+from lmdecode.integrations.transformers.caches.ring_states import RingStates
 
 # --- generate()
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lmdecode.integrations.transformers._beam_candidates import (
+from lmdecode.integrations.transformers.beam.candidates import (
     Candidates,
     drawn_candidates,
     rank_drawn,

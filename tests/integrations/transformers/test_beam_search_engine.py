@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.0")
 
 from lmdecode import BeamRequest, BeamResult, BeamSearch
-from lmdecode.testing_beam_search import (
+from tests.support.beam_searches import (
     TableModel,
     as_transformers_model,
     generate_arguments,

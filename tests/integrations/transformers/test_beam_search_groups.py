@@ -19,9 +19,9 @@ from transformers import LogitsProcessorList
 import lmdecode
 from lmdecode.integrations.transformers import (
     HammingDiversityLogitsProcessor,
-    _group_search,
     beam_search,
 )
+from lmdecode.integrations.transformers.beam import group_search
 
 PAD, EOS, VOCAB = 0, 2, 61
 MODELS = ("gpt2", "llama", "bart")
@@ -392,7 +392,7 @@ def test_group_search_reads_the_models_own_logits(llama, prompts, monkeypatch):
         calls.append(logits.data_ptr())
         return op(logits, *args, **kwargs)
 
-    monkeypatch.setattr(_group_search, "log_softmax_top_k", recorded)
+    monkeypatch.setattr(group_search, "log_softmax_top_k", recorded)
     logits = []
     hook = llama.register_forward_hook(lambda _, inputs, out: logits.append(out.logits))
     try:

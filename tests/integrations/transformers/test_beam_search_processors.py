@@ -23,8 +23,9 @@ from transformers.generation.logits_process import (
 )
 
 import lmdecode
-from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor, _plain_search
-from lmdecode.integrations.transformers._processor_plan import ProcessorPlan
+from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor
+from lmdecode.integrations.transformers.beam import plain_search
+from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 
 PAD, EOS, VOCAB = 0, 2, 61
 SEARCH = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12}
@@ -83,7 +84,7 @@ def op_calls(monkeypatch) -> list[dict]:
         calls.append(kwargs)
         return op(*args, **kwargs)
 
-    monkeypatch.setattr(_plain_search, "log_softmax_top_k", recorded)
+    monkeypatch.setattr(plain_search, "log_softmax_top_k", recorded)
     return calls
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.0")
 
-import lmdecode.beam_search
+import lmdecode.beam.engine.search
 from lmdecode.integrations.transformers import compare_with_transformers
 
 OPTIONS = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "eos_token_id": [2, 5]}
@@ -48,7 +48,7 @@ def test_model_is_left_as_it_was(make_model, prompts) -> None:
 
 def _swapped(at: int):
     """Return a log_softmax_top_k whose first two candidates change places in one step."""
-    original, calls = lmdecode.beam_search.log_softmax_top_k, []
+    original, calls = lmdecode.beam.engine.search.log_softmax_top_k, []
 
     def op(*args, **kwargs):
         candidates = original(*args, **kwargs)
@@ -61,7 +61,7 @@ def _swapped(at: int):
 
 
 def test_first_difference_among_candidates(make_model, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(lmdecode.beam_search, "log_softmax_top_k", _swapped(2))
+    monkeypatch.setattr(lmdecode.beam.engine.search, "log_softmax_top_k", _swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS)
     assert comparison.num_steps == 3 and str(comparison) == comparison.difference
     candidate = next(
@@ -74,19 +74,19 @@ def test_first_difference_among_candidates(make_model, prompts, monkeypatch) -> 
 
 
 def test_equal_scores_are_called_so(make_model, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(lmdecode.beam_search, "log_softmax_top_k", _swapped(2))
+    monkeypatch.setattr(lmdecode.beam.engine.search, "log_softmax_top_k", _swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS, tolerance=1e3)
     assert comparison.difference.endswith(" (equal scores, within the tolerance)")
 
 
 def test_first_difference_among_hypotheses(make_model, prompts, monkeypatch) -> None:
-    original = lmdecode.beam_search.beam_step
+    original = lmdecode.beam.engine.search.beam_step
 
     def longer(state, parameters, *args, **kwargs):
         parameters = parameters._replace(length_penalty=parameters.length_penalty + 1.0)
         return original(state, parameters, *args, **kwargs)
 
-    monkeypatch.setattr(lmdecode.beam_search, "beam_step", longer)
+    monkeypatch.setattr(lmdecode.beam.engine.search, "beam_step", longer)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, **{**OPTIONS, "eos_token_id": list(range(2, 20))}
     )
@@ -94,7 +94,7 @@ def test_first_difference_among_hypotheses(make_model, prompts, monkeypatch) -> 
 
 
 def test_difference_of_the_end(make_model, prompts, monkeypatch) -> None:
-    original = lmdecode.beam_search.beam_step
+    original = lmdecode.beam.engine.search.beam_step
 
     def ends(state, *args, **kwargs):
         step = original(state, *args, **kwargs)
@@ -102,7 +102,7 @@ def test_difference_of_the_end(make_model, prompts, monkeypatch) -> None:
             state.done.fill_(1)
         return step
 
-    monkeypatch.setattr(lmdecode.beam_search, "beam_step", ends)
+    monkeypatch.setattr(lmdecode.beam.engine.search, "beam_step", ends)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, num_beams=2, max_new_tokens=6, do_sample=False,
         eos_token_id=60,

@@ -18,13 +18,12 @@ import lmdecode
 from lmdecode.integrations.transformers import (
     BeamDynamicCache,
     BeamEncoderDecoderCache,
-    _beam_layers,
     beam_cache,
-    cache_utils,
     expand_beams,
     reorder_beams,
 )
-from lmdecode.integrations.transformers.cache_utils import BeamLayer, BeamSlidingWindowLayer
+from lmdecode.integrations.transformers.caches import beam_caches, beam_layers
+from lmdecode.integrations.transformers.caches.beam_caches import BeamLayer, BeamSlidingWindowLayer
 
 VOCAB = 61
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -90,8 +89,8 @@ def calls(monkeypatch) -> list[list[torch.Tensor]]:
         seen.append(list(tensors))
         lmdecode.reorder_cache_(tensors, parents, **options)
 
-    monkeypatch.setattr(cache_utils, "reorder_cache_", counted)
-    monkeypatch.setattr(_beam_layers, "reorder_cache_", counted)
+    monkeypatch.setattr(beam_caches, "reorder_cache_", counted)
+    monkeypatch.setattr(beam_layers, "reorder_cache_", counted)
     return seen
 
 
@@ -178,8 +177,8 @@ def test_caches_that_generate_made(any_model, padded_prompts, monkeypatch, name)
 
     monkeypatch.setattr(model, "_prepare_cache_for_generation", prepare_ours, raising=False)
     monkeypatch.setattr(kind, "reorder_cache", reorder)
-    monkeypatch.setattr(cache_utils, "_KNOWN_REORDERS", (Cache.reorder_cache, reorder))
-    monkeypatch.setattr(cache_utils, "_SELF_ATTENTION_ALONE", (reorder,))
+    monkeypatch.setattr(beam_caches, "_KNOWN_REORDERS", (Cache.reorder_cache, reorder))
+    monkeypatch.setattr(beam_caches, "_SELF_ATTENTION_ALONE", (reorder,))
     got = model.generate(**padded_prompts, **BEAMS)
     assert torch.equal(got.sequences, expected.sequences)
     assert reordered and type(got.past_key_values) is kind

@@ -14,7 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import lmdecode
-from lmdecode.integrations.transformers import _beam_loop, _plain_search, beam_search
+from lmdecode.integrations.transformers import beam_search
+from lmdecode.integrations.transformers.beam import loop, plain_search
 
 PAD, EOS = 0, 2
 END_TOKENS = [EOS, 7, 11, 13, 17, 19]
@@ -23,16 +24,16 @@ PENALTIES = (-1.0, 0.0, 1.0, 2.0)
 
 
 @pytest.fixture
-def results(monkeypatch) -> list[_beam_loop.BeamResult]:
+def results(monkeypatch) -> list[loop.BeamResult]:
     """Collect what searches return, with the scores that generate() may not be asked for."""
     seen = []
-    finish = _plain_search.PlainSearch.finish
+    finish = plain_search.PlainSearch.finish
 
     def recorded(self, input_ids):
         seen.append(finish(self, input_ids))
         return seen[-1]
 
-    monkeypatch.setattr(_plain_search.PlainSearch, "finish", recorded)
+    monkeypatch.setattr(plain_search.PlainSearch, "finish", recorded)
     return seen
 
 
@@ -282,7 +283,7 @@ def test_criteria_alone_materialise_nothing(llama, prompts, monkeypatch):
     def forbidden(*args):
         raise AssertionError("the sequences of candidates were asked for")
 
-    monkeypatch.setattr(_plain_search.PlainSearch, "_sequences_of", forbidden)
+    monkeypatch.setattr(plain_search.PlainSearch, "_sequences_of", forbidden)
     llama.generate(prompts, num_beams=3, max_new_tokens=5, custom_generate=beam_search)
     with pytest.raises(AssertionError, match="sequences of candidates"):
         llama.generate(
@@ -292,7 +293,7 @@ def test_criteria_alone_materialise_nothing(llama, prompts, monkeypatch):
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
 def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
-    from lmdecode.integrations.transformers import beam_generation
+    from lmdecode.integrations.transformers.beam import generation
 
     forwards, extra_steps = [], 3
     hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
@@ -304,7 +305,7 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
     has_unfinished.after_end = 0
     monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
-    monkeypatch.setattr(beam_generation, "needs_synced_gpus", lambda model: True)
+    monkeypatch.setattr(generation, "needs_synced_gpus", lambda model: True)
     arguments = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": None}
     try:
         got = llama.generate(prompts, **arguments, synced_gpus=given, custom_generate=beam_search)
@@ -320,13 +321,13 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
 def test_only_maps_that_move_rows_reorder_the_cache(llama, prompts, monkeypatch):
     maps, steps = [], []
-    reorder = _beam_loop.reorder_beams
+    reorder = loop.reorder_beams
 
     def recorded(cache, parents):
         maps.append(parents.tolist())
         reorder(cache, parents)
 
-    monkeypatch.setattr(_beam_loop, "reorder_beams", recorded)
+    monkeypatch.setattr(loop, "reorder_beams", recorded)
     hook = llama.register_forward_pre_hook(lambda *_: steps.append(None))
     try:
         llama.generate(
@@ -383,7 +384,7 @@ def test_the_op_reads_the_models_own_logits(make_model, prompts, monkeypatch):
         seen.append((given.dtype, given.data_ptr()))
         return op(given, *args, **kwargs)
 
-    monkeypatch.setattr(_plain_search, "log_softmax_top_k", recorded)
+    monkeypatch.setattr(plain_search, "log_softmax_top_k", recorded)
     hook = model.register_forward_hook(lambda _, inputs, out: logits.append(out.logits))
     try:
         model.generate(

@@ -241,7 +241,7 @@ def test_as_a_method_of_a_model(prompts, make_model):
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
 def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
-    from lmdecode.integrations.transformers import generation
+    from lmdecode.integrations.transformers.sampling import generation
 
     forwards, extra_steps = [], 3
     hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))

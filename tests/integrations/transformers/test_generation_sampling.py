@@ -315,8 +315,8 @@ def test_one_op_call_a_step_replaces_the_warpers(model, prompts, spy):
 
 def test_softmax_is_not_called(llama, prompts, monkeypatch):
     """With the op replaced by its index, no softmax of torch runs between two forward passes."""
-    import lmdecode.sampling
-    from lmdecode.sampling_types import SampleOutput
+    import lmdecode.sampling.ops
+    from lmdecode.sampling.types import SampleOutput
 
     def op(logits, **arguments):
         zeros = torch.zeros(len(logits), dtype=torch.int64)
@@ -325,7 +325,7 @@ def test_softmax_is_not_called(llama, prompts, monkeypatch):
     def no_softmax(*args, **kwargs):
         raise AssertionError("softmax was called")
 
-    monkeypatch.setattr(lmdecode.sampling, "top_k_top_p_sample", op)
+    monkeypatch.setattr(lmdecode.sampling.ops, "top_k_top_p_sample", op)
     monkeypatch.setattr(torch, "softmax", no_softmax)
     monkeypatch.setattr(torch.nn.functional, "softmax", no_softmax)
     monkeypatch.setattr(torch.Tensor, "softmax", no_softmax)

@@ -11,9 +11,9 @@ import transformers
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, reorder_beams
-from lmdecode.integrations.transformers._beam_layers import BeamLayer
-from lmdecode.integrations.transformers._ring_states import RingStates
-from lmdecode.integrations.transformers.ring_cache_utils import RingLayer, _FixedLayer
+from lmdecode.integrations.transformers.caches.beam_layers import BeamLayer
+from lmdecode.integrations.transformers.caches.ring_caches import RingLayer, _FixedLayer
+from lmdecode.integrations.transformers.caches.ring_states import RingStates
 
 BATCH, HEADS, SIZE, VALUE_SIZE, WINDOW = 3, 2, 4, 6, 8
 LENGTHS = [[1] * 30, [5, 1, 1, 1, 9, 1, 1, 30, 1], [40, 1, 1, 2, 3, 1], [7, 1, 1], [8, 1], [9, 1]]

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
-from lmdecode.integrations.transformers._sampling_plan import plan_sampling
+from lmdecode.integrations.transformers.sampling.plan import plan_sampling
 
 
 class MyTopK(TopKLogitsWarper):
@@ -104,7 +104,7 @@ def test_another_kind_of_list_is_called_whole():
 @pytest.mark.parametrize("seed", range(40))
 def test_any_list_keeps_its_distribution(seed):
     """The called part followed by the op leaves the scores that the whole list gives."""
-    from lmdecode.sampling import top_k_top_p_sample
+    from lmdecode.sampling.ops import top_k_top_p_sample
 
     rng = random.Random(seed)
     pool = [

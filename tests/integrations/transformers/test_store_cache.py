@@ -14,6 +14,7 @@ from store_models import ids, model_of, store_of
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from lmdecode.attention.ring_cache import RingKVCache, RingSnapshot
 from lmdecode.integrations.transformers import (
     BeamDynamicCache,
     DynamicRingCache,
@@ -22,9 +23,8 @@ from lmdecode.integrations.transformers import (
     cache_to_kv,
     load_cache,
     prefill,
-    store_cache,
 )
-from lmdecode.ring_cache import RingKVCache, RingSnapshot
+from lmdecode.integrations.transformers.store import cache as store_cache
 
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),

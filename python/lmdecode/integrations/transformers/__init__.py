@@ -12,27 +12,27 @@ masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with 
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
 
-from lmdecode.integrations.transformers._store_request import encoder_context
 from lmdecode.integrations.transformers.attention import register
-from lmdecode.integrations.transformers.beam_generation import beam_search
-from lmdecode.integrations.transformers.beam_trace import BeamComparison, compare_with_transformers
-from lmdecode.integrations.transformers.cache_utils import (
+from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
+from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.beam.trace import BeamComparison, compare_with_transformers
+from lmdecode.integrations.transformers.caches.beam_caches import (
     BeamDynamicCache,
     BeamEncoderDecoderCache,
     beam_cache,
     expand_beams,
     reorder_beams,
 )
-from lmdecode.integrations.transformers.diversity import HammingDiversityLogitsProcessor
-from lmdecode.integrations.transformers.generation import sample
-from lmdecode.integrations.transformers.logits_process import TopKTopPLogitsProcessor
-from lmdecode.integrations.transformers.ring_cache_utils import DynamicRingCache, StaticRingCache
-from lmdecode.integrations.transformers.store_cache import (
+from lmdecode.integrations.transformers.caches.ring_caches import DynamicRingCache, StaticRingCache
+from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
+from lmdecode.integrations.transformers.store.cache import (
     cache_from_kv,
     cache_to_kv,
     load_cache,
 )
-from lmdecode.integrations.transformers.store_generation import generate_with_store, prefill
+from lmdecode.integrations.transformers.store.generation import generate_with_store, prefill
+from lmdecode.integrations.transformers.store.request import encoder_context
 
 __all__ = [
     "BeamComparison",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
-    from lmdecode.integrations.transformers._beam_loop import SearchResult
+    from lmdecode.integrations.transformers.beam.loop import SearchResult
 
 
 class Recorder:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lmdecode._ring_attention import attention_op
-from lmdecode.attention import sliding_window_attention
-from lmdecode.integrations.transformers._ring_states import RingStates
+from lmdecode.attention.ops import sliding_window_attention
+from lmdecode.attention.pieces import attention_op
+from lmdecode.integrations.transformers.caches.ring_states import RingStates
 
 __all__ = ["attention_forward", "padding_mask", "register"]
 

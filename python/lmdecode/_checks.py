@@ -1,0 +1,147 @@
+"""What every public function asks of its arguments first: numbers, flags and tensors.
+
+Each check names the function, the argument, what came and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MAX_INT",
+    "check_bool",
+    "check_count",
+    "check_dense_tensors",
+    "check_int",
+    "check_no_gradient",
+    "check_number",
+    "check_tensors",
+    "dtype_name",
+    "is_int",
+    "type_error",
+]
+
+#: The largest int64, which an op takes.
+MAX_INT = (1 << 63) - 1
+
+
+def type_error(op: str, name: str, value: object, expected: str) -> TypeError:
+    """Return the error about an argument of a wrong type."""
+    return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, as in an error."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer, numpy's, a symbolic one or a tensor of one too; no bool."""
+    if isinstance(value, (int, torch.SymInt)):
+        return not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        is_number = value.dtype.is_floating_point or value.dtype.is_complex
+        return value.dim() == 0 and value.dtype != torch.bool and not is_number
+    return isinstance(value, numbers.Integral)
+
+
+def check_int(
+    op: str,
+    name: str,
+    value: Any,
+    least: int = ~MAX_INT,
+    most: int = MAX_INT,
+    *,
+    kind: str = "an int",
+    limits: str | None = None,
+) -> int:
+    """Return an integer from ``least`` to ``most``; raise TypeError or ValueError for what is none.
+
+    ``kind`` and ``limits`` are what the errors say was expected.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        if not is_int(value):
+            raise type_error(op, name, value, kind)
+        value = operator.index(value)
+    if not least <= value <= most:
+        if limits is None:
+            limits = f"{least} to {most}"
+            if most == MAX_INT:
+                limits = f"at least {least}" if least > ~MAX_INT else "an int of 64 bits"
+        raise ValueError(f"{op}: {name} is {value}; expected {limits}")
+    return value
+
+
+def check_count(op: str, name: str, value: Any, least: int = 1) -> int:
+    """Return an integer of 64 bits, ``least`` or more; raise for what is none."""
+    limits = f"an int of 64 bits, at least {least}"
+    return check_int(op, name, value, least, limits=limits)
+
+
+def check_number(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    kind: str = "a number",
+    is_finite: bool = False,
+    limits: str | None = None,
+) -> float:
+    """Return a number as a float, symbolic ones as they are; raise for what is none.
+
+    With ``is_finite`` NaN and infinities are a ValueError. ``kind`` and ``limits`` are what the
+    errors say was expected.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return value  # type: ignore[return-value]
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's too
+            raise type_error(op, name, value, kind)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} is too large; expected a number of float64") from None
+    if is_finite and not math.isfinite(number):
+        raise ValueError(f"{op}: {name} is {value}; expected {limits or 'a finite number'}")
+    return number
+
+
+def check_bool(op: str, name: str, value: object) -> bool:
+    """Return a bool; raise TypeError for what is none."""
+    if not isinstance(value, bool):
+        raise type_error(op, name, value, "a bool")
+    return value
+
+
+def check_tensors(op: str, **values: object) -> None:
+    """Raise TypeError for what is no tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise type_error(op, name, value, "a tensor")
+
+
+def check_dense_tensors(op: str, **values: object) -> None:
+    """Raise TypeError for what is no tensor, ValueError for one that is not dense."""
+    for name, value in values.items():
+        check_tensors(op, **{name: value})
+        assert isinstance(value, Tensor)
+        if value.layout != torch.strided:
+            raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
+
+
+def check_no_gradient(op: str, **tensors: object) -> None:
+    """Raise ValueError for what would get no gradient: autograd passes over these ops."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires a gradient, and there is none; call it under "
+                "torch.no_grad()"
+            )

@@ -1,0 +1,183 @@
+"""Masks of a sliding window, for code that wants them: ``sliding_window_attention`` needs none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_count
+
+__all__ = ["compressed_swa_mask", "expand_compressed_swa_mask", "swa_mask"]
+
+#: What a float mask adds to the score of a masked key; in float16 it is -inf.
+MASKED_SCORE = -65536.0
+#: A compressed mask is a square of this size, whatever the tile.
+COMPRESSED_SIZE = 512
+
+_FORMS = ("float", "bool")
+_VARIANTS = (None, "python", "cpp")
+
+
+def _check_form(op: str, form: object) -> None:
+    if form not in _FORMS:
+        raise ValueError(f"{op}: form is {form!r}; expected 'float' or 'bool'")
+
+
+def tile_size(head_size: int) -> int:
+    """Return the side of a tile of a compressed mask, in tokens."""
+    return 128 if head_size <= 128 else 64
+
+
+def _band(size: int, width: int, form: str) -> Tensor:
+    """[size, size]: each row sees ``width`` keys up to its own."""
+    row = torch.arange(size)
+    distance = row[:, None] - row
+    masked = (distance < 0) | (distance >= width)
+    if form == "bool":
+        return masked
+    return torch.zeros(size, size).masked_fill_(masked, MASKED_SCORE)
+
+
+def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:
+    """Make the mask of a causal sliding window: row m sees keys n with m - window < n <= m.
+
+    Parameters
+    ----------
+    seq_len : int
+        Tokens, at least 0.
+    window : int
+        Visible keys, the query's own included, at least 1. From ``seq_len`` on the mask is the
+        causal one.
+    form : str
+        "float": float32, 0 or -65536, to be added to scores; "bool": True = masked, the opposite
+        of what ``torch.nn.functional.scaled_dot_product_attention`` takes.
+
+    Returns
+    -------
+    Tensor
+        ``[seq_len, seq_len]`` float32 or bool. Cast to float16 the float form holds -inf; then a
+        row without a visible key would give NaN in a plain softmax, and in float32 its masked keys.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "swa_mask"
+    check_count(op, "seq_len", seq_len, 0)
+    check_count(op, "window", window)
+    _check_form(op, form)
+    return _band(seq_len, window, form)
+
+
+def _cpp_width(window: int, head_size: int) -> int:
+    tile = 16384 // head_size // 16 * 16 if head_size > 128 else 128
+    return 2 * tile + window % tile if window > 3 * tile else window
+
+
+def _python_width(window: int, head_size: int) -> int:
+    tile = tile_size(head_size)
+    if window <= 3 * tile:
+        return window
+    return 3 * tile if window % tile == 0 else 2 * tile + window % tile
+
+
+def compressed_swa_mask(
+    window: int, head_size: int, *, form: str = "float", variant: str | None = None
+) -> Tensor:
+    """Make the mask of one size that stands for a sliding window over any number of tokens.
+
+    Attention by tiles needs four of them: the diagonal, a full one, and the two that the lower edge
+    of the window crosses. The compressed mask is a band that has them as the rows of its first
+    column; ``expand_compressed_swa_mask`` says which is which.
+
+    Parameters
+    ----------
+    window : int
+        Visible keys, the query's own included, at least 1.
+    head_size : int
+        Size of an attention head, at least 1: a tile has 128 tokens up to 128, then 64.
+    form : str
+        "float": float32, 0 or -65536; "bool": True = masked.
+    variant : str, optional
+        "python" or "cpp": bit for bit what the two published listings give, which differ for every
+        multiple of the tile from four tiles up, 4096 among them, since each goes with another
+        kernel's rule for tiles. The band of "python" is ours. "cpp" takes head sizes up to 1024.
+
+    Returns
+    -------
+    Tensor
+        ``[512, 512]`` float32 or bool.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "compressed_swa_mask"
+    check_count(op, "window", window)
+    check_count(op, "head_size", head_size)
+    _check_form(op, form)
+    if variant not in _VARIANTS:
+        raise ValueError(f"{op}: variant is {variant!r}; expected None, 'python' or 'cpp'")
+    if variant == "cpp":
+        if head_size > 1024:
+            raise ValueError(
+                f"{op}: head_size is {head_size}; expected at most 1024 for variant 'cpp', "
+                "whose tile has no tokens from there on"
+            )
+        return _band(COMPRESSED_SIZE, _cpp_width(window, head_size), form)
+    return _band(COMPRESSED_SIZE, _python_width(window, head_size), form)
+
+
+def expand_compressed_swa_mask(mask: Tensor, seq_len: int, window: int, head_size: int) -> Tensor:
+    """Write out the mask that a compressed one stands for.
+
+    With tiles of B tokens, d tiles below the diagonal, and q = ceil(window / B): where
+    window <= 3 B a tile is the one in row d of the mask's first column, else row 0 for d = 0, row 1
+    for 0 < d < q - 1, row 2 for d = q - 1, row 3 for d = q. All others are masked. From
+    ``compressed_swa_mask(window, head_size)`` it makes ``swa_mask(seq_len, window)``.
+
+    Parameters
+    ----------
+    mask : Tensor
+        ``[512, 512]``, of ``compressed_swa_mask``, any dtype.
+    seq_len : int
+        Tokens, at least 0.
+    window, head_size : int
+        Those that the mask was made for.
+
+    Returns
+    -------
+    Tensor
+        ``[seq_len, seq_len]``, with the dtype of the mask.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "expand_compressed_swa_mask"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: mask is of type {type(mask).__name__}; expected a tensor")
+    if mask.shape != (COMPRESSED_SIZE, COMPRESSED_SIZE):
+        raise ValueError(
+            f"{op}: mask has shape {list(mask.shape)}; "
+            f"expected [{COMPRESSED_SIZE}, {COMPRESSED_SIZE}]"
+        )
+    check_count(op, "seq_len", seq_len, 0)
+    check_count(op, "window", window)
+    check_count(op, "head_size", head_size)
+    tile = tile_size(head_size)
+    tiles, last = -(-seq_len // tile), -(-window // tile)
+    # The first row sees itself alone: mask[0, 1] is what stands for masked.
+    expanded = mask[0, 1].repeat(tiles * tile, tiles * tile)
+    blocks = expanded.view(tiles, tile, tiles, tile).transpose(1, 2)
+    for distance in range(min(tiles, last + 1)):
+        if window <= 3 * tile or distance == 0:
+            row = distance
+        else:
+            row = max(1, distance - last + 3)
+        below = torch.arange(tiles - distance, device=mask.device)
+        blocks[below + distance, below] = mask[row * tile : (row + 1) * tile, :tile]
+    return expanded[:seq_len, :seq_len].contiguous()

@@ -1,0 +1,348 @@
+"""Attention over a sliding window of keys, its masks, and the merging of its parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int, check_no_gradient, check_number, check_tensors
+from lmdecode._ops import ops
+from lmdecode.attention.masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
+
+__all__ = [
+    "compressed_swa_mask",
+    "expand_compressed_swa_mask",
+    "merge_attention_states",
+    "sliding_window_attention",
+    "sliding_window_decode",
+    "swa_mask",
+]
+
+_sliding_window_attention = ops.sliding_window_attention.default
+_sliding_window_decode = ops.sliding_window_decode.default
+_merge_attention_states = ops.merge_attention_states.default
+_CONVENTIONS = ("masked", "visible")
+
+
+def _check_optional(op: str, **tensors: object) -> None:
+    check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
+
+
+def _bound(op: str, name: str, value: int | None, least: int) -> int:
+    """A window as the op takes it: -1 for none."""
+    if value is None:
+        return -1
+    limits = f"an int of 64 bits, at least {least}, or None"
+    return check_int(op, name, value, least, kind="an int or None", limits=limits)
+
+
+def _number(op: str, name: str, value: float) -> float:
+    limits = "a finite number, or None"
+    return check_number(op, name, value, kind="a float or None", is_finite=True, limits=limits)
+
+
+def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor | None:
+    """int32 or int64 as contiguous int64."""
+    if value is None:
+        return None
+    check_tensors(op, **{name: value})
+    if value.dtype not in (torch.int64, torch.int32):
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} has dtype {dtype}; expected int64 or int32")
+    if value.device != like.device:
+        raise ValueError(
+            f"{op}: {name} is on {value.device}; expected the device of q, {like.device}"
+        )
+    return value.to(torch.int64).contiguous()
+
+
+def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
+    """Any floating dtype as contiguous float32."""
+    if value is None:
+        return None
+    check_tensors(op, **{name: value})
+    if not value.dtype.is_floating_point:
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} has dtype {dtype}; expected a floating dtype")
+    return value.to(torch.float32).contiguous()
+
+
+def _positions(op: str, value: Tensor | None, q: Tensor) -> Tensor | None:
+    value = _integers(op, "q_positions", value, q)
+    if value is not None and q.dim() == 4 and value.dim() == 1:
+        return value.expand(q.shape[0], -1)
+    return value
+
+
+def _mask(op: str, mask: Tensor | None) -> Tensor | None:
+    """Four dimensions, the first ones of size 1 where there are fewer."""
+    if mask is None:
+        return None
+    check_tensors(op, attn_mask=mask)
+    if not 2 <= mask.dim() <= 4:
+        raise ValueError(
+            f"{op}: attn_mask has shape {list(mask.shape)}; expected 2 to 4 dimensions, "
+            "[batch, heads, q_tokens, kv_tokens] or the last of these"
+        )
+    return mask.view((1,) * (4 - mask.dim()) + mask.shape) if mask.dim() < 4 else mask
+
+
+def _window_and_scale(
+    op: str,
+    q: Tensor,
+    window: int | None,
+    window_right: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[int, int, float, float]:
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+    if softcap is not None and _number(op, "softcap", softcap) <= 0:
+        raise ValueError(f"{op}: softcap is {softcap}; expected more than 0, or None")
+    return (
+        _bound(op, "window", window, 1),
+        _bound(op, "window_right", window_right, 0),
+        _number(op, "scale", scale),
+        float(softcap or 0.0),
+    )
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    window_right: int | None = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    mask_convention: str = "masked",
+    key_padding_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to a sliding window of keys: what lies out of it is not read, and no mask is built.
+
+    Where flash-attention says ``window_size=(left, right)``, ``window`` is ``left + 1``.
+    A row's result depends on its own query, its sequence and the parameters, bit for bit: not on
+    the rest of the batch, the number of threads, or how a prompt is cut into chunks that attend to
+    the same cache.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[batch, q_heads, tokens, head_size]``, or ragged ``[tokens, q_heads, head_size]``:
+        float32, float16 or bfloat16, any strides, head sizes 1 to 1024.
+    k, v : Tensor
+        ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, or ragged ones, with
+        the dtype of q. ``kv_heads`` divides ``q_heads``: query heads share keys and values in
+        groups of neighbours.
+    window : int, optional
+        Visible keys up to the query's own, which counts, at least 1: the query at position m sees
+        the keys n with m - window < n <= m. None: all from the first on.
+    window_right : int, optional
+        Visible keys after the query's own: 0, causal; None, all.
+    scale : float, optional
+        Of the scores, by default ``1 / sqrt(head_size)``.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    sinks : Tensor, optional
+        ``[q_heads]`` float: the score, for each head, of one more key that every query sees and
+        that has no value.
+    alibi_slopes : Tensor, optional
+        ``[q_heads]`` or ``[batch, q_heads]`` float: scores lose ``slope * abs(m - n)``.
+    q_positions : Tensor, optional
+        ``[tokens]`` or ``[batch, tokens]`` int: the position of each query, key n being at n. By
+        default the last query stands beside the last key.
+    kv_lengths : Tensor, optional
+        ``[batch]`` int, 0 to ``kv_tokens``: how many keys a sequence has; what comes behind them is
+        not read.
+    cu_seqlens_q, cu_seqlens_kv : Tensor, optional
+        ``[sequences + 1]`` int: where the tokens of each sequence begin, and where the last ends,
+        in ragged q and in ragged k and v; the latter by default as the former.
+    attn_mask : Tensor, optional
+        ``[batch or 1, q_heads or 1, tokens, kv_tokens]``, or the last two or three of these. It
+        alone decides what is visible. Bool: see ``mask_convention``; floating: added to the
+        scores, -65536 and less hide. A mask that is a window is treated as one.
+    mask_convention : str
+        "masked": True hides, as in ``swa_mask``. "visible": True shows, as in torch.
+    key_padding_mask : Tensor, optional
+        ``[batch, kv_tokens]`` bool, True = token; what is False is hidden, beside the window.
+    block_table : Tensor, optional
+        ``[batch, blocks]`` int32: k and v are pools ``[num_blocks, kv_heads, block_size, size]``,
+        and key n of a sequence lies in block ``block_table[sequence, n // block_size]``, at ``n %
+        block_size``. ``kv_tokens`` is ``blocks * block_size``; ``kv_lengths`` says what is valid.
+        Entries of blocks that nobody sees are not looked at. With ``cu_seqlens_q`` q is ragged, and
+        ``cu_seqlens_kv`` is not given. See ``BlockTable``.
+    indirection : Tensor, optional
+        ``[batch, kv_tokens or more]`` int32: k and v are ``[rows, kv_heads, kv_tokens, size]``, and
+        key n of a sequence lies in row ``indirection[sequence, n]``, at n. As for ``block_table``
+        otherwise; not with it. See ``BeamIndirection``.
+    return_lse : bool
+        Return the logarithm of the sum of the weights as well.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        The output, shaped as q with ``value_size`` for ``head_size``, contiguous, with the dtype
+        of q; 0 where a query sees no key. With ``return_lse`` also the natural logarithm of the sum
+        of ``exp(score)``, the sink's included, float32 ``[batch, q_heads, tokens]`` or ragged
+        ``[q_heads, tokens]``; -inf where a query sees nothing.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "sliding_window_attention"
+    check_tensors(op, q=q, k=k, v=v)
+    if mask_convention not in _CONVENTIONS:
+        raise ValueError(
+            f"{op}: mask_convention is {mask_convention!r}; expected 'masked' or 'visible'"
+        )
+    if attn_mask is not None and (window is not None or window_right != 0):
+        given = "window" if window is not None else "window_right"
+        raise ValueError(
+            f"{op}: attn_mask was given with {given}; expected one of them: "
+            "a mask alone decides what is visible"
+        )
+    _check_optional(
+        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
+    )
+    check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+    if cu_seqlens_kv is None and block_table is None and indirection is None:
+        cu_seqlens_kv = cu_seqlens_q
+    out, lse = _sliding_window_attention(
+        q,
+        k,
+        v,
+        *_window_and_scale(op, q, window, window_right, scale, softcap),
+        _per_head(op, "sinks", sinks),
+        _per_head(op, "alibi_slopes", alibi_slopes),
+        _positions(op, q_positions, q),
+        _integers(op, "kv_lengths", kv_lengths, q),
+        _integers(op, "cu_seqlens_q", cu_seqlens_q, q),
+        _integers(op, "cu_seqlens_kv", cu_seqlens_kv, q),
+        _mask(op, attn_mask),
+        mask_convention == "visible",
+        key_padding_mask,
+        block_table,
+        indirection,
+        bool(return_lse),
+    )
+    return (out, lse) if return_lse else out
+
+
+def sliding_window_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    window_right: int | None = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    indirection: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``sliding_window_attention`` for one or a few queries against a cache.
+
+    Keys and values are read once, as they lie, for all query heads of their KV head; the cache is
+    cut at fixed places, so that all threads have work and the result still does not depend on
+    them, nor on the batch. It is the same function, but not the same bits: those of
+    ``sliding_window_attention`` come from other sums.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[batch, q_heads, tokens, head_size]`` float32, float16 or bfloat16, any strides: meant for
+        few tokens, right for any number.
+    k, v : Tensor
+        ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, the cache, with the
+        dtype of q. Fastest where elements lie side by side and sizes are multiples of 32.
+    window, window_right, scale, softcap, sinks, alibi_slopes, q_positions, kv_lengths, \
+key_padding_mask, block_table, indirection, return_lse
+        As for ``sliding_window_attention``. With a cache of fixed size ``kv_lengths`` says how much
+        of it is valid.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        As ``sliding_window_attention``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "sliding_window_decode"
+    check_tensors(op, q=q, k=k, v=v)
+    _check_optional(
+        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
+    )
+    check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+    out, lse = _sliding_window_decode(
+        q,
+        k,
+        v,
+        *_window_and_scale(op, q, window, window_right, scale, softcap),
+        _per_head(op, "sinks", sinks),
+        _per_head(op, "alibi_slopes", alibi_slopes),
+        _positions(op, q_positions, q),
+        _integers(op, "kv_lengths", kv_lengths, q),
+        key_padding_mask,
+        block_table,
+        indirection,
+        bool(return_lse),
+    )
+    return (out, lse) if return_lse else out
+
+
+def merge_attention_states(
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over two sets of keys into attention over both.
+
+    For a prefix that many requests share, or keys that lie in two places. A sink belongs to one of
+    the two calls only.
+
+    Parameters
+    ----------
+    o1, o2 : Tensor
+        ``[batch, heads, tokens, size]`` or ragged ``[tokens, heads, size]`` float32, float16 or
+        bfloat16, any strides: the outputs.
+    lse1, lse2 : Tensor
+        ``[batch, heads, tokens]`` or ragged ``[heads, tokens]`` float32: what ``return_lse`` gave
+        beside them. Where it is -inf the output is not read.
+
+    Returns
+    -------
+    tuple of Tensor
+        The output, contiguous, with the dtype of ``o1``, and its logarithm of the sum of the
+        weights: 0 and -inf where both parts are empty.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "merge_attention_states"
+    check_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    return _merge_attention_states(o1, lse1, o2, lse2)

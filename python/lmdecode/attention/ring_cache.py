@@ -1,0 +1,505 @@
+"""A KV cache that holds the last window of tokens in a ring: one slot written a token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int, check_tensors
+from lmdecode._ops import ops
+from lmdecode.attention.pieces import Piece, attend_pieces
+from lmdecode.kv_cache.reorder import reorder_cache_
+
+__all__ = ["RingKVCache", "RingSnapshot", "ring_cache_append_"]
+
+_append = ops.ring_cache_append_.default
+# Spare slots of a ring by default: so many tokens can be rolled back, or come in one chunk that is
+# written before it is attended to.
+_SPARE = 63
+
+
+def _contiguous_vectors(states: Tensor) -> Tensor:
+    return states if states.dim() == 0 or states.stride(-1) == 1 else states.contiguous()
+
+
+def ring_cache_append_(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int | Tensor,
+    *,
+    num_sink_tokens: int = 0,
+) -> None:
+    """Write new keys and values to their slots of a ring, in place.
+
+    The first ``num_sink_tokens`` positions have slots of their own, in front; every other position
+    p goes to slot ``num_sink_tokens + (p - num_sink_tokens) % capacity``, the capacity being the
+    slots that are left. Each token is written once; of a chunk longer than the ring, only what
+    stays of it. What a ring holds thus depends on the number of tokens alone, not on the chunks.
+
+    Parameters
+    ----------
+    keys, values : Tensor
+        ``[batch, kv_heads, slots, head_size]`` and ``[..., value_size]`` of one dtype, any dtype,
+        elements apart, and side by side in the last dimension.
+    k, v : Tensor
+        ``[batch, kv_heads, tokens, head_size]`` and ``[..., value_size]``, any strides.
+    position : int or Tensor
+        The position of the first of these tokens, 0 to 2^40: of all rows, or ``[batch]`` int64 or
+        int32. On CUDA, where nobody looks, a row whose position is out of range stays as it is.
+    num_sink_tokens : int
+        Fewer than there are slots.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been written.
+    """
+    op = "ring_cache_append_"
+    for name, value in (("keys", keys), ("values", values), ("k", k), ("v", v)):
+        check_tensors(op, **{name: value})
+    rows = None
+    if isinstance(position, Tensor):
+        position, rows = 0, position
+    else:
+        position = check_int(
+            op, "position", position, kind="an int or a tensor", limits="0 to 2^40"
+        )
+    _append(
+        keys, values, _contiguous_vectors(k), _contiguous_vectors(v), position, rows,
+        num_sink_tokens,
+    )  # fmt: skip
+
+
+class RingSnapshot(NamedTuple):
+    """What a ``RingKVCache`` needs to go on from, as copies.
+
+    Attributes
+    ----------
+    num_tokens
+        Tokens that had been written.
+    keys, values
+        The sinks, then the last window, as ``RingKVCache.ordered`` returns them.
+    """
+
+    num_tokens: int
+    keys: Tensor
+    values: Tensor
+
+
+class RingKVCache:
+    """The keys and values of the last ``window`` tokens of each row, in a ring.
+
+    A token is written to one slot, its position modulo ``capacity``, and nothing is ever moved:
+    ``append`` costs the same whatever the window, and ``attend`` reads the ring as it lies.
+    Positions are encoded (RoPE) before tokens come here.
+
+    Parameters
+    ----------
+    batch, num_kv_heads, head_size : int
+        Of the keys and values, ``[batch, num_kv_heads, tokens, head_size]``.
+    window : int
+        Keys that a query sees, its own included, at least 1.
+    capacity : int, optional
+        Slots, at least ``window``; by default ``window + 63``. ``capacity - window`` tokens can be
+        rolled back.
+    num_sink_tokens : int
+        So many first tokens are kept for good, in slots of their own, and seen by every query
+        beside its window.
+    value_size : int, optional
+        Head size of the values, by default ``head_size``.
+    dtype, device
+        Of the keys and values; by default torch's default dtype, and the CPU.
+
+    Attributes
+    ----------
+    window, capacity, num_sink_tokens
+        As given.
+    num_tokens
+        Tokens written so far, less those rolled back: the position of the next one.
+
+    Examples
+    --------
+    >>> cache = RingKVCache(batch=1, num_kv_heads=2, head_size=64, window=256)
+    >>> out = cache.attend(q, k, v)  # a prompt: attends, then writes what stays of it
+    >>> out = cache.attend(q, k, v)  # and so each token, or a few
+    >>> cache.rollback(3)  # the last 3 were not accepted
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_size: int,
+        window: int,
+        *,
+        capacity: int | None = None,
+        num_sink_tokens: int = 0,
+        value_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        op = "RingKVCache"
+        value_size = head_size if value_size is None else value_size
+        check_int(op, "window", window, 1)
+        capacity = window + _SPARE if capacity is None else capacity
+        sizes = dict(
+            batch=batch, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size,
+            num_sink_tokens=num_sink_tokens,
+        )  # fmt: skip
+        for name, value in sizes.items():
+            check_int(op, name, value, 0)
+        if isinstance(capacity, int) and capacity < window:
+            raise ValueError(
+                f"{op}: capacity is {capacity}; expected at least {window}, the window"
+            )
+        check_int(op, "capacity", capacity, 1)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype"
+            )
+        self.window = window
+        self.capacity = capacity
+        self.num_sink_tokens = num_sink_tokens
+        self.num_tokens = 0
+        # Of the tokens behind the sinks, those from here on are still held.
+        self._first_held = num_sink_tokens
+        shape = (batch, num_kv_heads, num_sink_tokens + capacity)
+        # Tensors made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._keys = torch.empty((*shape, head_size), dtype=dtype, device=device)
+            self._values = torch.empty((*shape, value_size), dtype=dtype, device=device)
+
+    def __repr__(self) -> str:
+        sinks = f", {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
+        return (
+            f"RingKVCache({list(self._keys.shape[:2])}, window {self.window} of {self.capacity} "
+            f"slots{sinks}, {self.num_tokens} tokens written)"
+        )
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self._keys.shape[0]
+
+    # --- Writing
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Write the next tokens of every row.
+
+        Parameters
+        ----------
+        k, v : Tensor
+            ``[batch, num_kv_heads, n, head_size]`` and ``[..., value_size]``, any strides, any n:
+            the last ones stay.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; nothing has been written.
+        """
+        for name, states in (("k", k), ("v", v)):
+            check_tensors("RingKVCache", **{name: states})
+            if states.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"RingKVCache: {name} requires a gradient, which a cache that is written in "
+                    "place does not pass on; call the model under torch.no_grad()"
+                )
+        self._write(k, v, self.num_tokens)
+        self.num_tokens += k.shape[2]
+        self._first_held = max(self._first_held, self.num_tokens - self.capacity)
+
+    def _write(self, k: Tensor, v: Tensor, position: int) -> None:
+        ring_cache_append_(
+            self._keys, self._values, k, v, position, num_sink_tokens=self.num_sink_tokens
+        )
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens, as if they had not been written.
+
+        Parameters
+        ----------
+        num_tokens : int
+            0 to ``capacity - window``, counted from the longest that the sequence has been, as
+            their slots held the tokens that the window then needs again. Any number, as long as
+            nothing has left the ring yet.
+
+        Raises
+        ------
+        ValueError
+            If the window is not held any more; nothing has been changed.
+        """
+        check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
+        if self._window_start(self.num_tokens - num_tokens) < self._first_held:
+            most = self.num_tokens - self.window - self._first_held
+            raise ValueError(
+                f"rollback: num_tokens is {num_tokens}; expected at most {most}: what the window "
+                f"needs before them has been overwritten in the {self.capacity} slots; make a ring "
+                "of a larger capacity, or restore a snapshot"
+            )
+        self.num_tokens -= num_tokens
+
+    def _window_start(self, position: int) -> int:
+        """Where the window of the query before ``position`` begins."""
+        return max(self.num_sink_tokens, position - self.window)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.num_tokens = 0
+        self._first_held = self.num_sink_tokens
+
+    def snapshot(self) -> RingSnapshot:
+        """Copy what is needed to go on from here: the sinks and the last window."""
+        return RingSnapshot(self.num_tokens, *self.ordered())
+
+    def restore(self, snapshot: RingSnapshot) -> None:
+        """Go on from a snapshot, of this cache or of another one with its sizes and window.
+
+        Nothing can be rolled back from there, until new tokens have come, beyond these. The first
+        token of the window, which the next query does not see, need not be in the snapshot.
+
+        Raises
+        ------
+        ValueError
+            If the snapshot does not fit; nothing has been changed.
+        TypeError
+            If it is no ``RingSnapshot``.
+        """
+        if not isinstance(snapshot, RingSnapshot):
+            raise TypeError(
+                f"restore: snapshot is of type {type(snapshot).__name__}; expected a RingSnapshot"
+            )
+        total, keys, values = snapshot
+        check_int("restore", "num_tokens", total, 0)
+        sinks = min(total, self.num_sink_tokens)
+        held = min(total - sinks, self.window)
+        if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == sinks + held - 1:
+            held = min(held, self.window - 1)
+        for name, states, ring in (("keys", keys, self._keys), ("values", values, self._values)):
+            shape = [*ring.shape[:2], sinks + held, ring.shape[3]]
+            if list(states.shape) != shape or states.dtype != ring.dtype:
+                raise ValueError(
+                    f"restore: {name} of the snapshot are {states.dtype} {list(states.shape)}; "
+                    f"expected {ring.dtype} {shape}"
+                )
+        keys, values = keys.to(self._keys.device), values.to(self._keys.device)
+        self._write(keys[:, :, :sinks], values[:, :, :sinks], 0)
+        self._write(keys[:, :, sinks:], values[:, :, sinks:], total - held)
+        self.num_tokens = total
+        self._first_held = max(self.num_sink_tokens, total - held)
+
+    # --- Rows
+
+    def _slots_in_use(self) -> int:
+        return min(self.num_tokens, self._keys.shape[2])
+
+    def reorder_(self, rows: Tensor) -> None:
+        """Let row r go on as row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
+        check_tensors("RingKVCache.reorder_", rows=rows)
+        reorder_cache_([self._keys, self._values], rows, length_dim=2, length=self._slots_in_use())
+
+    def select_rows_(self, rows: Tensor) -> None:
+        """Let row r be what row ``rows[r]`` was, for any number of rows, in new memory."""
+        used = self._slots_in_use()
+        with torch.inference_mode(False):
+            for name in ("_keys", "_values"):
+                before = getattr(self, name)
+                after = before.new_empty((len(rows), *before.shape[1:]))
+                after[:, :, :used] = before[:, :, :used].index_select(0, rows.to(before.device))
+                setattr(self, name, after)
+
+    # --- Reading
+
+    def ordered(self, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values in the order of their positions.
+
+        Parameters
+        ----------
+        length : int, optional
+            At most so many tokens behind the sinks, as far as they are held; by default ``window``.
+
+        Returns
+        -------
+        tuple of Tensor
+            ``[batch, num_kv_heads, held, head_size]`` and ``[..., value_size]``: the sinks, then
+            the last tokens.
+        """
+        length = self.window if length is None else length
+        check_int("ordered", "length", length, 0, self.capacity)
+        first = max(self._first_held, self.num_tokens - length)
+        pieces = self._pieces(first) or [self._piece(0, 0, 0)]
+        return (
+            torch.cat([piece.keys for piece in pieces], dim=2),
+            torch.cat([piece.values for piece in pieces], dim=2),
+        )
+
+    @property
+    def keys(self) -> Tensor:
+        """A copy of the keys in order, see ``ordered``."""
+        return self.ordered()[0]
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of the values in order, see ``ordered``."""
+        return self.ordered()[1]
+
+    def _pieces(self, first: int) -> list[Piece]:
+        """Views of the sinks, where there are, and of the tokens from ``first`` on: up to 3."""
+        total, sinks = self.num_tokens, min(self.num_tokens, self.num_sink_tokens)
+        pieces = [self._piece(0, 0, sinks, is_pinned=True)] if sinks else []
+        while first < total:
+            slot = (first - self.num_sink_tokens) % self.capacity
+            end = min(total, first + self.capacity - slot)
+            pieces.append(self._piece(self.num_sink_tokens + slot, first, end))
+            first = end
+        return pieces
+
+    def _piece(self, slot: int, begin: int, end: int, *, is_pinned: bool = False) -> Piece:
+        behind = slot + end - begin
+        keys, values = self._keys[:, :, slot:behind], self._values[:, :, slot:behind]
+        return Piece(keys, values, ((begin, end),), is_pinned)
+
+    def _all_in_one_piece(self, first: int) -> Piece | None:
+        """The sinks and the tokens from ``first`` on, if they are all that the slots hold.
+
+        In the order of the slots, which one query does not mind.
+        """
+        total, sinks = self.num_tokens, self.num_sink_tokens
+        if first == sinks and 0 < total <= sinks + self.capacity:
+            return self._piece(0, 0, total)
+        if total - first != self.capacity:
+            return None
+        wrap = total - (total - sinks) % self.capacity  # is in the first slot behind the sinks
+        ranges = ((0, sinks), (wrap, total), (first, wrap))
+        return Piece(self._keys, self._values, ranges)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Tell whether the next tokens, so many, can be written before they are attended to."""
+        first = self._window_start(self.num_tokens + 1)
+        return first >= self.num_tokens + num_tokens - self.capacity
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend to the window of each query, and write new tokens; the ring is read as it lies.
+
+        New tokens that do not fit beside the window are written after they have been attended to.
+        Where keys lie in several places, such as at both ends of the ring, each place is attended
+        to by itself, and ``merge_attention_states`` puts them together.
+
+        Parameters
+        ----------
+        q : Tensor
+            ``[batch, q_heads, tokens, head_size]`` float32, float16 or bfloat16: the queries of the
+            last ``tokens`` tokens, new ones included.
+        k, v : Tensor, optional
+            New tokens, as for ``append``. Without them the queries are those of tokens that have
+            been written.
+        scale, softcap, sinks, alibi_slopes, return_lse
+            As of ``sliding_window_attention``. ``sinks`` are scores, and not the tokens of
+            ``num_sink_tokens``.
+        key_padding_mask : Tensor, optional
+            ``[batch, tokens so far]`` bool, the new ones included: what is False is hidden.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            As of ``sliding_window_attention``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; new tokens do not count as written.
+        """
+        chunk = self._check_chunk(q, k, v)
+        before, end = self.num_tokens, self.num_tokens + (chunk[0].shape[2] if chunk else 0)
+        first = self._check_queries(q, end)
+        self._check_mask(key_padding_mask, end)
+        try:
+            write_first = first >= end - self.capacity
+            if chunk and write_first:
+                self.append(*chunk)
+            whole = None
+            if q.shape[2] == 1 and alibi_slopes is None and (write_first or not chunk):
+                whole = self._all_in_one_piece(first)
+            pieces = [whole] if whole else self._pieces(first)
+            if chunk and not write_first:
+                pieces += self._pieces_of_chunk(*chunk)
+            pieces = pieces or [self._piece(0, 0, 0)]
+            out = attend_pieces(
+                q, pieces, self.window, end - q.shape[2], scale=scale, softcap=softcap,
+                alibi_slopes=alibi_slopes, sinks=sinks, key_padding_mask=key_padding_mask,
+                return_lse=return_lse,
+            )  # fmt: skip
+        except (TypeError, ValueError):
+            self.num_tokens = before
+            raise
+        if chunk and not write_first:
+            self.append(*chunk)
+        return out
+
+    def _pieces_of_chunk(self, k: Tensor, v: Tensor) -> list[Piece]:
+        begin, end = self.num_tokens, self.num_tokens + k.shape[2]
+        middle = min(max(self.num_sink_tokens, begin), end)
+        return [
+            Piece(k[:, :, lo - begin : hi - begin], v[:, :, lo - begin : hi - begin], ((lo, hi),),
+                  is_pinned)
+            for lo, hi, is_pinned in ((begin, middle, True), (middle, end, False))
+            if lo < hi
+        ]  # fmt: skip
+
+    def _check_chunk(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        check_tensors("attend", q=q)
+        if k is None and v is None:
+            chunk = None
+        else:
+            for name, states in (("k", k), ("v", v)):
+                check_tensors("attend", **{name: states})
+            assert k is not None and v is not None
+            chunk = (k, v)
+        for name, states in (("q", q), *(zip(("k", "v"), chunk, strict=True) if chunk else ())):
+            if states.dim() != 4:
+                raise ValueError(
+                    f"attend: {name} has shape {list(states.shape)}; expected "
+                    "[batch, heads, tokens, head_size]"
+                )
+        return chunk
+
+    def _check_queries(self, q: Tensor, end: int) -> int:
+        """Return where the window of the first query begins."""
+        queries = q.shape[2]
+        if queries > end:
+            raise ValueError(f"attend: q has {queries} tokens; expected at most {end}, those held")
+        first = self._window_start(end - queries + 1)
+        if first < self._first_held:
+            most = max(0, end - self._first_held - self.window + 1)
+            raise ValueError(
+                f"attend: q has {queries} tokens; expected at most {most}: what the windows of "
+                f"earlier ones need has been overwritten in the {self.capacity} slots"
+            )
+        return first
+
+    def _check_mask(self, mask: Tensor | None, end: int) -> None:
+        if mask is None:
+            return
+        check_tensors("attend", key_padding_mask=mask)
+        if list(mask.shape) != [self.batch, end]:
+            raise ValueError(
+                f"attend: key_padding_mask has shape {list(mask.shape)}; expected "
+                f"[{self.batch}, {end}], a column for each token so far"
+            )

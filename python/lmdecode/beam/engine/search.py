@@ -1,0 +1,482 @@
+"""Continuous-batching beam search: requests come and go between the steps of one batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int
+from lmdecode.beam.engine.coverage import PassCoverage
+from lmdecode.beam.engine.plan import BeamPass, BeamPlan, RunningSearch, make_plan
+from lmdecode.beam.engine.processors import all_beams, constant_processors, step_processors
+from lmdecode.beam.engine.request import BeamRequest, BeamResult
+from lmdecode.beam.engine.slots import BeamSlots
+from lmdecode.beam.engine.step_checks import check_step
+from lmdecode.beam.engine.trace import BeamTrace, trace_searches
+from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam.state import BeamFinal, BeamStep
+from lmdecode.beam.types import BeamCandidates
+
+__all__ = ["BeamSearch", "RowTokens", "StepOutput"]
+
+_OP = "BeamSearch"
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves for the next call; its rows are the beams of the requests that go on.
+
+    Attributes
+    ----------
+    tokens : Tensor
+        [next rows] int64: the input of the model's next call.
+    parents : Tensor
+        [next rows] int64: the row of this call that each row of the next continues. A cache that is
+        reordered by it, rows of the prompt widen to beams, rows of finished requests go.
+    finished : tuple
+        The requests that ended in this step, in the order of their insertion. Their results wait
+        in ``pop_finished``.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    finished: tuple[Hashable, ...]
+
+
+class RowTokens(NamedTuple):
+    """The sequences of the next call's rows.
+
+    Attributes
+    ----------
+    input_ids : Tensor
+        [rows, longest] int64, pad tokens behind the end.
+    lengths : Tensor
+        [rows] int64.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+
+
+class _Finished(NamedTuple):
+    search: RunningSearch
+    final: BeamFinal
+    status: Tensor  # [groups] uint8
+    num_hypotheses: int  # of the state: what places count by
+
+
+class _Tools(NamedTuple):
+    """What goes with the layout of a pass."""
+
+    requests: list[BeamRequest]
+    processors: dict[str, Tensor]
+    coverage: PassCoverage | None
+
+
+def _result(finished: _Finished) -> BeamResult:
+    """Cut a result to its size; waits for the device."""
+    search, final, status, num_hypotheses = finished
+    request, prompt = search.request, len(search.request.prompt_ids)
+    found = int((final.places[0] >= 0).sum())
+    lengths = final.lengths[0, :found]
+    longest = int(lengths.max()) if found else prompt
+    # transformers' scorer leaves room for the end token, if the maximum length does.
+    room = request.rules == "scorer" and bool(request.eos_token_id)
+    columns = min(longest + room, request.max_length)
+    bits = 0
+    for value in status.tolist():
+        bits |= value
+    return BeamResult(
+        request_id=search.request_id,
+        sequences=final.sequences[0, :found, :columns].clone(),
+        scores=final.scores[0, :found].clone(),
+        lengths=lengths.clone(),
+        log_probs=final.log_probs[0, :found, prompt:columns].clone(),
+        beam_indices=final.beam_indices[0, :found, prompt:columns].clone(),
+        groups=final.places[0, :found] // num_hypotheses,
+        prompt_length=prompt,
+        num_steps=search.steps,
+        status=bits,
+    )
+
+
+class BeamSearch:
+    """Beam search of any number of requests, each with its own parameters, in one batch of rows.
+
+    Requests are inserted at any time. ``step`` takes the logits of all rows and chooses; a request
+    that is finished leaves the batch at once. The rows are those of the requests in the order of
+    their insertion: **one row for a request that has just been inserted**, since its prompt runs
+    through the model once, then one for each of its beams. ``StepOutput.parents`` says which row of
+    this call each row of the next continues, so one ``index_select`` of the cache widens prompts to
+    beams, lets beams follow their parents and drops what is finished.
+
+    The result of a request is the same, bit for bit, alone or in any batch, whenever it was
+    inserted, for the same logits.
+
+    Parameters
+    ----------
+    vocab_size : int, optional
+        Of the logits; by default that of the first ones.
+    device
+        Of the state, the logits and the results.
+    on_step : callable, optional
+        Called with a ``BeamTrace`` for each request, and each of its groups, after each step. This
+        copies candidates and state to the host: for debugging. An error that it raises leaves
+        ``step``, which has happened all the same: go on with ``last_output``.
+    slots, num_beams, capacity : int
+        What there is room for at first: searches (a group of a diverse search is one), beams in
+        each, and tokens in a sequence. All grow when more is needed.
+
+    Attributes
+    ----------
+    last_output : StepOutput or None
+        What the last step returned, or would have returned if ``on_step`` had not raised.
+
+    Examples
+    --------
+    >>> engine = BeamSearch()
+    >>> engine.insert(BeamRequest([5, 7], max_new_tokens=3, num_beams=2))
+    0
+    >>> out = engine.step(torch.tensor([[0.1, 0.5, 0.3]]).log())
+    >>> out.tokens.tolist(), out.parents.tolist()
+    ([1, 2], [0, 0])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        on_step: Callable[[BeamTrace], object] | None = None,
+        slots: int = 8,
+        num_beams: int = 4,
+        capacity: int = 128,
+    ) -> None:
+        sizes = {"slots": slots, "num_beams": num_beams, "capacity": capacity}
+        for name, size in {"vocab_size": vocab_size, **sizes}.items():
+            if size is None and name == "vocab_size":
+                continue
+            check_int(_OP, name, size, 1)
+        self.on_step = on_step
+        self.last_output: StepOutput | None = None
+        self._vocab_size = vocab_size
+        self._store = BeamSlots(slots, num_beams, capacity, torch.device(device))
+        self._running: list[RunningSearch] = []
+        self._finished: list[_Finished] = []
+        self._ids: set[Hashable] = set()  # of both
+        self._numbers = itertools.count()
+        self._plan: BeamPlan | None = None
+        self._tools: list[_Tools] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"BeamSearch({len(self._running)} requests running, {self.num_rows} rows, "
+            f"{len(self._finished)} finished)"
+        )
+
+    # ---- requests
+
+    def insert(self, request: BeamRequest) -> Hashable:
+        """Add a request; the next call has one more row, the last, for the end of its prompt.
+
+        Returns
+        -------
+        Hashable
+            Its ``request_id``, or a number where it has none.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not a ``BeamRequest``, or its id is in use.
+        RuntimeError
+            There is no memory for it. The engine is as it was, and can go on.
+        """
+        if not isinstance(request, BeamRequest):
+            kind = type(request).__name__
+            raise TypeError(f"{_OP}.insert: request is of type {kind}; expected a BeamRequest")
+        request_id = request.request_id
+        if request_id is None:
+            request_id = next(number for number in self._numbers if number not in self._ids)
+        elif request_id in self._ids:
+            raise ValueError(
+                f"{_OP}.insert: request_id {request_id!r} is that of a request which is running, "
+                "or waits for pop_finished; expected another"
+            )
+        self._plan = None  # even if there is an error, its numbers of beams may be out of date
+        self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
+        self._ids.add(request_id)
+        return request_id
+
+    def cancel(self, request_id: Hashable) -> Tensor:
+        """Drop a running request, without a result.
+
+        Returns
+        -------
+        Tensor
+            [rows] int64: the rows of the next call that are left, as numbered before. The cache has
+            to be reordered by it, like by ``StepOutput.parents``.
+
+        Raises
+        ------
+        ValueError
+            No such request is running.
+        """
+        ids = [search.request_id for search in self._running]
+        if request_id not in ids:
+            raise ValueError(
+                f"{_OP}.cancel: request_id is {request_id!r}; expected one that is running: {ids}"
+            )
+        counts = [search.num_rows for search in self._running]
+        number = ids.index(request_id)
+        first, last = sum(counts[:number]), sum(counts[: number + 1])
+        search = self._running.pop(number)
+        self._ids.remove(request_id)
+        self._store.release(search.slots)
+        self._plan = None
+        rows = torch.arange(sum(counts), device=self._store.device)
+        return torch.cat((rows[:first], rows[last:]))
+
+    # ---- what is running
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the logits that the next ``step`` takes."""
+        return sum(search.num_rows for search in self._running)
+
+    @property
+    def running(self) -> tuple[Hashable, ...]:
+        """The requests that are not finished, in the order of their rows."""
+        return tuple(search.request_id for search in self._running)
+
+    def row_ranges(self) -> dict[Hashable, range]:
+        """Return the rows of each running request in the next call."""
+        ranges, first = {}, 0
+        for search in self._running:
+            ranges[search.request_id] = range(first, first + search.num_rows)
+            first += search.num_rows
+        return ranges
+
+    def input_ids(self) -> RowTokens:
+        """Return the sequences so far of the next call's rows, for a model without a cache."""
+        state, device = self._store.state, self._store.device
+        rows, lengths, pads = [], [], []
+        for search in self._running:
+            for slot in search.slots if search.steps else search.slots[:1]:
+                rows += [slot * self._store.num_beams + i for i in range(search.row_group_size)]
+            lengths += [len(search.request.prompt_ids) + search.steps] * search.num_rows
+            pads += [search.request.pad_token] * search.num_rows
+        flat = state.sequences.flatten(0, 1)[:, : max(lengths, default=0)]
+        ids = flat.index_select(0, torch.tensor(rows, dtype=torch.int64, device=device))
+        length = torch.tensor(lengths, dtype=torch.int64, device=device)
+        pad = torch.tensor(pads, dtype=torch.int64, device=device)
+        behind = torch.arange(ids.shape[1], device=device)[None] >= length[:, None]
+        return RowTokens(torch.where(behind, pad[:, None], ids), length)
+
+    # ---- the step
+
+    def step(
+        self,
+        logits: Tensor,
+        *,
+        attention: Tensor | None = None,
+        token_bitmask: Tensor | None = None,
+    ) -> StepOutput:
+        """Choose the next tokens of every running request.
+
+        Parameters
+        ----------
+        logits : Tensor
+            [num_rows, vocab] float32, float16 or bfloat16: of the last token of each row.
+        attention : Tensor, optional
+            [num_rows, source] floats: the attention of the last tokens to the source. Needed where
+            a request has a ``coverage_penalty``; rows of other requests are not looked at; 0 behind
+            the end of a source.
+        token_bitmask : Tensor, optional
+            [num_rows, ceil(vocab / 32)] int32: which tokens each row may go on with; bit
+            ``token % 32`` of ``token // 32``.
+
+        Returns
+        -------
+        StepOutput
+            What the next call of the model needs.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; nothing has been changed then.
+        Exception
+            Whatever ``on_step`` raises; the step has happened, and ``last_output`` is its output.
+        """
+        check_step(
+            self._running, self._vocab_size, self._store.device, logits, attention, token_bitmask
+        )
+        self._vocab_size = logits.shape[1]
+        logits = logits.detach()
+        if not self._running:
+            nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
+            self.last_output = StepOutput(nothing, nothing.clone(), ())
+            return self.last_output
+        if self._plan is None:
+            self._plan = make_plan(self._running, self._store)
+            self._tools = [self._tools_of(layout) for layout in self._plan.passes]
+        plan = self._plan
+        if attention is not None:
+            self._store.cover(attention.shape[1])
+        # Where there are several passes, they put their rows together; one place more is "none".
+        several = len(plan.passes) > 1
+        tokens = self._store.integers([-1] * (plan.num_next_rows + 1) if several else [])
+        parents = tokens[: plan.num_next_rows].clone()
+        traces: list[BeamTrace] = []
+        for layout, tools in zip(plan.passes, self._tools, strict=True):
+            candidates = self._candidates(layout, tools, logits, tokens, token_bitmask)
+            step = self._advance(layout, tools, candidates, attention)
+            if layout.next_rows is None:
+                tokens, parents = step.tokens, step.parents
+            else:
+                tokens[layout.next_rows] = step.tokens
+                parents[layout.next_rows] = step.parents
+            if self.on_step is not None:
+                traces += trace_searches(self._store, layout, candidates, step)
+        output = self._leave(plan, tokens[: plan.num_next_rows], parents)
+        self.last_output = output
+        for trace in traces:
+            assert self.on_step is not None
+            self.on_step(trace)
+        return output
+
+    def _tools_of(self, layout: BeamPass) -> _Tools:
+        assert self._vocab_size is not None
+        requests = [search.request for search in layout.searches]
+        covered = any(request.coverage_penalty for request in requests)
+        return _Tools(
+            requests,
+            constant_processors(requests, layout.slots, self._store, self._vocab_size),
+            PassCoverage(layout, self._store) if covered else None,
+        )
+
+    def _candidates(
+        self,
+        layout: BeamPass,
+        tools: _Tools,
+        logits: Tensor,
+        tokens: Tensor,
+        token_bitmask: Tensor | None,
+    ) -> BeamCandidates:
+        """Return the candidates of a pass; tokens: all next rows', as far as they are chosen."""
+        longest = max(len(s.request.prompt_ids) + s.steps for s in layout.searches)
+        processors = step_processors(
+            tools.processors, tools.requests, layout.slots, layout.beams, longest, self._store
+        )
+        if layout.diversity is not None and "diversity_penalty" in processors:
+            processors["diversity_tokens"] = tokens[layout.diversity]
+        else:
+            processors.pop("diversity_penalty", None)
+        if layout.rows is not None:
+            logits = logits.index_select(0, layout.rows)
+        if token_bitmask is not None:
+            processors["token_bitmask"] = (
+                token_bitmask if layout.rows is None else token_bitmask.index_select(0, layout.rows)
+            )
+        candidates = log_softmax_top_k(
+            logits,
+            self._store.state.scores.view(-1).index_select(0, layout.beams),
+            layout.num_candidates,
+            num_beams=layout.widths,
+            **processors,
+        )
+        if layout.first_widths is not None:
+            widest = max(request.group_size for request in tools.requests)
+            candidates = all_beams(candidates, layout.first_widths, widest)
+        return candidates
+
+    def _advance(
+        self,
+        layout: BeamPass,
+        tools: _Tools,
+        candidates: BeamCandidates,
+        attention: Tensor | None,
+    ) -> BeamStep:
+        """Decide about the candidates of a pass; the parents are rows of the logits."""
+        coverage = bonus = None
+        if tools.coverage is not None and attention is not None:
+            coverage, bonus = tools.coverage.add(
+                attention if layout.rows is None else attention.index_select(0, layout.rows)
+            )
+        step = beam_step(
+            self._store.state,
+            self._store.parameters,
+            candidates.scores,
+            candidates.tokens,
+            candidates.beams,
+            log_probs=candidates.log_probs,
+            status=candidates.status,
+            slots=layout.slots,
+            row_offsets=layout.row_offsets,
+            parent_offsets=layout.parent_offsets,
+            bonus=bonus,
+            rows=layout.num_next_rows,
+            rules=layout.rules,
+        )
+        if layout.parent_bounds is not None:
+            low, high = layout.parent_bounds
+            step = step._replace(parents=step.parents.clamp(low, high))
+        if tools.coverage is not None and coverage is not None:
+            tools.coverage.follow(coverage, step.parents)
+        return step
+
+    def _leave(self, plan: BeamPlan, tokens: Tensor, parents: Tensor) -> StepOutput:
+        """Take the requests that are done out of the batch; return the rows of the others."""
+        state = self._store.state
+        # The one place where the host waits: 0 for a search that goes on, 1 done, 2 failed.
+        ended = torch.where(state.status > 0, 2, state.done).index_select(0, plan.slots).tolist()
+        left: list[RunningSearch] = []
+        finished: list[RunningSearch] = []
+        kept: list[int] = []
+        slot = row = 0
+        for search in self._running:
+            search.steps += 1
+            groups = ended[slot : slot + len(search.slots)]
+            slot += len(search.slots)
+            rows = range(row, row + search.request.num_beams)
+            row = rows.stop
+            if min(groups) > 0 or max(groups) > 1 or search.steps == search.request.max_new_tokens:
+                finished.append(search)
+            else:
+                left.append(search)
+                kept += rows
+        if finished:
+            rows_kept = self._store.integers(kept)
+            tokens, parents = tokens.index_select(0, rows_kept), parents.index_select(0, rows_kept)
+            for search in finished:
+                self._finish(search)
+        # Rows of prompts become rows of beams: another layout.
+        if finished or any(search.steps == 1 for search in left):
+            self._running, self._plan = left, None
+        return StepOutput(tokens, parents, tuple(search.request_id for search in finished))
+
+    def _finish(self, search: RunningSearch) -> None:
+        """Copy the best hypotheses of a search out of the state, and give its slots back."""
+        request, slots = search.request, self._store.integers(search.slots)
+        final = beam_finalize(
+            self._store.state,
+            self._store.parameters,
+            request.num_return_sequences,
+            num_groups=request.num_beam_groups,
+            slots=slots,
+            rules=request.rules,
+        )
+        status = self._store.state.status.index_select(0, slots)
+        num_hypotheses = self._store.state.hypothesis_scores.shape[1]
+        self._finished.append(_Finished(search, final, status, num_hypotheses))
+        self._store.release(search.slots)
+
+    # ---- results
+
+    def pop_finished(self) -> list[BeamResult]:
+        """Return the results of the requests that have finished since the last call, in order."""
+        finished, self._finished = self._finished, []
+        self._ids -= {entry.search.request_id for entry in finished}
+        return [_result(entry) for entry in finished]

@@ -1,0 +1,432 @@
+"""Beam search ops: the best continuations of each request's beams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import MAX_INT, check_count, check_int, check_number, type_error
+from lmdecode._ops import ops
+from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
+from lmdecode.beam.types import BeamCandidates
+
+__all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
+
+_OP = "log_softmax_top_k"
+_log_softmax_top_k = ops.log_softmax_top_k.default
+_beam_step = ops.beam_step.default
+_beam_finalize = ops.beam_finalize.default
+_log_softmax_top_k_processed = ops.log_softmax_top_k.processed
+# What a call raises, before it begins, for an argument of a type that the schema does not have.
+_WRONG_TYPE = (RuntimeError, TypeError, KeyError)
+
+
+def _check_types(
+    op: str,
+    state: object,
+    parameters: object,
+    rules: object,
+    required: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+) -> None:
+    """Name the argument of the wrong type: only looked for once a call has failed."""
+    tensors: dict[str, object] = {**required}
+    for name, value, kind in (
+        ("state", state, BeamState),
+        ("parameters", parameters, BeamParameters),
+    ):
+        if not isinstance(value, kind):
+            raise type_error(op, name, value, f"a {kind.__name__}") from None
+        tensors.update({f"{name}.{field}": part for field, part in value._asdict().items()})
+    tensors.update({name: tensor for name, tensor in optional.items() if tensor is not None})
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            expected = "a tensor or None" if name in optional else "a tensor"
+            raise type_error(op, name, tensor, expected) from None
+    if not isinstance(rules, str) or rules not in RULES:
+        raise ValueError(f"{op}: rules is {rules!r}; expected one of {', '.join(RULES)}") from None
+
+
+def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """[requests + 1] int64: where the rows of each request begin, and where the last ends."""
+    if isinstance(num_beams, Tensor):
+        if num_beams.dtype not in (torch.int64, torch.int32):
+            dtype = str(num_beams.dtype).removeprefix("torch.")
+            raise ValueError(f"{_OP}: num_beams has dtype {dtype}; expected int64 or int32")
+        if num_beams.dim() != 1:
+            raise ValueError(
+                f"{_OP}: num_beams has shape {list(num_beams.shape)}; expected [requests]"
+            )
+        if num_beams.device != device:
+            raise ValueError(
+                f"{_OP}: num_beams is on {num_beams.device}; "
+                f"expected the device of logits, {device}"
+            )
+        ends = num_beams.cumsum(0, dtype=torch.int64)
+        return torch.cat((ends.new_zeros(1), ends))
+    offsets = [0]
+    for beams in num_beams:
+        check_count(_OP, "num_beams", beams)
+        offsets.append(offsets[-1] + beams)
+    if offsets[-1] > MAX_INT:
+        raise ValueError(
+            f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits"
+        )
+    return torch.tensor(offsets, dtype=torch.int64, device=device)
+
+
+def _tensors(**values: object) -> Iterator[Tensor | None]:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise type_error(_OP, name, value, "a tensor")
+        yield value
+
+
+def _per_request(name: str, value: object, off: float) -> tuple[Any, Tensor | None]:
+    """Return a number for all requests and, where that is meant, one for each instead of it."""
+    if value is None or isinstance(value, Tensor):
+        return off, value
+    if isinstance(off, float):
+        return check_number(_OP, name, value, kind="a float or a tensor"), None
+    limits = "an int of 64 bits, 0 or more"
+    return check_int(_OP, name, value, 0, kind="an int or a tensor", limits=limits), None
+
+
+def _end_tokens(
+    end_tokens: Tensor | None, min_lengths: int | Tensor | None
+) -> tuple[Tensor | None, int, Tensor | None]:
+    tokens = next(_tensors(end_tokens=end_tokens))
+    if min_lengths is None:
+        if tokens is not None:
+            raise ValueError(f"{_OP}: min_lengths is None; expected a length beside end_tokens")
+        return None, 0, None
+    if tokens is None:
+        raise ValueError(f"{_OP}: end_tokens is None; expected the tokens that min_lengths bans")
+    return tokens, *_per_request("min_lengths", min_lengths, 0)
+
+
+def log_softmax_top_k(
+    logits: Tensor,
+    beam_scores: Tensor,
+    num_candidates: int,
+    *,
+    num_beams: int | Sequence[int] | Tensor,
+    sequences: Tensor | None = None,
+    lengths: Tensor | None = None,
+    repetition_penalty: float | Tensor | None = None,
+    no_repeat_ngram_size: int | Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    min_lengths: int | Tensor | None = None,
+    suppressed_tokens: Tensor | None = None,
+    forced_tokens: Tensor | None = None,
+    diversity_tokens: Tensor | None = None,
+    diversity_penalty: float | Tensor | None = None,
+    bias: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
+) -> BeamCandidates:
+    """Find the best continuations of each request's beams, without writing their log-softmax.
+
+    A candidate is a beam of the request and a token, its score
+    ``log_softmax(logits[row])[token] + beam_scores[row]``. Candidates stand in the order "score
+    descending, then beam, then token": what ``topk`` of the flat [num_beams * vocab] scores gives,
+    the lowest index first at ties. Scores are one fixed sequence of f32 and f64 operations
+    on an exact integer sum: a result depends on nothing but the request's rows, not on the batch,
+    the thread count or the CPU's vector width (CUDA: the same by design, emulated, not yet run on a
+    GPU).
+
+    The processors act on the log-probabilities of the tokens before the beam's score is added, in
+    the order and with the arithmetic of transformers' logits processors, without renormalising:
+    ``bias``, diversity, repetition penalty, n-grams, ``end_tokens``, ``token_bitmask``,
+    ``forced_tokens``, ``suppressed_tokens``. What they give -inf is no candidate. Each is off
+    where it is None; a number stands for all requests, a tensor holds one for each. Wherever
+    tokens are listed, a number outside [0, vocab), such as -1, is none.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[rows, vocab]`` float32, float16 or bfloat16, any strides; rows >= 0, vocab >= 1. A row
+        with logits of +inf shares the probability evenly among these.
+    beam_scores : Tensor
+        ``[rows]``, or ``[requests, num_beams]`` for an int ``num_beams``, float32: the sums of
+        log-probabilities so far. A beam of score -inf takes no part, its logits are not looked at.
+    num_candidates : int
+        Candidates of a request, at least 1. Beam search takes ``max(2, 1 + number of end tokens) *
+        num_beams``.
+    num_beams : int, sequence of int or Tensor
+        Rows of each request, at least 1: for all requests, or one for each, as int64 or int32 where
+        it is a tensor, on the device of the logits. The rows of a request are neighbours, in the
+        order of the requests. A CUDA tensor is not looked at before the launch: a request that it
+        gives no rows has status 2.
+    sequences : Tensor, optional
+        ``[rows, capacity]`` int64: the tokens so far of each row's beam, for ``repetition_penalty``
+        and ``no_repeat_ngram_size``.
+    lengths : Tensor, optional
+        ``[requests]`` int64: how many tokens of the request's sequences are valid, from the first
+        on; all of them by default. 0 to ``capacity``; on CUDA it is held to these.
+    repetition_penalty : float or Tensor, optional
+        > 0, 1 is off, ``[requests]`` float32: the log-probability of each token of the sequence is
+        multiplied by it, or divided where it is not negative
+        (``RepetitionPenaltyLogitsProcessor``).
+    no_repeat_ngram_size : int or Tensor, optional
+        >= 0, ``[requests]`` int64: no n-gram of this size comes twice in a sequence; 0 is off
+        (``NoRepeatNGramLogitsProcessor``).
+    end_tokens : Tensor, optional
+        ``[tokens]`` or ``[requests, tokens]`` int64: these are banned while the length is below
+        ``min_lengths`` (``MinLengthLogitsProcessor``).
+    min_lengths : int or Tensor, optional
+        ``[requests]`` int64, together with ``end_tokens``; compared with ``lengths``, or with the
+        columns of ``sequences``.
+    suppressed_tokens : Tensor, optional
+        ``[tokens]`` or ``[requests, tokens]`` int64: these are banned, forced ones too.
+    forced_tokens : Tensor, optional
+        ``[requests]`` or ``[rows]`` int64: this token has log-probability 0, all others are banned
+        (``ForcedBOSTokenLogitsProcessor``).
+    diversity_tokens : Tensor, optional
+        ``[requests, tokens]`` int64: what earlier groups of the request have chosen.
+    diversity_penalty : float or Tensor, optional
+        ``[requests]`` float32: subtracted for each time that the token is in ``diversity_tokens``
+        (``HammingDiversityLogitsProcessor``).
+    bias : Tensor, optional
+        ``[vocab]``, ``[requests, vocab]`` or ``[rows, vocab]`` float32: added.
+    token_bitmask : Tensor, optional
+        ``[requests or rows, ceil(vocab / 32)]`` int32: token t is allowed where bit t % 32 of
+        number t // 32 is set, the convention of xgrammar and llguidance.
+
+    Returns
+    -------
+    BeamCandidates
+        ``scores`` float32, ``tokens`` int64 and ``beams`` int64, each [requests, num_candidates];
+        where a request has fewer candidates above -inf: -inf, 0 and 0. ``status`` [requests]
+        uint8: bit 0 a logit was NaN, or became so by a bias or penalty, bit 1 a row had no logit
+        above -inf or the request no candidate, bit 2 a beam score was NaN or +inf; a request with a
+        status has no candidates. ``log_probs`` float32 [requests, num_candidates]: of the
+        tokens alone, after the processors, the scores without those of the beams; -inf where there
+        is no candidate.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    if not isinstance(logits, Tensor):
+        raise type_error(_OP, "logits", logits, "a tensor")
+    if not isinstance(beam_scores, Tensor):
+        raise type_error(_OP, "beam_scores", beam_scores, "a tensor")
+    check_count(_OP, "num_candidates", num_candidates)
+    offsets = None
+    if isinstance(num_beams, (int, torch.SymInt)):
+        check_count(_OP, "num_beams", num_beams)
+        if beam_scores.dim() == 2:
+            if beam_scores.shape[1] != num_beams:
+                raise ValueError(
+                    f"{_OP}: beam_scores has shape {list(beam_scores.shape)}; "
+                    f"expected [rows] or [requests, {num_beams}]"
+                )
+            beam_scores = beam_scores.reshape(-1)
+    elif isinstance(num_beams, (Tensor, Sequence)) and not isinstance(num_beams, (str, bytes)):
+        offsets = _row_offsets(num_beams, logits.device)
+        num_beams = 1
+    else:
+        raise type_error(_OP, "num_beams", num_beams, "an int, a sequence of ints or a tensor")
+    if (
+        sequences is None
+        and lengths is None
+        and end_tokens is None
+        and min_lengths is None
+        and suppressed_tokens is None
+        and forced_tokens is None
+        and diversity_tokens is None
+        and bias is None
+        and token_bitmask is None
+        and repetition_penalty is None
+        and no_repeat_ngram_size is None
+        and diversity_penalty is None
+    ):
+        return BeamCandidates(
+            *_log_softmax_top_k(logits, beam_scores, num_candidates, num_beams, offsets)
+        )
+    processors = (
+        *_tensors(sequences=sequences, lengths=lengths),
+        *_per_request("repetition_penalty", repetition_penalty, 1.0),
+        *_per_request("no_repeat_ngram_size", no_repeat_ngram_size, 0),
+        *_end_tokens(end_tokens, min_lengths),
+        *_tensors(
+            suppressed_tokens=suppressed_tokens,
+            forced_tokens=forced_tokens,
+            diversity_tokens=diversity_tokens,
+        ),
+        *_per_request("diversity_penalty", diversity_penalty, 0.0),
+        *_tensors(bias=bias, token_bitmask=token_bitmask),
+    )
+    if (diversity_tokens is None) != (diversity_penalty is None):
+        missing = "diversity_tokens" if diversity_tokens is None else "diversity_penalty"
+        raise ValueError(
+            f"{_OP}: {missing} is None; expected diversity_tokens and diversity_penalty together"
+        )
+    return BeamCandidates(
+        *_log_softmax_top_k_processed(
+            logits, beam_scores, num_candidates, num_beams, offsets, *processors
+        )
+    )
+
+
+def beam_step(
+    state: BeamState,
+    parameters: BeamParameters,
+    scores: Tensor,
+    tokens: Tensor,
+    beams: Tensor,
+    *,
+    log_probs: Tensor | None = None,
+    status: Tensor | None = None,
+    slots: Tensor | None = None,
+    row_offsets: Tensor | None = None,
+    parent_offsets: Tensor | None = None,
+    sequences: Tensor | None = None,
+    stopped: Tensor | None = None,
+    bonus: Tensor | None = None,
+    rows: int | None = None,
+    rules: Rules = "generate",
+) -> BeamStep:
+    """Turn each request's candidates into its next beams, and close the hypotheses that end.
+
+    Candidates are looked at best first. One that ends in an end token (or is ``stopped``, or
+    reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and good
+    enough for a place; ranked lower, it is dropped. The others are the next beams. Then the search
+    may be done. ``rules`` says what differs between the systems that are mirrored, see
+    docs/beam_ops.md. The state is changed in place; nothing waits for the device.
+
+    Parameters
+    ----------
+    state : BeamState
+        Changed in place.
+    parameters : BeamParameters
+        Of every slot of the state.
+    scores, tokens, beams : Tensor
+        [requests, K] float32, int64, int64, as ``log_softmax_top_k`` returns them: best first,
+        ``-inf`` where there is no candidate ("scorer": one like any other), beams counted within
+        the request.
+    log_probs : Tensor, optional
+        [requests, K] float32, of the tokens alone; 0 where not given.
+    status : Tensor, optional
+        [requests] uint8: not 0 ends the request's search with this status.
+    slots : Tensor, optional
+        [requests] int64, all different: which slot of the state each request is in; the first by
+        default.
+    row_offsets : Tensor, optional
+        [requests + 1] int64: request r's next beams are the rows ``row_offsets[r]`` to
+        ``row_offsets[r + 1]``, as many as its ``num_beams``. By default each request has as many
+        rows as the state has beams.
+    parent_offsets : Tensor, optional
+        [requests] int64, or more: the first row of each request's logits, and behind them where
+        those of the last one end; ``row_offsets`` by default.
+    sequences : Tensor, optional
+        [requests, beams, length] int64: the running sequences, where the caller keeps them. Those
+        of the state, its scores and lengths are then neither read nor written.
+    stopped : Tensor, optional
+        [requests, K] bool: candidates that end whatever their token is.
+    bonus : Tensor, optional
+        [requests, beams] float32: added to the score of a hypothesis closed from this beam (the
+        coverage penalty, for one).
+    rows : int, optional
+        Rows of the next beams in all: what ``row_offsets`` ends in. A CUDA tensor of offsets needs
+        it, since reading that one would wait for the device.
+    rules : {"generate", "scorer", "fairseq"}
+        transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
+
+    Returns
+    -------
+    BeamStep
+        Of all requests' next beams. A request whose search had ended emits score 0, its pad token
+        and its own rows ("scorer": row 0); with "generate" and "fairseq" one that is done without
+        an error goes on in lockstep, and stays as it is where its sequences are full. Rows beyond
+        a request's ``num_beams`` have score -inf, its pad token and their own rows as parents.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been changed then.
+    """
+    if rows is not None:
+        check_count("beam_step", "rows", rows, 0)
+    try:
+        step = _beam_step(
+            state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
+            parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
+        )  # fmt: skip
+    except _WRONG_TYPE:
+        required = dict(scores=scores, tokens=tokens, beams=beams)
+        optional = dict(
+            log_probs=log_probs, status=status, slots=slots, row_offsets=row_offsets,
+            parent_offsets=parent_offsets, sequences=sequences, stopped=stopped, bonus=bonus,
+        )  # fmt: skip
+        _check_types("beam_step", state, parameters, rules, required, optional)
+        raise
+    return BeamStep(*step)
+
+
+def beam_finalize(
+    state: BeamState,
+    parameters: BeamParameters,
+    num_return_sequences: int,
+    *,
+    num_groups: int = 1,
+    slots: Tensor | None = None,
+    sequences: Tensor | None = None,
+    scores: Tensor | None = None,
+    add_open: bool | None = None,
+    rules: Rules = "generate",
+) -> BeamFinal:
+    """Return each request's best hypotheses.
+
+    Parameters
+    ----------
+    state : BeamState
+        Changed in place where open beams are added to the hypotheses.
+    parameters : BeamParameters
+        Of every slot of the state.
+    num_return_sequences : int
+        Hypotheses of a request, at least 1.
+    num_groups : int
+        Slots of a request, neighbours in ``slots``: the groups of a diverse search.
+    slots : Tensor, optional
+        [requests * num_groups] int64; all of the state by default.
+    sequences, scores : Tensor, optional
+        [requests * num_groups, beams, length] int64 and [requests * num_groups, beams] float32: the
+        running beams, where the caller keeps them.
+    add_open : bool, optional
+        Whether the running beams of searches that are not done become hypotheses first; by default
+        for the rules "scorer" only. A beam of score -inf does not, but for these rules.
+    rules : {"generate", "scorer", "fairseq"}
+        As in ``beam_step``. With "scorer" the last of equal scores comes first, else the first; and
+        the first end token follows each sequence where there is room, not counted in its length.
+
+    Returns
+    -------
+    BeamFinal
+        Best first; a request that has fewer is filled with padding, score -1e9, place -1.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been changed then.
+    """
+    if add_open is None:
+        add_open = rules == "scorer"
+    try:
+        final = _beam_finalize(
+            state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
+            RULES[rules],
+        )  # fmt: skip
+    except _WRONG_TYPE:
+        optional = dict(slots=slots, sequences=sequences, scores=scores)
+        _check_types("beam_finalize", state, parameters, rules, {}, optional)
+        check_count("beam_finalize", "num_return_sequences", num_return_sequences)
+        check_count("beam_finalize", "num_groups", num_groups)
+        if not isinstance(add_open, bool):
+            raise type_error("beam_finalize", "add_open", add_open, "a bool or None") from None
+        raise
+    return BeamFinal(*final)

@@ -1,0 +1,142 @@
+"""What is asked of a decoder's weights before any of them is packed or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_dense_tensors
+from lmdecode.decoder.config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
+
+__all__ = ["check_floats", "check_layer", "check_weights", "indices"]
+
+_OP = "DecoderWeights"
+_Shape = tuple[int | None, ...]  # None: any size above 0
+
+
+def check_floats(op: str, name: str, value: object) -> None:
+    """Raise for what is no dense tensor of floats with values."""
+    check_dense_tensors(op, **{name: value})
+    assert isinstance(value, Tensor)
+    if not value.is_floating_point():
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} has dtype {dtype}; expected floats")
+    if value.device.type == "meta":
+        raise ValueError(f"{op}: {name} is on meta; expected a tensor with values")
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight."""
+    size, attention, memory = config.model_size, config.attention_size, config.memory_size
+    assert memory is not None
+    return {
+        "qkv": (3 * attention, size),
+        "self_out": (size, attention),
+        "cross_query": (attention, size),
+        "cross_key_value": (2 * attention, memory),
+        "cross_out": (size, attention),
+        "ffn_up": (config.ffn_size, size),
+        "ffn_gate": (config.ffn_size, size),
+        "ffn_down": (size, config.ffn_size),
+        "logits": (config.vocab_size, size),
+    }
+
+
+def _check_fields(
+    config: DecoderConfig, fields: Mapping[str, object], others: Mapping[str, _Shape]
+) -> None:
+    """Every linear weight, its bias, every norm, and the others, as far as they are there."""
+    linear = linear_shapes(config)
+    for name, tensor in fields.items():
+        shape: _Shape
+        if name in linear:
+            shape = linear[name]
+        elif name.removesuffix("_bias") in linear:
+            shape = linear[name.removesuffix("_bias")][:1]
+        else:
+            shape = others.get(name, (config.model_size,))
+        if tensor is None and name not in LINEAR_FIELDS and name != "embedding":
+            continue
+        check_floats(_OP, name, tensor)
+        assert isinstance(tensor, Tensor)
+        fits = tensor.dim() == len(shape) and all(
+            size == want or (want is None and size > 0)
+            for size, want in zip(tensor.shape, shape, strict=True)
+        )
+        if not fits:
+            expected = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; expected [{expected}]")
+        if name.endswith("_beta") and config.norm == "rms_norm":
+            raise ValueError(f"{_OP}: {name} is a tensor; expected None with norm='rms_norm'")
+
+
+def check_layer(config: DecoderConfig, layer: LayerWeights) -> None:
+    """Raise TypeError or ValueError for the first tensor of a layer that does not fit."""
+    if not isinstance(layer, LayerWeights):
+        kind = type(layer).__name__
+        raise TypeError(f"{_OP}: a layer is of type {kind}; expected LayerWeights")
+    fields = layer._asdict()
+    if (layer.ffn_gate is None) == config.gated:
+        raise ValueError(
+            f"{_OP}: ffn_gate is {'None' if layer.ffn_gate is None else 'a tensor'}; "
+            f"expected the opposite with gated={config.gated}"
+        )
+    if not config.gated:
+        del fields["ffn_gate"]
+        if fields.pop("ffn_gate_bias") is not None:
+            raise ValueError(f"{_OP}: ffn_gate_bias is a tensor; expected None with gated=False")
+    _check_fields(config, fields, {})
+
+
+def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
+    """Raise TypeError or ValueError for the first tensor that does not fit."""
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(
+            f"Decoding: config is of type {type(config).__name__}; expected a DecoderConfig"
+        )
+    if not isinstance(weights, DecoderWeights):
+        raise TypeError(
+            f"Decoding: weights is of type {type(weights).__name__}; expected DecoderWeights"
+        )
+    if len(weights.layers) != config.num_layers:
+        raise ValueError(
+            f"{_OP}: layers has {len(weights.layers)} entries; "
+            f"expected num_layers, {config.num_layers}"
+        )
+    fields = weights._asdict()
+    del fields["layers"]
+    others: dict[str, _Shape] = {
+        "embedding": (config.vocab_size, config.model_size),
+        "positions": (None, config.model_size),
+        "relative_bias": (config.num_heads, None),
+    }
+    _check_fields(config, fields, others)
+    for norm in ("embedding_norm", "final_norm"):
+        if fields[f"{norm}_gamma"] is None and fields[f"{norm}_beta"] is not None:
+            raise ValueError(f"{_OP}: {norm}_beta is a tensor; expected None without its gamma")
+    positions, offset = weights.positions, config.position_offset
+    if positions is not None and positions.shape[0] <= offset:
+        raise ValueError(
+            f"{_OP}: positions has {positions.shape[0]} rows; expected more than {offset}, the "
+            "position_offset"
+        )
+    for layer in weights.layers:
+        check_layer(config, layer)
+
+
+def indices(op: str, name: str, value: object, rows: int) -> Tensor:
+    """Return [rows] integers as contiguous int32."""
+    check_dense_tensors(op, **{name: value})
+    assert isinstance(value, Tensor)
+    if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} has dtype {dtype}; expected integers")
+    if tuple(value.shape) != (rows,):
+        raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected [{rows}]")
+    if value.device.type != "cpu":
+        raise ValueError(f"{op}: {name} is on {value.device}; expected cpu")
+    if rows and not 0 <= int(value.min()) <= int(value.max()) < 1 << 31:
+        raise ValueError(f"{op}: {name} is {value.tolist()}; expected 0 to 2^31 - 1")
+    return value.to(torch.int32).contiguous()

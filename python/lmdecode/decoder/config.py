@@ -1,0 +1,235 @@
+"""What a transformer decoder is made of: its sizes and switches, and its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_bool, check_int, check_number
+
+__all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
+
+Norm = Literal["layer_norm", "rms_norm"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
+NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
+ACTIVATIONS: dict[str, int] = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder with cross-attention.
+
+    Parameters
+    ----------
+    num_layers, model_size, num_heads, head_size, ffn_size, vocab_size : int
+        Sizes, each at least 1. ``num_heads * head_size`` need not be ``model_size``.
+    memory_size : int, optional
+        Features of what the encoder gives; ``model_size`` by default.
+    norm : {"layer_norm", "rms_norm"}
+        Of every norm.
+    norm_first : bool
+        A norm before each sublayer (and ``final_norm``), or one behind each residual.
+    norm_epsilon : float
+        Added to the variance.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+        Of the feed-forward layer.
+    gated : bool
+        ``activation(gate(x)) * up(x)`` instead of ``activation(up(x))``.
+    attention_scale : float, optional
+        What scores are multiplied by; ``head_size ** -0.5`` by default.
+    denominator_epsilon : float
+        Added to the sum that softmax divides by.
+    embedding_scale : float
+        What embeddings are multiplied by.
+    position_offset : int
+        The row of the position table that position 0 has.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+
+    num_layers: int
+    model_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    memory_size: int | None = None
+    norm: Norm = "layer_norm"
+    norm_first: bool = False
+    norm_epsilon: float = 1e-5
+    activation: ActivationName = "relu"
+    gated: bool = False
+    attention_scale: float | None = None
+    denominator_epsilon: float = 0.0
+    embedding_scale: float = 1.0
+    position_offset: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "DecoderConfig"
+        sizes = ("num_layers", "model_size", "num_heads", "head_size", "ffn_size", "vocab_size")
+        if self.memory_size is None:
+            object.__setattr__(self, "memory_size", self.model_size)
+        for name in (*sizes, "memory_size", "position_offset"):
+            least = 0 if name == "position_offset" else 1
+            limits = f"{least} to 2^31 - 1"
+            size = check_int(op, name, getattr(self, name), least, (1 << 31) - 1, limits=limits)
+            object.__setattr__(self, name, size)
+        if self.num_heads * self.head_size >= 1 << 31:
+            raise ValueError(
+                f"DecoderConfig: {self.num_heads} heads of {self.head_size}; "
+                "expected fewer than 2^31 in all"
+            )
+        for name in ("norm_first", "gated"):
+            check_bool(op, name, getattr(self, name))
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
+        for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in tuple(choices):
+                raise ValueError(
+                    f"DecoderConfig: {name} is {getattr(self, name)!r}; "
+                    f"expected one of {', '.join(choices)}"
+                )
+        for name in ("norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"):
+            number = check_number(op, name, getattr(self, name))
+            is_epsilon = name.endswith("_epsilon")
+            if not math.isfinite(number) or (is_epsilon and number < 0):
+                raise ValueError(
+                    f"DecoderConfig: {name} is {number}; "
+                    f"expected a finite number{' of at least 0' if is_epsilon else ''}"
+                )
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
+
+    def sizes(self, weight_format: str) -> list[int]:
+        """Return the integers that the ops take."""
+        assert self.memory_size is not None
+        return [
+            self.num_layers,
+            self.model_size,
+            self.num_heads,
+            self.head_size,
+            self.ffn_size,
+            self.vocab_size,
+            self.memory_size,
+            self.position_offset,
+            NORMS[self.norm],
+            int(self.norm_first),
+            int(self.gated),
+            ACTIVATIONS[self.activation],
+            FORMATS[weight_format],
+        ]
+
+    def numbers(self) -> list[float]:
+        """Return the floats that the ops take."""
+        assert self.attention_scale is not None
+        return [
+            self.norm_epsilon,
+            self.attention_scale,
+            self.denominator_epsilon,
+            self.embedding_scale,
+        ]
+
+
+class LayerWeights(NamedTuple):
+    """One layer's weights; linear ones are [out, in], as ``torch.nn.Linear`` has them.
+
+    D is ``model_size``, A ``num_heads * head_size``, F ``ffn_size``, M ``memory_size``. None: no
+    bias, no gate, or 1 and 0 for a norm.
+
+    Attributes
+    ----------
+    self_norm_gamma, self_norm_beta, cross_norm_gamma, ..., ffn_norm_beta : Tensor
+        [D]: of the norm before, or behind, that sublayer.
+    qkv, qkv_bias : Tensor
+        [3 * A, D], [3 * A]: queries, keys and values of self-attention.
+    self_out, cross_out : Tensor
+        [D, A], with bias [D].
+    cross_query : Tensor
+        [A, D].
+    cross_key_value : Tensor
+        [2 * A, M].
+    ffn_up, ffn_gate : Tensor
+        [F, D].
+    ffn_down : Tensor
+        [D, F].
+    """
+
+    self_norm_gamma: Tensor | None
+    self_norm_beta: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    self_out: Tensor
+    self_out_bias: Tensor | None
+    cross_norm_gamma: Tensor | None
+    cross_norm_beta: Tensor | None
+    cross_query: Tensor
+    cross_query_bias: Tensor | None
+    cross_key_value: Tensor
+    cross_key_value_bias: Tensor | None
+    cross_out: Tensor
+    cross_out_bias: Tensor | None
+    ffn_norm_gamma: Tensor | None
+    ffn_norm_beta: Tensor | None
+    ffn_up: Tensor
+    ffn_up_bias: Tensor | None
+    ffn_gate: Tensor | None
+    ffn_gate_bias: Tensor | None
+    ffn_down: Tensor
+    ffn_down_bias: Tensor | None
+
+
+class DecoderWeights(NamedTuple):
+    """The weights of a decoder, floats of any dtype.
+
+    Attributes
+    ----------
+    embedding : Tensor
+        [V, D].
+    positions : Tensor or None
+        [P, D], added to the embeddings.
+    relative_bias : Tensor or None
+        [heads, distances], added to the scores of self-attention, by the distance from the query
+        back to the key.
+    embedding_norm_gamma, embedding_norm_beta, final_norm_gamma, final_norm_beta : Tensor or None
+        [D]; a gamma of None: no such norm.
+    logits, logits_bias : Tensor
+        [V, D], [V] or None: the projection to the vocabulary.
+    layers : tuple of LayerWeights
+    """
+
+    embedding: Tensor
+    positions: Tensor | None
+    relative_bias: Tensor | None
+    embedding_norm_gamma: Tensor | None
+    embedding_norm_beta: Tensor | None
+    final_norm_gamma: Tensor | None
+    final_norm_beta: Tensor | None
+    logits: Tensor
+    logits_bias: Tensor | None
+    layers: tuple[LayerWeights, ...]
+
+
+LINEAR_FIELDS = frozenset(
+    ("qkv", "self_out", "cross_query", "cross_key_value", "cross_out", "ffn_up", "ffn_gate",
+     "ffn_down", "logits")
+)  # fmt: skip
+
+
+def float32(tensor: Tensor | None) -> Tensor:
+    """Return a contiguous float32 tensor on the CPU, empty for None."""
+    if tensor is None:
+        return torch.empty(0)
+    return tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()

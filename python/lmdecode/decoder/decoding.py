@@ -1,0 +1,190 @@
+"""Decoding in C++: the decoder of an encoder-decoder model, its search and its caches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.checks import check_weights
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights
+from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.weights import PackedDecoder
+
+__all__ = ["Decoding"]
+
+
+class Decoding:
+    """The decoder of an encoder-decoder model, with its whole loop in C++.
+
+    Embedding, layers, projection to the vocabulary, logits processors, beam search and early stop
+    run step after step without a return to Python; keys and values of the memory are computed once
+    a request and shared by its beams, those of the sequences stay where they were written. A result
+    depends on nothing but its own request: not on the batch, nor on the number of threads.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+        Of the decoder.
+    weights : DecoderWeights
+        Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
+    dtype : {"float32", "bfloat16", "int8"}
+        What linear weights are held and multiplied as; see docs/decoder.md. On a device "float32",
+        "float16" and "bfloat16".
+    use_cuda_graph : bool
+        On a device: each search captures its step in a CUDA graph, and replays it.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A weight of a wrong shape, dtype or type, another ``dtype``, or a graph without a device.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        dtype: str = "float32",
+        use_cuda_graph: bool = False,
+    ) -> None:
+        check_weights(config, weights)
+        self.decoder: PackedDecoder | DeviceDecoder
+        device = weights.embedding.device
+        if device.type == "cuda":
+            self.decoder = DeviceDecoder(config, weights, dtype, use_cuda_graph=use_cuda_graph)
+        elif use_cuda_graph:
+            raise ValueError(
+                f"Decoding: use_cuda_graph is True with weights on {device}; expected them on cuda"
+            )
+        else:
+            self.decoder = PackedDecoder(config, weights, dtype)
+        self.model: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls, model: Any, dtype: str = "float32", *, use_cuda_graph: bool = False
+    ) -> Decoding:
+        """Take the decoder of a loaded transformers model.
+
+        Parameters
+        ----------
+        model
+            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper. It is kept:
+            its encoder runs as it is.
+        dtype : {"float32", "bfloat16", "int8"}
+            See the class.
+        use_cuda_graph : bool
+            See the class.
+
+        Raises
+        ------
+        ValueError
+            Another model, or another dtype.
+        """
+        from lmdecode.integrations.transformers.decoding.models import decoder_of
+
+        decoding = cls(*decoder_of(model), dtype=dtype, use_cuda_graph=use_cuda_graph)
+        decoding.model = model
+        return decoding
+
+    def batch(
+        self,
+        *,
+        max_requests: int,
+        num_beams: int,
+        capacity: int,
+        source: int,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
+    ) -> DecodingBatch:
+        """Return a batch that requests come to and leave between steps; see there.
+
+        Raises
+        ------
+        ValueError
+            The decoder is on a device: batches are of the CPU.
+        """
+        if not isinstance(self.decoder, PackedDecoder):
+            raise ValueError(
+                f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
+            )
+        return DecodingBatch(
+            self.decoder,
+            max_requests=max_requests,
+            num_beams=num_beams,
+            capacity=capacity,
+            source=source,
+            max_end_tokens=max_end_tokens,
+            max_suppressed=max_suppressed,
+        )
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Return the decoder's config."""
+        return self.decoder.config
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
+        """Return what ``model.generate(...)`` returns, without sampling.
+
+        Parameters
+        ----------
+        inputs : Tensor, optional
+            ``input_ids`` or ``input_features``, as for the model.
+        **arguments
+            Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
+            ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
+            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
+            ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
+            ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
+            not have are called step by step.
+
+        Raises
+        ------
+        ValueError
+            Names an argument that this cannot do; nothing is ignored.
+        """
+        if self.model is None:
+            raise ValueError(
+                "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
+            )
+        if "custom_generate" in arguments:
+            raise ValueError(
+                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
+            )
+        from lmdecode.integrations.transformers.decoding.generation import decode
+
+        if isinstance(arguments.get("encoder_outputs"), dict):
+            # generate() writes the outputs of the beams to it.
+            arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
+
+        def loop(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool | None = None,
+            streamer: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            return decode(
+                self.decoder,
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+
+        # Of no use here, and a good part of a small model's call to prepare.
+        arguments.setdefault("use_cache", False)
+        positional = () if inputs is None else (inputs,)
+        return self.model.generate(*positional, custom_generate=loop, **arguments)

@@ -1,0 +1,136 @@
+"""Searches of a decoder in C++: its state, caches and scratch, and the loop over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
+from lmdecode.decoder.state import DecodingCaches, TokenRules, caches_bytes, new_caches
+from lmdecode.decoder.weights import PackedDecoder
+
+__all__ = ["DecodingSearches", "new_searches"]
+
+
+class DecodingSearches:
+    """Searches of a decoder, and everything that they need.
+
+    Attributes
+    ----------
+    state, parameters
+        See ``lmdecode.beam.state``; slot ``r * num_groups + g`` is group g of request r.
+    token_rules, caches
+        See there.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        state: BeamState,
+        parameters: BeamParameters,
+        token_rules: TokenRules,
+        source: int,
+        *,
+        num_groups: int = 1,
+        num_candidates: int,
+        rules: Rules = "generate",
+        greedy: bool = False,
+        caches: DecodingCaches | None = None,
+    ) -> None:
+        slots, beams, capacity = state.sequences.shape
+        self.decoder, self.state, self.parameters = decoder, state, parameters
+        self.token_rules = token_rules
+        self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
+        workspace_size = ops.decoding_workspace_bytes(
+            decoder.sizes,
+            decoder.numbers,
+            [slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1]],
+        )
+        sizes = (slots // num_groups, slots * beams, capacity, source)
+        caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
+        self._memory = decoder.spare_memory.take(caches_size + workspace_size)
+        if caches is None:
+            caches = new_caches(decoder.config, *sizes, self._memory)
+        self.caches = caches
+        self._workspace = self._memory[caches_size : caches_size + workspace_size]
+
+    def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
+        """Compute the keys and values of memories.
+
+        Parameters
+        ----------
+        memory : Tensor
+            [n, source, memory_size] float32.
+        lengths, requests : Tensor
+            [n] int64: how much of each counts, and whose it is.
+        """
+        ops.decoding_read_memory_(
+            self.decoder.layer_tensors,
+            self.decoder.sizes,
+            self.decoder.numbers,
+            list(self.caches),
+            memory.contiguous(),
+            lengths,
+            requests,
+        )
+
+    def run(
+        self,
+        max_steps: int = (1 << 62),
+        *,
+        stop_when_done: bool = False,
+        logits: Tensor | None = None,
+    ) -> int:
+        """Do steps until all searches have ended, or one has; return how many.
+
+        Parameters
+        ----------
+        logits : Tensor, optional
+            [rows of the caches, V] float32: the last ones of each row are written to it.
+        """
+        return self._run([max_steps, int(stop_when_done), 1], logits)
+
+    def read_tokens(self) -> Tensor:
+        """Read the last token of every beam of the searches that go on, and choose none.
+
+        Returns
+        -------
+        Tensor
+            [rows of the caches, V] float32: the logits, 0 in rows that are not read.
+        """
+        rows = self.caches.table.shape[0]
+        logits = torch.zeros(rows, self.decoder.config.vocab_size)
+        self._run([1, 0, 0], logits)
+        return logits
+
+    def _run(self, options: list[int], logits: Tensor | None) -> int:
+        steps = ops.decoding_steps_(
+            self.decoder.tensors,
+            self.decoder.sizes,
+            self.decoder.numbers,
+            list(self.state),
+            list(self.parameters),
+            list(self.token_rules),
+            list(self.caches),
+            self._workspace,
+            [*self._options, *options],
+            logits,
+        )
+        return int(steps)
+
+    def release(self) -> None:
+        """Leave the memory to searches to come; these, and their caches, are used no more."""
+        self.decoder.spare_memory.give(self._memory)
+
+
+def new_searches(
+    decoder: PackedDecoder | DeviceDecoder, *arguments: Any, **options: Any
+) -> DecodingSearches | DeviceSearches:
+    """Return searches where the decoder is, with the arguments of ``DecodingSearches``."""
+    if isinstance(decoder, DeviceDecoder):
+        return DeviceSearches(decoder, *arguments, **options)
+    return DecodingSearches(decoder, *arguments, **options)

@@ -1,0 +1,201 @@
+"""The decoding loop of ``generate()`` for beam search, of groups and with constraints too."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmdecode.integrations.transformers._generate_call import (
+    arguments_of_generate,
+    needs_synced_gpus,
+    refuse_assistance,
+)
+from lmdecode.integrations.transformers._recorder import Recorder
+from lmdecode.integrations.transformers.beam.constrained_search import (
+    ConstrainedSearch,
+    as_constraints,
+    check_tokens,
+    constraints_of,
+)
+from lmdecode.integrations.transformers.beam.group_search import GroupSearch
+from lmdecode.integrations.transformers.beam.loop import Search, decode
+from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
+from lmdecode.integrations.transformers.beam.settings import SearchSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers._typing import GenerativePreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation.utils import (
+        GenerateBeamDecoderOnlyOutput,
+        GenerateBeamEncoderDecoderOutput,
+    )
+
+    from lmdecode.beam.scorers.constraints import Constraint
+
+
+def _check_beams(config: GenerationConfig, rows: int) -> None:
+    """Raise ValueError where the numbers of beams and results do not fit."""
+    num_beams, results = config.num_beams or 1, config.num_return_sequences
+    if num_beams < 2:
+        raise ValueError(f"num_beams: expected at least 2 for beam search, got {num_beams}")
+    if results > num_beams:
+        raise ValueError(
+            f"num_return_sequences: expected at most num_beams = {num_beams}, got {results}"
+        )
+    if rows % num_beams:
+        raise ValueError(
+            f"input_ids: expected num_beams = {num_beams} rows for each prompt, got {rows} rows"
+        )
+    if config.low_memory:
+        raise ValueError(
+            "low_memory: expected None, as in transformers since 4.50 all beams are run at once, "
+            f"got {config.low_memory!r}"
+        )
+
+
+def _check_groups(config: GenerationConfig) -> int:
+    """Return the number of groups; raise ValueError where the options do not fit."""
+    groups, penalty = config.num_beam_groups or 1, config.diversity_penalty or 0.0
+    if groups == 1:
+        if penalty:
+            raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
+        return 1
+    if groups < 1 or config.num_beams % groups:
+        raise ValueError(
+            f"num_beam_groups: expected a divisor of num_beams = {config.num_beams}, got {groups}"
+        )
+    if not penalty > 0:
+        raise ValueError(
+            "diversity_penalty: expected a number > 0, else all groups would be the same, "
+            f"got {penalty}"
+        )
+    if config.do_sample:
+        raise ValueError("do_sample: expected False for groups of beams, got True")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise ValueError(
+            "guidance_scale: expected None, its processor would run the model once a group, "
+            f"got {config.guidance_scale}"
+        )
+    return groups
+
+
+def _constraints(
+    config: GenerationConfig,
+    constraints: Sequence[Constraint] | None,
+    force_words_ids: Sequence[Any] | None,
+    vocab_size: int,
+) -> list[Constraint]:
+    """Return all that is asked for; raise ValueError where the options do not fit."""
+    if constraints is None:
+        constraints = config.constraints
+    if force_words_ids is None:
+        force_words_ids = config.force_words_ids
+    found = as_constraints([] if constraints is None else constraints)
+    if force_words_ids is not None:
+        found += constraints_of(force_words_ids)
+    check_tokens(found, vocab_size)
+    if found and config.do_sample:
+        raise ValueError("do_sample: expected False with constraints, got True")
+    if found and (config.num_beam_groups or 1) != 1:
+        raise ValueError(
+            f"num_beam_groups: expected 1 with constraints, got {config.num_beam_groups}"
+        )
+    return found
+
+
+def beam_search(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool | None = None,
+    streamer: BaseStreamer | None = None,
+    *,
+    constraints: Sequence[Constraint] | None = None,
+    force_words_ids: Sequence[Any] | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
+    """Decode with beams: ``model.generate(..., num_beams=4, custom_generate=beam_search)``.
+
+    The loop of ``GenerationMixin._beam_search`` of transformers 5.23, with its choices, scores,
+    outputs and stopping, for beam search and, with ``do_sample``, beam sampling. Where that takes a
+    log-softmax of all logits, adds the beams' scores, sorts out the best in ``torch.topk`` and
+    rearranges its sequences, this calls ``log_softmax_top_k`` on the model's logits and
+    ``beam_step``; the cache is reordered in place, and only where beams change rows. Logits
+    processors that the op has arguments for become such; a list that holds another one is called as
+    it is. With ``num_beam_groups`` or constraints it is the loop of transformers 4.38.2, which
+    transformers 5 has no more.
+
+    Parameters
+    ----------
+    model
+        Any model with a language modelling head, decoder-only or encoder-decoder.
+    input_ids
+        [B * num_beams, S] int64, the prompts (of the decoder), once for each beam.
+    logits_processor, stopping_criteria, generation_config
+        As ``generate()`` prepares them.
+    synced_gpus
+        Run the model until every process is done. None: what ``generate()`` was given, or if that
+        is None too, whether the weights are sharded over processes.
+    streamer
+        Must be None, as in transformers.
+    constraints
+        What every result must hold: ``lmdecode.PhrasalConstraint`` and the like.
+        ``generate(constraints=...)`` passes it through.
+    force_words_ids
+        The same as token ids: a list of phrases, each a list of ids, or a list of such lists of
+        which one has to appear. ``generate(force_words_ids=...)`` passes it through.
+    **model_kwargs
+        Arguments of the model's forward pass.
+
+    Returns
+    -------
+    torch.Tensor or GenerateBeamDecoderOnlyOutput or GenerateBeamEncoderDecoderOutput
+        [B * num_return_sequences, S + new tokens] int64; in the latter, for
+        ``return_dict_in_generate``, ``scores`` are the processed log-probabilities, [B * num_beams,
+        V] float32 a step, and ``beam_indices`` the rows of these that each token was chosen from.
+
+    Raises
+    ------
+    ValueError
+        For fewer than 2 beams, more results than beams, groups that do not divide the beams or have
+        no ``diversity_penalty``, groups or constraints that are sampled, a streamer,
+        ``low_memory``, and assisted generation.
+    RuntimeError
+        If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
+    """
+    caller = arguments_of_generate(sys._getframe(1))
+    refuse_assistance(generation_config, caller, "this is beam search")
+    if streamer is not None or caller.streamer is not None:
+        raise ValueError("streamer: expected None for beam search, whose tokens are not final")
+    if synced_gpus is None:
+        synced_gpus = caller.synced_gpus
+    if synced_gpus is None:
+        synced_gpus = needs_synced_gpus(model)
+    _check_beams(generation_config, input_ids.shape[0])
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)
+    num_groups = _check_groups(generation_config)
+
+    settings = SearchSettings.of(generation_config, input_ids)
+    recorder = Recorder(model, generation_config, model_kwargs)
+    common = (logits_processor, stopping_criteria, recorder)
+    search: Search
+    if all_constraints:
+        search = ConstrainedSearch(settings, all_constraints, input_ids, *common)
+    elif num_groups > 1:
+        penalty = generation_config.diversity_penalty
+        search = GroupSearch(settings, num_groups, penalty, input_ids, *common)
+    else:
+        do_sample = bool(generation_config.do_sample)
+        search = PlainSearch(settings, do_sample, input_ids, *common)
+    input_ids, model_kwargs = decode(
+        model, search, input_ids, generation_config, synced_gpus, model_kwargs
+    )
+    return recorder.beam_result(search.finish(input_ids), model_kwargs)

@@ -1,0 +1,1 @@
+"""``Decoding`` of transformers' models: their weights, their arguments of ``generate()``."""

@@ -1,0 +1,279 @@
+"""The decoders of transformers' encoder-decoder models as a config and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+
+__all__ = ["MODEL_TYPES", "decoder_of"]
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def _activation(name: object) -> Any:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ValueError(
+            f"Decoding.from_pretrained: the activation function is {name!r}; "
+            f"expected one of {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _joined(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the weights and the biases of linear modules, one behind the other."""
+    weight = torch.cat([module.weight for module in modules])
+    if all(module.bias is None for module in modules):
+        return weight, None
+    biases = [
+        module.weight.new_zeros(module.weight.shape[0]) if module.bias is None else module.bias
+        for module in modules
+    ]
+    return weight, torch.cat(biases)
+
+
+def _bart_layer(layer: Any) -> LayerWeights:
+    """Return a layer of BART's kind: Marian, mBART and Whisper have the same modules."""
+    own, cross = layer.self_attn, layer.encoder_attn
+    qkv, qkv_bias = _joined(own.q_proj, own.k_proj, own.v_proj)
+    key_value, key_value_bias = _joined(cross.k_proj, cross.v_proj)
+    return LayerWeights(
+        self_norm_gamma=layer.self_attn_layer_norm.weight,
+        self_norm_beta=layer.self_attn_layer_norm.bias,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        self_out=own.out_proj.weight,
+        self_out_bias=own.out_proj.bias,
+        cross_norm_gamma=layer.encoder_attn_layer_norm.weight,
+        cross_norm_beta=layer.encoder_attn_layer_norm.bias,
+        cross_query=cross.q_proj.weight,
+        cross_query_bias=cross.q_proj.bias,
+        cross_key_value=key_value,
+        cross_key_value_bias=key_value_bias,
+        cross_out=cross.out_proj.weight,
+        cross_out_bias=cross.out_proj.bias,
+        ffn_norm_gamma=layer.final_layer_norm.weight,
+        ffn_norm_beta=layer.final_layer_norm.bias,
+        ffn_up=layer.fc1.weight,
+        ffn_up_bias=layer.fc1.bias,
+        ffn_gate=None,
+        ffn_gate_bias=None,
+        ffn_down=layer.fc2.weight,
+        ffn_down_bias=layer.fc2.bias,
+    )
+
+
+def _bart_kind(
+    model: Any,
+    *,
+    norm_first: bool,
+    scale: float,
+    position_offset: int,
+    embedding_norm: Any,
+    final_norm: Any,
+    final_logits_bias: Tensor | None,
+) -> tuple[DecoderConfig, DecoderWeights]:
+    config, decoder = model.config, model.get_decoder()
+    heads, output = config.decoder_attention_heads, model.get_output_embeddings()
+    bias = output.bias
+    if final_logits_bias is not None:
+        bias = final_logits_bias.reshape(-1)
+    return (
+        DecoderConfig(
+            num_layers=len(decoder.layers),
+            model_size=config.d_model,
+            num_heads=heads,
+            head_size=config.d_model // heads,
+            ffn_size=config.decoder_ffn_dim,
+            vocab_size=output.weight.shape[0],
+            norm_first=norm_first,
+            norm_epsilon=decoder.layers[0].final_layer_norm.eps,
+            activation=_activation(config.activation_function),
+            embedding_scale=scale,
+            position_offset=position_offset,
+        ),
+        DecoderWeights(
+            embedding=decoder.embed_tokens.weight,
+            positions=decoder.embed_positions.weight,
+            relative_bias=None,
+            embedding_norm_gamma=None if embedding_norm is None else embedding_norm.weight,
+            embedding_norm_beta=None if embedding_norm is None else embedding_norm.bias,
+            final_norm_gamma=None if final_norm is None else final_norm.weight,
+            final_norm_beta=None if final_norm is None else final_norm.bias,
+            logits=output.weight,
+            logits_bias=bias,
+            layers=tuple(_bart_layer(layer) for layer in decoder.layers),
+        ),
+    )
+
+
+def _scale(config: Any) -> float:
+    return float(config.d_model) ** 0.5 if config.scale_embedding else 1.0
+
+
+def _marian(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    return _bart_kind(
+        model,
+        norm_first=False,
+        scale=_scale(model.config),
+        position_offset=0,
+        embedding_norm=None,
+        final_norm=None,
+        final_logits_bias=model.final_logits_bias,
+    )
+
+
+def _bart(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    decoder = model.get_decoder()
+    return _bart_kind(
+        model,
+        norm_first=False,
+        scale=_scale(model.config),
+        position_offset=decoder.embed_positions.offset,
+        embedding_norm=decoder.layernorm_embedding,
+        final_norm=None,
+        final_logits_bias=model.final_logits_bias,
+    )
+
+
+def _mbart(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    decoder = model.get_decoder()
+    return _bart_kind(
+        model,
+        norm_first=True,
+        scale=_scale(model.config),
+        position_offset=decoder.embed_positions.offset,
+        embedding_norm=decoder.layernorm_embedding,
+        final_norm=decoder.layer_norm,
+        final_logits_bias=model.final_logits_bias,
+    )
+
+
+def _whisper(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    return _bart_kind(
+        model,
+        norm_first=True,
+        scale=1.0,  # transformers' Whisper does not apply scale_embedding
+        position_offset=0,
+        embedding_norm=None,
+        final_norm=model.get_decoder().layer_norm,
+        final_logits_bias=None,
+    )
+
+
+def _t5_layer(block: Any, gated: bool) -> LayerWeights:
+    own, cross, ffn = block.layer
+    attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
+    qkv, _ = _joined(attention.q, attention.k, attention.v)
+    key_value, _ = _joined(cross.EncDecAttention.k, cross.EncDecAttention.v)
+    return LayerWeights(
+        self_norm_gamma=own.layer_norm.weight,
+        self_norm_beta=None,
+        qkv=qkv,
+        qkv_bias=None,
+        self_out=attention.o.weight,
+        self_out_bias=None,
+        cross_norm_gamma=cross.layer_norm.weight,
+        cross_norm_beta=None,
+        cross_query=cross.EncDecAttention.q.weight,
+        cross_query_bias=None,
+        cross_key_value=key_value,
+        cross_key_value_bias=None,
+        cross_out=cross.EncDecAttention.o.weight,
+        cross_out_bias=None,
+        ffn_norm_gamma=ffn.layer_norm.weight,
+        ffn_norm_beta=None,
+        ffn_up=(feed_forward.wi_1 if gated else feed_forward.wi).weight,
+        ffn_up_bias=None,
+        ffn_gate=feed_forward.wi_0.weight if gated else None,
+        ffn_gate_bias=None,
+        ffn_down=feed_forward.wo.weight,
+        ffn_down_bias=None,
+    )
+
+
+# Distances for which T5's buckets are worked out; further ones would need longer sequences.
+_T5_DISTANCES = 8192
+
+
+def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    config, decoder = model.config, model.get_decoder()
+    gated = bool(config.is_gated_act)
+    attention = decoder.block[0].layer[0].SelfAttention
+    buckets = attention._relative_position_bucket(
+        -torch.arange(_T5_DISTANCES),
+        bidirectional=False,
+        num_buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
+    )
+    final_norm = decoder.final_layer_norm.weight
+    if getattr(config, "scale_decoder_outputs", False):  # MT5Config has no such field
+        final_norm = final_norm.float() * config.d_model**-0.5
+    output = model.get_output_embeddings()
+    return (
+        DecoderConfig(
+            num_layers=len(decoder.block),
+            model_size=config.d_model,
+            num_heads=config.num_heads,
+            head_size=config.d_kv,
+            ffn_size=config.d_ff,
+            vocab_size=output.weight.shape[0],
+            norm="rms_norm",
+            norm_first=True,
+            norm_epsilon=config.layer_norm_epsilon,
+            activation=_activation(config.dense_act_fn),
+            gated=gated,
+            attention_scale=1.0,
+        ),
+        DecoderWeights(
+            embedding=decoder.embed_tokens.weight,
+            positions=None,
+            relative_bias=attention.relative_attention_bias.weight[buckets].T,
+            embedding_norm_gamma=None,
+            embedding_norm_beta=None,
+            final_norm_gamma=final_norm,
+            final_norm_beta=None,
+            logits=output.weight,
+            logits_bias=None,
+            layers=tuple(_t5_layer(block, gated) for block in decoder.block),
+        ),
+    )
+
+
+MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = {
+    "bart": _bart,
+    "marian": _marian,
+    "mbart": _mbart,
+    "mt5": _t5,
+    "t5": _t5,
+    "whisper": _whisper,
+}
+
+
+def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    """Return the config and the weights of a model's decoder.
+
+    Raises
+    ------
+    ValueError
+        A model that is not one of ``MODEL_TYPES``, or has an activation that there is not.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in MODEL_TYPES or not hasattr(model, "get_output_embeddings"):
+        raise ValueError(
+            f"Decoding.from_pretrained: model is a {type(model).__name__} of type {kind!r}; "
+            f"expected a conditional generation model of {', '.join(MODEL_TYPES)}"
+        )
+    with torch.no_grad():
+        return MODEL_TYPES[kind](model)

@@ -1,0 +1,151 @@
+"""``Decoding`` whose tokens are chosen in Python, for what the loop in C++ has no rules for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import new_token_rules
+from lmdecode.integrations.transformers._recorder import Recorder
+from lmdecode.integrations.transformers.beam.group_search import GroupSearch
+from lmdecode.integrations.transformers.beam.loop import SearchResult, Step
+from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
+from lmdecode.integrations.transformers.beam.settings import (
+    SearchSettings,
+    new_search,
+    raise_for_prompts,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    from lmdecode.decoder.weights import PackedDecoder
+
+__all__ = ["decode_with_any_rules"]
+
+
+class GreedySearch:
+    """The most probable token of each prompt, after any processors, until any criteria.
+
+    Parameters
+    ----------
+    settings
+        Of the search, with one beam.
+    input_ids
+        [batch, prompt length] int64.
+    processors, criteria
+        As ``generate()`` prepares them.
+    recorder
+        Gets every step's scores.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        recorder: Recorder,
+    ) -> None:
+        self.processors, self.criteria, self.recorder = processors, criteria, recorder
+        self.prompt_length = settings.prompt_length
+        self.pad_token = settings.pad_token
+        self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        # As in transformers: without end tokens prompts go on until all have ended.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.parameters, self.state = new_search(
+            settings, input_ids, end_tokens=settings.end_tokens, keep_beam_indices=False
+        )
+
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+        state, length, raw = self.state, input_ids.shape[1], self.recorder.copy_of(logits)
+        scores: Tensor = self.processors(input_ids, logits)  # type: ignore[arg-type]
+        self.recorder.record(outputs, scores, raw)
+        best, tokens = scores.max(dim=1)
+        failed = (best.isnan() * STATUS_NAN + (best == -torch.inf) * STATUS_EMPTY) * ~self.ended
+        if bool(failed.any()):
+            raise_for_prompts(failed, length - self.prompt_length)
+        if self.pads:
+            tokens = tokens.masked_fill(self.ended, self.pad_token)
+        state.sequences[:, 0, length] = tokens
+        state.lengths.add_(1)
+        input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
+        self.ended |= self.criteria(input_ids, self.recorder.scores)
+        if self.pads:
+            state.done[self.ended] = 1
+        return Step(input_ids, None, bool(self.ended.all()))
+
+    def finish(self, input_ids: Tensor) -> SearchResult:
+        return SearchResult(input_ids, torch.zeros(len(input_ids)), None)
+
+
+def decode_with_any_rules(
+    decoder: PackedDecoder,
+    model: Any,
+    settings: SearchSettings,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    memory: Tensor,
+    lengths: Tensor,
+) -> Any:
+    """Run the decoder in C++ and choose as ``beam_search`` does: each step returns to Python.
+
+    Parameters
+    ----------
+    decoder, model, config
+        See ``decode`` of ``decoding``.
+    settings, input_ids
+        Of the search, and its prompts, [batch * num_beams, length] int64.
+    processors, criteria
+        Any.
+    memory, lengths
+        [batch, S, M] float32 and [batch] int64.
+
+    Returns
+    -------
+    Tensor or an output of ``generate()``
+        On the CPU.
+
+    Raises
+    ------
+    RuntimeError
+        A prompt has NaN in its logits, or no candidate above -inf.
+    """
+    groups, greedy = config.num_beam_groups or 1, settings.num_beams == 1
+    recorder = Recorder(model, config, {"encoder_outputs": {}})
+    common = (input_ids, processors, criteria, recorder)
+    search: GreedySearch | PlainSearch | GroupSearch
+    if greedy:
+        search = GreedySearch(settings, *common)
+    elif groups > 1:
+        search = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
+    else:
+        search = PlainSearch(settings, False, *common)
+    searches = DecodingSearches(
+        decoder,
+        search.state,
+        search.parameters,
+        new_token_rules(len(search.state.done)),
+        memory.shape[1],
+        num_groups=groups,
+        num_candidates=1,
+    )
+    searches.read_memory(memory, lengths, torch.arange(settings.batch))
+    beams, finished = search.state.scores.shape[1], False
+    while not finished:
+        length, had_ended = input_ids.shape[1], (search.state.done != 0).repeat_interleave(beams)
+        input_ids, parents, finished = search.step(None, searches.read_tokens(), input_ids)
+        if recorder.scores is not None:
+            recorder.scores[-1][had_ended] = 0.0
+        if parents is not None:
+            ops.update_beam_indirection_(searches.caches.table, parents, length, None)
+    result = search.finish(input_ids)
+    searches.release()
+    return recorder.result(result.sequences, {}) if greedy else recorder.beam_result(result, {})

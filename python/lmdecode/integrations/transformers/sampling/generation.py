@@ -1,0 +1,230 @@
+"""The decoding loop of ``generate()`` for sampling and greedy search, with one fused op a step."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lmdecode.integrations.transformers._generate_call import (
+    arguments_of_generate,
+    needs_synced_gpus,
+    next_inputs,
+    prefill,
+    refuse_assistance,
+    refuse_other_modes,
+)
+from lmdecode.integrations.transformers._recorder import Recorder
+from lmdecode.integrations.transformers._status import raise_for_status
+from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
+from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers._typing import GenerativePreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation.utils import (
+        GenerateDecoderOnlyOutput,
+        GenerateEncoderDecoderOutput,
+    )
+
+
+class _Step(NamedTuple):
+    """The tokens of one step.
+
+    tokens and status are [B] int64 and uint8 (see ``top_k_top_p_sample``); scores, the processed
+    logits, and logits, the model's own, are [B, V] float32, or None where not asked for.
+    """
+
+    tokens: torch.Tensor
+    status: torch.Tensor
+    scores: torch.Tensor | None
+    logits: torch.Tensor | None
+
+
+def _sample_from(
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    plan: SamplingPlan,
+    seed: int | torch.Tensor | None,
+    position: int | torch.Tensor,
+    keep_scores: bool,
+    keep_logits: bool,
+) -> _Step:
+    """Choose a token for every row of ``logits`` [B, V], a view of the model's in its dtype."""
+    from lmdecode.sampling.ops import top_k_top_p_sample
+
+    if plan.processors is not None or keep_logits or (keep_scores and not plan.stages):
+        # Processors expect float32 of their own, and what is kept must not keep the whole prompt's
+        # logits alive. In every other case the op reads the model's logits where they are.
+        logits = logits.to(torch.float32, copy=True)
+    scores = as_op_logits(logits)
+    if plan.processors is not None:
+        scores = as_op_logits(plan.processors(input_ids, logits))  # type: ignore[arg-type]
+    if plan.greedy:
+        drawn = top_k_top_p_sample(scores, temperature=0.0, dialect="transformers")
+    else:
+        drawn = top_k_top_p_sample(
+            scores,
+            **plan.stages,
+            seed=seed,
+            position=position,
+            return_logits=keep_scores and bool(plan.stages),
+            dialect="transformers",
+        )
+    processed = drawn.kept_logits if plan.stages else scores
+    return _Step(
+        drawn.index,
+        drawn.status,
+        processed if keep_scores else None,
+        logits if keep_logits else None,
+    )
+
+
+def _first_position(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> int | torch.Tensor:
+    """Return the length of the sequences, padding not counted: int or [B] int64.
+
+    Noise is a function of it, so a row draws the same tokens whatever it was padded to.
+    """
+    name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    mask = model_kwargs.get(name)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return (mask != 0).sum(dim=-1).to(input_ids.device)
+    # generate() drops a mask of ones and notes its length, which is not that of input_ids where
+    # the prompt came as embeddings or is in the cache already.
+    return getattr(generation_config, "_mask_length", input_ids.shape[1])
+
+
+def sample(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool | None = None,
+    streamer: BaseStreamer | None = None,
+    *,
+    seed: int | torch.Tensor | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """Decode by sampling or greedily: ``model.generate(..., custom_generate=sample)``.
+
+    The loop of ``GenerationMixin._sample`` of transformers 5.23, with its outputs, its stopping and
+    its streaming. Where that copies the logits to float32, runs the warpers, a softmax and
+    ``torch.multinomial``, this calls ``top_k_top_p_sample`` on the model's logits. The temperature,
+    top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it; every
+    other processor is called as it is, before. Tokens have the distribution that transformers
+    draws from, and greedy tokens are the same.
+
+    Parameters
+    ----------
+    model
+        Any model with a language modelling head, decoder-only or encoder-decoder.
+    input_ids
+        [B, S] int64, the prompts (of the decoder), B including ``num_return_sequences``.
+    logits_processor, stopping_criteria, generation_config
+        As ``generate()`` prepares them.
+    synced_gpus
+        Run the model until every process is done. None: what ``generate()`` was given, or if that
+        is None too, whether the weights are sharded over processes.
+    streamer
+        Gets each step's tokens, [B] on the CPU. None: what ``generate()`` was given.
+    seed
+        int, or [B] int64: the noise of a row is a function of its seed and of the token's position
+        in its sequence, not of the other rows. None: drawn from torch's default generator of the
+        device, so that ``torch.manual_seed`` makes a run repeatable. ``generate(seed=...)`` passes
+        it through.
+    **model_kwargs
+        Arguments of the model's forward pass.
+
+    Returns
+    -------
+    torch.Tensor or GenerateDecoderOnlyOutput or GenerateEncoderDecoderOutput
+        [B, S + new tokens] int64; in the latter, for ``return_dict_in_generate``, ``scores`` are
+        the processed and filtered logits, float32, -inf where filtered.
+
+    Raises
+    ------
+    ValueError
+        For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (assisted,
+        contrastive, DoLa), and for an int ``seed`` < 0.
+    RuntimeError
+        If the logits of a row that is not finished have NaN, or nothing above -inf.
+    """
+    refuse_other_modes(generation_config)
+    if isinstance(seed, int) and seed < 0:
+        raise ValueError(f"seed: expected an int >= 0, got {seed}")
+    caller = arguments_of_generate(sys._getframe(1))
+    refuse_assistance(generation_config, caller, "this loop samples one token a step")
+    streamer = caller.streamer if streamer is None else streamer
+    synced_gpus = caller.synced_gpus if synced_gpus is None else synced_gpus
+    if synced_gpus is None:
+        synced_gpus = needs_synced_gpus(model)
+
+    device, batch = input_ids.device, input_ids.shape[0]
+    is_encoder_decoder = model.config.is_encoder_decoder
+    pad_token = generation_config._pad_token_tensor
+    if pad_token is not None:  # with inputs on several devices it may be on another one
+        pad_token = pad_token.to(device)
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    do_sample = bool(generation_config.do_sample)
+    if seed is None and do_sample:
+        seed = torch.randint(0, 2**63 - 1, (batch,), device=device)
+    position = _first_position(model, input_ids, generation_config, model_kwargs)
+    unfinished = torch.ones(batch, dtype=torch.int64, device=device)
+    recorder = Recorder(model, generation_config, model_kwargs)
+
+    forward = model
+    if model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        forward = model.get_compiled_call(generation_config.compile_config)
+    outputs = prefill(model, input_ids, generation_config, model_kwargs)
+
+    finished, steps = False, 0
+    with model._optimize_model_for_decode():
+        while model._has_unfinished_sequences(finished, synced_gpus, device=device):
+            if outputs is None:
+                inputs = next_inputs(model, input_ids, model_kwargs)
+                outputs = forward(**inputs, return_dict=True)
+            model_kwargs = model._update_model_kwargs_for_generation(
+                outputs, model_kwargs, is_encoder_decoder=is_encoder_decoder
+            )
+            if finished:  # the other processes are not: the model runs for their sake
+                outputs = None
+                continue
+
+            step = _sample_from(
+                outputs.logits[:, -1].to(device),
+                input_ids,
+                plan_sampling(logits_processor, do_sample),
+                seed,
+                position + steps,
+                keep_scores=recorder.scores is not None,
+                keep_logits=recorder.logits is not None,
+            )
+            recorder.record(outputs, step.scores, step.logits)
+            outputs = None  # the logits of a long prompt must not live on
+
+            tokens = step.tokens
+            if has_eos and pad_token is not None:
+                tokens = torch.where(unfinished.bool(), tokens, pad_token)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            status = step.status * unfinished
+            unfinished = unfinished & ~stopping_criteria(input_ids, recorder.scores)
+            # The one point of a step at which the host waits for the device.
+            failed, any_unfinished = torch.stack((status.max(), unfinished.max())).tolist()
+            if failed:
+                raise_for_status(status.tolist(), steps)
+            finished = not any_unfinished
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            steps += 1
+
+    if streamer is not None:
+        streamer.end()
+    return recorder.result(input_ids, model_kwargs)

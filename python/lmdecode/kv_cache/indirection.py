@@ -1,0 +1,180 @@
+"""Beam indirection: attention reads the cache through an index, and a beam step moves no K or V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int, check_tensors
+from lmdecode._ops import ops
+
+__all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
+
+_update = ops.update_beam_indirection_.default
+
+
+def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int | Tensor) -> None:
+    """Let the index of a cache follow the beams, in place: the step that moves no keys or values.
+
+    Entry (row, position) says in which row of the cache the keys and values of that position lie.
+    Row r becomes, for positions below its length, what row ``parents[r]`` was, and the entry at the
+    length becomes r: the slot that the row's next token is written to.
+
+    Parameters
+    ----------
+    indirection : Tensor
+        ``[rows, capacity]`` int32, positions side by side.
+    parents : Tensor
+        ``[rows]`` int64 or int32 on the same device: the row that each row continues, any map. On
+        CUDA, where nobody looks, a row with a parent or length out of range stays as it is.
+    length : int or Tensor
+        Positions in use, 0 to capacity: of all rows, or ``[rows]`` int64 or int32. At capacity
+        there is no next slot, and none is entered.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been written.
+    """
+    op = "update_beam_indirection_"
+    check_tensors(op, indirection=indirection)
+    check_tensors(op, parents=parents)
+    if isinstance(length, Tensor):
+        _update(indirection, parents, 0, length)
+        return
+    _update(indirection, parents, check_int(op, "length", length, kind="an int or a tensor"), None)
+
+
+def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = None) -> Tensor:
+    """Copy the keys or values that each row sees through an index into their order.
+
+    For attention that cannot read through the index itself.
+
+    Parameters
+    ----------
+    states : Tensor
+        ``[rows, heads, capacity, dim]``.
+    indirection : Tensor
+        ``[rows, capacity]`` int32, see ``update_beam_indirection_``.
+    length : int, optional
+        Positions to copy; None: all.
+
+    Returns
+    -------
+    Tensor
+        ``[rows, heads, length, dim]``: element (r, h, p) is that of row ``indirection[r, p]``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    check_tensors("gather_indirect", states=states)
+    check_tensors("gather_indirect", indirection=indirection)
+    if states.dim() != 4:
+        raise ValueError(
+            f"gather_indirect: states has shape {list(states.shape)}; expected "
+            "[rows, heads, capacity, dim]"
+        )
+    rows, heads, capacity, _ = states.shape
+    if indirection.dim() != 2 or len(indirection) != rows or indirection.dtype != torch.int32:
+        raise ValueError(
+            f"gather_indirect: indirection is {indirection.dtype} {list(indirection.shape)}; "
+            f"expected torch.int32 [{rows}, capacity]"
+        )
+    most = min(capacity, indirection.shape[1])
+    if length is None:
+        length = most
+    if not 0 <= length <= most:
+        raise ValueError(f"gather_indirect: length is {length}; expected 0 to {most}")
+    device = states.device
+    return states[
+        indirection[:, None, :length].long(),
+        torch.arange(heads, device=device)[:, None],
+        torch.arange(length, device=device),
+    ]
+
+
+class BeamIndirection:
+    """An index ``[rows, capacity]`` of a cache that beams share, and the rows' lengths.
+
+    A request's prompt is run once and written to one row; its beams all read it there. From then on
+    row r's tokens are written to row r of the cache, and after a beam step only this index changes.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of the cache: beams of all requests.
+    capacity : int
+        Positions of a row.
+    device : torch.device or str
+        Of the cache.
+
+    Attributes
+    ----------
+    table : Tensor
+        ``[rows, capacity]`` int32: in which row of the cache each position of a row lies. Entries
+        from a row's length on name the row itself.
+    lengths : Tensor
+        ``[rows]`` int32: positions in use.
+
+    Examples
+    --------
+    >>> index = BeamIndirection(rows=4, capacity=100)
+    >>> index.begin(range(0, 4), prompt_row=0, length=7)  # the prompt's K and V are in row 0
+    >>> # each step: write K and V of the new tokens to row r, position index.lengths[r]; attention
+    >>> index.advance()
+    >>> index.reorder_(torch.tensor([0, 0, 2, 1]))
+    """
+
+    def __init__(self, rows: int, capacity: int, *, device: torch.device | str = "cpu") -> None:
+        for name, value in (("rows", rows), ("capacity", capacity)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"BeamIndirection: {name} is {value}; expected an int >= 0")
+        # Tensors made under inference_mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            own = torch.arange(rows, dtype=torch.int32, device=device)
+            self.table = own[:, None].repeat(1, capacity)
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def begin(self, rows: Sequence[int], prompt_row: int, length: int) -> None:
+        """Start a request: ``rows`` read ``length`` positions of a prompt from ``prompt_row``.
+
+        Other rows are not touched. With one row a request, and itself as ``prompt_row``, this
+        forgets what the row held.
+        """
+        count, capacity = self.table.shape
+        if not rows or not all(0 <= row < count for row in (*rows, prompt_row)):
+            raise ValueError(
+                f"begin: rows are {list(rows)}, prompt_row is {prompt_row}; expected 0 to "
+                f"{count - 1}"
+            )
+        if not 0 <= length <= capacity:
+            raise ValueError(f"begin: length is {length}; expected 0 to {capacity}")
+        chosen = torch.tensor(list(rows), dtype=torch.int64, device=self.table.device)
+        self.table[chosen, :length] = prompt_row
+        self.table[chosen, length:] = chosen[:, None].int()
+        self.lengths[chosen] = length
+
+    def advance(self, num_tokens: int = 1) -> None:
+        """Count tokens that were written, ``num_tokens`` to each row."""
+        capacity = self.table.shape[1]
+        # Elsewhere the lengths would have to be waited for.
+        if self.lengths.device.type == "cpu" and len(self.lengths):
+            longest = int(self.lengths.max()) + num_tokens
+            if num_tokens < 0 or longest > capacity:
+                raise ValueError(
+                    f"advance: num_tokens is {num_tokens}, which makes a row {longest} long; "
+                    f"expected at most {capacity}"
+                )
+        self.lengths += num_tokens
+
+    def reorder_(self, parents: Tensor) -> None:
+        """Let row r go on as row ``parents[r]``, a beam of the same request: of equal length."""
+        update_beam_indirection_(self.table, parents, self.lengths)
+
+    def gather(self, states: Tensor, length: int | None = None) -> Tensor:
+        """Return ``gather_indirect(states, self.table, length)``."""
+        return gather_indirect(states, self.table, length)

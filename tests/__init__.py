@@ -1,0 +1,1 @@
+"""The tests; ``support`` holds what more than one folder of them uses, and the benchmarks."""

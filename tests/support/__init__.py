@@ -1,0 +1,1 @@
+"""Sample inputs, random searches and oracles that several folders of tests use."""
