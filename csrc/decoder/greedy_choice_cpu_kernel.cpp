@@ -1,6 +1,6 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "simd/vec_math.h"
 #include "decoder/greedy_choice_levels.h"
+#include "simd/vec_math.h"
 
 namespace lmdecode::LMD_SIMD::decoder {
 
