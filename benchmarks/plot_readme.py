@@ -120,10 +120,9 @@ def measured(speed: Speed) -> tuple[float, float]:
 
 def duration(microseconds: float) -> str:
     """Write a duration with two digits or more, in the unit that fits it."""
-    for unit, size in (("us", 1.0), ("ms", 1e3), ("s", 1e6)):
-        value = microseconds / size
-        if value < 1000:
-            break
+    units = {"us": 1.0, "ms": 1e3, "s": 1e6}
+    unit = next((unit for unit, size in units.items() if microseconds < 1000 * size), "s")
+    value = microseconds / units[unit]
     return f"{value:.{0 if value >= 10 else 1 if value >= 1 else 2}f} {unit}"
 
 
