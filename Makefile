@@ -59,8 +59,9 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
+# Not --quiet: under it --strict sees no warnings.
 docs: setup $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
 
 bench: setup
