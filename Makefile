@@ -1,6 +1,7 @@
 # make demo      set up, then run the main job on the shipped model
 # make test      set up, then every test, Python and C++
 # make lint      formatting, ruff, mypy
+# make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
 # make gpu       on a machine with a GPU and its own torch: build, check, time and test; writes benchmarks/results/gpu.md
 # make clean     remove everything that the other targets made
@@ -40,7 +41,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp lint bench gpu setup clean
+.PHONY: demo test test-python test-cpp lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -63,6 +64,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
+
+# Not --quiet: under it --strict sees no warnings.
+docs: setup $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
+	@echo "build/site/index.html"
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -102,6 +108,12 @@ $(VENV)/.python:
 $(VENV)/.deps: $(VENV)/.python
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet $(foreach tool,$(BUILD_TOOLS),"$(tool)")
+	@touch $@
+
+# The packages of the extra alone: the library stays as it is built.
+$(VENV)/.docs: $(VENV)/.deps pyproject.toml
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+	  | xargs $(BIN)/pip install --quiet
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)

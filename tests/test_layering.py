@@ -1,4 +1,4 @@
-"""Who may include and import whom: the rules of docs/architecture.md, read from the sources."""
+"""Who may include and import whom, read from the sources: docs/internals/architecture.md."""
 
 import ast
 import re

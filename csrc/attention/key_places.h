@@ -1,6 +1,6 @@
 // Where the keys and values of a sequence lie in a cache: in a row of their own, in blocks of a
 // pool that sequences share, or each in the row that a beam index names. Shared by the CPU and the
-// CUDA kernels. docs/kv_cache.md has the layouts of both tables.
+// CUDA kernels. docs/reference/kv_cache.md has the layouts of both tables.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // sliding_window_attention: softmax(q k^T) v where each query sees a window of keys.
-// docs/attention.md is the user's page.
+// docs/reference/attention.md is the user's page.
 //
 // A row (one query of one head) sees the keys of visible_keys() in key_range.h, less those that
 // key_padding hides; with an attn_mask, all of its sequence less those that the mask hides. Scores

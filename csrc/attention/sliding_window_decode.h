@@ -1,5 +1,5 @@
 // sliding_window_decode: sliding_window_attention for one or a few queries against a cache.
-// docs/attention.md is the user's page.
+// docs/reference/attention.md is the user's page.
 //
 // The same function of the same arguments (sliding_window_attention.h), less attn_mask and
 // cu_seqlens. Keys and values are read once, as they lie, for all query heads of their KV head. The

@@ -1,5 +1,5 @@
 // beam_finalize: the best hypotheses of each request, which may have several slots, its groups.
-// docs/beam_ops.md is the user's page.
+// docs/reference/beam.md is the user's page.
 #pragma once
 
 #include <cstdint>

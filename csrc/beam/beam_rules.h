@@ -1,6 +1,6 @@
 // The rules of beam search for one search: which hypothesis gets a place, and when the search is
 // done. CPU and CUDA run this same code; python/lmdecode/reference/beam_search.py is the same in
-// Python numbers, and docs/beam_ops.md the user's page.
+// Python numbers, and docs/reference/beam.md the user's page.
 //
 // What a hypothesis scores is f64, rounded to f32 after each operation where the system that the
 // rules come from computes in f32. A score that is NaN gets no place.

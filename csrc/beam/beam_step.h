@@ -1,4 +1,5 @@
-// beam_step: each request's candidates to its next beams. docs/beam_ops.md is the user's page.
+// beam_step: each request's candidates to its next beams. docs/reference/beam.md is the user's
+// page.
 //
 // What to do about a request is decided first (beam_step_plan.h), by one thread, with no more than
 // numbers written; then its sequences move, in place. Requests do not depend on each other.

@@ -1,7 +1,7 @@
 // beam_step on a GPU: a block a request. One thread decides; then each thread owns some columns of
 // the sequences and carries them through all copies, so that nothing waits between these: first to
 // the hypotheses that close, then from beam to beam, in place, the temporary row of a cycle in a
-// register. docs/beam_ops.md has the semantics.
+// register. docs/reference/beam.md has the semantics.
 #pragma once
 
 #include "beam/beam_step.h"

@@ -1,4 +1,4 @@
-// log_softmax_top_k: the best continuations of each request's beams. docs/beam_ops.md is the
+// log_softmax_top_k: the best continuations of each request's beams. docs/reference/beam.md is the
 // user's page.
 //
 // score(beam, token) = log_softmax(logits[row of beam])[token] + beam_score[row]. Over the beams of

@@ -1,5 +1,5 @@
 // A transformer decoder with cross-attention: its sizes and switches, and where its weights are.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 #pragma once
 
 #include <cstdint>

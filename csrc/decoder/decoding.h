@@ -1,6 +1,6 @@
 // Steps of beam search or greedy decoding with a decoder: embedding, layers, projection to the
 // vocabulary, candidates, next beams, early stop, step after step without a word to the caller.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 //
 // A slot is a search (or a group of a diverse one), a request the num_groups slots that share a
 // memory; slot s belongs to request s / num_groups. Everything that lasts lies in the caller's

@@ -1,6 +1,6 @@
-// The beam search of FasterTransformer v2.0, with its faults left out: docs/decoder.md has the
-// contract. A beam that ends goes on, with its end token and score as they are, and competes; the
-// model need not run for it.
+// The beam search of FasterTransformer v2.0, with its faults left out: docs/reference/decoder.md
+// has the contract. A beam that ends goes on, with its end token and score as they are, and
+// competes; the model need not run for it.
 #pragma once
 
 #include "decoder/decoder_forward.h"

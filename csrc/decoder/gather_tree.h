@@ -1,5 +1,5 @@
 // gather_tree: the sequences that the tokens and parents of each step of a beam search spell.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // copy_blocks_: the copies that a block table asks for, in the pools of all layers.
-// docs/kv_cache.md is the user's page.
+// docs/reference/kv_cache.md is the user's page.
 #pragma once
 
 #include <cstdint>

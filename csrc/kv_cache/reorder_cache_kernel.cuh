@@ -1,5 +1,5 @@
 // reorder_cache_ on a GPU: in place, without a second buffer, and without the host knowing the
-// parents. docs/kv_cache.md has the semantics.
+// parents. docs/reference/kv_cache.md has the semantics.
 //
 // Each block finds the order of the copies (block_row_copies.cuh) in its shared memory. A thread
 // then owns some columns, the same few bytes of every row, and carries them through all copies; the

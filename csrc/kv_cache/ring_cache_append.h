@@ -1,5 +1,5 @@
-// ring_cache_append_: new keys and values to their slots of a ring. docs/ring_cache.md is the
-// user's page.
+// ring_cache_append_: new keys and values to their slots of a ring. docs/reference/ring_cache.md is
+// the user's page.
 //
 // Each token is written once, and where a chunk is longer than the ring only what stays of it.
 #pragma once

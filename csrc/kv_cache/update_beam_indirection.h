@@ -1,5 +1,5 @@
 // update_beam_indirection_: a beam step on the index through which attention reads a cache whose
-// rows do not move. docs/kv_cache.md is the user's page.
+// rows do not move. docs/reference/kv_cache.md is the user's page.
 //
 // Entry (row, position) of the index names the row of the cache that holds this position of the
 // row's sequence. Row r becomes, up to its length, what row parents[r] was, and its entry at the

@@ -1,4 +1,4 @@
-// update_beam_indirection_ on a GPU, in place. docs/kv_cache.md has the semantics.
+// update_beam_indirection_ on a GPU, in place. docs/reference/kv_cache.md has the semantics.
 //
 // As in reorder_cache_kernel.cuh each block finds the order of the copies; a thread owns positions,
 // and carries each through all copies of rows, so that nothing has to wait between them.

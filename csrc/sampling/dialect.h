@@ -1,5 +1,5 @@
 // What the systems that top_k_top_p_sample can imitate do differently, point by point.
-// docs/sampling.md has the table.
+// docs/reference/sampling.md has the table.
 #pragma once
 
 #include <cstdint>

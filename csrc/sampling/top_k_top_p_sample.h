@@ -1,5 +1,5 @@
-// top_k_top_p_sample: rows of logits to token ids, fused and exact. docs/sampling.md is the user's
-// page.
+// top_k_top_p_sample: rows of logits to token ids, fused and exact. docs/reference/sampling.md is
+// the user's page.
 //
 // A row, in f32, is divided by its temperature, then filtered by top-k, top-p and min-p in this
 // order. Each stage keeps a prefix of one order: value descending, then index ascending. So what a

@@ -1,5 +1,6 @@
-// top_k_top_p_sample on a GPU: one thread block cluster a row. docs/sampling.md has the semantics,
-// sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit for bit.
+// top_k_top_p_sample on a GPU: one thread block cluster a row. docs/reference/sampling.md has the
+// semantics, sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit
+// for bit.
 //
 // The row is read once into the shared memory of the cluster (row_slice.cuh). What is kept of it is
 // one interval of logits and, among the ties at its lower end, an interval of tokens (KeptSet);

@@ -1,5 +1,6 @@
 // The store: slots in slab files, an index in SQLite, the address map and the queues of free areas
-// in memory. docs/store.md says what it guarantees, docs/store_format.md what lies on disk.
+// in memory. docs/reference/store.md says what it guarantees, docs/reference/store_format.md what
+// lies on disk.
 //
 // Any number of threads may call. One process at a time writes a directory, any number read it.
 // Everything throws std::invalid_argument for wrong arguments and StoreError for the rest, before

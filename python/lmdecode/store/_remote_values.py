@@ -1,4 +1,7 @@
-"""Keys and values of the second tier, byte by byte; docs/store_format.md has the same in words."""
+"""Keys and values of the second tier, byte by byte.
+
+docs/reference/store_format.md has the same in words.
+"""
 
 from __future__ import annotations
 

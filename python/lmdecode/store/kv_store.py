@@ -123,7 +123,7 @@ class KVStore:
     """A store of KV caches in a directory.
 
     One process at a time writes a directory, any number read it; any number of threads may use one
-    ``KVStore``. docs/store.md says what survives what.
+    ``KVStore``. docs/reference/store.md says what survives what.
 
     Parameters
     ----------

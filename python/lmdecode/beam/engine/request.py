@@ -81,7 +81,7 @@ class BeamRequest:
     length_penalty : float
         A finished sequence scores ``sum of log-probs / length ** length_penalty``.
     early_stopping : bool or "never"
-        When the search is done, see docs/beam_ops.md.
+        When the search is done, see docs/reference/beam.md.
     eos_token_id : int, sequence of int or None
         End tokens.
     pad_token_id : int, optional
