@@ -65,7 +65,8 @@ Superblock decode(const std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body) {
+void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body,
+                    const GoesOn& goes_on) {
   const size_t workers = std::min<size_t>(size, static_cast<size_t>(std::max(threads, 1)));
   std::atomic<size_t> next{0};
   const auto work = [&] {
@@ -77,7 +78,13 @@ void parallel_items(size_t size, int threads, const std::function<void(size_t)>&
   } catch (const std::system_error&) {
     // No more threads to be had: those there are do the work.
   }
-  work();
+  for (size_t item = next++; item < size; item = next++) {
+    if (goes_on && !goes_on()) {
+      next = size;
+      break;
+    }
+    body(item);
+  }
   for (std::thread& other : others) other.join();
 }
 

@@ -57,10 +57,14 @@ struct TensorPlane {
   uint64_t num_tokens = 0;
 };
 
+// Asked now and then by a long call, on the thread that made it; false: stop. Null: go on.
+using GoesOn = std::function<bool()>;
+
 struct PutOptions {
   int64_t ttl_ms = 0;                 // 0: kept until evicted
   bool pin = false;                   // never evicted
   uint64_t quota_bytes = UINT64_MAX;  // of the tenant
+  GoesOn goes_on = nullptr;           // what was not written when it stopped is not stored
 };
 
 struct StoreStats {
@@ -159,9 +163,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
   // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
   // does not hold what the index says, and was dropped with all that continue it, or cannot be read
-  // now; what the planes contain is undefined.
+  // now, or it was stopped; what the planes contain is undefined.
   bool load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
-            std::span<const TensorPlane> planes);
+            std::span<const TensorPlane> planes, const GoesOn& goes_on = nullptr);
   // Stores what of the prefix is not stored yet. Returns how many leading tokens are now stored, in
   // strict mode durably: fewer than all where there is no room, or the disk fails.
   uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
@@ -379,7 +383,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 // Throws std::invalid_argument where an id is below 0.
 void check_token_ids(std::span<const int32_t> tokens);
 
-// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw.
-void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body);
+// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw. Once goes_on
+// says false no other i is begun.
+void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body,
+                    const GoesOn& goes_on);
 
 }  // namespace lmdecode::store

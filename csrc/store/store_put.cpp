@@ -225,13 +225,14 @@ void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
     const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : map_[anchor].sequence;
     if (anchor != kNoEntry) ++map_[anchor].leases;
     const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
-    std::vector<int> results(areas.size(), 0);
+    std::vector<int> results(areas.size(), -EINTR);
     std::vector<uint32_t> crcs(areas.size(), 0);
     lock.unlock();
-    parallel_items(areas.size(), options_.io_threads, [&](size_t i) {
+    const auto write = [&](size_t i) {
       thread_local StagingBuffer staging;
       results[i] = write_step(steps[i], areas[i], tenant, tokens, planes, staging, &crcs[i]);
-    });
+    };
+    parallel_items(areas.size(), options_.io_threads, write, options.goes_on);
     lock.lock();
     if (anchor != kNoEntry && map_.holds(anchor, anchor_sequence)) --map_[anchor].leases;
     bool is_open = true, disk_is_full = false;

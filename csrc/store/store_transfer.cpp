@@ -122,7 +122,8 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   const Activity activity(*this, lock);
   lock.unlock();
   StagingBuffer staging;
-  for (size_t i = 0; i < rows.size() && progress(i, rows.size()); ++i) {
+  bool goes_on = true;
+  for (size_t i = 0; i < rows.size() && (goes_on = progress(i, rows.size())); ++i) {
     const HitPart part = part_of(rows[i]);
     const auto image = staging.resized(layout_.image_bytes(part.count));
     bool whole = slabs_->read(part.area, 0, image.data(), image.size()) == 0;
@@ -144,6 +145,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   }
   lock.lock();
   for (const SessionRow& session : sessions) {
+    if (!goes_on) break;
     wait_for_commit(lock);
     ++report.sessions;
     try {
