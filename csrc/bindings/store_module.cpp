@@ -92,12 +92,6 @@ py::bytes bytes_of(const Digest& digest) {
   return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
-// An entry that is stored, and its size.
-struct EntryView {
-  AreaRow row;
-  uint64_t bytes = 0;
-};
-
 // What Python holds of the engine's. It goes without the lock, as the engine may have to wait;
 // calls that are under way in other threads keep it until they are done.
 template <class T>
@@ -209,12 +203,12 @@ class Store {
 
   // --- whole entries
 
-  std::vector<EntryView> entries() {
-    return views(unlocked([&] { return engine().entries(); }));
+  py::list entries() {
+    return listed(unlocked([&] { return engine().entries(); }));
   }
-  std::vector<EntryView> entries_of(HeldHit& hit) {
+  py::list entries_of(HeldHit& hit) {
     std::shared_ptr<Hit> shared = hit.share();
-    return views(unlocked([&] {
+    return listed(unlocked([&] {
       const std::shared_ptr<Hit> mine = std::move(shared);
       return mine != nullptr ? engine().entries_of(*mine) : std::vector<AreaRow>();
     }));
@@ -316,10 +310,21 @@ class Store {
   static Progress progress_of(Interruption& interruption) {
     return [&](uint64_t done, uint64_t total) { return interruption.goes_on(done, total); };
   }
-  std::vector<EntryView> views(const std::vector<AreaRow>& rows) {
-    std::vector<EntryView> result;
+  py::list listed(const std::vector<AreaRow>& rows) {
+    py::list result;
     for (const AreaRow& row : rows) {
-      result.push_back({row, engine().layout().image_bytes(row.count)});
+      py::dict entry;
+      entry["num_tokens"] = row.num_tokens;
+      entry["area"] = row.area;
+      entry["tenant"] = row.tenant;
+      entry["bytes"] = engine().layout().image_bytes(row.count);
+      entry["created_ms"] = row.created_ms;
+      entry["used_ms"] = row.used_ms;
+      entry["expires_ms"] = row.expires_ms;
+      entry["count"] = row.count;
+      entry["pinned"] = int{row.pinned};
+      entry["key"] = bytes_of(row.key);
+      result.append(std::move(entry));
     }
     return result;
   }
@@ -391,18 +396,6 @@ PYBIND11_MODULE(_store, module) {
            }),
            arg("address"), arg("head_stride"), arg("token_stride"), arg("element_stride"),
            arg("num_tokens"));
-
-  py::class_<EntryView>(module, "Entry", "A stored chunk of a prefix.")
-      .def_property_readonly("num_tokens", [](const EntryView& e) { return e.row.num_tokens; })
-      .def_property_readonly("area", [](const EntryView& e) { return e.row.area; })
-      .def_property_readonly("tenant", [](const EntryView& e) { return e.row.tenant; })
-      .def_readonly("bytes", &EntryView::bytes)
-      .def_property_readonly("created_ms", [](const EntryView& e) { return e.row.created_ms; })
-      .def_property_readonly("used_ms", [](const EntryView& e) { return e.row.used_ms; })
-      .def_property_readonly("expires_ms", [](const EntryView& e) { return e.row.expires_ms; })
-      .def_property_readonly("count", [](const EntryView& e) { return e.row.count; })
-      .def_property_readonly("pinned", [](const EntryView& e) { return int{e.row.pinned}; })
-      .def_property_readonly("key", [](const EntryView& e) { return bytes_of(e.row.key); });
 
   py::class_<HeldHit>(
       module, "Hit",

@@ -188,7 +188,7 @@ void StoreEngine::drop_damaged(const HitPart& part) {
   if (closed_) return;
   // A reader is not told when the writer gives the slot to another prefix: that is no damage.
   if (options_.readonly) refresh();
-  if (!map_.holds(part.id, part.sequence)) return;
+  if (!prefixes_.holds(part.id, part.sequence)) return;
   ++stats_.damaged;
   drop_subtree(part.id);
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from lmdecode.store._native import Entry, Hit, Scope, Store
+from lmdecode.store._native import Hit, Scope, Store
 
 
 class LocalPrefix:
@@ -16,13 +17,13 @@ class LocalPrefix:
     num_tokens
         Its length; 0: there is none.
     entries
-        What it lies in, parents first.
+        What it lies in, parents first, as ``KVStore.entries`` has them.
     """
 
     def __init__(self, store: Store, hit: Hit | None) -> None:
         self._store, self._hit = store, hit
         self.num_tokens = 0 if hit is None else hit.num_tokens
-        self.entries: list[Entry] = [] if hit is None else store.entries_of(hit)
+        self.entries: list[dict[str, Any]] = [] if hit is None else store.entries_of(hit)
 
     def image(self, index: int) -> memoryview | None:
         """Read an entry, header and planes, and check every byte; None: it is damaged."""

@@ -12,11 +12,11 @@ if importlib.util.find_spec("lmdecode._store") is None:
         "pybind11) and lmdecode again"
     )
 try:
-    from lmdecode._store import Entry, Hit, Plane, PutOptions, Scope, Store, crc32c
+    from lmdecode._store import Hit, Plane, PutOptions, Scope, Store, crc32c
 except ImportError as error:
     raise ImportError(
         f"lmdecode's KV store needs the SQLite library (on Debian or Ubuntu: apt install "
         f"libsqlite3-0): {error}"
     ) from error
 
-__all__ = ["Entry", "Hit", "Plane", "PutOptions", "Scope", "Store", "crc32c"]
+__all__ = ["Hit", "Plane", "PutOptions", "Scope", "Store", "crc32c"]

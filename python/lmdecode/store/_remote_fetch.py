@@ -50,8 +50,8 @@ class Fetch:
         root = self.store.key(self.scope, b"")
         position, key = 0, root
         for line in local.entries:
-            if line.count == chunk and line.num_tokens <= local.num_tokens:
-                position, key = line.num_tokens, line.key
+            if line["count"] == chunk and line["num_tokens"] <= local.num_tokens:
+                position, key = line["num_tokens"], line["key"]
         image_bytes = self.store.image_bytes(chunk)
         full = RemoteEntry(key, root, self.store.values_by_column, image_bytes)
         at_once = max(1, ROUND_TRIP_BYTES // full.num_bytes)

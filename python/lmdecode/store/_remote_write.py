@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmdecode.store._local_prefix import LocalPrefix
-from lmdecode.store._native import Entry, Scope, Store
+from lmdecode.store._native import Scope, Store
 from lmdecode.store._remote_values import (
     ROUND_TRIP_BYTES,
     USABLE_FROM_RANGE,
@@ -33,7 +33,7 @@ class Write:
         """Write, parents first."""
         root = parent = self.store.key(self.scope, b"")
         for index, line in enumerate(local.entries):
-            entry = RemoteEntry(line.key, root, self.store.values_by_column, line.bytes)
+            entry = RemoteEntry(line["key"], root, self.store.values_by_column, line["bytes"])
             left_ms = self._left_ms(line)
             if left_ms is not None and left_ms <= 0:
                 return
@@ -44,16 +44,16 @@ class Write:
                 if image is None:
                     return
                 if there is None or usable_from(image) < there:
-                    self._write(entry, image, line.expires_ms, left_ms)
-            if line.count < self.store.chunk_tokens:
-                self._note_tail(parent, line.count)
+                    self._write(entry, image, line["expires_ms"], left_ms)
+            if line["count"] < self.store.chunk_tokens:
+                self._note_tail(parent, line["count"])
             parent = entry.key
 
-    def _left_ms(self, line: Entry) -> int | None:
+    def _left_ms(self, line: dict[str, Any]) -> int | None:
         """How long the server may keep an entry: no longer than the local store. None: for ever."""
-        if not line.expires_ms:
+        if not line["expires_ms"]:
             return self.ttl_ms
-        left_ms = line.expires_ms - round(1000 * time.time())
+        left_ms: int = line["expires_ms"] - round(1000 * time.time())
         return left_ms if self.ttl_ms is None else min(left_ms, self.ttl_ms)
 
     def _renew(self, entry: RemoteEntry, left_ms: int | None) -> int | None:

@@ -25,10 +25,6 @@ Progress = Callable[[int, int], object]
 _MAX_CAPACITY = 2**64 - 1
 _MAX_CHUNK_TOKENS = 1 << 20
 _GIB = 1 << 30
-_ENTRY_FIELDS = (
-    "num_tokens", "area", "tenant", "bytes", "created_ms", "used_ms", "expires_ms", "count",
-    "pinned", "key",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -239,10 +235,7 @@ class KVStore(Prefixes):
 
     def entries(self) -> list[dict[str, Any]]:
         """Return what is stored, chunk by chunk, prefixes before what continues them."""
-        return [
-            {name: getattr(entry, name) for name in _ENTRY_FIELDS}
-            for entry in self._engine.native.entries()
-        ]
+        return self._engine.native.entries()
 
     def gc(self) -> int:
         """Drop what has expired and give free space back; the number of entries dropped."""
