@@ -32,7 +32,7 @@ TORCH := torch==2.13.0
 TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
 TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 # What the build itself needs, beside torch: installed once, so that builds need no network.
-BUILD_TOOLS := scikit-build-core>=0.11 cmake>=3.25 ninja
+BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 CPP_TESTS := build/cpp_tests
 
@@ -105,7 +105,7 @@ $(VENV)/.python:
 	@touch $@
 
 # torch first and pinned: anything else that asks for torch then finds it.
-$(VENV)/.deps: $(VENV)/.python
+$(VENV)/.deps: $(VENV)/.python Makefile
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet $(foreach tool,$(BUILD_TOOLS),"$(tool)")
 	@touch $@

@@ -57,14 +57,16 @@ set(STORE_SOURCES
   store/address_map.cpp
   store/crc32c.cpp
   store/free_areas.cpp
+  store/group_commit.cpp
   store/index_database.cpp
   store/plane_copy.cpp
   store/posix_file_system.cpp
+  store/prefix_index.cpp
   store/sha256.cpp
   store/slab_files.cpp
   store/slot_layout.cpp
-  store/store_commit.cpp
   store/store_engine.cpp
+  store/store_eviction.cpp
   store/store_images.cpp
   store/store_load.cpp
   store/store_lookup.cpp

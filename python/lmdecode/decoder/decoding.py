@@ -32,8 +32,8 @@ class Decoding:
     weights : DecoderWeights
         Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
     dtype : {"float32", "bfloat16", "int8"}
-        What linear weights are held and multiplied as; see docs/decoder.md. On a device "float32",
-        "float16" and "bfloat16".
+        What linear weights are held and multiplied as; see docs/reference/decoder.md. On a
+        device "float32", "float16" and "bfloat16".
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
 

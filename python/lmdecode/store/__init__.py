@@ -13,7 +13,8 @@ from lmdecode.store.errors import (
     StoreLockedError,
 )
 from lmdecode.store.fingerprint import Fingerprint
-from lmdecode.store.kv_store import Hit, KVStore, VerifyReport
+from lmdecode.store.kv_store import KVStore, VerifyReport
+from lmdecode.store.prefixes import Hit
 from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session
 
