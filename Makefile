@@ -2,7 +2,7 @@
 # make test      set up, then every test, Python and C++
 # make lint      formatting, ruff, mypy
 # make bench     the benchmarks (ARGS="..." is passed on)
-# make gpu       on a machine with a GPU and its own torch: build, test, benchmark
+# make gpu       on a machine with a GPU and its own torch: build, check, time and test; writes benchmarks/results/gpu.md
 # make clean     remove everything that the other targets made
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
@@ -15,6 +15,12 @@ VENV ?= .venv
 # make has a default of its own, g++, that ?= would keep.
 ifeq ($(origin CXX),default)
 CXX := c++
+endif
+# make gpu takes every core, unless told otherwise.
+ifeq ($(origin JOBS),undefined)
+GPU_JOBS = $$(nproc)
+else
+GPU_JOBS = $(JOBS)
 endif
 JOBS ?= 2
 ARGS ?=
@@ -61,11 +67,18 @@ lint: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# With the torch and nvcc of this machine: nothing is fetched.
+# With the torch and nvcc of this machine: nothing is fetched. nvcc compiles for its three targets at once.
+NVCC = $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 gpu:
 	@$(PYTHON) -c 'import scikit_build_core, torch' || { echo "lmdecode: $(PYTHON) needs torch and scikit-build-core (and cmake, ninja) for make gpu"; exit 1; }
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --config-settings=build-dir=build/gpu-build --target build/gpu .
-	PYTHONPATH=build/gpu $(PYTHON) -m benchmarks.gpu $(ARGS)
+	@command -v "$(NVCC)" >/dev/null || { echo "lmdecode: make gpu needs nvcc: set CUDACXX to it, or put it on the PATH"; exit 1; }
+	rm -rf build/gpu
+	CUDACXX="$(NVCC)" NVCC_APPEND_FLAGS="--threads 3" CMAKE_BUILD_PARALLEL_LEVEL=$(GPU_JOBS) \
+	  $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu \
+	  --config-settings=build-dir=build/gpu-build --config-settings=cmake.define.LMDECODE_BUILD_CUDA=ON \
+	  --config-settings=cmake.define.LMDECODE_CUDA_LINE_INFO=ON .
+	@ls build/gpu/lmdecode/_C_cuda*.so >/dev/null || { echo "lmdecode: the build left the CUDA kernels out"; exit 1; }
+	PYTHONPATH=$(abspath build/gpu) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 setup: $(VENV)/.built
 

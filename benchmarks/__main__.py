@@ -12,7 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import report
-from benchmarks.harness import FULL, QUICK, chosen, discover, run_cases
+from benchmarks.discovery import discover
+from benchmarks.harness import FULL, QUICK, chosen, run_cases
 
 
 def _arguments() -> argparse.Namespace:

@@ -119,6 +119,16 @@ def test_every_symbol_of_torch_is_in_the_oldest_torch_supported(name: str) -> No
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
+def test_no_symbol_of_torch_is_weak(name: str) -> None:
+    """A weak one may be null when it is called; what not every torch has is found by dlsym."""
+    lines = run(tool("nm"), "-D", "--undefined-only", library_path(name)).splitlines()
+    symbols = {line.split()[-1]: line.split()[-2] for line in lines}
+    assert "U" in symbols.values()
+    weak = {symbol for symbol, kind in symbols.items() if kind in "wv"}
+    assert not {symbol for symbol in weak if symbol.startswith(STABLE_PREFIXES)}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_needed_libraries(name: str) -> None:
     output = run(tool("readelf"), "-d", library_path(name))
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", output))

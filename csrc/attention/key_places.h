@@ -7,7 +7,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // A key: row (or block) of the cache, and the token within.
 struct KeyPlace {
@@ -39,4 +39,4 @@ struct KeyPlaces {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

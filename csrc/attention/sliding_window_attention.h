@@ -18,7 +18,7 @@
 #include "attention/key_range.h"
 #include "common/half.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // What an additive mask holds where a key is masked, or less.
 constexpr float kMaskedScore = -65536.0f;
@@ -137,4 +137,4 @@ struct AttentionTile {
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
 void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -13,7 +13,7 @@
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // Keys [begin, end) of a sequence for one KV head, and where what they come to is kept.
 struct DecodePart {
@@ -98,4 +98,4 @@ int64_t sliding_window_decode_cuda_workspace(const SlidingWindowAttentionParams&
 void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, float* workspace,
                                 void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -6,7 +6,7 @@
 
 #include "beam/beam_search_state.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct BeamFinalizeParams {
   BeamSearchState state;
@@ -48,4 +48,4 @@ void beam_finalize_cpu(const BeamFinalizeParams& params);
 // std::invalid_argument, before the launch, for more hypotheses than fit a block.
 void beam_finalize_cuda(const BeamFinalizeParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -12,7 +12,7 @@
 #include "beam/beam_search_state.h"
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // transformers' "never": a score that no hypothesis has, and what is taken off a stopped beam's.
 constexpr double kNeverScore = -1.0e9;
@@ -155,4 +155,4 @@ struct BeamSearchSlot {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

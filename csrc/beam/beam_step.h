@@ -8,7 +8,7 @@
 
 #include "beam/beam_search_state.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct BeamStepParams {
   BeamSearchState state;
@@ -58,4 +58,4 @@ void beam_step_cpu(const BeamStepParams& params);
 // std::invalid_argument, before the launch, for more beams and hypotheses than fit a block.
 void beam_step_cuda(const BeamStepParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -12,7 +12,7 @@
 #include "common/half.h"
 #include "decoder/step_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct StepSelfAttentionParams {
   AttentionShape shape;
@@ -104,4 +104,4 @@ void decoder_add_norm_cuda(const StepAddNormParams& params, void* stream);
 void decoder_embed_cuda(const StepEmbedParams& params, void* stream);
 void decoder_activate_cuda(const StepActivateParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -8,7 +8,7 @@
 #include "decoder/decoding.h"
 #include "decoder/greedy_choice.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct DecodingWorkspace {
   unsigned char* forward;  // of DecoderForward
@@ -73,7 +73,8 @@ struct DecodingWorkspace {
     block.take(&status, slot_count);
     const int64_t row_candidates =
         p.num_candidates < p.config.vocab ? p.num_candidates : p.config.vocab;
-    block.take(&top_k_scratch, LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
+    block.take(&top_k_scratch,
+               beam::LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
     block.take(&next_scores, cache_rows);
     block.take(&next_tokens, cache_rows);
     block.take(&next_parents, cache_rows);
@@ -97,4 +98,4 @@ struct DecodingWorkspace {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

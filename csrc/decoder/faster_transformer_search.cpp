@@ -7,7 +7,7 @@
 #include "common/float_mode.h"
 #include "common/split_memory.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 constexpr float kNoScore = -1.0e20f;  // of all beams but the first, at the beginning
@@ -66,7 +66,7 @@ struct SearchMemory {
     block.take(&top_beams, rows);
     block.take(&status, p.batch);
     const int64_t row_candidates = std::min(p.beams, p.config.vocab);
-    block.take(&scratch, LogSoftmaxTopKParams::scratch_size(rows, row_candidates));
+    block.take(&scratch, beam::LogSoftmaxTopKParams::scratch_size(rows, row_candidates));
     block.take(&candidates, 2 * p.beams);
     block.take(&old_finished, p.beams);
     block.take(&old_lengths, p.beams);
@@ -135,7 +135,7 @@ class Search {
   }
 
   void choose(int64_t requests) {
-    LogSoftmaxTopKParams top;
+    beam::LogSoftmaxTopKParams top;
     top.rows = forward_.count();
     top.vocab = p_.config.vocab;
     top.requests = requests;
@@ -219,4 +219,4 @@ uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params) {
   return Search(params, memory).run();
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -5,7 +5,7 @@
 
 #include "decoder/decoder_forward.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct FasterTransformerParams {
   DecoderConfig config;
@@ -29,4 +29,4 @@ size_t faster_transformer_workspace_bytes(const FasterTransformerParams& params)
 // on the calling thread and torch's worker threads; the arguments have been checked.
 uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

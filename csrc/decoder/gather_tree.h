@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 template <class T>
 struct GatherTreeParams {
@@ -55,4 +55,4 @@ GatherTreeFault gather_tree_cpu(const GatherTreeParams<T>& p) {
   return fault;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

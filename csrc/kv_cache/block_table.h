@@ -13,7 +13,7 @@
 
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr int32_t kNoBlock = -1;
 
@@ -53,4 +53,4 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
 // block being copied; the rows behind become empty. Blocks that nobody uses any more become free.
 void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows& parents);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

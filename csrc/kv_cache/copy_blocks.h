@@ -6,7 +6,7 @@
 
 #include "kv_cache/block_table.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // [num_blocks, heads, block_size, dim], dim contiguous. Strides in bytes.
 struct BlockPool {
@@ -34,4 +34,4 @@ void copy_blocks_cpu(const CopyBlocksParams& params);
 // stream is a cudaStream_t; launches only. Copies out of range are left out.
 void copy_blocks_cuda(const CopyBlocksParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

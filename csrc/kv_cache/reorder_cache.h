@@ -12,7 +12,7 @@
 #include "kv_cache/cache_rows.h"
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 struct ReorderCacheParams {
   const CacheRows* tensors = nullptr;  // [count]; no two share a byte
@@ -28,4 +28,4 @@ void reorder_cache_cpu(const ReorderCacheParams& params);
 // Throws std::invalid_argument, before the first launch, for more rows than fit the plan.
 void reorder_cache_cuda(const ReorderCacheParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

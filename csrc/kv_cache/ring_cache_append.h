@@ -9,7 +9,7 @@
 #include "kv_cache/integer_rows.h"
 #include "kv_cache/ring_slots.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // The keys, or the values. Vectors of contiguous bytes; strides in bytes.
 struct RingStates {
@@ -44,4 +44,4 @@ void ring_cache_append_cpu(const RingCacheAppendParams& params);
 // stream is a cudaStream_t; launches only. A row whose position is out of range stays as it is.
 void ring_cache_append_cuda(const RingCacheAppendParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

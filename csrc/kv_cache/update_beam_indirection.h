@@ -10,7 +10,7 @@
 
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 struct BeamIndirectionParams {
   int32_t* table = nullptr;  // [rows, capacity], positions contiguous
@@ -28,4 +28,4 @@ void update_beam_indirection_cpu(const BeamIndirectionParams& params);
 // is. Throws std::invalid_argument, before the launch, for more rows than fit the plan.
 void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

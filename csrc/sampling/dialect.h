@@ -6,7 +6,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // The numbers are the op's `dialect` argument; python/lmdecode/sampling.py holds the names.
 enum class Dialect : int64_t {
@@ -69,4 +69,4 @@ LMD_HOST_DEVICE DialectRules dialect_rules(Dialect dialect) {
   return rules;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

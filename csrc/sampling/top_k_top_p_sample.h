@@ -13,7 +13,7 @@
 #include "common/half.h"
 #include "sampling/dialect.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // Bits of the status of a row.
 constexpr uint8_t kStatusNan =
@@ -69,4 +69,4 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params);
 // stream is a cudaStream_t; launches only.
 void top_k_top_p_sample_cuda(const TopKTopPSampleParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

@@ -11,7 +11,7 @@
 #include "sampling/rank_noise.cuh"
 #include "sampling/row_plan.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 template <class T>
 class RowSampler {
@@ -122,7 +122,7 @@ class RowSampler {
   }
 
   __device__ ValueClass class_of(float logit) const {
-    return sampling_cuda::class_of(logit, plan_.temperature);
+    return cuda_kernels::class_of(logit, plan_.temperature);
   }
 
   // Cuts the set off below `value_class`, which has some of it. Of this class only tokens
@@ -371,7 +371,7 @@ class RowSampler {
 };
 
 template <class T>
-__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+__global__ void __launch_bounds__(cuda_tuning::kMaxThreads)
     top_k_top_p_sample_kernel(const TopKTopPSampleParams params, const SamplingLaunchPlan plan) {
   RowStorage& storage = cuda::shared_storage<RowStorage>();
   RowSampler<T> sampler(params, plan, storage);
@@ -380,4 +380,4 @@ __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
   }
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

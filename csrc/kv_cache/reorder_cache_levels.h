@@ -1,13 +1,13 @@
-// What the CPU kernels of reorder_cache_ are given, and copies of bytes on vectors; compiled once
-// for each CPU capability.
+// What the CPU kernel of reorder_cache_ is given, and the kernel at every level.
 #pragma once
 
 #include <cstdint>
 
 #include "common/row_copies.h"
 #include "kv_cache/cache_rows.h"
+#include "simd/kernel_levels.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // A tensor cut into parts: runs of `run` neighbouring segments, or pieces of a longer segment.
 struct ReorderParts {
@@ -29,4 +29,8 @@ struct ReorderJob {
   const uint8_t* cold = nullptr;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache
+
+LMD_DECLARE_KERNELS(kv_cache,
+                    // Parts [begin, end) of those that the tensors of the job are cut into.
+                    void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);)
