@@ -33,7 +33,7 @@ from lmdecode.integrations.transformers.decoding.rules import (
     token_rules_of_processors,
 )
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
-from lmdecode.integrations.transformers.decoding.step_outputs import StepOutputs
+from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -158,7 +158,7 @@ def decode(
     -------
     Tensor or GenerateBeamEncoderDecoderOutput or GenerateEncoderDecoderOutput
         [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are as
-        ``StepOutputs`` has them.
+        ``StepLogits`` has them.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def decode(
         greedy=greedy,
     )
     searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
-    outputs = StepOutputs(config, logits_processor, is_kept=is_on_cpu)
+    outputs = StepLogits(config, logits_processor, is_kept=is_on_cpu)
     outputs.run(searches)
     state = searches.state
     failed = state.status != 0
