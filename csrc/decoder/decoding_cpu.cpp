@@ -1,17 +1,14 @@
 #include <algorithm>
 
+#include "beam/beam_rules.h"
 #include "beam/beam_step.h"
 #include "beam/log_softmax_top_k.h"
-#include "common/copy_rows.h"
 #include "common/float_mode.h"
 #include "decoder/decoding.h"
 #include "decoder/decoding_workspace.h"
 
 namespace lmdecode::decoder {
 namespace {
-
-// With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
-constexpr float kLowestScore = -3.0e38f;
 
 class Decoding {
  public:
@@ -246,7 +243,7 @@ class Decoding {
       }
       for (int64_t j = i * p_.num_candidates; j < (i + 1) * p_.num_candidates; ++j) {
         if (w_.scores[j] > minus_infinity()) continue;
-        w_.scores[j] = kLowestScore;
+        w_.scores[j] = beam::kMissingCandidateScore;
         w_.tokens[j] = no_end;
       }
     }
@@ -282,15 +279,11 @@ class Decoding {
     }
   }
 
-  // The rows of the table become those of their parents, as far as the step has come.
   void follow_parents(int64_t slot, const int64_t* next_parents, int64_t first, int64_t beams) {
     for (int64_t beam = 0; beam < beams; ++beam) {
-      w_.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
+      w_.parents.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
     }
-    const int32_t copies =
-        order_row_copies_of(w_.parents, static_cast<int32_t>(beams), w_.readers, w_.copies);
-    copy_rows(w_.copies, copies, p_.caches.table + slot * state_.beams * state_.capacity,
-              state_.capacity, w_.table_row, state_.lengths[slot] - 1);
+    w_.parents.follow(p_.caches, slot * state_.beams, beams, state_.lengths[slot] - 1);
   }
 
   bool has_ended(int64_t searches) const {

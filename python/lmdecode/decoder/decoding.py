@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
@@ -100,8 +101,19 @@ class Decoding:
         source: int,
         max_end_tokens: int = 4,
         max_suppressed: int = 64,
+        generation_config: Any = None,
     ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there.
+
+        Parameters
+        ----------
+        max_requests, num_beams, capacity, source : int
+            Places; the most beams of a request; the most tokens of a sequence, prompt and new ones;
+            the most positions of a memory, which is what the encoder gives.
+        max_end_tokens, max_suppressed : int
+            The longest lists that a request may have of these.
+        generation_config : transformers.GenerationConfig, optional
+            How requests search that ``add`` is given as prompts.
 
         Raises
         ------
@@ -120,7 +132,14 @@ class Decoding:
             source=source,
             max_end_tokens=max_end_tokens,
             max_suppressed=max_suppressed,
+            generation_config=generation_config,
+            request_of_config=self._request_of_config,
         )
+
+    def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
+        from lmdecode.integrations.transformers.decoding.requests import request_of_config
+
+        return request_of_config(prompt_ids, generation_config, self.model)
 
     @property
     def config(self) -> DecoderConfig:

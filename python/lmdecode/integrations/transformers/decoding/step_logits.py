@@ -13,10 +13,10 @@ from lmdecode.decoder.searches import DecodingSearches
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
-__all__ = ["StepOutputs"]
+__all__ = ["StepLogits"]
 
 
-class StepOutputs:
+class StepLogits:
     """What ``output_scores`` and ``output_logits`` ask for, collected over the steps.
 
     Parameters
