@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ class Decoding:
     weights : DecoderWeights
         Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
     dtype : {"float32", "bfloat16", "int8"}
-        What linear weights are held and multiplied as; see docs/decoder.md. On a device "float32",
-        "float16" and "bfloat16".
+        What linear weights are held and multiplied as; see docs/decoder.md. "float32" gives the
+        tokens of transformers; the others' scores are near, so that close tokens may differ. On a
+        device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are taken, too.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
 
@@ -48,7 +51,7 @@ class Decoding:
         config: DecoderConfig,
         weights: DecoderWeights,
         *,
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         use_cuda_graph: bool = False,
     ) -> None:
         check_weights(config, weights)
@@ -66,15 +69,16 @@ class Decoding:
 
     @classmethod
     def from_pretrained(
-        cls, model: Any, dtype: str = "float32", *, use_cuda_graph: bool = False
+        cls, model: Any, dtype: str | torch.dtype = "float32", *, use_cuda_graph: bool = False
     ) -> Decoding:
-        """Take the decoder of a loaded transformers model.
+        """Take the decoder of a transformers model, which is loaded where its name is given.
 
         Parameters
         ----------
         model
-            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper. It is kept:
-            its encoder runs as it is.
+            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper, or the folder
+            or name of one, which is loaded with float32 weights. It is kept: its encoder runs as
+            it is.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
         use_cuda_graph : bool
@@ -84,9 +88,13 @@ class Decoding:
         ------
         ValueError
             Another model, or another dtype.
+        OSError
+            There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.models import decoder_of
+        from lmdecode.integrations.transformers.decoding.models import decoder_of, load_model
 
+        if isinstance(model, (str, os.PathLike)):
+            model = load_model(model)
         decoding = cls(*decoder_of(model), dtype=dtype, use_cuda_graph=use_cuda_graph)
         decoding.model = model
         return decoding
@@ -130,6 +138,9 @@ class Decoding:
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
         """Return what ``model.generate(...)`` returns, without sampling.
+
+        With the format "float32" the tokens are those of transformers. It may stand in for the
+        model's own: ``model.generate = decoding.generate``.
 
         Parameters
         ----------
@@ -184,7 +195,16 @@ class Decoding:
                 **model_kwargs,
             )
 
-        # Of no use here, and a good part of a small model's call to prepare.
-        arguments.setdefault("use_cache", False)
+        # A cache is of no use here, and a good part of a small model's call to prepare.
+        config = arguments.get("generation_config")
+        if "use_cache" not in arguments:
+            if config is None:
+                arguments["use_cache"] = False
+            else:  # beside which generate() does not want arguments
+                arguments["generation_config"] = config = copy.deepcopy(config)
+                config.use_cache = False
+        generate = self.model.generate
+        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+            generate = partial(type(self.model).generate, self.model)
         positional = () if inputs is None else (inputs,)
-        return self.model.generate(*positional, custom_generate=loop, **arguments)
+        return generate(*positional, custom_generate=loop, **arguments)

@@ -50,6 +50,8 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: An
         raise ValueError("do_sample: expected False, Decoding searches and does not sample")
     if streamer is not None:
         raise ValueError("streamer: expected None, tokens stay in C++ until the search has ended")
+    if config.num_beams is not None and config.num_beams < 1:
+        raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(
