@@ -22,6 +22,7 @@ from tests.decoder.decoder_models import (
     make_model,
     make_whisper_with_timestamps,
 )
+from tests.support.word_tokenizer import word_tokenizer
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -31,6 +32,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TextStreamer,
 )
 from transformers.generation import utils as generation_utils
 
@@ -390,6 +392,8 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
         ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
         ({"custom_generate": "here"}, "custom_generate is given"),
+        ({"streamer": TextStreamer(None), "num_beams": 2}, "streamer is given; .* stay in C"),
+        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
         ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
@@ -468,6 +472,13 @@ def test_it_stands_in_for_the_models_own(kind: str) -> None:
     model.generate = decoding.generate
     for generate in (model.generate, decoding.generate, second.generate):
         assert generate(**inputs, **arguments).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_stop_strings(num_beams: int) -> None:
+    whole = check("marian", num_beams=num_beams)
+    stop = {"stop_strings": [f"w{int(whole[0, 4])}"], "tokenizer": word_tokenizer(VOCAB)}
+    assert not check("marian", num_beams=num_beams, **stop).equal(whole)
 
 
 def test_other_models_and_formats_are_refused() -> None:

@@ -167,8 +167,14 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
+        if arguments.get("streamer") is not None:  # before generate() gives it the prompt
+            raise ValueError(
+                "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
+                "search has ended"
+            )
         from lmdecode.integrations.transformers.decoding.generation import decode
 
+        tokenizer = arguments.get("tokenizer")
         if isinstance(arguments.get("encoder_outputs"), dict):
             # generate() writes the outputs of the beams to it.
             arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
@@ -181,6 +187,7 @@ class Decoding:
             generation_config: Any,
             synced_gpus: bool | None = None,
             streamer: Any = None,
+            stop_strings: Any = None,
             **model_kwargs: Any,
         ) -> Any:
             return decode(
@@ -192,6 +199,8 @@ class Decoding:
                 generation_config,
                 synced_gpus,
                 streamer,
+                stop_strings=stop_strings,
+                tokenizer=tokenizer,
                 **model_kwargs,
             )
 
