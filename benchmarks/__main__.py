@@ -93,7 +93,7 @@ def main() -> int:
 
             plot(results, arguments.plot)
         except ImportError as error:
-            print(f"--plot: {error.name} is missing: pip install lmdecode[bench]", file=sys.stderr)
+            print(f"--plot: {error.name} is missing: pip install '.[bench]'", file=sys.stderr)
             return 1
     return 0
 

@@ -139,11 +139,31 @@ def test_peers_draw_from_the_tokens_that_ours_keeps(
 
 @pytest.mark.usefixtures("from_root")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_streaming_read_accepts_odd_sizes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_streaming_read_reads_all_of_odd_sizes(dtype: torch.dtype, threads: int) -> None:
+    """All but the last of an odd number of halves: a word of NaN is found, or summed, anywhere."""
     from benchmarks.limits import streaming_read
 
-    for size in (1, 2, 7, 1001):
-        streaming_read(torch.randn(1, size).to(dtype))()
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size in (1, 2, 7, 1001):
+            x = torch.randn(1, size).to(dtype)
+            words = size // (4 // dtype.itemsize)
+            found = streaming_read(x)()
+            assert found is None or isinstance(found, torch.Tensor)
+            for word in {0, words // 2, words - 1} if words else ():
+                marked = x.clone()
+                view = marked.view(-1)[: words * 4 // dtype.itemsize].view(torch.int32)
+                view[word] = 0x7FC12345
+                try:
+                    found = streaming_read(marked)()
+                except ValueError as error:
+                    assert "has the word 0x7fc12345 in it" in str(error)
+                else:
+                    assert isinstance(found, torch.Tensor) and found.isnan()
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 @pytest.mark.usefixtures("from_root")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "check_bool",
     "check_count",
     "check_dense_tensors",
+    "check_format",
     "check_int",
     "check_no_gradient",
     "check_number",
@@ -110,6 +112,40 @@ def check_number(
     if is_finite and not math.isfinite(number):
         raise ValueError(f"{op}: {name} is {value}; expected {limits or 'a finite number'}")
     return number
+
+
+#: What formats of weights are called beside torch's names.
+_SPELLINGS = {
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+
+
+def check_format(op: str, dtype: object, formats: Collection[str], where: str = "") -> str:
+    """Return the name of a format of weights; raise TypeError or ValueError for what is none.
+
+    Parameters
+    ----------
+    op
+        Who asks.
+    dtype
+        A name, such as "bfloat16", "bf16" or "torch.bfloat16", or a ``torch.dtype``.
+    formats
+        The names that there are.
+    where
+        What the error says behind them.
+    """
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise type_error(op, "dtype", dtype, "a str or a torch.dtype")
+    name = str(dtype).removeprefix("torch.")
+    name = _SPELLINGS.get(name, name)
+    if name not in formats:
+        expected = ", ".join(formats)
+        raise ValueError(f"{op}: dtype is {dtype!r}; expected one of {expected}{where}")
+    return name
 
 
 def check_bool(op: str, name: str, value: object) -> bool:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_no_gradient, check_number
+from lmdecode._checks import check_dense_tensors, check_format, check_no_gradient, check_number
 from lmdecode._ops import ops
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
@@ -54,17 +54,18 @@ class PackedLinear:
     bias : Tensor, optional
         ``[out_features]``, of the same dtypes. It is copied.
     dtype : {"float32", "bfloat16", "int8"}
-        What the weight is held in. ``"float32"``: products and sums in float32. ``"bfloat16"``:
-        ``x`` and the weight are rounded to bfloat16, sums are in float32. ``"int8"``: each output's
-        weights and each row of ``x`` are rounded to whole multiples of a 127th of their largest
-        magnitude, and their products are summed exactly; ``in_features`` up to 131072.
+        What the weight is held in; ``torch.bfloat16`` and "bf16" are taken, too. ``"float32"``:
+        products and sums in float32. ``"bfloat16"``: ``x`` and the weight are rounded to bfloat16,
+        sums are in float32. ``"int8"``: each output's weights and each row of ``x`` are rounded to
+        whole multiples of a 127th of their largest magnitude, and their products are summed
+        exactly; ``in_features`` up to 131072.
 
     Attributes
     ----------
     in_features, out_features : int
         Sizes.
     dtype : str
-        As given.
+        One of these names.
     packed : Tensor
         The weight, uint8 ``[bytes]``, in an order that depends on ``lmdecode.cpu_capability()``: it
         is of no use to another process.
@@ -86,15 +87,13 @@ class PackedLinear:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: str = "float32"
+        self, weight: Tensor, bias: Tensor | None = None, *, dtype: str | torch.dtype = "float32"
     ) -> None:
         op = "PackedLinear"
         check_dense_tensors(op, weight=weight)
-        if dtype is None:
-            raise TypeError(f"{op}: dtype is of type NoneType; expected a str")
-        self._format = _choice(op, "dtype", dtype, _FORMATS)
+        self.dtype = check_format(op, dtype, _FORMATS)
+        self._format = _FORMATS[self.dtype]
         self._check_weight(op, "weight", weight, 2, "[out_features, in_features]")
-        self.dtype = dtype
         self.out_features, self.in_features = weight.shape
         if bias is not None:
             check_dense_tensors(op, bias=bias)

@@ -19,6 +19,7 @@ Wrong = dict[str, tuple[str, type[Exception], dict[str, Any]]]
 COMMON: Wrong = {
     "q: a list": (r"q is of type list", TypeError, {"q": [1.0]}),
     "k: None": (r"k is of type NoneType", TypeError, {"k": None}),
+    "v: None": (r"v is of type NoneType; expected a tensor", TypeError, {"v": None}),
     "q: gradient": (
         r"q requires a gradient, and there is none; call it under torch.no_grad",
         ValueError,
@@ -407,3 +408,13 @@ def test_the_op_itself_refuses_what_the_function_would() -> None:
             *RAGGED.values(), -1, 0, 1.0, 0.0, *[None] * 4, ENDS_Q, *[None] * 2, False,
             *[None] * 3, False,
         )  # fmt: skip
+
+
+def test_decoding_with_a_ring_says_what_to_call() -> None:
+    ring = lmdecode.RingKVCache(1, 2, 16, 4)
+    q = torch.zeros(1, 4, 1, 16)
+    for arguments in ((ring,), (ring, ring), (torch.zeros(1, 2, 7, 16), ring)):
+        with pytest.raises(TypeError, match=r"is a RingKVCache; .* by ring\.attend\(q\)$"):
+            lmdecode.sliding_window_decode(q, *arguments)
+    with pytest.raises(TypeError, match="v is of type NoneType; expected a tensor"):
+        lmdecode.sliding_window_decode(q, torch.zeros(1, 2, 7, 16))

@@ -438,6 +438,22 @@ def test_the_hint_and_the_outputs_not_asked_for() -> None:
     assert torch.equal(second.logitsSelectIdx, first.logitsSelectIdx)
 
 
+def test_integers_and_numbers_of_numpy(device: torch.device) -> None:
+    """As everywhere else in lmdecode."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4)).to(device)
+    expected = ascend.top_k_top_p_sample_v2(logits, 5, 0.5, minPs=0.25, ksMax=16, topKGuess=8)
+    got = ascend.top_k_top_p_sample_v2(
+        logits,
+        np.int64(5),
+        np.float32(0.5),
+        minPs=np.float64(0.25),
+        eps=np.float64(1e-8),
+        ksMax=np.int32(16),
+        topKGuess=np.int64(8),
+    )
+    assert torch.equal(got.logitsSelectIdx, expected.logitsSelectIdx)
+
+
 @pytest.mark.parametrize("function", ["top_k_top_p_sample", "top_k_top_p_sample_v2"])
 def test_empty_batch(function: str) -> None:
     out = getattr(ascend, function)(torch.empty(0, 7), 3, 0.9, isNeedLogits=True)

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
                       lambda: config(embedding_scale=float("inf"))),
     "config: None": ("config is of type NoneType", TypeError, lambda: Decoding(None, WEIGHTS)),
     "weights: None": ("weights is of type NoneType", TypeError, lambda: Decoding(CONFIG, None)),
-    "dtype: a list": (r"dtype is \['int8'\]; expected one of", ValueError,
+    "dtype: a list": ("dtype is of type list; expected a str or a torch.dtype", TypeError,
                       lambda: Decoding(CONFIG, WEIGHTS, dtype=["int8"])),
     "embedding: None": ("embedding is of type NoneType", TypeError,
                         lambda: decoding(embedding=None)),

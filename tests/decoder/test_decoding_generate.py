@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lmdecode
+from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.decoder_models import (
     END,
     MODELS,
@@ -19,14 +22,19 @@ from tests.decoder.decoder_models import (
     make_model,
     make_whisper_with_timestamps,
 )
+from tests.support.word_tokenizer import word_tokenizer
 
 pytest.importorskip("transformers")
 from transformers import (
+    GenerationConfig,
+    GPT2Config,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TextStreamer,
 )
+from transformers.generation import utils as generation_utils
 
 
 @functools.cache
@@ -379,10 +387,13 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
     ("arguments", "message"),
     [
         ({"do_sample": True}, "do_sample"),
+        ({"num_beams": 0}, "^num_beams: expected at least 1, got 0"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
         ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
         ({"custom_generate": "here"}, "custom_generate is given"),
+        ({"streamer": TextStreamer(None), "num_beams": 2}, "streamer is given; .* stay in C"),
+        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
         ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
@@ -394,6 +405,80 @@ def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -
     _, decoding = pair("marian")
     with pytest.raises(ValueError, match=message):
         decoding.generate(**make_inputs("marian"), **{"max_new_tokens": 5, **arguments})
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "whisper"])
+def test_a_model_is_loaded_from_its_folder(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    inputs = make_inputs(kind)
+    given = lmdecode.Decoding.from_pretrained(model.float())
+    expected = given.generate(**inputs, num_beams=2, max_new_tokens=8)
+    for name in (tmp_path, str(tmp_path)):
+        decoding = lmdecode.Decoding.from_pretrained(name)
+        assert {tensor.dtype for tensor in decoding.model.parameters()} == {torch.float32}
+        assert not decoding.model.training
+        got = decoding.generate(**inputs, num_beams=2, max_new_tokens=8)
+        assert got.tolist() == expected.tolist()
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a model of type 'gpt2'; expected .* marian"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
+def test_spellings_of_a_format(dtype: Any) -> None:
+    model = make_model("marian")
+    decoder = lmdecode.Decoding.from_pretrained(model, dtype=dtype).decoder
+    expected = lmdecode.Decoding.from_pretrained(model, "bfloat16").decoder
+    assert isinstance(decoder, PackedDecoder) and isinstance(expected, PackedDecoder)
+    assert decoder.weight_format == "bfloat16"
+    assert all(map(torch.equal, decoder.tensors, expected.tensors))
+    config, weights = _config_and_weights()
+    layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype=dtype)
+    expected_layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype="bfloat16")
+    assert all(map(torch.equal, layer._tensors, expected_layer._tensors))
+
+
+def test_a_generation_config_brings_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate() does not want arguments beside it, and this adds none of its own."""
+    model, decoding = pair("marian")
+    config = GenerationConfig(
+        max_new_tokens=7, num_beams=2, decoder_start_token_id=1, eos_token_id=END, pad_token_id=0
+    )
+    seen: list[str] = []
+    logger = generation_utils.logger
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(logger, name, lambda text, *rest: seen.append(text))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = decoding.generate(**make_inputs("marian"), generation_config=config)
+        of_decoding, seen[:] = list(seen), []
+        expected = model.generate(**make_inputs("marian"), generation_config=config)
+    assert of_decoding == seen
+    assert got.tolist() == expected.tolist()
+    assert config.use_cache is not False
+
+
+@pytest.mark.parametrize("kind", ["marian", "whisper"])
+def test_it_stands_in_for_the_models_own(kind: str) -> None:
+    model, other = make_model(kind), make_model(kind)
+    inputs = make_inputs(kind)
+    arguments: dict[str, Any] = dict(num_beams=3, max_new_tokens=8)
+    expected = other.generate(**inputs, **arguments)
+    decoding, second = (lmdecode.Decoding.from_pretrained(model) for _ in range(2))
+    model.generate = decoding.generate
+    for generate in (model.generate, decoding.generate, second.generate):
+        assert generate(**inputs, **arguments).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_stop_strings(num_beams: int) -> None:
+    whole = check("marian", num_beams=num_beams)
+    stop = {"stop_strings": [f"w{int(whole[0, 4])}"], "tokenizer": word_tokenizer(VOCAB)}
+    assert not check("marian", num_beams=num_beams, **stop).equal(whole)
 
 
 def test_other_models_and_formats_are_refused() -> None:

@@ -210,6 +210,25 @@ def test_many_rows_and_outputs(dtype: str) -> None:
 # --- Formats --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.int8, "int8"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("bf16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_spellings_of_a_format(dtype: str | torch.dtype, name: str) -> None:
+    weight = torch.randn(5, 7)
+    layer, expected = PackedLinear(weight, dtype=dtype), PackedLinear(weight, dtype=name)
+    assert layer.dtype == name and layer.packed.equal(expected.packed)
+
+
 def test_half_weights() -> None:
     x, weight = normal(3, 40), normal(20, 40, seed=1)
     for half in (weight.half(), weight.bfloat16()):

@@ -42,15 +42,29 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
     "top_k: too few rows": ("top_k", ValueError, lambda: {"top_k": rows(2, torch.int64, 2)}),
     "top_k: too many rows": ("top_k", ValueError, lambda: {"top_k": rows(2, torch.int32, 4)}),
     "top_k: a column": ("top_k", ValueError, lambda: {"top_k": rows(2, torch.int64)[:, None]}),
-    "top_k: no dimension": ("top_k", ValueError, lambda: {"top_k": torch.tensor(2)}),
+    "top_k: a float without dimensions": (
+        "top_k",
+        ValueError,
+        lambda: {"top_k": torch.tensor(2.0)},
+    ),
+    "top_k: a short list": ("top_k", ValueError, lambda: {"top_k": [2] * 2}),
+    "top_k: a list of floats": ("top_k", TypeError, lambda: {"top_k": [2, 2.0, 2]}),
+    "top_k: a list of bools": ("top_k", TypeError, lambda: {"top_k": [True] * BATCH}),
+    "top_k: a list with 65 bits": ("top_k", ValueError, lambda: {"top_k": [2, 2**64, 2]}),
+    "top_k: a nested list": ("top_k", TypeError, lambda: {"top_k": [[2], [2], [2]]}),
     "top_k: meta": ("top_k", ValueError, lambda: {"top_k": rows(2, torch.int64).to("meta")}),
     "top_k: 65 bits": ("top_k", ValueError, lambda: {"top_k": 2**64}),
     "top_p: str": ("top_p", TypeError, lambda: {"top_p": "0.5"}),
-    "top_p: list": ("top_p", TypeError, lambda: {"top_p": [0.5] * BATCH}),
+    "top_p: a long tuple": ("top_p", ValueError, lambda: {"top_p": (0.5,) * 4}),
+    "top_p: a list with a str": ("top_p", TypeError, lambda: {"top_p": [0.5, "0.5", 0.5]}),
+    "top_p: a list with NaN": ("top_p", ValueError, lambda: {"top_p": [0.5, float("nan"), 0.5]}),
+    "top_p: percent": ("top_p", ValueError, lambda: {"top_p": 90}),
+    "top_p: a list in percent": ("top_p", ValueError, lambda: {"top_p": [0.9, 90, 0.9]}),
+    "top_p: infinite": ("top_p", ValueError, lambda: {"top_p": float("inf")}),
     "top_p: NaN": ("top_p", ValueError, lambda: {"top_p": float("nan")}),
     "top_p: larger than any float": ("top_p", ValueError, lambda: {"top_p": 10**400}),
     "top_p: int rows": ("top_p", ValueError, lambda: {"top_p": rows(1, torch.int64)}),
-    "top_p: float64 rows": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float64)}),
+    "top_p: an int without dimensions": ("top_p", ValueError, lambda: {"top_p": torch.tensor(1)}),
     "top_p: too few rows": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float32, 1)}),
     "top_p: meta": ("top_p", ValueError, lambda: {"top_p": rows(0.5, torch.float32).to("meta")}),
     "min_p: str": ("min_p", TypeError, lambda: {"min_p": "0.5"}),
@@ -61,6 +75,11 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
     "temperature: str": ("temperature", TypeError, lambda: {"temperature": "1"}),
     "temperature: negative": ("temperature", ValueError, lambda: {"temperature": -0.5}),
     "temperature: NaN": ("temperature", ValueError, lambda: {"temperature": float("nan")}),
+    "temperature: a list with a negative": (
+        "temperature",
+        ValueError,
+        lambda: {"temperature": [1.0, -0.5, 1.0]},
+    ),
     "temperature: larger than any float": (
         "temperature",
         ValueError,
@@ -95,6 +114,9 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
     "seed: 64 bits": ("seed", ValueError, lambda: {"seed": 2**63}),
     "seed: float rows": ("seed", ValueError, lambda: {"seed": rows(1, torch.float32)}),
     "seed: too few rows": ("seed", ValueError, lambda: {"seed": rows(1, torch.int64, 2)}),
+    "seed: a list of floats": ("seed", TypeError, lambda: {"seed": [1, 2, 3.0]}),
+    "seed: a short list": ("seed", ValueError, lambda: {"seed": [1, 2]}),
+    "seed: a float without dimensions": ("seed", ValueError, lambda: {"seed": torch.tensor(1.0)}),
     "seed: meta": ("seed", ValueError, lambda: {"seed": rows(1, torch.int64).to("meta")}),
     "position: float": ("position", TypeError, lambda: {"seed": 1, "position": 1.0}),
     "position: 65 bits": ("position", ValueError, lambda: {"seed": 1, "position": 2**64}),
@@ -107,6 +129,16 @@ CASES: dict[str, tuple[str, type[Exception], Callable[[], Arguments]]] = {
         "position",
         ValueError,
         lambda: {"seed": 1, "position": rows(1, torch.int64, 4)},
+    ),
+    "position: a list of floats": (
+        "position",
+        TypeError,
+        lambda: {"seed": 1, "position": [1.0] * BATCH},
+    ),
+    "position: a long list": (
+        "position",
+        ValueError,
+        lambda: {"seed": 1, "position": [1] * 4},
     ),
     "generator: int": ("generator", TypeError, lambda: {"generator": 1}),
     "eps: negative": ("eps", ValueError, lambda: {"q": logits(), "eps": -1e-8}),
@@ -143,6 +175,13 @@ def test_error_names_the_argument(case: str, device: torch.device) -> None:
     message = str(raised.value)
     assert re.search(rf"\b{name}\b", message), message
     assert "expected" in message, message
+
+
+@pytest.mark.parametrize("p", [90, 1.5, [0.9, 90, 0.9]])
+def test_a_top_p_above_1_says_its_range(p: object) -> None:
+    place = r"\[1\]" if isinstance(p, list) else ""
+    with pytest.raises(ValueError, match=rf"top_p{place} is .*; expected a number from 0 to 1$"):
+        lmdecode.top_k_top_p_sample(logits(), top_p=p)
 
 
 @pytest.mark.parametrize("dialect", ["", "Lmdecode", "llama.cpp", None, 0, ["vllm"]])

@@ -130,7 +130,7 @@ ROWS = st.one_of(
 PARAMETERS = st.fixed_dictionaries(
     {
         "top_k": st.one_of(st.none(), st.integers(-1, 45)),
-        "top_p": st.one_of(st.none(), st.floats(-0.5, 1.5, width=32)),
+        "top_p": st.one_of(st.none(), st.floats(-0.5, 1.0, width=32)),
         "min_p": st.one_of(st.none(), st.floats(-0.5, 1.5, width=32)),
         "temperature": st.one_of(st.none(), st.floats(0, 2.0**100, width=32)),
         "seed": st.one_of(st.none(), st.integers(-1, 2**63 - 1)),

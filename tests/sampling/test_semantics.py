@@ -91,7 +91,12 @@ def test_top_p_keeps_the_lowest_indices_of_equal_logits(device: torch.device) ->
 @pytest.mark.parametrize("p", [1.0, 1.5, INF])
 def test_top_p_off(p: float, device: torch.device) -> None:
     """Off means off: even a token with no measurable mass stays."""
-    assert kept([0.0, -200.0, -3e38], device, top_p=p) == [0, 1, 2]
+    row = [0.0, -200.0, -3e38]
+    assert kept(row, device, top_p=torch.tensor([p], device=device)) == [0, 1, 2]
+    for dialect in ("ascend_v1", "ascend_v2"):  # a number above 1 is an error elsewhere
+        assert kept(row, device, top_p=p, dialect=dialect) == [0, 1, 2]
+    if p == 1:
+        assert kept(row, device, top_p=p) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("p", [0.0, -0.0, -1.0, 1e-45, 1e-30])

@@ -385,14 +385,17 @@ class _CaseMaker:
         temperature = self.parameter(batch, self.temperature, floats)
         if isinstance(temperature, float):
             temperature = abs(temperature)  # below 0 is an error for all rows, a status for one
+        logits = self.matrix(rows, dtype)
+        top_k = self.parameter(batch, lambda: self.top_k(vocab), (torch.int32, torch.int64))
+        top_p = self.parameter(batch, self.top_p, floats)
+        if isinstance(top_p, float) and not dialect.startswith("ascend"):
+            top_p = min(top_p, 1.0)  # above 1 is an error for all rows, off for one
         return SamplingCase(
             name,
-            self.matrix(rows, dtype),
+            logits,
             {
-                "top_k": self.parameter(
-                    batch, lambda: self.top_k(vocab), (torch.int32, torch.int64)
-                ),
-                "top_p": self.parameter(batch, self.top_p, floats),
+                "top_k": top_k,
+                "top_p": top_p,
                 "min_p": self.parameter(batch, self.min_p, floats) if self.chance(0.5) else None,
                 "temperature": temperature,
                 **self.noise(batch, vocab),

@@ -246,7 +246,7 @@ def sliding_window_attention(
 def sliding_window_decode(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     *,
     window: int | None = None,
     window_right: int | None = 0,
@@ -292,7 +292,14 @@ key_padding_mask, block_table, indirection, return_lse
         Names the argument, what came and what was expected.
     """
     op = "sliding_window_decode"
+    for name, value in (("k", k), ("v", v)):
+        if not isinstance(value, Tensor) and hasattr(value, "attend"):
+            raise TypeError(
+                f"{op}: {name} is a {type(value).__name__}; expected a tensor: attend to a ring by "
+                "ring.attend(q)"
+            )
     check_tensors(op, q=q, k=k, v=v)
+    assert v is not None
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_int, check_number, dtype_name, type_error
 from lmdecode.sampling.ops import top_k_top_p_sample as _sample
 from lmdecode.sampling.types import SampleOutput
 
@@ -86,7 +87,7 @@ def _check_tensor(
         expected = " or ".join(_name(dtype) for dtype in dtypes)
         if logits.dtype in dtypes and rank == 1:
             expected += ", the dtype of logits"
-        raise ValueError(f"{op}: {name} has dtype {_name(value.dtype)}; expected {expected}")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected {expected}")
     if value.shape != logits.shape[:rank]:
         raise ValueError(
             f"{op}: {name} has shape {list(value.shape)}; expected {list(logits.shape[:rank])}"
@@ -99,10 +100,10 @@ def _check_tensor(
 
 def _check_logits(op: str, logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
-        raise TypeError(f"{op}: logits is of type {type(logits).__name__}; expected a tensor")
+        raise type_error(op, "logits", logits, "a tensor")
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"{op}: logits has dtype {_name(logits.dtype)}; expected float32, float16 or bfloat16"
+            f"{op}: logits has dtype {dtype_name(logits)}; expected float32, float16 or bfloat16"
         )
     if logits.dim() != 2 or logits.size(1) < 1:
         raise ValueError(
@@ -115,10 +116,7 @@ def _top_k(op: str, value: int | Tensor, logits: Tensor, limit: int = _MAX_K) ->
     if isinstance(value, Tensor):
         _check_tensor(op, "topK", value, logits, (torch.int32, torch.int64))
         return value if limit == _MAX_K else torch.where(value <= limit, value, 0)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{op}: topK is of type {type(value).__name__}; expected an int or a tensor, 0 for off"
-        )
+    value = check_int(op, "topK", value, kind="an int or a tensor, 0 for off")
     return value if 1 <= value <= limit else 0
 
 
@@ -129,10 +127,7 @@ def _fraction(
     if isinstance(value, Tensor):
         _check_tensor(op, name, value, logits, (logits.dtype,))
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{op}: {name} is of type {type(value).__name__}; expected a number or a tensor, {off}"
-        )
+    value = check_number(op, name, value, kind=f"a number or a tensor, {off}")
     if not torch.compiler.is_compiling() and value != value:
         raise ValueError(f"{op}: {name} is nan; expected a number")
     if logits.dtype is torch.float32:
@@ -145,21 +140,12 @@ def _fraction(
 def _check_rest(op: str, logits: Tensor, q: Tensor | None, eps: float, topKGuess: int) -> None:
     if q is not None:
         if not isinstance(q, Tensor):
-            raise TypeError(f"{op}: q is of type {type(q).__name__}; expected a tensor or None")
+            raise type_error(op, "q", q, "a tensor or None")
         _check_tensor(op, "q", q, logits, (torch.float32,), rank=2)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps is of type {type(eps).__name__}; expected a number")
+    eps = check_number(op, "eps", eps)
     if not torch.compiler.is_compiling() and not 0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps is {eps}; expected a finite number >= 0")
-    _check_int(op, "topKGuess", topKGuess, 1, None)
-
-
-def _check_int(op: str, name: str, value: int, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected an int")
-    if value < low or (high is not None and value > high):
-        expected = f"an int >= {low}" if high is None else f"an int from {low} to {high}"
-        raise ValueError(f"{op}: {name} is {value}; expected {expected}")
+    check_int(op, "topKGuess", topKGuess, 1, limits="an int >= 1")
 
 
 def _flag(op: str, name: str, value: bool | int) -> bool:
@@ -312,7 +298,7 @@ def top_k_top_p_sample_v2(
     """
     op = "top_k_top_p_sample_v2"
     _check_logits(op, logits)
-    _check_int(op, "ksMax", ksMax, 1, _MAX_K)
+    ksMax = check_int(op, "ksMax", ksMax, 1, _MAX_K, limits=f"an int from 1 to {_MAX_K}")
     limit = (ksMax + _K_STEP - 1) // _K_STEP * _K_STEP
     k = _top_k(op, topK, logits, limit)
     p = _fraction(op, "topP", topP, logits, "1.0 for off")

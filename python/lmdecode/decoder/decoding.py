@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +35,10 @@ class Decoding:
     weights : DecoderWeights
         Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
     dtype : {"float32", "bfloat16", "int8"}
-        What linear weights are held and multiplied as; see docs/reference/decoder.md. On a
-        device "float32", "float16" and "bfloat16".
+        What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
+        gives the tokens of transformers; the others' scores are near, so that close tokens may
+        differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
+        taken, too.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
 
@@ -49,7 +53,7 @@ class Decoding:
         config: DecoderConfig,
         weights: DecoderWeights,
         *,
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         use_cuda_graph: bool = False,
     ) -> None:
         check_weights(config, weights)
@@ -67,15 +71,16 @@ class Decoding:
 
     @classmethod
     def from_pretrained(
-        cls, model: Any, dtype: str = "float32", *, use_cuda_graph: bool = False
+        cls, model: Any, dtype: str | torch.dtype = "float32", *, use_cuda_graph: bool = False
     ) -> Decoding:
-        """Take the decoder of a loaded transformers model.
+        """Take the decoder of a transformers model, which is loaded where its name is given.
 
         Parameters
         ----------
         model
-            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper. It is kept:
-            its encoder runs as it is.
+            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper, or the folder
+            or name of one, which is loaded with float32 weights. It is kept: its encoder runs as
+            it is.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
         use_cuda_graph : bool
@@ -85,9 +90,13 @@ class Decoding:
         ------
         ValueError
             Another model, or another dtype.
+        OSError
+            There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.models import decoder_of
+        from lmdecode.integrations.transformers.decoding.models import decoder_of, load_model
 
+        if isinstance(model, (str, os.PathLike)):
+            model = load_model(model)
         decoding = cls(*decoder_of(model), dtype=dtype, use_cuda_graph=use_cuda_graph)
         decoding.model = model
         return decoding
@@ -150,6 +159,9 @@ class Decoding:
     def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
         """Return what ``model.generate(...)`` returns, without sampling.
 
+        With the format "float32" the tokens are those of transformers. It may stand in for the
+        model's own: ``model.generate = decoding.generate``.
+
         Parameters
         ----------
         inputs : Tensor, optional
@@ -175,8 +187,14 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
+        if arguments.get("streamer") is not None:  # before generate() gives it the prompt
+            raise ValueError(
+                "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
+                "search has ended"
+            )
         from lmdecode.integrations.transformers.decoding.generation import decode
 
+        tokenizer = arguments.get("tokenizer")
         if isinstance(arguments.get("encoder_outputs"), dict):
             # generate() writes the outputs of the beams to it.
             arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
@@ -189,6 +207,7 @@ class Decoding:
             generation_config: Any,
             synced_gpus: bool | None = None,
             streamer: Any = None,
+            stop_strings: Any = None,
             **model_kwargs: Any,
         ) -> Any:
             return decode(
@@ -200,10 +219,21 @@ class Decoding:
                 generation_config,
                 synced_gpus,
                 streamer,
+                stop_strings=stop_strings,
+                tokenizer=tokenizer,
                 **model_kwargs,
             )
 
-        # Of no use here, and a good part of a small model's call to prepare.
-        arguments.setdefault("use_cache", False)
+        # A cache is of no use here, and a good part of a small model's call to prepare.
+        config = arguments.get("generation_config")
+        if "use_cache" not in arguments:
+            if config is None:
+                arguments["use_cache"] = False
+            else:  # beside which generate() does not want arguments
+                arguments["generation_config"] = config = copy.deepcopy(config)
+                config.use_cache = False
+        generate = self.model.generate
+        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+            generate = partial(type(self.model).generate, self.model)
         positional = () if inputs is None else (inputs,)
-        return self.model.generate(*positional, custom_generate=loop, **arguments)
+        return generate(*positional, custom_generate=loop, **arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_format
 from lmdecode._ops import ops
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.rule_arguments import RuleArguments
@@ -56,16 +57,12 @@ class DeviceDecoder:
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        weight_format: str = "float32",
+        weight_format: str | torch.dtype = "float32",
         *,
         device: torch.device | None = None,
         use_cuda_graph: bool = False,
     ) -> None:
-        if weight_format not in tuple(DTYPES):
-            raise ValueError(
-                f"Decoding: dtype is {weight_format!r}; expected one of {', '.join(DTYPES)} on "
-                "a device"
-            )
+        weight_format = check_format("Decoding", weight_format, DTYPES, " on a device")
         check_weights(config, weights)
         self.config, self.weight_format = config, weight_format
         self.dtype, self.use_cuda_graph = DTYPES[weight_format], use_cuda_graph

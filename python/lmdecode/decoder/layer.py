@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, check_no_gradient
+from lmdecode._checks import check_dense_tensors, check_format, check_int, check_no_gradient
 from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_floats, indices
 from lmdecode.decoder.config import FORMATS, DecoderConfig, LayerWeights, float32
@@ -43,15 +43,14 @@ class DecoderLayer:
         weights: LayerWeights,
         relative_bias: Tensor | None = None,
         *,
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
     ) -> None:
         op = "DecoderLayer"
         if not isinstance(config, DecoderConfig):
             raise TypeError(
                 f"{op}: config is of type {type(config).__name__}; expected a DecoderConfig"
             )
-        if dtype not in tuple(FORMATS):
-            raise ValueError(f"{op}: dtype is {dtype!r}; expected one of {', '.join(FORMATS)}")
+        weight_format = check_format(op, dtype, FORMATS)
         if relative_bias is not None:
             check_floats(op, "relative_bias", relative_bias)
             shape, heads = relative_bias.shape, config.num_heads
@@ -61,8 +60,8 @@ class DecoderLayer:
                 )
         self.config = replace(config, num_layers=1)
         self.relative_bias = float32(relative_bias)
-        self._sizes = self.config.sizes(dtype)
-        self._tensors = pack_layer(self.config, weights, dtype)
+        self._sizes = self.config.sizes(weight_format)
+        self._tensors = pack_layer(self.config, weights, weight_format)
 
     def new_caches(
         self, memory: Tensor, memory_lengths: Tensor, rows: int, capacity: int

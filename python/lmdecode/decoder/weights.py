@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_format
 from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_layer, check_weights
 from lmdecode.decoder.config import (
@@ -77,12 +78,12 @@ class PackedDecoder:
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, weight_format: str = "float32"
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        weight_format: str | torch.dtype = "float32",
     ) -> None:
-        if weight_format not in tuple(FORMATS):
-            raise ValueError(
-                f"Decoding: dtype is {weight_format!r}; expected one of {', '.join(FORMATS)}"
-            )
+        weight_format = check_format("Decoding", weight_format, FORMATS)
         check_weights(config, weights)
         self.config, self.weight_format = config, weight_format
         self.device = torch.device("cpu")

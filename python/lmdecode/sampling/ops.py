@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,64 +12,136 @@ from lmdecode._checks import MAX_INT, check_bool, check_int, check_number, dtype
 from lmdecode._ops import ops
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 
-__all__ = ["DIALECTS", "SampleOutput", "top_k_top_p_sample"]
+__all__ = ["DIALECTS", "SampleOutput", "row_tensor", "top_k_top_p_sample"]
 
 _OP = "top_k_top_p_sample"
 _sample = ops.top_k_top_p_sample.default
 _DIALECT_NUMBERS = {name: number for number, name in enumerate(DIALECTS)}
 # Row seeds of an int seed are this far apart, modulo 2^63. As a signed 64-bit integer.
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_LOWEST = float("-inf")
+
+
+def row_tensor(
+    name: str,
+    values: list[Any] | tuple[Any, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    dialect: str = "lmdecode",
+) -> Tensor:
+    """Return numbers, one a row, as a parameter of ``top_k_top_p_sample``.
+
+    Parameters
+    ----------
+    name
+        Of the parameter.
+    values
+        Numbers, or ints for int64.
+    dtype
+        float32 or int64.
+    device
+        Of the logits.
+    dialect
+        Whose range ``top_p`` has.
+
+    Returns
+    -------
+    Tensor
+        ``[len(values)]``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names a number that is none or out of range, as ``top_p[2]``.
+    """
+    rows = []
+    for place, value in enumerate(values):
+        where = f"{name}[{place}]"
+        if dtype.is_floating_point:
+            value = check_number(_OP, where, value)
+            _check_range(name, value, dialect, where)
+        else:
+            value = check_int(_OP, where, value)
+        rows.append(value)
+    return torch.tensor(rows, dtype=dtype, device=device)
+
+
+def _rows_of(name: str, value: Tensor, dtype: torch.dtype, logits: Tensor) -> Tensor:
+    """The tensor of a parameter in the op's dtype; one without dimensions is every row's."""
+    if value.dtype is not dtype:
+        is_float = dtype.is_floating_point
+        allowed = (torch.float64, torch.float16, torch.bfloat16) if is_float else (torch.int32,)
+        if value.dtype not in allowed:
+            expected = "float64, float32, float16 or bfloat16" if is_float else "int64 or int32"
+            raise ValueError(f"{_OP}: {name} has dtype {dtype_name(value)}; expected {expected}")
+        value = value.to(dtype)
+    return value if value.dim() else value.to(logits.device).expand(logits.size(0))
 
 
 def _split(
-    name: str, value: Any, off: float | int, dtype: torch.dtype
+    name: str, value: Any, off: float | int, dtype: torch.dtype, logits: Tensor, dialect: str
 ) -> tuple[float | int, Tensor | None]:
     """A parameter as (number for all rows, tensor of one number a row)."""
     if value is None:
         return off, None
     if isinstance(value, Tensor):
-        if value.dtype is dtype:
-            return off, value
-        is_float = dtype.is_floating_point
-        allowed = (torch.float16, torch.bfloat16) if is_float else (torch.int32,)
-        if value.dtype not in allowed:
-            expected = "float32, float16 or bfloat16" if is_float else "int64 or int32"
-            raise ValueError(f"{_OP}: {name} has dtype {dtype_name(value)}; expected {expected}")
-        return off, value.to(dtype)
+        return off, _rows_of(name, value, dtype, logits)
     if dtype.is_floating_point:
-        if type(value) is not float:
-            value = check_number(_OP, name, value, kind="a number, a tensor or None")
-    elif type(value) is not int:
-        value = check_int(_OP, name, value, kind="an int, a tensor or None")
-    return value, None
+        if type(value) is float:
+            return value, None
+    elif type(value) is int:
+        return value, None
+    if isinstance(value, (list, tuple)):
+        return off, row_tensor(name, value, dtype, logits.device, dialect)
+    if dtype.is_floating_point:
+        return check_number(_OP, name, value, kind="a number, a tensor, a list or None"), None
+    return check_int(_OP, name, value, kind="an int, a tensor, a list or None"), None
 
 
-def _check_at_least(name: str, value: float, low: float, text: str) -> None:
-    if not value >= low:
-        raise ValueError(f"{_OP}: {name} is {value}; expected {text}")
+def _check_range(name: str, value: float, dialect: str, where: str | None = None) -> None:
+    """Raise ValueError for a number that a parameter cannot be, NaN among them."""
+    if name == "temperature":
+        is_valid, expected = value >= 0.0, "a number >= 0"
+    elif name == "top_p" and not dialect.startswith("ascend"):  # where more than 1 is off
+        is_valid, expected = value <= 1.0, "a number from 0 to 1"
+    else:
+        is_valid, expected = value >= _LOWEST, "a number"
+    if not is_valid:
+        raise ValueError(f"{_OP}: {where or name} is {value}; expected {expected}")
 
 
-def _row_seeds(seed: int | Tensor, batch: int, device: torch.device) -> Tensor | None:
-    if isinstance(seed, Tensor):
-        if seed.dtype is torch.int32:
-            seed = seed.to(torch.int64)
-        return seed
-    seed = check_int(_OP, "seed", seed, kind="an int or a tensor", limits="an int below 2^63")
-    if seed < 0:
-        return None
-    return (torch.arange(batch, device=device) * _SEED_STEP + seed) & MAX_INT
+def _row_seeds(seed: Any, logits: Tensor) -> Tensor | None:
+    number, rows = _split("seed", seed, -1, torch.int64, logits, "")
+    if rows is None:
+        number = check_int(_OP, "seed", number, limits="an int below 2^63")
+        if number < 0:
+            return None
+    elif not isinstance(seed, Tensor) or seed.dim():
+        return rows
+    steps = torch.arange(logits.size(0), device=logits.device) * _SEED_STEP
+    if rows is None:
+        return (steps + number) & MAX_INT
+    return torch.where(rows < 0, rows, (steps + rows) & MAX_INT)
+
+
+def _positions(position: Any, logits: Tensor) -> Tensor:
+    number, rows = _split("position", position, 0, torch.int64, logits, "")
+    if rows is None:
+        number = check_int(_OP, "position", number)
+        rows = torch.full((logits.size(0),), number, device=logits.device)
+    return rows
 
 
 def top_k_top_p_sample(
     logits: Tensor,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
+    top_k: int | Sequence[int] | Tensor | None = None,
+    top_p: float | Sequence[float] | Tensor | None = None,
     q: Tensor | None = None,
     *,
-    min_p: float | Tensor | None = None,
-    temperature: float | Tensor | None = None,
-    seed: int | Tensor | None = None,
-    position: int | Tensor | None = None,
+    min_p: float | Sequence[float] | Tensor | None = None,
+    temperature: float | Sequence[float] | Tensor | None = None,
+    seed: int | Sequence[int] | Tensor | None = None,
+    position: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
     eps: float = 1e-8,
     return_logits: bool = False,
@@ -88,26 +161,28 @@ def top_k_top_p_sample(
     logits : Tensor
         ``[batch, vocab]`` float32, float16 or bfloat16, any strides; batch >= 0, vocab >= 1.
         NaN counts as -inf.
-    top_k : int or Tensor, optional
-        Tokens to keep; a tensor has one int64 or int32 a row, as for the parameters below.
-        ``<= 0`` or ``>= vocab``: off.
-    top_p : float or Tensor, optional
+    top_k : int, list of int or Tensor, optional
+        Tokens to keep; a list or a tensor, int64 or int32, has one a row, as for the parameters
+        below; a tensor without dimensions is one number for all rows. ``<= 0`` or ``>= vocab``:
+        off.
+    top_p : float, list of float or Tensor, optional
         Keep the smallest prefix with mass >= top_p of the softmax over what top-k left.
-        ``>= 1``: off, ``<= 0``: one token.
+        1: off, ``<= 0``: one token. A number above 1 is an error, but for the dialects of Ascend;
+        the values of a tensor, of any dtype of floats, are not looked at: above 1 is off.
     q : Tensor, optional
         ``[batch, vocab]`` float32 noise, standard exponential for true sampling: the token with the
         largest ``probability / (abs(q) + eps)`` is taken.
-    min_p : float or Tensor, optional
+    min_p : float, list of float or Tensor, optional
         Keep tokens with a probability of at least min_p times the largest. ``<= 0``: off,
         ``>= 1``: one token.
-    temperature : float or Tensor, optional
+    temperature : float, list of float or Tensor, optional
         Divides the logits before everything else. 0: the largest logit of the row, without noise.
-    seed : int or Tensor, optional
+    seed : int, list of int or Tensor, optional
         Switches on internal noise, a function of (seed, position, token id) alone; without it, q
-        and generator there is none, and the most probable kept token is taken. A tensor has one
-        int64 a row, < 0: no noise in that row. An int gives row ``i`` the seed
+        and generator there is none, and the most probable kept token is taken. A list or a tensor
+        has one a row, < 0: no noise in that row. One number gives row ``i`` the seed
         ``(seed + i * 0x9E3779B97F4A7C15) mod 2^63``.
-    position : int or Tensor, optional
+    position : int, list of int or Tensor, optional
         int64, the second part of the noise counter, 0 by default: count it up from token to token.
     generator : torch.Generator, optional
         Draws a seed for each row, in place of ``seed``.
@@ -139,16 +214,21 @@ def top_k_top_p_sample(
         logits = logits.detach()
     if logits.layout is not torch.strided:
         raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
+    if logits.dim() != 2:
+        raise ValueError(
+            f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
+        )
     dialect_number = _DIALECT_NUMBERS.get(dialect) if isinstance(dialect, str) else None
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")
-    k, k_rows = _split("top_k", top_k, 0, torch.int64)
-    p, p_rows = _split("top_p", top_p, 1.0, torch.float32)
-    m, m_rows = _split("min_p", min_p, 0.0, torch.float32)
-    t, t_rows = _split("temperature", temperature, 1.0, torch.float32)
-    _check_at_least("top_p", p, float("-inf"), "a number")
-    _check_at_least("min_p", m, float("-inf"), "a number")
-    _check_at_least("temperature", t, 0.0, "a number >= 0")
+    k, k_rows = _split("top_k", top_k, 0, torch.int64, logits, dialect)
+    p, p_rows = _split("top_p", top_p, 1.0, torch.float32, logits, dialect)
+    m, m_rows = _split("min_p", min_p, 0.0, torch.float32, logits, dialect)
+    t, t_rows = _split("temperature", temperature, 1.0, torch.float32, logits, dialect)
+    if not (p <= 1.0 and m >= _LOWEST and t >= 0.0):
+        _check_range("top_p", p, dialect)
+        _check_range("min_p", m, dialect)
+        _check_range("temperature", t, dialect)
     if not ~MAX_INT <= k <= MAX_INT:
         raise ValueError(f"{_OP}: top_k is {k}; expected an int of 64 bits")
     if q is not None:
@@ -168,15 +248,8 @@ def top_k_top_p_sample(
             )
         if not isinstance(generator, torch.Generator):
             raise type_error(_OP, "generator", generator, "a torch.Generator")
-    if logits.dim() != 2:
-        raise ValueError(
-            f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
-        )
-    if position is not None and not isinstance(position, Tensor):
-        position = check_int(_OP, "position", position, kind="an int or a tensor")
-        position = torch.full((logits.size(0),), position, device=logits.device)
-    elif isinstance(position, Tensor) and position.dtype is torch.int32:
-        position = position.to(torch.int64)
+    if position is not None:
+        position = _positions(position, logits)
 
     def call(seeds: Tensor | None) -> SampleOutput:
         return SampleOutput(
@@ -187,7 +260,7 @@ def top_k_top_p_sample(
         )  # fmt: skip
 
     if generator is None:
-        return call(None if seed is None else _row_seeds(seed, logits.size(0), logits.device))
+        return call(None if seed is None else _row_seeds(seed, logits))
     state = generator.get_state()
     try:
         seeds = torch.randint(

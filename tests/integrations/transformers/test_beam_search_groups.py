@@ -299,6 +299,14 @@ def test_hamming_diversity_counts_what_earlier_groups_chose():
     assert torch.equal(processor(None, scores, tokens, 0), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_hamming_diversity_keeps_the_dtype_of_the_scores(dtype):
+    processor = HammingDiversityLogitsProcessor(0.5, num_beams=4, num_beam_groups=2)
+    got = processor(None, torch.zeros(2, 6, dtype=dtype), torch.tensor([1, 1, 4, 4]), 1)
+    assert got.dtype == dtype
+    assert got[0].tolist() == [0, -1, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

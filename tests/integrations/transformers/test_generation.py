@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    TextIteratorStreamer,
+)
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor, TopPLogitsWarper
 
-from lmdecode.integrations.transformers import sample
+from lmdecode.integrations.transformers import beam_search, sample
+from tests.support.word_tokenizer import word_tokenizer
 
-PAD, EOS = 0, 2
+PAD, EOS, VOCAB = 0, 2, 61
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -192,6 +199,26 @@ def test_stopping_criteria_see_the_scores(llama, prompts):
     assert criterion.scores[-1] is got.scores
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_stop_strings(llama, prompts, num_beams):
+    tokenizer = word_tokenizer(VOCAB)
+    loop = sample if num_beams == 1 else beam_search
+    options = {"max_new_tokens": 9, "num_beams": num_beams}
+    whole = llama.generate(prompts, **options)
+    stop = [f"w{int(whole[0, prompts.shape[1] + 3])}"]
+    expected = llama.generate(prompts, **options, stop_strings=stop, tokenizer=tokenizer)
+    assert not torch.equal(expected, whole)
+    got = llama.generate(
+        prompts, **options, stop_strings=stop, tokenizer=tokenizer, custom_generate=loop
+    )
+    assert torch.equal(got, expected)
+    bound = functools.partial(loop, tokenizer=tokenizer)
+    got = llama.generate(prompts, **options, stop_strings=stop, custom_generate=bound)
+    assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match=r"^tokenizer: expected the model's"):
+        llama.generate(prompts, **options, stop_strings=stop, custom_generate=loop)
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_streamer(model, prompts, do_sample):
     streamer = Streamer()
@@ -218,6 +245,66 @@ def test_streamer_bound_beforehand(llama, prompts):
     )
     assert streamer.ended == 1
     assert torch.equal(torch.stack(streamer.chunks, dim=1), ids[:, prompts.shape[1] :])
+
+
+def around(*args, **kwargs):
+    """A function around the loop, which knows nothing of streamers."""
+    return sample(*args, **kwargs)
+
+
+def beams_around(*args, **kwargs):
+    return beam_search(*args, **kwargs)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_nobody_waits_for_a_streamer_that_was_dropped(llama, prompts, num_beams):
+    streamer = Streamer()
+    with pytest.raises(ValueError, match=r"^streamer: generate\(\) was given one, .* bind it"):
+        llama.generate(
+            prompts,
+            max_new_tokens=4,
+            num_beams=num_beams,
+            streamer=streamer,
+            custom_generate=around if num_beams == 1 else beams_around,
+        )
+    assert streamer.ended == 1
+    without = llama.generate(prompts, max_new_tokens=4, custom_generate=around)
+    streamer = Streamer()
+    ids = llama.generate(
+        prompts, max_new_tokens=4, custom_generate=functools.partial(around, streamer=streamer)
+    )
+    assert streamer.ended == 1 and torch.equal(ids, without)
+
+
+def test_a_streamers_consumer_does_not_wait(llama, prompts):
+    """Texts of a TextIteratorStreamer, read while a thread generates: after an error they end."""
+
+    class Tokenizer:
+        def decode(self, ids, **kwargs):
+            return " ".join(map(str, ids)) + "\n"
+
+    for custom_generate, options in (
+        (around, {}),
+        (sample, {"logits_processor": LogitsProcessorList([Overwrite(0, math.nan, 8)])}),
+        (sample, {"seed": -1}),
+        (sample, {"num_beams": 0}),
+    ):
+        streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=60)
+        errors = []
+
+        def run(custom_generate=custom_generate, options=options, streamer=streamer, errors=errors):
+            try:
+                llama.generate(
+                    prompts[:1], custom_generate=custom_generate, streamer=streamer, **options
+                )
+            except (ValueError, RuntimeError) as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        list(streamer)  # raises queue.Empty after the timeout if nobody ends it
+        thread.join()
+        assert len(errors) == 1
 
 
 def test_as_a_method_of_a_model(prompts, make_model):

@@ -136,6 +136,31 @@ def test_seed_may_be_an_int(llama, prompts):
     assert len({tuple(row) for row in run(4).tolist()}) == 3
 
 
+def test_seeds_may_be_a_list(llama, prompts):
+    def generate(seed, **options):
+        return llama.generate(
+            prompts[:2],
+            do_sample=True,
+            max_new_tokens=6,
+            custom_generate=sample,
+            seed=seed,
+            **options,
+        )
+
+    expected = generate(torch.tensor([1, 2]))
+    for seed in ([1, 2], (1, 2)):
+        assert torch.equal(generate(seed), expected)
+    assert torch.equal(generate(torch.tensor(5)), generate(5))
+    with pytest.raises(TypeError, match=r"seed\[1\] is of type float"):
+        generate([1, 2.5])
+    with pytest.raises(ValueError, match=r"^seed: .* each of 2 rows; got \[3\]"):
+        generate([1, 2, 3])
+    message = r"^seed: .* each of 6 rows, as num_return_sequences = 3 makes 3 rows .*; got \[2\]"
+    for seed in ([1, 2], torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match=message):
+            generate(seed, num_return_sequences=3)
+
+
 def test_top_k_1_is_greedy(model, prompts):
     greedy = model.generate(prompts, do_sample=False, max_new_tokens=12)
     got = model.generate(

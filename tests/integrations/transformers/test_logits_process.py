@@ -61,8 +61,8 @@ def undecided(scores: torch.Tensor, stages: dict[str, float]) -> torch.Tensor:
 def assert_equals_chain(scores: torch.Tensor, stages: dict[str, float]) -> None:
     before = scores.clone()
     got = TopKTopPLogitsProcessor(**stages)(None, scores)
-    expected = chain(scores, stages)
-    assert got.dtype == torch.float32 and got.shape == scores.shape
+    expected = chain(scores, stages).to(scores.dtype)
+    assert got.dtype == scores.dtype and got.shape == scores.shape
     torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
     differs = got != expected
     if differs.any():
@@ -154,6 +154,17 @@ def test_any_strides(dtype):
 def test_float64_scores_are_taken_as_float32():
     scores = random_scores((2, 30), torch.float64, ties=False, seed=6)
     assert_equals_chain(scores, {"top_k": 5, "temperature": 0.6})
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
+def test_the_dtype_is_that_of_the_warpers(dtype):
+    scores = random_scores((3, 40), dtype, ties=False, seed=9)
+    stages = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
+    warpers = LogitsProcessorList([WARPERS[name](value) for name, value in stages.items()])
+    got = TopKTopPLogitsProcessor(**stages)(None, scores)
+    assert got.dtype == warpers(None, scores).dtype == dtype
+    as_float32 = TopKTopPLogitsProcessor(**stages)(None, scores.float())
+    assert torch.equal(got, as_float32.to(dtype))
 
 
 def test_nothing_left_stays_nothing_left():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers.generation import utils as generation_utils
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 # Before 5.3 the cache positions in model_kwargs say which inputs are new.
 _TAKES_NEXT_SEQUENCE_LENGTH = (
@@ -28,6 +31,12 @@ class CallerArguments(NamedTuple):
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
     assistant_model: Any = None
+    tokenizer: Any = None
+
+
+def _is_generate(frame: FrameType) -> bool:
+    generate = inspect.unwrap(generation_utils.GenerationMixin.generate)
+    return frame.f_code is generate.__code__
 
 
 def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
@@ -36,7 +45,8 @@ def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
     transformers (5.0 to 5.23) replaces the arguments of a decoding loop by those which a callable
     adds to the signature of ``_sample``. So a callable never gets these: a streamer would be
     given the prompt and then nothing, and whoever iterates over it would wait for ever. They are
-    read from the frame of ``generate()``, where it is the direct caller.
+    read from the frame of ``generate()``, where it is the direct caller, and the tokenizer, which
+    it drops altogether, from that of its decorator.
 
     Parameters
     ----------
@@ -48,10 +58,72 @@ def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
     CallerArguments
         All None where the caller is not ``generate()``.
     """
-    generate = inspect.unwrap(generation_utils.GenerationMixin.generate)
-    if caller is None or caller.f_code is not generate.__code__:
+    if caller is None or not _is_generate(caller):
         return CallerArguments()
-    return CallerArguments(*(caller.f_locals.get(name) for name in CallerArguments._fields))
+    given = {name: caller.f_locals.get(name) for name in CallerArguments._fields}
+    if caller.f_back is not None:
+        given["tokenizer"] = caller.f_back.f_locals.get("kwargs", {}).get("tokenizer")
+    return CallerArguments(**given)
+
+
+def refuse_dropped_streamer(caller: FrameType | None, model: Any) -> None:
+    """Raise ValueError where ``generate()`` has a streamer of which its callable knows nothing.
+
+    That callable is a function around the loop, and called it without a streamer. The streamer is
+    ended, so that nobody waits for its tokens.
+
+    Parameters
+    ----------
+    caller
+        The frame that called the loop.
+    model
+        Of the loop.
+    """
+    while caller is not None and not _is_generate(caller):
+        caller = caller.f_back
+    if caller is None or caller.f_locals.get("self") is not model:
+        return
+    streamer = caller.f_locals.get("streamer")
+    if streamer is not None:
+        with ending(streamer):
+            raise ValueError(
+                "streamer: generate() was given one, which it does not hand to a function around "
+                "this loop; bind it to that, as by functools.partial(function, streamer=streamer), "
+                "and hand it on"
+            )
+
+
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """End a streamer where what is done with it fails: nobody is to wait for its next token."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):  # the first error is the one that matters
+                streamer.end()
+        raise
+
+
+def with_stop_strings(
+    criteria: StoppingCriteriaList, stop_strings: str | list[str] | None, tokenizer: Any
+) -> StoppingCriteriaList:
+    """Return the criteria and that of ``generate(stop_strings=..., tokenizer=...)``.
+
+    ``generate()`` makes it itself, but for a callable it has lost the tokenizer by then.
+
+    Raises
+    ------
+    ValueError
+        There is no tokenizer.
+    """
+    if stop_strings is None:
+        return criteria
+    if tokenizer is None:
+        raise ValueError(
+            "tokenizer: expected the model's, which stop_strings are compared with, got None"
+        )
+    return StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])
 
 
 def refuse_other_modes(generation_config: Any) -> None:
@@ -59,7 +131,7 @@ def refuse_other_modes(generation_config: Any) -> None:
 
     ``generate()`` leaves its own choice of a loop to the callable, so these would be ignored.
     """
-    if (generation_config.num_beams or 1) > 1:
+    if generation_config.num_beams not in (None, 1):
         raise ValueError(f"num_beams: expected 1 for sampling, got {generation_config.num_beams}")
     penalty_alpha = getattr(generation_config, "penalty_alpha", None)
     if penalty_alpha and not generation_config.do_sample:

@@ -9,8 +9,11 @@ import torch
 
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
+    ending,
     needs_synced_gpus,
     refuse_assistance,
+    refuse_dropped_streamer,
+    with_stop_strings,
 )
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.constrained_search import (
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
 
 def _check_beams(config: GenerationConfig, rows: int) -> None:
     """Raise ValueError where the numbers of beams and results do not fit."""
-    num_beams, results = config.num_beams or 1, config.num_return_sequences
+    num_beams = 1 if config.num_beams is None else config.num_beams
+    results = config.num_return_sequences
     if num_beams < 2:
         raise ValueError(f"num_beams: expected at least 2 for beam search, got {num_beams}")
     if results > num_beams:
@@ -119,6 +123,8 @@ def beam_search(
     *,
     constraints: Sequence[Constraint] | None = None,
     force_words_ids: Sequence[Any] | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
     """Decode with beams: ``model.generate(..., num_beams=4, custom_generate=beam_search)``.
@@ -151,6 +157,8 @@ def beam_search(
     force_words_ids
         The same as token ids: a list of phrases, each a list of ids, or a list of such lists of
         which one has to appear. ``generate(force_words_ids=...)`` passes it through.
+    stop_strings, tokenizer
+        As for ``sample``.
     **model_kwargs
         Arguments of the model's forward pass.
 
@@ -172,8 +180,14 @@ def beam_search(
     """
     caller = arguments_of_generate(sys._getframe(1))
     refuse_assistance(generation_config, caller, "this is beam search")
-    if streamer is not None or caller.streamer is not None:
-        raise ValueError("streamer: expected None for beam search, whose tokens are not final")
+    streamer = caller.streamer if streamer is None else streamer
+    if streamer is None:
+        refuse_dropped_streamer(sys._getframe(1), model)
+    else:
+        with ending(streamer):
+            raise ValueError("streamer: expected None for beam search, whose tokens are not final")
+    tokenizer = caller.tokenizer if tokenizer is None else tokenizer
+    stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
     if synced_gpus is None:
         synced_gpus = caller.synced_gpus
     if synced_gpus is None:

@@ -20,6 +20,7 @@ from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     refuse_assistance,
+    with_stop_strings,
 )
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.search import search_result
@@ -48,12 +49,12 @@ _IGNORED = frozenset(
 )  # fmt: skip
 
 
-def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: Any) -> None:
+def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Raise ValueError for what ``generate()`` was asked for and the loop does not do."""
     if config.do_sample:
         raise ValueError("do_sample: expected False, Decoding searches and does not sample")
-    if streamer is not None:
-        raise ValueError("streamer: expected None, tokens stay in C++ until the search has ended")
+    if config.num_beams is not None and config.num_beams < 1:
+        raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(
@@ -141,6 +142,9 @@ def decode(
     generation_config: GenerationConfig,
     synced_gpus: bool | None = None,
     streamer: Any = None,
+    *,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode as ``generate()`` asks for: greedily, with beams, or with groups of beams.
@@ -153,6 +157,8 @@ def decode(
         As ``generate()`` prepares them, the encoder's outputs among them.
     synced_gpus, streamer
         Of no use here.
+    stop_strings, tokenizer
+        Texts at which a sequence ends, and the model's tokenizer.
 
     Returns
     -------
@@ -170,7 +176,8 @@ def decode(
     config = generation_config
     caller = arguments_of_generate(sys._getframe(2))
     refuse_assistance(config, caller, "Decoding runs the model itself")
-    _refuse(config, model_kwargs, streamer if streamer is not None else caller.streamer)
+    stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
+    _refuse(config, model_kwargs)
     config.num_beams = config.num_beams or 1
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)

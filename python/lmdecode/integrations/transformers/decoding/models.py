@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 
-__all__ = ["MODEL_TYPES", "decoder_of"]
+__all__ = ["MODEL_TYPES", "decoder_of", "load_model"]
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -259,6 +261,27 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
     "t5": _t5,
     "whisper": _whisper,
 }
+
+
+def load_model(name: str | os.PathLike[str]) -> Any:
+    """Return the model of a folder, or of a name, with float32 weights, as its config says.
+
+    Raises
+    ------
+    ValueError
+        Its config is of no type that there is in ``MODEL_TYPES``.
+    OSError
+        There is none.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"Decoding.from_pretrained: {name} has a model of type {config.model_type!r}; "
+            f"expected a conditional generation model of {', '.join(MODEL_TYPES)}"
+        )
+    speech = AutoModelForSpeechSeq2Seq
+    kind = speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
+    return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
 
 
 def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:

@@ -9,11 +9,14 @@ import torch
 
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
+    ending,
     needs_synced_gpus,
     next_inputs,
     prefill,
     refuse_assistance,
+    refuse_dropped_streamer,
     refuse_other_modes,
+    with_stop_strings,
 )
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
@@ -21,6 +24,8 @@ from lmdecode.integrations.transformers.sampling.logits_process import as_op_log
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers._typing import GenerativePreTrainedModel
     from transformers.generation.streamers import BaseStreamer
@@ -110,7 +115,9 @@ def sample(
     synced_gpus: bool | None = None,
     streamer: BaseStreamer | None = None,
     *,
-    seed: int | torch.Tensor | None = None,
+    seed: int | Sequence[int] | torch.Tensor | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """Decode by sampling or greedily: ``model.generate(..., custom_generate=sample)``.
@@ -134,12 +141,16 @@ def sample(
         Run the model until every process is done. None: what ``generate()`` was given, or if that
         is None too, whether the weights are sharded over processes.
     streamer
-        Gets each step's tokens, [B] on the CPU. None: what ``generate()`` was given.
+        Gets each step's tokens, [B] on the CPU, and is ended, after an error too. None: what
+        ``generate()`` was given.
     seed
-        int, or [B] int64: the noise of a row is a function of its seed and of the token's position
-        in its sequence, not of the other rows. None: drawn from torch's default generator of the
-        device, so that ``torch.manual_seed`` makes a run repeatable. ``generate(seed=...)`` passes
-        it through.
+        int, or one for each row, a list or [B] int64: the noise of a row is a function of its seed
+        and of the token's position in its sequence, not of the other rows. None: drawn from torch's
+        default generator of the device, so that ``torch.manual_seed`` makes a run repeatable.
+        ``generate(seed=...)`` passes it through.
+    stop_strings, tokenizer
+        Texts at which a row ends, and the model's tokenizer, of ``generate()``. They are read from
+        its arguments, not from a ``generation_config``, for which it finds no tokenizer.
     **model_kwargs
         Arguments of the model's forward pass.
 
@@ -153,20 +164,75 @@ def sample(
     ------
     ValueError
         For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (assisted,
-        contrastive, DoLa), and for an int ``seed`` < 0.
+        contrastive, DoLa), for an int ``seed`` < 0 and seeds for other than B rows, for
+        ``stop_strings`` without a tokenizer, and where a function around this one was given no
+        streamer though ``generate()`` was.
     RuntimeError
         If the logits of a row that is not finished have NaN, or nothing above -inf.
     """
-    refuse_other_modes(generation_config)
-    if isinstance(seed, int) and seed < 0:
-        raise ValueError(f"seed: expected an int >= 0, got {seed}")
     caller = arguments_of_generate(sys._getframe(1))
-    refuse_assistance(generation_config, caller, "this loop samples one token a step")
     streamer = caller.streamer if streamer is None else streamer
+    if streamer is None:
+        refuse_dropped_streamer(sys._getframe(1), model)
     synced_gpus = caller.synced_gpus if synced_gpus is None else synced_gpus
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
+    with ending(streamer):
+        refuse_other_modes(generation_config)
+        refuse_assistance(generation_config, caller, "this loop samples one token a step")
+        tokenizer = caller.tokenizer if tokenizer is None else tokenizer
+        result = _decode(
+            model,
+            input_ids,
+            logits_processor,
+            with_stop_strings(stopping_criteria, stop_strings, tokenizer),
+            generation_config,
+            synced_gpus,
+            streamer,
+            _seeds(seed, input_ids, generation_config),
+            model_kwargs,
+        )
+    if streamer is not None:
+        streamer.end()
+    return result
 
+
+def _seeds(
+    seed: int | Sequence[int] | torch.Tensor | None,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+) -> int | torch.Tensor | None:
+    """Return the noise as the op takes it; raise ValueError for what does not fit the rows."""
+    from lmdecode.sampling.ops import row_tensor
+
+    if isinstance(seed, int) and seed < 0:
+        raise ValueError(f"seed: expected an int >= 0, got {seed}")
+    if isinstance(seed, (list, tuple)):
+        seed = row_tensor("seed", seed, torch.int64, input_ids.device)
+    rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
+    if isinstance(seed, torch.Tensor) and seed.dim() and seed.shape != (rows,):
+        reason = ""
+        if results > 1:
+            reason = f", as num_return_sequences = {results} makes {results} rows of each prompt"
+        raise ValueError(
+            f"seed: expected one number, or one for each of {rows} rows{reason}; "
+            f"got {list(seed.shape)}"
+        )
+    return seed  # type: ignore[return-value]
+
+
+def _decode(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    streamer: BaseStreamer | None,
+    seed: int | torch.Tensor | None,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """Run the loop of ``sample``, whose arguments these are."""
     device, batch = input_ids.device, input_ids.shape[0]
     is_encoder_decoder = model.config.is_encoder_decoder
     pad_token = generation_config._pad_token_tensor
@@ -225,6 +291,4 @@ def sample(
                 streamer.put(tokens.cpu())
             steps += 1
 
-    if streamer is not None:
-        streamer.end()
     return recorder.result(input_ids, model_kwargs)

@@ -42,10 +42,11 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
 
     Returns what ``TemperatureLogitsWarper``, ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
     ``MinPLogitsWarper`` of transformers return when they are applied in this order to
-    ``scores.float()``: every value tied with the k-th one is kept, kept scores are divided by the
-    temperature, the others are -inf. transformers adds up probabilities in floating point; a token
-    at which the exact sum lies within 1e-6 of ``top_p`` (or its probability within 1e-6 of the
-    ``min_p`` bound, relatively) may be kept by one and dropped by the other.
+    ``scores.float()``, in the dtype of ``scores``: every value tied with the k-th one is kept, kept
+    scores are divided by the temperature, the others are -inf. transformers adds up probabilities
+    in floating point; a token at which the exact sum lies within 1e-6 of ``top_p`` (or its
+    probability within 1e-6 of the ``min_p`` bound, relatively) may be kept by one and dropped by
+    the other.
 
     It keeps no state, reads no ``input_ids``, treats every row by itself and never waits for the
     device, hence ``supports_continuous_batching``; its parameters hold for all requests of a batch.
@@ -118,15 +119,16 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         input_ids
             Unused.
         scores
-            [B, V] float32, float16 or bfloat16 (another floating dtype is converted to float32
-            first); not changed.
+            [B, V] float32, float16 or bfloat16 (another floating dtype is read as float32); not
+            changed.
 
         Returns
         -------
         torch.Tensor
-            [B, V] float32, a new tensor. A row with NaN has NaN in its first entry, so that the
-            softmax of it is NaN as after the warpers, and sampling from it fails instead of
-            passing over the NaN.
+            [B, V] of the dtype of ``scores``, a new tensor. What is kept is decided in float32,
+            where the kept scores are divided too; the result is rounded once. A row with NaN has
+            NaN in its first entry, so that the softmax of it is NaN as after the warpers, and
+            sampling from it fails instead of passing over the NaN.
 
         Raises
         ------
@@ -142,4 +144,4 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         assert kept_logits is not None  # it was asked for
         has_nan = (filtered.status & STATUS_NAN).to(torch.bool)
         kept_logits[:, 0].masked_fill_(has_nan, math.nan)
-        return kept_logits
+        return kept_logits.to(scores.dtype)
