@@ -1,19 +1,15 @@
-// Arguments of beam_step and beam_finalize to kernel parameters: shared by the CPU and the CUDA
-// library.
+// The state, the parameters and other arguments that beam_step, beam_finalize and decoding_steps_
+// share, to kernel parameters: for the CPU and the CUDA library.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
-#include "beam/beam_finalize.h"
-#include "beam/beam_step.h"
+#include "beam/beam_rules.h"
 #include "bindings/tensor_checks.h"
 
 namespace lmdecode {
-
-constexpr const char* kBeamStepOp = "beam_step";
-constexpr const char* kBeamFinalizeOp = "beam_finalize";
 
 // A tensor argument by what an error says of it, such as `state.scores`.
 struct FieldName {
@@ -220,158 +216,5 @@ inline CallerSequences caller_sequences(const char* op, const Tensor& tensor, in
           tensor.stride(1),
           tensor.stride(2)};
 }
-
-// The op on one device: Device::check looks at what the tensors hold, before anything is written,
-// where that can be done, Device::Guard selects the device, Device::run launches.
-template <class Device>
-struct BeamStepOp {
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> call(
-      const std::vector<Tensor>& state, const std::vector<Tensor>& parameters, const Tensor& scores,
-      const Tensor& tokens, const Tensor& beams, const std::optional<Tensor>& log_probs,
-      const std::optional<Tensor>& status, const std::optional<Tensor>& slots,
-      const std::optional<Tensor>& row_offsets, const std::optional<Tensor>& parent_offsets,
-      const std::optional<Tensor>& sequences, const std::optional<Tensor>& stopped,
-      const std::optional<Tensor>& bonus, int64_t rules, int64_t rows) {
-    const char* const op = kBeamStepOp;
-    BeamStepParams p;
-    const Tensor& first = state_sequences(op, state);
-    const LikeTensor like(first);
-    p.state = beam_search_state(op, state, like);
-    p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
-    p.rules = beam_rules(op, rules);
-    check_rank(op, "scores", scores, 2, "[requests, candidates]");
-    p.requests = scores.size(0);
-    p.num_candidates = scores.size(1);
-    if (p.num_candidates >= (int64_t{1} << 31)) {
-      fail(op, "scores has shape ", shape_text(scores), "; expected fewer than 2^31 candidates");
-    }
-    const auto candidates = [&]<class T>(RequestRows<T>& to, const char* name, const Tensor& tensor,
-                                         ScalarType type) {
-      to = request_rows<T>(op, name, tensor, type, p.requests, p.num_candidates, like);
-    };
-    candidates(p.scores, "scores", scores, ScalarType::Float);
-    candidates(p.tokens, "tokens", tokens, ScalarType::Long);
-    candidates(p.beams, "beams", beams, ScalarType::Long);
-    if (log_probs) candidates(p.log_probs, "log_probs", *log_probs, ScalarType::Float);
-    if (stopped) candidates(p.stopped, "stopped", *stopped, ScalarType::Bool);
-    if (bonus) {
-      p.bonus = request_rows<float>(op, "bonus", *bonus, ScalarType::Float, p.requests,
-                                    p.state.beams, like);
-    }
-    if (status) {
-      p.status = request_column<uint8_t>(op, "status", *status, ScalarType::Byte, p.requests, like);
-    }
-    if (slots) {
-      p.slots = request_column<int64_t>(op, "slots", *slots, ScalarType::Long, p.requests, like);
-    } else if (p.requests > p.state.slots) {
-      fail(op, "scores has shape ", shape_text(scores), "; expected at most ", p.state.slots,
-           " requests, the slots of the state");
-    }
-    if (sequences) {
-      p.sequences = caller_sequences(op, *sequences, p.requests, p.state,
-                                     p.rules != BeamRules::kScorer, like);
-    }
-    set_rows(p, row_offsets, parent_offsets, rows, like);
-    Device::check(p);
-    const typename Device::Guard guard(first);
-    Tensor next_scores = new_tensor(first, {p.rows}, ScalarType::Float);
-    Tensor next_tokens = new_tensor(first, {p.rows}, ScalarType::Long);
-    Tensor next_parents = new_tensor(first, {p.rows}, ScalarType::Long);
-    Tensor decisions = new_tensor(first, {p.requests, p.num_candidates}, ScalarType::Int);
-    p.next_scores = static_cast<float*>(next_scores.mutable_data_ptr());
-    p.next_tokens = static_cast<int64_t*>(next_tokens.mutable_data_ptr());
-    p.next_parents = static_cast<int64_t*>(next_parents.mutable_data_ptr());
-    p.decisions = static_cast<int32_t*>(decisions.mutable_data_ptr());
-    if (p.requests > 0) Device::run(p, first);
-    return {next_scores, next_tokens, next_parents, decisions};
-  }
-
- private:
-  // rows: below 0 where it is not known, which it is to CPU tensors.
-  static void set_rows(BeamStepParams& p, const std::optional<Tensor>& row_offsets,
-                       const std::optional<Tensor>& parent_offsets, int64_t rows,
-                       const LikeTensor& like) {
-    const char* const op = kBeamStepOp;
-    p.rows = p.requests * p.state.beams;
-    if (row_offsets) {
-      p.offsets = request_column<int64_t>(op, "row_offsets", *row_offsets, ScalarType::Long,
-                                          p.requests + 1, like);
-      if (rows < 0 && !like.tensor.is_cpu()) {
-        fail(op, "rows was not given; expected what row_offsets ends in, which nothing waits for");
-      }
-      p.rows = rows < 0 ? p.offsets.at(p.requests, 0) : rows;
-    } else if (rows >= 0 && rows != p.rows) {
-      fail(op, "rows is ", rows, "; expected ", p.rows, ", the state's beams for each request");
-    }
-    if (!parent_offsets) return;
-    check_rank(op, "parent_offsets", *parent_offsets, 1, "[requests] or more");
-    p.parent_count = parent_offsets->size(0);
-    if (p.parent_count < p.requests) {
-      fail(op, "parent_offsets has shape ", shape_text(*parent_offsets), "; expected at least [",
-           p.requests, "]");
-    }
-    p.parents = request_column<int64_t>(op, "parent_offsets", *parent_offsets, ScalarType::Long,
-                                        p.parent_count, like);
-  }
-};
-
-template <class Device>
-struct BeamFinalizeOp {
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> call(
-      const std::vector<Tensor>& state, const std::vector<Tensor>& parameters,
-      int64_t num_return_sequences, int64_t num_groups, const std::optional<Tensor>& slots,
-      const std::optional<Tensor>& sequences, const std::optional<Tensor>& scores, bool add_open,
-      int64_t rules) {
-    const char* const op = kBeamFinalizeOp;
-    BeamFinalizeParams p;
-    const Tensor& first = state_sequences(op, state);
-    const LikeTensor like(first);
-    p.state = beam_search_state(op, state, like);
-    p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
-    p.rules = beam_rules(op, rules);
-    p.add_open = add_open;
-    if (num_return_sequences < 1 || num_return_sequences >= (int64_t{1} << 31)) {
-      fail(op, "num_return_sequences is ", num_return_sequences, "; expected 1 to 2^31 - 1");
-    }
-    p.num_return_sequences = num_return_sequences;
-    const int64_t entries = slots ? slots->dim() == 1 ? slots->size(0) : 0 : p.state.slots;
-    if (slots) {
-      check_rank(op, "slots", *slots, 1, "[requests * num_groups]");
-      p.slots = request_column<int64_t>(op, "slots", *slots, ScalarType::Long, entries, like);
-    }
-    if (num_groups < 1 || entries % num_groups != 0) {
-      fail(op, "num_groups is ", num_groups, "; expected a divisor of ", entries, ", the slots");
-    }
-    if (num_groups * p.state.hypotheses >= (int64_t{1} << 31)) {
-      fail(op, "num_groups is ", num_groups, "; expected fewer than 2^31 hypotheses a request");
-    }
-    p.num_groups = num_groups;
-    p.requests = entries / num_groups;
-    if (sequences) p.sequences = caller_sequences(op, *sequences, entries, p.state, false, like);
-    if (scores) {
-      p.scores = request_rows<float>(op, "scores", *scores, ScalarType::Float, entries,
-                                     p.state.beams, like);
-    }
-    Device::check(p);
-    const typename Device::Guard guard(first);
-    const int64_t n = num_return_sequences;
-    Tensor best = new_tensor(first, {p.requests, n, p.state.capacity}, ScalarType::Long);
-    Tensor lengths = new_tensor(first, {p.requests, n}, ScalarType::Long);
-    Tensor best_scores = new_tensor(first, {p.requests, n}, ScalarType::Double);
-    Tensor log_probs =
-        new_tensor(first, {p.requests, n, p.state.log_prob_capacity}, ScalarType::Float);
-    Tensor beam_indices =
-        new_tensor(first, {p.requests, n, p.state.beam_index_capacity}, ScalarType::Int);
-    Tensor places = new_tensor(first, {p.requests, n}, ScalarType::Long);
-    p.best_sequences = static_cast<int64_t*>(best.mutable_data_ptr());
-    p.best_lengths = static_cast<int64_t*>(lengths.mutable_data_ptr());
-    p.best_scores = static_cast<double*>(best_scores.mutable_data_ptr());
-    p.best_log_probs = static_cast<float*>(log_probs.mutable_data_ptr());
-    p.best_beam_indices = static_cast<int32_t*>(beam_indices.mutable_data_ptr());
-    p.best_places = static_cast<int64_t*>(places.mutable_data_ptr());
-    if (p.requests > 0) Device::run(p, first);
-    return {best, lengths, best_scores, log_probs, beam_indices, places};
-  }
-};
 
 }  // namespace lmdecode

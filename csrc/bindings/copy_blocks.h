@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "bindings/kv_cache.h"
+#include "bindings/kv_cache_checks.h"
 #include "kv_cache/copy_blocks.h"
 
 namespace lmdecode {

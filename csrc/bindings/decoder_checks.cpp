@@ -1,7 +1,7 @@
 // Arguments of the decoder ops to kernel parameters.
-#include "bindings/decoder.h"
+#include "bindings/decoder_checks.h"
 
-#include "bindings/packed_weight.h"
+#include "bindings/packed_weight_checks.h"
 
 namespace lmdecode {
 namespace {

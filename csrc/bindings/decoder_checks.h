@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "bindings/beam_search.h"
+#include "bindings/beam_search_checks.h"
 #include "decoder/decoding.h"
 #include "decoder/step_attention.h"
 
@@ -15,6 +15,12 @@ using Numbers = std::vector<double>;
 using Tensors = std::vector<Tensor>;
 
 constexpr int64_t kMaxDecoderSize = int64_t{1} << 31;
+
+inline void check_number(const char* op, const char* name, int64_t entry, int64_t value,
+                         int64_t low, int64_t high) {
+  if (value >= low && value <= high) return;
+  fail(op, name, "[", entry, "] is ", value, "; expected ", low, " to ", high);
+}
 
 // Reads a list of numbers one after the other.
 class IntegerList {

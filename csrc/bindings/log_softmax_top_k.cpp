@@ -1,5 +1,5 @@
-// The beam ops on CPU tensors.
-#include "bindings/beam.h"
+// log_softmax_top_k on CPU tensors.
+#include "bindings/log_softmax_top_k.h"
 
 namespace lmdecode {
 namespace {
@@ -7,10 +7,6 @@ namespace {
 void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors, const Tensor&) {
   log_softmax_top_k_cpu(params, processors);
 }
-
-struct NoGuard {
-  explicit NoGuard(const Tensor&) {}
-};
 
 }  // namespace
 }  // namespace lmdecode

@@ -1,7 +1,7 @@
-// Arguments of the beam ops to kernel parameters: shared by the CPU and the CUDA library.
+// Arguments of log_softmax_top_k to kernel parameters: shared by the CPU and the CUDA library.
 #pragma once
 
-#include "bindings/beam_processors.h"
+#include "bindings/logits_processor_checks.h"
 
 namespace lmdecode {
 

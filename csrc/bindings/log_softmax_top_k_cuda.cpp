@@ -1,6 +1,6 @@
-// The beam ops on CUDA tensors.
-#include "bindings/beam.h"
+// log_softmax_top_k on CUDA tensors.
 #include "bindings/cuda_stream.h"
+#include "bindings/log_softmax_top_k.h"
 
 namespace lmdecode {
 namespace {

@@ -9,8 +9,6 @@
 
 namespace lmdecode {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // As the schema of log_softmax_top_k.processed has them: a number for all requests or, instead of
 // it, a tensor of one for each.
 struct ProcessorArguments {

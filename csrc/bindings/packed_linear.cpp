@@ -1,18 +1,16 @@
-// The packed matmul and the norms on CPU tensors.
-#include <cmath>
+// pack_linear and packed_linear, on CPU tensors alone.
+#include "linear/packed_linear.h"
+
 #include <cstdlib>
 #include <new>
 
-#include "bindings/packed_weight.h"
+#include "bindings/linear_checks.h"
+#include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
 #include "common/parallel_workspace.h"
-#include "linear/norms.h"
-#include "linear/packed_linear.h"
 
 namespace lmdecode {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr char kPackOp[] = "pack_linear";
 constexpr char kLinearOp[] = "packed_linear";
@@ -36,13 +34,6 @@ PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out
          " for int8");
   }
   return {in_features, out_features, checked};
-}
-
-void check_float(const char* op, const char* name, const Tensor& tensor) {
-  check_dtype(op, name, tensor, ScalarType::Float);
-  if (!tensor.is_cpu()) {
-    fail(op, name, " is on ", device_name(tensor), "; expected a tensor on cpu");
-  }
 }
 
 // Memory for a packed weight: on huge pages where it fills one.
@@ -200,46 +191,6 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
            });
 }
 
-Tensor norm(const char* op, const Tensor& x, const OptionalTensor& weight,
-            const OptionalTensor& bias, double eps, void (*run)(const NormParams&)) {
-  check_rank(op, "x", x, 2, "[rows, size]");
-  check_float(op, "x", x);
-  if (!(eps >= 0.0) || std::isinf(eps)) {
-    fail(op, "eps is ", eps, "; expected a finite number of at least 0");
-  }
-  NormParams p;
-  p.rows = x.size(0);
-  p.size = x.size(1);
-  p.eps = static_cast<float>(eps);
-  const auto columns = [&](const char* name, const OptionalTensor& tensor, Tensor* copy) {
-    if (!tensor) return static_cast<const float*>(nullptr);
-    check_float(op, name, *tensor);
-    check_shape(op, name, *tensor, p.size);
-    *copy = torch::stable::contiguous(*tensor);
-    return static_cast<const float*>(copy->const_data_ptr());
-  };
-  Tensor gamma, beta;
-  p.gamma = columns("weight", weight, &gamma);
-  p.beta = columns("bias", bias, &beta);
-  const Tensor rows = p.size <= 1 || x.stride(1) == 1 ? x : torch::stable::contiguous(x);
-  p.x = static_cast<const float*>(rows.const_data_ptr());
-  p.x_stride = rows.stride(0);
-  Tensor out = new_tensor(x, {p.rows, p.size}, ScalarType::Float);
-  p.y = static_cast<float*>(out.mutable_data_ptr());
-  p.y_stride = p.size;
-  run(p);
-  return out;
-}
-
-Tensor layer_norm_op(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                     double eps) {
-  return norm("layer_norm", x, weight, bias, eps, &layer_norm);
-}
-
-Tensor rms_norm_op(const Tensor& x, const OptionalTensor& weight, double eps) {
-  return norm("rms_norm", x, weight, std::nullopt, eps, &rms_norm);
-}
-
 }  // namespace
 }  // namespace lmdecode
 
@@ -247,6 +198,4 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&lmdecode::pack));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear_out));
-  m.impl("layer_norm", TORCH_BOX(&lmdecode::layer_norm_op));
-  m.impl("rms_norm", TORCH_BOX(&lmdecode::rms_norm_op));
 }

@@ -1,8 +1,5 @@
-// The KV cache ops on CPU tensors.
-#include "bindings/kv_cache.h"
-
-#include "bindings/kv_cache_indirection.h"
-#include "bindings/kv_cache_ring.h"
+// reorder_cache_ on CPU tensors.
+#include "bindings/reorder_cache.h"
 
 namespace lmdecode {
 namespace {
@@ -15,28 +12,9 @@ void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, in
   reorder_cache_cpu(params);
 }
 
-void update_beam_indirection(const Tensor& indirection, const Tensor& parents, int64_t length,
-                             const std::optional<Tensor>& length_rows) {
-  const BeamIndirectionParams params =
-      beam_indirection_params(indirection, parents, length, length_rows);
-  check_parents(kIndirectionOp, params.parents);
-  check_lengths(params);
-  update_beam_indirection_cpu(params);
-}
-
-void ring_cache_append(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
-                       int64_t position, const std::optional<Tensor>& position_rows,
-                       int64_t num_sink_tokens) {
-  const RingAppendArguments arguments(keys, values, k, v, position, position_rows, num_sink_tokens);
-  arguments.check_positions();
-  ring_cache_append_cpu(arguments.p);
-}
-
 }  // namespace
 }  // namespace lmdecode
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
-  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
-  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::ring_cache_append));
 }

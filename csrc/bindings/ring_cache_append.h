@@ -1,7 +1,7 @@
 // Arguments of ring_cache_append_ to kernel parameters: shared by the CPU and the CUDA library.
 #pragma once
 
-#include "bindings/kv_cache.h"
+#include "bindings/kv_cache_checks.h"
 #include "kv_cache/ring_cache_append.h"
 
 namespace lmdecode {

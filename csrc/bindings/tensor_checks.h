@@ -19,6 +19,7 @@ namespace lmdecode {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 template <class... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
@@ -96,6 +97,11 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
          dtype_name(type));
   }
 }
+
+// What selects the device of a CPU tensor: nothing.
+struct NoGuard {
+  explicit NoGuard(const Tensor&) {}
+};
 
 // A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
 // dispatcher takes longer than a small row.

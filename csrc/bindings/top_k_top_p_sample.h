@@ -1,4 +1,4 @@
-// Arguments of the sampling ops to kernel parameters: shared by the CPU and the CUDA library.
+// Arguments of top_k_top_p_sample to kernel parameters: shared by the CPU and the CUDA library.
 #pragma once
 
 #include <cmath>

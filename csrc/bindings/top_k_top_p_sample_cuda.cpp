@@ -1,6 +1,6 @@
 // top_k_top_p_sample on CUDA tensors.
 #include "bindings/cuda_stream.h"
-#include "bindings/sampling.h"
+#include "bindings/top_k_top_p_sample.h"
 
 namespace lmdecode {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "bindings/kv_cache.h"
+#include "bindings/kv_cache_checks.h"
 #include "kv_cache/update_beam_indirection.h"
 
 namespace lmdecode {
