@@ -81,8 +81,8 @@ class AttentionArguments {
     const bool ragged = p.cu_seqlens_q != nullptr;
     const int64_t heads = p.q_heads, size = p.value_size;
     const int64_t tokens = ragged ? q_.size(0) : p.q_len;
-    Tensor out = ragged ? new_tensor(q_, {tokens, heads, size}, q_.scalar_type())
-                        : new_tensor(q_, {p.sequences, heads, tokens, size}, q_.scalar_type());
+    Tensor out = ragged ? new_tensor(q_, {tokens, heads, size}, dtype_of(q_))
+                        : new_tensor(q_, {p.sequences, heads, tokens, size}, dtype_of(q_));
     p.out = out.mutable_data_ptr();
     p.out_strides = ragged ? AttentionStrides{0, size, heads * size, 1}
                            : AttentionStrides{heads * tokens * size, tokens * size, size, 1};
@@ -101,7 +101,7 @@ class AttentionArguments {
  private:
   void check_like_q(const char* name, const Tensor& tensor) const {
     check_same_device(op_, name, tensor, "q", q_);
-    check_dtype(op_, name, tensor, q_.scalar_type());
+    check_dtype(op_, name, tensor, dtype_of(q_));
   }
 
   static AttentionStrides head_strides(const Tensor& t) {
@@ -383,8 +383,7 @@ class AttentionArguments {
     if (mask) {
       check_same_device(op_, "attn_mask", *mask, "q", q_);
       check_rank(op_, "attn_mask", *mask, 4, "[batch or 1, heads or 1, q_tokens, kv_tokens]");
-      p.mask_type =
-          mask->scalar_type() == ScalarType::Bool ? MaskType::kBool : additive_type(*mask);
+      p.mask_type = dtype_of(*mask) == ScalarType::Bool ? MaskType::kBool : additive_type(*mask);
       p.mask_true_is_visible = true_is_visible;
       p.mask = mask->const_data_ptr();
       p.mask_strides = {mask_stride(*mask, 0, p.sequences), mask_stride(*mask, 1, p.q_heads),

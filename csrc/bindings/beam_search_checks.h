@@ -50,7 +50,7 @@ struct LikeTensor {
 template <class T>
 T* field(const char* op, FieldName name, const Tensor& tensor, ScalarType type,
          std::initializer_list<int64_t> sizes, const char* shape, const LikeTensor& like) {
-  if (tensor.scalar_type() != type) check_dtype(op, name.text().c_str(), tensor, type);
+  if (dtype_of(tensor) != type) check_dtype(op, name.text().c_str(), tensor, type);
   const auto given = tensor.sizes();
   if (given.size() != sizes.size() || !std::equal(sizes.begin(), sizes.end(), given.begin())) {
     fail(op, name.text(), " has shape ", shape_text(tensor), "; expected ", shape, ", here ",

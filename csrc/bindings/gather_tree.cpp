@@ -31,7 +31,7 @@ Tensor gather_tree(const Tensor& step_ids, const Tensor& parent_ids, const Tenso
                    int64_t end_token) {
   const char* const op = kGatherTreeOp;
   check_rank(op, "step_ids", step_ids, 3, "[steps, batch, beams]");
-  const ScalarType type = step_ids.scalar_type();
+  const ScalarType type = dtype_of(step_ids);
   if (type != ScalarType::Int && type != ScalarType::Long) {
     fail(op, "step_ids has dtype ", dtype_name(type), "; expected int32 or int64");
   }

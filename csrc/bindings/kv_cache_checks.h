@@ -29,7 +29,7 @@ inline StridedTensor strided_input(const Tensor& tensor) {
 }
 
 inline void check_integers(const char* op, const char* name, const Tensor& tensor) {
-  const ScalarType type = tensor.scalar_type();
+  const ScalarType type = dtype_of(tensor);
   if (type != ScalarType::Long && type != ScalarType::Int) {
     fail(op, name, " has dtype ", dtype_name(type), "; expected int64 or int32");
   }
@@ -40,7 +40,7 @@ inline IntegerRows integer_rows(const Tensor& tensor) {
   IntegerRows rows;
   rows.data = tensor.const_data_ptr();
   rows.stride = tensor.stride(0);
-  rows.is_int32 = tensor.scalar_type() == ScalarType::Int;
+  rows.is_int32 = dtype_of(tensor) == ScalarType::Int;
   return rows;
 }
 

@@ -13,7 +13,7 @@ inline AttentionState attention_state(const char* out_name, const Tensor& out, c
   const char* op = kMergeAttentionStatesOp;
   check_same_device(op, out_name, out, "o1", first);
   check_same_device(op, lse_name, lse, "o1", first);
-  check_dtype(op, out_name, out, first.scalar_type());
+  check_dtype(op, out_name, out, dtype_of(first));
   check_dtype(op, lse_name, lse, ScalarType::Float);
   const bool ragged = first.dim() == 3;
   bool same = out.dim() == first.dim();
@@ -60,9 +60,8 @@ struct MergeAttentionStatesOp {
     p.tokens = ragged ? o1.size(0) : o1.size(2);
     p.size = o1.size(ragged ? 2 : 3);
     const Guard guard(o1);
-    Tensor out = ragged
-                     ? new_tensor(o1, {p.tokens, p.heads, p.size}, o1.scalar_type())
-                     : new_tensor(o1, {p.sequences, p.heads, p.tokens, p.size}, o1.scalar_type());
+    Tensor out = ragged ? new_tensor(o1, {p.tokens, p.heads, p.size}, dtype_of(o1))
+                        : new_tensor(o1, {p.sequences, p.heads, p.tokens, p.size}, dtype_of(o1));
     Tensor lse = ragged ? new_tensor(o1, {p.heads, p.tokens}, ScalarType::Float)
                         : new_tensor(o1, {p.sequences, p.heads, p.tokens}, ScalarType::Float);
     p.out = out.mutable_data_ptr();

@@ -66,7 +66,7 @@ class RingAppendArguments {
 
   void check_ring(const char* name, const Tensor& ring) const {
     check_same_device(kOp, name, ring, "keys", keys_);
-    check_dtype(kOp, name, ring, keys_.scalar_type());
+    check_dtype(kOp, name, ring, dtype_of(keys_));
     if (ring.dim() == 4 && ring.size(0) == keys_.size(0) && ring.size(1) == keys_.size(1) &&
         ring.size(2) == keys_.size(2)) {
       return;
@@ -78,7 +78,7 @@ class RingAppendArguments {
   void check_states(const char* name, const Tensor& states, const char* ring_name,
                     const Tensor& ring, int64_t tokens) const {
     check_same_device(kOp, name, states, "keys", keys_);
-    if (states.scalar_type() != ring.scalar_type()) {
+    if (dtype_of(states) != dtype_of(ring)) {
       fail(kOp, name, " has another dtype than ", ring_name, "; expected the same");
     }
     if (states.dim() == 4 && states.size(0) == ring.size(0) && states.size(1) == ring.size(1) &&
