@@ -1,4 +1,4 @@
-"""Tensors that no op takes: any layout but strided, quantised ones, CUDA where there is no kernel."""
+"""Tensors that no op takes: layouts but strided, quantised ones, CUDA where no kernel is."""
 
 import re
 from typing import Any

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
-from lmdecode._tensor_checks import check_tensors
+from lmdecode._tensor_checks import check_dense_tensors, check_layout
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
 
@@ -41,9 +41,10 @@ def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int |
         Names the argument, what came and what was expected; nothing has been written.
     """
     op = "update_beam_indirection_"
-    check_tensors(op, indirection=indirection)
-    check_tensors(op, parents=parents)
+    check_dense_tensors(op, indirection=indirection)
+    check_dense_tensors(op, parents=parents)
     if isinstance(length, Tensor):
+        check_layout(op, "length", length)
         _update(indirection, parents, 0, length)
         return
     if isinstance(length, bool) or not isinstance(length, int):
@@ -79,8 +80,8 @@ def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = No
     ValueError, TypeError
         Names the argument, what came and what was expected.
     """
-    check_tensors("gather_indirect", states=states)
-    check_tensors("gather_indirect", indirection=indirection)
+    check_dense_tensors("gather_indirect", states=states)
+    check_dense_tensors("gather_indirect", indirection=indirection)
     if states.dim() != 4:
         raise ValueError(
             f"gather_indirect: states has shape {list(states.shape)}; expected "

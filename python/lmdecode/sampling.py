@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmdecode import _fakes  # noqa: F401  registers the fakes
 from lmdecode._library import ops
+from lmdecode._tensor_checks import check_layout
 from lmdecode.sampling_types import DIALECTS, SampleOutput
 
 __all__ = ["DIALECTS", "SampleOutput", "top_k_top_p_sample"]
@@ -33,6 +34,7 @@ def _split(
     if value is None:
         return off, None
     if isinstance(value, Tensor):
+        check_layout(_OP, name, value)
         if value.dtype is dtype:
             return off, value
         is_float = dtype.is_floating_point
@@ -164,8 +166,7 @@ def top_k_top_p_sample(
         raise _type_error("logits", logits, "a tensor")
     if logits.requires_grad:
         logits = logits.detach()
-    if logits.layout is not torch.strided:
-        raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
+    check_layout(_OP, "logits", logits)
     dialect_number = _DIALECT_NUMBERS.get(dialect) if isinstance(dialect, str) else None
     if dialect_number is None:
         raise ValueError(f"{_OP}: dialect is {dialect!r}; expected one of {', '.join(DIALECTS)}")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._tensor_checks import check_layout
 from lmdecode.sampling import top_k_top_p_sample as _sample
 from lmdecode.sampling_types import SampleOutput
 
@@ -80,7 +81,8 @@ def _check_tensor(
     dtypes: tuple[torch.dtype, ...],
     rank: int = 1,
 ) -> None:
-    """Check dtype, shape (the first ``rank`` dimensions of the logits) and device."""
+    """Check layout, dtype, shape (the first ``rank`` dimensions of the logits) and device."""
+    check_layout(op, name, value)
     if value.dtype not in dtypes:
         expected = " or ".join(_name(dtype) for dtype in dtypes)
         if logits.dtype in dtypes and rank == 1:
