@@ -38,6 +38,7 @@ set(CPU_SOURCES
   decoder/decoder_forward.cpp
   decoder/decoder_layer_cpu.cpp
   decoder/decoding_cpu.cpp
+  decoder/decoding_read_memory_cpu.cpp
   decoder/faster_transformer_search.cpp
   decoder/greedy_choice.cpp
   decoder/step_attention_cpu.cpp

@@ -108,8 +108,9 @@ def test_ops_without_a_cpu_kernel() -> None:
 @pytest.mark.parametrize("name", op_names())
 def test_every_op_has_its_kernels(name: str) -> None:
     assert has_kernel(name, "CPU") or name in DEVICE_ONLY
+    # Of those in CPU_ONLY it is one that throws (test_refused_tensors.py).
     if lmdecode.has_cuda():
-        assert has_kernel(name, "CUDA") == (name not in CPU_ONLY)
+        assert has_kernel(name, "CUDA")
 
 
 @pytest.mark.skipif(not BINDINGS.is_dir(), reason="csrc is in source checkouts only")

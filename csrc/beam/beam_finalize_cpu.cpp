@@ -1,6 +1,7 @@
 // Requests to threads.
+#include "beam/beam_finalize_cpu.h"
+
 #include "beam/beam_finalize.h"
-#include "beam/beam_finalize_cpu_kernel.h"
 #include "beam/beam_tuning.h"
 #include "common/parallel_workspace.h"
 

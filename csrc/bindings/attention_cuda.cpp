@@ -1,6 +1,8 @@
 // The attention ops on CUDA tensors.
-#include "bindings/attention.h"
 #include "bindings/cuda_stream.h"
+#include "bindings/merge_attention_states.h"
+#include "bindings/sliding_window_attention.h"
+#include "bindings/sliding_window_decode.h"
 
 namespace lmdecode::attention {
 namespace {

@@ -1,5 +1,6 @@
 // beam_step and beam_finalize on CUDA tensors.
-#include "bindings/beam_search.h"
+#include "bindings/beam_finalize.h"
+#include "bindings/beam_step.h"
 #include "bindings/cuda_stream.h"
 
 namespace lmdecode::beam {

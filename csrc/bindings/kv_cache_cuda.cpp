@@ -1,9 +1,9 @@
 // The KV cache ops on CUDA tensors.
+#include "bindings/copy_blocks.h"
 #include "bindings/cuda_stream.h"
-#include "bindings/kv_cache.h"
-#include "bindings/kv_cache_blocks.h"
-#include "bindings/kv_cache_indirection.h"
-#include "bindings/kv_cache_ring.h"
+#include "bindings/reorder_cache.h"
+#include "bindings/ring_cache_append.h"
+#include "bindings/update_beam_indirection.h"
 
 namespace lmdecode::kv_cache {
 namespace {

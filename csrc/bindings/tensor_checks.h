@@ -12,6 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "bindings/torch_error_check.h"
 #include "common/half.h"
@@ -20,6 +21,7 @@ namespace lmdecode {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 template <class... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
@@ -29,27 +31,29 @@ template <class... Parts>
   throw std::invalid_argument(message.str());
 }
 
-inline const char* dtype_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Bool:
-      return "bool";
-    default:
-      return "another dtype";
+// Of any tensor. Tensor::scalar_type() throws a std::runtime_error for the dtypes that torch's
+// stable interface does not know, such as int4.
+inline ScalarType dtype_of(const Tensor& tensor) {
+  int32_t number = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  return static_cast<ScalarType>(number);
+}
+
+// As torch spells it in Python.
+inline std::string dtype_name(ScalarType type) {
+  // By torch's numbers; a new dtype gets the next one.
+  static constexpr std::string_view kNames =
+      "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
+      "qint8 quint8 qint32 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 "
+      "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64 "
+      "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 "
+      "float8_e8m0fnu float4_e2m1fn_x2 ";
+  std::string_view names = kNames;
+  for (int number = static_cast<int>(type); number > 0 && !names.empty(); --number) {
+    names.remove_prefix(names.find(' ') + 1);
   }
+  if (names.empty()) return "number " + std::to_string(static_cast<int>(type));
+  return std::string(names.substr(0, names.find(' ')));
 }
 
 inline std::string shape_text(const Tensor& tensor) {
@@ -92,11 +96,15 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType type) {
-  if (tensor.scalar_type() != type) {
-    fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()), "; expected ",
-         dtype_name(type));
+  if (dtype_of(tensor) != type) {
+    fail(op, name, " has dtype ", dtype_name(dtype_of(tensor)), "; expected ", dtype_name(type));
   }
 }
+
+// What selects the device of a CPU tensor: nothing.
+struct NoGuard {
+  explicit NoGuard(const Tensor&) {}
+};
 
 // A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
 // dispatcher takes longer than a small row.
@@ -119,7 +127,7 @@ inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shap
 }
 
 inline DType float_dtype(const char* op, const char* name, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+  switch (dtype_of(tensor)) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::Half:
@@ -127,7 +135,7 @@ inline DType float_dtype(const char* op, const char* name, const Tensor& tensor)
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      fail(op, name, " has dtype ", dtype_name(tensor.scalar_type()),
+      fail(op, name, " has dtype ", dtype_name(dtype_of(tensor)),
            "; expected float32, float16 or bfloat16");
   }
 }

@@ -3,6 +3,8 @@
 // only keep small work on one thread.
 #pragma once
 
+#include <cstdint>
+
 namespace lmdecode::decoder::tuning {
 
 // A task of less work than this costs more to hand out than it saves.
@@ -13,5 +15,8 @@ constexpr double kNanosecondsPerElement = 0.06;
 
 // Of a row that is copied, for each element.
 constexpr double kNanosecondsPerCopy = 0.3;
+
+// Positions of memories that are read at a time: what they give stays in the processor's cache.
+constexpr int64_t kReadMemoryRows = 256;
 
 }  // namespace lmdecode::decoder::tuning

@@ -1,14 +1,14 @@
 // reorder_cache_ on a GPU: in place, without a second buffer, and without the host knowing the
 // parents. docs/reference/kv_cache.md has the semantics.
 //
-// Each block finds the order of the copies (block_row_copies.cuh) in its shared memory. A thread
-// then owns some columns, the same few bytes of every row, and carries them through all copies; the
-// temporary row of a cycle is in its registers. No thread reads what another one writes, so that
-// nothing has to wait between copies.
+// Each block finds the order of the copies (thread_block_row_copies.cuh) in its shared memory. A
+// thread then owns some columns, the same few bytes of every row, and carries them through all
+// copies; the temporary row of a cycle is in its registers. No thread reads what another one
+// writes, so that nothing has to wait between copies.
 #pragma once
 
-#include "kv_cache/block_row_copies.cuh"
 #include "kv_cache/reorder_launch.h"
+#include "kv_cache/thread_block_row_copies.cuh"
 
 namespace lmdecode::kv_cache::reorder_cuda {
 

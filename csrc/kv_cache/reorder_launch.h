@@ -38,7 +38,7 @@ struct ReorderLaunch {
 };
 static_assert(sizeof(ReorderLaunch) <= 4096);
 
-// In shared memory, before the plan (block_row_copies.cuh).
+// In shared memory, before the plan (thread_block_row_copies.cuh).
 struct ReorderStorage {
   alignas(8) int32_t copy_count;
 };

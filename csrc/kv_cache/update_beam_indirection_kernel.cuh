@@ -4,7 +4,7 @@
 // and carries each through all copies of rows, so that nothing has to wait between them.
 #pragma once
 
-#include "kv_cache/block_row_copies.cuh"
+#include "kv_cache/thread_block_row_copies.cuh"
 #include "kv_cache/update_beam_indirection_launch.h"
 
 namespace lmdecode::kv_cache::beam_indirection_cuda {

@@ -17,7 +17,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 
 }  // namespace beam_indirection_cuda_tuning
 
-// In shared memory, before the plan (block_row_copies.cuh) and int32_t lengths[rows].
+// In shared memory, before the plan (thread_block_row_copies.cuh) and int32_t lengths[rows].
 struct BeamIndirectionStorage {
   alignas(8) int32_t copy_count;
 };

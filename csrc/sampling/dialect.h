@@ -31,6 +31,7 @@ struct DialectRules {
   bool rank_noise = false;     // external noise is indexed by rank where top-k or top-p is on
   bool probabilities = false;  // logits are probabilities: no softmax, filler 0
   bool k_is_on_at_vocab_size = false;  // k == V counts as on (it matters to rank_noise only)
+  bool round_to_logits = false;        // p and min-p are rounded to the dtype of the logits
   int64_t max_k = 0;                   // 0: no limit; a larger k switches the stage off
 };
 
@@ -55,6 +56,7 @@ LMD_HOST_DEVICE DialectRules dialect_rules(Dialect dialect) {
       rules.skip_nonpositive_top_p = true;
       rules.rank_noise = true;
       rules.k_is_on_at_vocab_size = true;
+      rules.round_to_logits = true;
       rules.max_k = 1024;
       break;
     case Dialect::kAscendV2Probabilities:
@@ -63,6 +65,7 @@ LMD_HOST_DEVICE DialectRules dialect_rules(Dialect dialect) {
     case Dialect::kAscendV2:
       rules.rank_noise = true;
       rules.k_is_on_at_vocab_size = true;
+      rules.round_to_logits = true;
       rules.max_k = 1024;
       break;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/exp_weight.h"
+#include "common/half_round.h"
 #include "common/log.h"
 #include "sampling/top_k_top_p_sample.h"
 
@@ -32,8 +33,12 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
                                       int64_t row) {
   RowPlan plan;
   const float temperature = params.temperature.at(row);
-  const float top_p = params.top_p.at(row);
-  const float min_p = params.min_p.at(row);
+  float top_p = params.top_p.at(row);
+  float min_p = params.min_p.at(row);
+  if (rules.round_to_logits) {
+    top_p = rounded_to(params.dtype, top_p);
+    min_p = rounded_to(params.dtype, min_p);
+  }
   const int64_t k = params.top_k.at(row);
   plan.fraction_bits = mass_fraction_bits(params.vocab);
   if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) plan.status = kStatusParameter;

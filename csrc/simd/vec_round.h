@@ -1,28 +1,10 @@
 // Vectors to memory, rounded to the half types: to nearest, ties to even.
 #pragma once
 
+#include "common/half_round.h"
 #include "simd/vec.h"
 
 namespace lmdecode::LMD_SIMD {
-
-inline uint16_t bfloat16_bits(float value) {
-  const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-inline uint16_t half_bits(float value) {
-  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 2^16
-  if (magnitude < 0x38800000u) {  // below 2^-14: in units of 2^-24, by an addition that rounds
-    const float rounded = float_of(magnitude) + 0.5f;
-    return static_cast<uint16_t>(sign | (bits_of(rounded) - 0x3f000000u));
-  }
-  return static_cast<uint16_t>(sign |
-                               ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
-}
 
 inline void store_one(float* p, float value) { *p = value; }
 inline void store_one(BFloat16* p, float value) { p->bits = bfloat16_bits(value); }

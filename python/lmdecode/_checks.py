@@ -21,9 +21,9 @@ __all__ = [
     "check_dense_tensors",
     "check_format",
     "check_int",
+    "check_layout",
     "check_no_gradient",
     "check_number",
-    "check_tensors",
     "dtype_name",
     "is_int",
     "type_error",
@@ -155,20 +155,22 @@ def check_bool(op: str, name: str, value: object) -> bool:
     return value
 
 
-def check_tensors(op: str, **values: object) -> None:
-    """Raise TypeError for what is no tensor."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise type_error(op, name, value, "a tensor")
+def check_layout(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that is not dense.
+
+    The ops themselves do (csrc/bindings/refused_tensors.cpp); this is for what is computed with
+    before an op is called, or has another name there.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} has layout {tensor.layout}; expected a dense tensor")
 
 
 def check_dense_tensors(op: str, **values: object) -> None:
     """Raise TypeError for what is no tensor, ValueError for one that is not dense."""
     for name, value in values.items():
-        check_tensors(op, **{name: value})
-        assert isinstance(value, Tensor)
-        if value.layout != torch.strided:
-            raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
+        if not isinstance(value, Tensor):
+            raise type_error(op, name, value, "a tensor")
+        check_layout(op, name, value)
 
 
 def check_no_gradient(op: str, **tensors: object) -> None:

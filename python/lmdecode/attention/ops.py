@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, check_no_gradient, check_number, check_tensors
+from lmdecode._checks import check_dense_tensors, check_int, check_no_gradient, check_number
 from lmdecode._ops import ops
 from lmdecode.attention.masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
@@ -27,7 +27,7 @@ _CONVENTIONS = ("masked", "visible")
 
 
 def _check_optional(op: str, **tensors: object) -> None:
-    check_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
+    check_dense_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
 
 
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
@@ -47,7 +47,7 @@ def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor 
     """int32 or int64 as contiguous int64."""
     if value is None:
         return None
-    check_tensors(op, **{name: value})
+    check_dense_tensors(op, **{name: value})
     if value.dtype not in (torch.int64, torch.int32):
         dtype = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{op}: {name} has dtype {dtype}; expected int64 or int32")
@@ -62,7 +62,7 @@ def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
     """Any floating dtype as contiguous float32."""
     if value is None:
         return None
-    check_tensors(op, **{name: value})
+    check_dense_tensors(op, **{name: value})
     if not value.dtype.is_floating_point:
         dtype = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{op}: {name} has dtype {dtype}; expected a floating dtype")
@@ -80,7 +80,7 @@ def _mask(op: str, mask: Tensor | None) -> Tensor | None:
     """Four dimensions, the first ones of size 1 where there are fewer."""
     if mask is None:
         return None
-    check_tensors(op, attn_mask=mask)
+    check_dense_tensors(op, attn_mask=mask)
     if not 2 <= mask.dim() <= 4:
         raise ValueError(
             f"{op}: attn_mask has shape {list(mask.shape)}; expected 2 to 4 dimensions, "
@@ -205,7 +205,7 @@ def sliding_window_attention(
         Names the argument, what came and what was expected.
     """
     op = "sliding_window_attention"
-    check_tensors(op, q=q, k=k, v=v)
+    check_dense_tensors(op, q=q, k=k, v=v)
     if mask_convention not in _CONVENTIONS:
         raise ValueError(
             f"{op}: mask_convention is {mask_convention!r}; expected 'masked' or 'visible'"
@@ -298,7 +298,7 @@ key_padding_mask, block_table, indirection, return_lse
                 f"{op}: {name} is a {type(value).__name__}; expected a tensor: attend to a ring by "
                 "ring.attend(q)"
             )
-    check_tensors(op, q=q, k=k, v=v)
+    check_dense_tensors(op, q=q, k=k, v=v)
     assert v is not None
     _check_optional(
         op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
@@ -350,6 +350,6 @@ def merge_attention_states(
         Names the argument, what came and what was expected.
     """
     op = "merge_attention_states"
-    check_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    check_dense_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     return _merge_attention_states(o1, lse1, o2, lse2)

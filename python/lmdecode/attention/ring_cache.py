@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, check_tensors
+from lmdecode._checks import check_dense_tensors, check_int, check_layout
 from lmdecode._ops import ops
 from lmdecode.attention.pieces import Piece, attend_pieces
 from lmdecode.kv_cache.reorder import reorder_cache_
@@ -60,9 +60,10 @@ def ring_cache_append_(
     """
     op = "ring_cache_append_"
     for name, value in (("keys", keys), ("values", values), ("k", k), ("v", v)):
-        check_tensors(op, **{name: value})
+        check_dense_tensors(op, **{name: value})
     rows = None
     if isinstance(position, Tensor):
+        check_layout(op, "position", position)
         position, rows = 0, position
     else:
         position = check_int(
@@ -202,7 +203,7 @@ class RingKVCache:
             Names the argument, what came and what was expected; nothing has been written.
         """
         for name, states in (("k", k), ("v", v)):
-            check_tensors("RingKVCache", **{name: states})
+            check_dense_tensors("RingKVCache", **{name: states})
             if states.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"RingKVCache: {name} requires a gradient, which a cache that is written in "
@@ -298,7 +299,7 @@ class RingKVCache:
 
     def reorder_(self, rows: Tensor) -> None:
         """Let row r go on as row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
-        check_tensors("RingKVCache.reorder_", rows=rows)
+        check_dense_tensors("RingKVCache.reorder_", rows=rows)
         reorder_cache_([self._keys, self._values], rows, length_dim=2, length=self._slots_in_use())
 
     def select_rows_(self, rows: Tensor) -> None:
@@ -464,12 +465,12 @@ class RingKVCache:
     def _check_chunk(
         self, q: Tensor, k: Tensor | None, v: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        check_tensors("attend", q=q)
+        check_dense_tensors("attend", q=q)
         if k is None and v is None:
             chunk = None
         else:
             for name, states in (("k", k), ("v", v)):
-                check_tensors("attend", **{name: states})
+                check_dense_tensors("attend", **{name: states})
             assert k is not None and v is not None
             chunk = (k, v)
         for name, states in (("q", q), *(zip(("k", "v"), chunk, strict=True) if chunk else ())):
@@ -497,7 +498,7 @@ class RingKVCache:
     def _check_mask(self, mask: Tensor | None, end: int) -> None:
         if mask is None:
             return
-        check_tensors("attend", key_padding_mask=mask)
+        check_dense_tensors("attend", key_padding_mask=mask)
         if list(mask.shape) != [self.batch, end]:
             raise ValueError(
                 f"attend: key_padding_mask has shape {list(mask.shape)}; expected "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_count, check_int, check_number, type_error
+from lmdecode._checks import MAX_INT, check_count, check_int, check_layout, check_number, type_error
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam.types import BeamCandidates
@@ -53,6 +53,7 @@ def _check_types(
 def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """[requests + 1] int64: where the rows of each request begin, and where the last ends."""
     if isinstance(num_beams, Tensor):
+        check_layout(_OP, "num_beams", num_beams)
         if num_beams.dtype not in (torch.int64, torch.int32):
             dtype = str(num_beams.dtype).removeprefix("torch.")
             raise ValueError(f"{_OP}: num_beams has dtype {dtype}; expected int64 or int32")
@@ -87,6 +88,8 @@ def _tensors(**values: object) -> Iterator[Tensor | None]:
 
 def _per_request(name: str, value: object, off: float) -> tuple[Any, Tensor | None]:
     """Return a number for all requests and, where that is meant, one for each instead of it."""
+    if isinstance(value, Tensor):
+        check_layout(_OP, name, value)
     if value is None or isinstance(value, Tensor):
         return off, value
     if isinstance(off, float):
@@ -220,6 +223,7 @@ def log_softmax_top_k(
     if isinstance(num_beams, (int, torch.SymInt)):
         check_count(_OP, "num_beams", num_beams)
         if beam_scores.dim() == 2:
+            check_layout(_OP, "beam_scores", beam_scores)
             if beam_scores.shape[1] != num_beams:
                 raise ValueError(
                     f"{_OP}: beam_scores has shape {list(beam_scores.shape)}; "

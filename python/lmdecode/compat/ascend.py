@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, check_number, dtype_name, type_error
+from lmdecode._checks import check_int, check_layout, check_number, dtype_name, type_error
 from lmdecode.sampling.ops import top_k_top_p_sample as _sample
 from lmdecode.sampling.types import SampleOutput
 
@@ -82,7 +82,8 @@ def _check_tensor(
     dtypes: tuple[torch.dtype, ...],
     rank: int = 1,
 ) -> None:
-    """Check dtype, shape (the first ``rank`` dimensions of the logits) and device."""
+    """Check layout, dtype, shape (the first ``rank`` dimensions of the logits) and device."""
+    check_layout(op, name, value)
     if value.dtype not in dtypes:
         expected = " or ".join(_name(dtype) for dtype in dtypes)
         if logits.dtype in dtypes and rank == 1:
@@ -123,18 +124,14 @@ def _top_k(op: str, value: int | Tensor, logits: Tensor, limit: int = _MAX_K) ->
 def _fraction(
     op: str, name: str, value: float | Tensor, logits: Tensor, off: str
 ) -> float | Tensor:
-    """``topP`` or ``minPs`` as the op takes it: a number is rounded to the dtype of the logits."""
+    """``topP`` or ``minPs`` as the op takes it; the op rounds to the dtype of the logits."""
     if isinstance(value, Tensor):
         _check_tensor(op, name, value, logits, (logits.dtype,))
         return value
     value = check_number(op, name, value, kind=f"a number or a tensor, {off}")
     if not torch.compiler.is_compiling() and value != value:
         raise ValueError(f"{op}: {name} is nan; expected a number")
-    if logits.dtype is torch.float32:
-        # As the op will see it; 1e-60 is 0 there.
-        return value if torch.compiler.is_compiling() else torch.tensor(float(value)).item()
-    value = min(max(value, -1.0), 2.0)  # what lies beyond means the same, and fits every dtype
-    return torch.full((logits.size(0),), value, dtype=logits.dtype, device=logits.device)
+    return value
 
 
 def _check_rest(op: str, logits: Tensor, q: Tensor | None, eps: float, topKGuess: int) -> None:
@@ -347,7 +344,8 @@ def _sorted_kept(
         k_rows = k[:, None] if isinstance(k, Tensor) else torch.full_like(ids[:, :1], k)
         k_is_on = (k_rows >= 1) & (k_rows <= min(vocab, _MAX_K))
         softmax_size = torch.where(k_is_on, k_rows, vocab)
-        one = p[:, None] <= 0 if isinstance(p, Tensor) else torch.full_like(k_is_on, p <= 0)
+        p_rows = torch.as_tensor(p, dtype=torch.float32, device=logits.device).to(logits.dtype)
+        one = (p_rows <= 0).expand(logits.size(0))[:, None]  # rounded, as the op has it
         softmax_size = torch.where(one, 1, softmax_size)
         values = torch.where(rank < softmax_size, values, float("-inf")).softmax(dim=-1)
     return torch.where(kept, ids, 0), torch.where(kept, values, 0.0)

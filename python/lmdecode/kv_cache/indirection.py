@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, check_tensors
+from lmdecode._checks import check_dense_tensors, check_int, check_layout
 from lmdecode._ops import ops
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
@@ -39,9 +39,10 @@ def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int |
         Names the argument, what came and what was expected; nothing has been written.
     """
     op = "update_beam_indirection_"
-    check_tensors(op, indirection=indirection)
-    check_tensors(op, parents=parents)
+    check_dense_tensors(op, indirection=indirection)
+    check_dense_tensors(op, parents=parents)
     if isinstance(length, Tensor):
+        check_layout(op, "length", length)
         _update(indirection, parents, 0, length)
         return
     _update(indirection, parents, check_int(op, "length", length, kind="an int or a tensor"), None)
@@ -71,8 +72,8 @@ def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = No
     ValueError, TypeError
         Names the argument, what came and what was expected.
     """
-    check_tensors("gather_indirect", states=states)
-    check_tensors("gather_indirect", indirection=indirection)
+    check_dense_tensors("gather_indirect", states=states)
+    check_dense_tensors("gather_indirect", indirection=indirection)
     if states.dim() != 4:
         raise ValueError(
             f"gather_indirect: states has shape {list(states.shape)}; expected "

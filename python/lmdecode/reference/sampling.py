@@ -59,10 +59,13 @@ class DialectRules:
     probabilities: bool = False  # the inputs are probabilities: no softmax, filler 0
     k_is_on_at_vocab_size: bool = False  # k == V counts as on
     max_k: int | None = None  # a larger k switches the stage off
+    round_to_logits: bool = False  # p and min-p are rounded to the dtype of the logits
 
 
 _SORT_BASED = DialectRules(keep_top_k_ties=True, high_index_first=True, min_p_one_keeps_ties=True)
-_ASCEND = DialectRules(rank_noise=True, k_is_on_at_vocab_size=True, max_k=1024)
+_ASCEND = DialectRules(
+    rank_noise=True, k_is_on_at_vocab_size=True, max_k=1024, round_to_logits=True
+)
 
 DIALECT_RULES: dict[str, DialectRules] = {
     "lmdecode": DialectRules(),
@@ -271,6 +274,10 @@ def _float_rows(value: float | torch.Tensor | None, batch: int, default: float) 
     return [round_to_f32(default if value is None else value)] * batch
 
 
+def _round_to(dtype: torch.dtype, values: list[float]) -> list[float]:
+    return torch.tensor(values, dtype=torch.float32).to(dtype).tolist()
+
+
 def _int_rows(value: int | torch.Tensor | None, batch: int, default: int) -> list[int]:
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -342,10 +349,13 @@ def top_k_top_p_sample(
     assert set(DIALECT_RULES) == set(DIALECTS)
     rules = DIALECT_RULES[dialect]
     batch, vocab = logits.shape
+    p, low = _float_rows(top_p, batch, 1.0), _float_rows(min_p, batch, 0.0)
+    if rules.round_to_logits:
+        p, low = _round_to(logits.dtype, p), _round_to(logits.dtype, low)
     columns = (
         _int_rows(top_k, batch, 0),
-        _float_rows(top_p, batch, 1.0),
-        _float_rows(min_p, batch, 0.0),
+        p,
+        low,
         _float_rows(temperature, batch, 1.0),
         _seed_rows(seed, generator, batch),
         _int_rows(position, batch, 0),

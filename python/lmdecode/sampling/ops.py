@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_bool, check_int, check_number, dtype_name, type_error
+from lmdecode._checks import (
+    MAX_INT,
+    check_bool,
+    check_int,
+    check_layout,
+    check_number,
+    dtype_name,
+    type_error,
+)
 from lmdecode._ops import ops
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 
@@ -85,6 +93,7 @@ def _split(
     if value is None:
         return off, None
     if isinstance(value, Tensor):
+        check_layout(_OP, name, value)
         return off, _rows_of(name, value, dtype, logits)
     if dtype.is_floating_point:
         if type(value) is float:
@@ -212,8 +221,7 @@ def top_k_top_p_sample(
         raise type_error(_OP, "logits", logits, "a tensor")
     if logits.requires_grad:
         logits = logits.detach()
-    if logits.layout is not torch.strided:
-        raise ValueError(f"{_OP}: logits has layout {logits.layout}; expected a dense tensor")
+    check_layout(_OP, "logits", logits)
     if logits.dim() != 2:
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"

@@ -3,8 +3,8 @@
 #include <iostream>
 #include <memory>
 
-#include "beam/beam_finalize_cpu_kernel.h"
-#include "beam/beam_step_cpu_kernel.h"
+#include "beam/beam_finalize_cpu.h"
+#include "beam/beam_step_cpu.h"
 #include "beam_search_case.h"
 #include "check.h"
 

@@ -3,9 +3,9 @@
 // the tensors hold. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be noticed.
 #include <iostream>
 
-#include "beam/beam_finalize_cpu_kernel.h"
+#include "beam/beam_finalize_cpu.h"
 #include "beam/beam_finalize_kernel.cuh"
-#include "beam/beam_step_cpu_kernel.h"
+#include "beam/beam_step_cpu.h"
 #include "beam/beam_step_kernel.cuh"
 #include "beam_search_case.h"
 #include "check.h"

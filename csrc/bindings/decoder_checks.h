@@ -1,0 +1,159 @@
+// Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder_weights.py and
+// python/lmdecode/decoder_state.py make the lists of tensors and numbers that come here.
+#pragma once
+
+#include <vector>
+
+#include "bindings/beam_search_checks.h"
+#include "decoder/decoding.h"
+#include "decoder/step_attention.h"
+
+namespace lmdecode::decoder {
+
+using Integers = std::vector<int64_t>;
+using Numbers = std::vector<double>;
+using Tensors = std::vector<Tensor>;
+
+constexpr int64_t kMaxDecoderSize = int64_t{1} << 31;
+
+inline void check_number(const char* op, const char* name, int64_t entry, int64_t value,
+                         int64_t low, int64_t high) {
+  if (value >= low && value <= high) return;
+  fail(op, name, "[", entry, "] is ", value, "; expected ", low, " to ", high);
+}
+
+// Reads a list of numbers one after the other.
+class IntegerList {
+ public:
+  IntegerList(const char* op, const char* name, const Integers& values, size_t expected)
+      : op_(op), name_(name), values_(values) {
+    if (values.size() != expected) {
+      fail(op, name, " has ", values.size(), " numbers; expected ", expected);
+    }
+  }
+
+  int64_t next(const char* field, int64_t low, int64_t high = kMaxDecoderSize - 1) {
+    const int64_t value = values_[index_++];
+    if (value < low || value > high) {
+      fail(op_, name_, ".", field, " is ", value, "; expected ", low, " to ", high);
+    }
+    return value;
+  }
+  bool next_flag(const char* field) { return next(field, 0, 1) != 0; }
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Integers& values_;
+  size_t index_ = 0;
+};
+
+inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers) {
+  IntegerList list(op, "config", sizes, 13);
+  DecoderConfig c;
+  c.layers = list.next("num_layers", 1);
+  c.model_size = list.next("model_size", 1);
+  c.heads = list.next("num_heads", 1);
+  c.head_size = list.next("head_size", 1);
+  c.ffn_size = list.next("ffn_size", 1);
+  c.vocab = list.next("vocab_size", 1);
+  c.memory_size = list.next("memory_size", 1);
+  c.position_offset = list.next("position_offset", 0);
+  c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
+  c.norm_first = list.next_flag("norm_first");
+  c.gated = list.next_flag("gated");
+  c.activation = static_cast<linear::Activation>(list.next("activation", 0, 4));
+  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, 2));
+  if (c.heads * c.head_size >= kMaxDecoderSize) {
+    fail(op, "config has ", c.heads, " heads of ", c.head_size,
+         "; expected fewer than 2^31 in all");
+  }
+  if (numbers.size() != 4) fail(op, "numbers has ", numbers.size(), " entries; expected 4");
+  c.norm_epsilon = static_cast<float>(numbers[0]);
+  c.attention_scale = static_cast<float>(numbers[1]);
+  c.denominator_epsilon = static_cast<float>(numbers[2]);
+  c.embedding_scale = static_cast<float>(numbers[3]);
+  return c;
+}
+
+// A list of tensors read one after the other, each contiguous, on the CPU, of a dtype and shape.
+class TensorList {
+ public:
+  TensorList(const char* op, const char* name, const Tensors& tensors, size_t expected)
+      : op_(op), name_(name), tensors_(tensors) {
+    if (tensors.size() != expected) {
+      fail(op, name, " has ", tensors.size(), " tensors; expected ", expected);
+    }
+  }
+
+  // A size below 0 stands for any.
+  template <class T>
+  T* next(const char* field, ScalarType type, std::initializer_list<int64_t> sizes) {
+    const Tensor& tensor = tensors_[index_++];
+    const std::string name = std::string(name_) + "." + field;
+    check_dtype(op_, name.c_str(), tensor, type);
+    bool fits = tensor.dim() == static_cast<int64_t>(sizes.size());
+    for (int64_t i = 0; fits && i < tensor.dim(); ++i) {
+      const int64_t size = sizes.begin()[i];
+      fits = size < 0 || tensor.size(i) == size;
+    }
+    if (!fits) {
+      fail(op_, name, " has shape ", shape_text(tensor), "; expected ", beam::sizes_text(sizes),
+           ", where -1 is any size");
+    }
+    if (!tensor.is_cpu()) fail(op_, name, " is on ", device_name(tensor), "; expected cpu");
+    if (!tensor.is_contiguous()) fail(op_, name, " has strides; expected a contiguous tensor");
+    if constexpr (std::is_const_v<T>) {
+      return static_cast<T*>(tensor.const_data_ptr());
+    } else {
+      return static_cast<T*>(tensor.mutable_data_ptr());
+    }
+  }
+
+  // Null where the tensor is empty.
+  template <class T>
+  T* next_or_null(const char* field, ScalarType type, std::initializer_list<int64_t> sizes) {
+    if (next_tensor().numel() > 0) return next<T>(field, type, sizes);
+    ++index_;
+    return nullptr;
+  }
+
+  const Tensor& next_tensor() const { return tensors_[index_]; }
+  bool is_at_end() const { return index_ == tensors_.size(); }
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Tensors& tensors_;
+  size_t index_ = 0;
+};
+
+constexpr size_t kModelTensors = 9, kLayerTensors = 22;
+
+// Reads the 22 tensors of a layer.
+LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig& config);
+
+// The weights of a whole decoder, with the list that they refer to.
+struct DecoderModel {
+  DecoderConfig config;
+  std::vector<LayerWeights> layers;
+  DecoderWeights weights;
+
+  DecoderModel(const char* op, const Tensors& tensors, const Integers& sizes,
+               const Numbers& numbers);
+  DecoderModel(const DecoderModel&) = delete;
+  DecoderModel& operator=(const DecoderModel&) = delete;
+};
+
+// The caches of a decoder, of which the op may write all: seven tensors.
+struct CacheTensors {
+  DecoderCaches caches;
+  float* cross_keys = nullptr;
+  float* cross_values = nullptr;
+  int64_t* memory_lengths = nullptr;
+  int64_t* cached_lengths = nullptr;  // [requests]
+
+  CacheTensors(const char* op, const Tensors& tensors, const DecoderConfig& config);
+};
+
+}  // namespace lmdecode::decoder

@@ -1,0 +1,214 @@
+// decoding_steps_ and decoding_workspace_bytes, on CPU tensors alone.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "bindings/decoder_checks.h"
+#include "decoder/decoding.h"
+
+namespace lmdecode::decoder {
+namespace {
+
+constexpr const char* kStepsOp = "decoding_steps_";
+constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
+
+TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, int64_t vocab) {
+  TensorList list(op, "token_rules", tensors, 6);
+  TokenRules rules;
+  rules.repetition_penalty =
+      list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
+  rules.no_repeat_ngram_size =
+      list.next<const int64_t>("no_repeat_ngram_size", ScalarType::Long, {slots});
+  rules.diversity_penalty = list.next<const float>("diversity_penalty", ScalarType::Float, {slots});
+  check_rank(op, "token_rules.bans", tensors[3], 3, "[slots, bans, 4]");
+  rules.num_bans = tensors[3].size(1);
+  rules.bans = list.next<const int64_t>("bans", ScalarType::Long, {slots, rules.num_bans, 4});
+  check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
+  rules.num_forced = tensors[4].size(1);
+  rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {slots, rules.num_forced, 2});
+  rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (!(rules.repetition_penalty[slot] > 0.0f)) {
+      fail(op, "token_rules.repetition_penalty[", slot, "] is ", rules.repetition_penalty[slot],
+           "; expected a number above 0");
+    }
+  }
+  return rules;
+}
+
+// Of a search that goes on, before anything is written.
+void check_search(const DecodingParams& p, int64_t slot) {
+  const beam::BeamSearchState& state = p.state;
+  const int64_t request = slot / p.num_groups;
+  check_number(kStepsOp, "parameters.num_beams", slot, p.parameters.num_beams[slot], 1,
+               state.beams);
+  check_number(kStepsOp, "parameters.num_hypotheses", slot, p.parameters.num_hypotheses[slot], 1,
+               state.hypotheses);
+  check_number(kStepsOp, "parameters.early_stopping", slot, p.parameters.early_stopping[slot], 0,
+               2);
+  check_number(kStepsOp, "parameters.max_lengths", slot, p.parameters.max_lengths[slot], 0,
+               state.capacity);
+  const int64_t length = state.lengths[slot];
+  check_number(kStepsOp, "state.lengths", slot, length, 1, state.capacity);
+  check_number(kStepsOp, "parameters.prompt_lengths", slot, p.parameters.prompt_lengths[slot], 0,
+               length);
+  check_number(kStepsOp, "caches.cached_lengths", request, p.cached_lengths[request], 0, length);
+  check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0,
+               p.caches.source);
+  // Where too few candidates go on, the beams that are left go on with it.
+  if (p.rules != beam::BeamRules::kScorer && !p.greedy) {
+    check_number(kStepsOp, "parameters.pad_tokens", slot, p.parameters.pad_tokens[slot], 0,
+                 p.config.vocab - 1);
+  }
+  // What is not cached is read as the prompt of the request, for all of its groups at once.
+  const int64_t first_slot = request * p.num_groups;
+  if (p.cached_lengths[request] < length - 1 &&
+      (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
+    fail(kStepsOp, "caches.cached_lengths[", request, "] is ", p.cached_lengths[request],
+         "; expected ", length - 1, ", since slot ", slot, " goes on alone");
+  }
+  const int64_t rows = slot * state.beams;
+  for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
+    const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
+    const int64_t begin = beam == 0 ? p.cached_lengths[request] : length - 1;
+    for (int64_t i = begin < length ? begin : length - 1; i < length; ++i) {
+      if (tokens[i] >= 0 && tokens[i] < p.config.vocab) continue;
+      fail(kStepsOp, "state.sequences[", slot, ", ", beam, ", ", i, "] is ", tokens[i],
+           "; expected a token, 0 to ", p.config.vocab - 1);
+    }
+    const int32_t* const table = p.caches.table + (rows + beam) * state.capacity;
+    for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1; ++i) {
+      if (table[i] >= 0 && table[i] < p.cache_rows()) continue;
+      fail(kStepsOp, "caches.table[", rows + beam, ", ", i, "] is ", table[i],
+           "; expected a row of the cache, 0 to ", p.cache_rows() - 1);
+    }
+  }
+  const int64_t most =
+      p.parameters.max_lengths[slot] > 0 ? p.parameters.max_lengths[slot] : state.capacity;
+  if (p.weights.positions != nullptr && most - 1 > p.weights.num_positions) {
+    fail(kStepsOp, "parameters.max_lengths[", slot, "] is ", most, "; expected at most ",
+         p.weights.num_positions + 1, ": the model has ", p.weights.num_positions, " positions");
+  }
+}
+
+void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
+  check_dtype(kStepsOp, "logits", logits, ScalarType::Float);
+  if (logits.dim() != 2 || logits.size(0) != rows || logits.size(1) != vocab) {
+    fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
+         beam::sizes_text({rows, vocab}));
+  }
+  if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
+  if (!logits.is_contiguous()) {
+    fail(kStepsOp, "logits has strides; expected a contiguous tensor");
+  }
+}
+
+// Steps write to logits between reading these, which are contiguous, and have been checked.
+void check_apart(const Tensor& logits, const char* name, const Tensors& tensors) {
+  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto end = [&](const Tensor& t) {
+    return begin(t) + t.numel() * static_cast<int64_t>(t.element_size());
+  };
+  for (const Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    if (begin(logits) < end(tensor) && begin(tensor) < end(logits)) {
+      fail(kStepsOp, "logits shares memory with ", name, "; expected a tensor of its own");
+    }
+  }
+}
+
+Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
+                      const Tensors& state, const Tensors& parameters, const Tensors& rules,
+                      const Tensors& caches, const Tensor& workspace, const Integers& options,
+                      const std::optional<Tensor>& logits) {
+  const char* const op = kStepsOp;
+  const DecoderModel model(op, weights, config, numbers);
+  const CacheTensors cache(op, caches, model.config);
+  DecodingParams p;
+  p.config = model.config;
+  p.weights = model.weights;
+  const Tensor& first = beam::state_sequences(op, state);
+  const beam::LikeTensor like(first);
+  p.state = beam::beam_search_state(op, state, like);
+  p.parameters = beam::beam_search_parameters(op, parameters, p.state.slots, like);
+  IntegerList list(op, "options", options, 7);
+  p.rules = static_cast<beam::BeamRules>(list.next("rules", 0, 2));
+  p.greedy = list.next_flag("greedy");
+  p.num_groups = list.next("num_groups", 1);
+  p.num_candidates = list.next("num_candidates", 1, (int64_t{1} << 24));
+  p.max_steps = list.next("max_steps", 0, INT64_MAX);
+  p.stop_when_done = list.next_flag("stop_when_done");
+  p.chooses = list.next_flag("chooses");
+  p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
+  p.caches = cache.caches;
+  p.cached_lengths = cache.cached_lengths;
+  if (cache.caches.requests * p.num_groups != p.state.slots) {
+    fail(op, "state.sequences has ", p.state.slots, " slots; expected num_groups, ", p.num_groups,
+         ", for each of the ", cache.caches.requests, " requests of caches");
+  }
+  if (cache.caches.rows != p.cache_rows() || cache.caches.capacity != p.state.capacity) {
+    fail(op, "caches.self_keys has ", cache.caches.rows, " rows of ", cache.caches.capacity,
+         " positions; expected ", p.cache_rows(), " of ", p.state.capacity, ", those of the state");
+  }
+  if (p.greedy && p.state.beams != 1) {
+    fail(op, "state.sequences has ", p.state.beams, " beams; expected 1 where it is greedy");
+  }
+  if (p.cache_rows() * p.num_candidates >= kMaxDecoderSize) {
+    fail(op, "options.num_candidates is ", p.num_candidates, " for ", p.cache_rows(),
+         " rows; expected fewer than 2^31 in all");
+  }
+  if (p.weights.relative_bias != nullptr && p.weights.num_distances + 1 < p.state.capacity) {
+    fail(op, "weights.relative_bias has ", p.weights.num_distances,
+         " distances; expected at least ", p.state.capacity - 1,
+         ", one less than the capacity of the state");
+  }
+  for (int64_t slot = 0; slot < p.state.slots; ++slot) {
+    if (p.is_running(slot)) check_search(p, slot);
+  }
+  check_dtype(op, "workspace", workspace, ScalarType::Byte);
+  const int64_t bytes = static_cast<int64_t>(decoding_workspace_bytes(p));
+  p.workspace = workspace.mutable_data_ptr();
+  if (!workspace.is_cpu() || !workspace.is_contiguous() || workspace.numel() < bytes ||
+      reinterpret_cast<uintptr_t>(p.workspace) % 64 != 0) {
+    fail(op, "workspace has ", workspace.numel(), " bytes on ", device_name(workspace),
+         "; expected at least ", bytes, " on cpu, aligned to 64");
+  }
+  if (logits) {
+    check_logits(*logits, p.cache_rows(), p.config.vocab);
+    check_apart(*logits, "weights", weights);
+    check_apart(*logits, "state", state);
+    check_apart(*logits, "parameters", parameters);
+    check_apart(*logits, "token_rules", rules);
+    check_apart(*logits, "caches", caches);
+    check_apart(*logits, "workspace", {workspace});
+    p.logits = static_cast<float*>(logits->mutable_data_ptr());
+  }
+  Tensor steps = new_tensor(first, {}, ScalarType::Long);
+  *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);
+  return steps;
+}
+
+// sizes: slots, beams, capacity, num_groups, num_candidates, num_bans
+int64_t decoding_workspace(const Integers& config, const Numbers& numbers, const Integers& sizes) {
+  IntegerList list(kWorkspaceOp, "sizes", sizes, 6);
+  DecodingParams p;
+  p.config = decoder_config(kWorkspaceOp, config, numbers);
+  p.state.slots = list.next("slots", 0);
+  p.state.beams = list.next("beams", 1);
+  p.state.capacity = list.next("capacity", 0);
+  p.num_groups = list.next("num_groups", 1);
+  p.num_candidates = list.next("num_candidates", 1);
+  p.token_rules.num_bans = list.next("num_bans", 0);
+  return static_cast<int64_t>(decoding_workspace_bytes(p));
+}
+
+}  // namespace
+}  // namespace lmdecode::decoder
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
+  m.impl("decoding_steps_", TORCH_BOX(&lmdecode::decoder::decoding_steps));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
+  m.impl("decoding_workspace_bytes", TORCH_BOX(&lmdecode::decoder::decoding_workspace));
+}

@@ -1,0 +1,66 @@
+// What the KV cache ops have in common: tensors as bytes, rows of integers, parents. Shared by the
+// CPU and the CUDA library.
+#pragma once
+
+#include <limits>
+
+#include "bindings/tensor_checks.h"
+#include "kv_cache/integer_rows.h"
+#include "kv_cache/strided_tensor.h"
+
+namespace lmdecode::kv_cache {
+
+inline StridedTensor strided_tensor(const Tensor& tensor) {
+  StridedTensor strided;
+  strided.element_bytes = static_cast<int64_t>(tensor.element_size());
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    strided.dims.push_back({sizes[d], strides[d] * strided.element_bytes});
+  }
+  return strided;
+}
+
+// With its address, of a tensor that is only read.
+inline StridedTensor strided_input(const Tensor& tensor) {
+  StridedTensor strided = strided_tensor(tensor);
+  strided.data = static_cast<unsigned char*>(const_cast<void*>(tensor.const_data_ptr()));
+  return strided;
+}
+
+inline void check_integers(const char* op, const char* name, const Tensor& tensor) {
+  const ScalarType type = dtype_of(tensor);
+  if (type != ScalarType::Long && type != ScalarType::Int) {
+    fail(op, name, " has dtype ", dtype_name(type), "; expected int64 or int32");
+  }
+}
+
+// [rows] int64 or int32
+inline IntegerRows integer_rows(const Tensor& tensor) {
+  IntegerRows rows;
+  rows.data = tensor.const_data_ptr();
+  rows.stride = tensor.stride(0);
+  rows.is_int32 = dtype_of(tensor) == ScalarType::Int;
+  return rows;
+}
+
+inline ParentRows parent_rows(const char* op, const Tensor& parents) {
+  check_rank(op, "parents", parents, 1, "[batch]");
+  check_integers(op, "parents", parents);
+  if (parents.size(0) > std::numeric_limits<int32_t>::max() / 2) {
+    fail(op, "parents has shape ", shape_text(parents), "; expected fewer than 2^30 rows");
+  }
+  return {integer_rows(parents), static_cast<int32_t>(parents.size(0))};
+}
+
+// Of parents on the CPU: elsewhere nobody looks.
+inline void check_parents(const char* op, const ParentRows& parents) {
+  for (int64_t row = 0; row < parents.rows; ++row) {
+    const int64_t parent = parents.at(row);
+    if (!parents.contains(parent)) {
+      fail(op, "parents[", row, "] is ", parent, "; expected 0 to ", parents.rows - 1);
+    }
+  }
+}
+
+}  // namespace lmdecode::kv_cache

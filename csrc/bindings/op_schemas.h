@@ -1,0 +1,161 @@
+// The schema of every op, and which of them have CPU kernels alone. python/lmdecode/_fakes.py has a
+// fake for each, tests/test_registration.py checks that.
+#pragma once
+
+#include <cstddef>
+
+namespace lmdecode {
+
+// kCpuOnly: tensors on CUDA meet an error (refused_tensors.cpp). Other ops get their CUDA kernels
+// from _C_cuda.
+enum class Devices { kAny, kCpuOnly };
+
+struct OpSchema {
+  const char* text;
+  Devices devices = Devices::kAny;
+};
+
+inline constexpr OpSchema kOpSchemas[] = {
+    // Parameters come as one number for all rows and, instead of it, as a tensor of one number a
+    // row. `seed` rows < 0 draw no noise. kept_logits and logprob are None where not asked for.
+    {"top_k_top_p_sample(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
+     "Tensor? top_p_rows, float min_p, Tensor? min_p_rows, float temperature, Tensor? "
+     "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, bool "
+     "return_logits, bool return_logprob, int dialect) -> (Tensor index, Tensor kept_logits, "
+     "Tensor logprob, Tensor kept_count, Tensor status)"},
+    {"top_k_top_p_sample.out(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
+     "Tensor? top_p_rows, float min_p, Tensor? min_p_rows, float temperature, Tensor? "
+     "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, int dialect, "
+     "*, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, Tensor(d!) "
+     "kept_count, Tensor(e!) status) -> ()"},
+    // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
+    // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
+    // num_candidates], status [requests]; log_probs are the scores without those of the beams.
+    {"log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
+     "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
+     "status, Tensor log_probs)"},
+    // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all
+    // requests; tensors, instead of them, hold one for each.
+    {"log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
+     "SymInt num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
+     "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
+     "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, "
+     "Tensor? suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
+     "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) "
+     "-> (Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)"},
+    // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
+    // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
+    // given.
+    {"beam_step(Tensor(a!)[] state, Tensor[] parameters, Tensor scores, Tensor tokens, "
+     "Tensor beams, Tensor? log_probs, Tensor? status, Tensor? slots, Tensor? row_offsets, "
+     "Tensor? parent_offsets, Tensor? sequences, Tensor? stopped, Tensor? bonus, int rules, "
+     "SymInt rows) -> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)"},
+    {"beam_finalize(Tensor(a!)[] state, Tensor[] parameters, SymInt num_return_sequences, "
+     "int num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int "
+     "rules) -> (Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor "
+     "beam_indices, Tensor places)"},
+    // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
+    // along length_dim.
+    {"reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
+     "SymInt? length) -> ()"},
+    // Row r of the index [rows, capacity] becomes, up to its length, what row parents[r] was, and
+    // its entry there r. length_rows [rows] holds instead of length.
+    {"update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, "
+     "Tensor? length_rows) -> ()"},
+    // Tokens k [rows, heads, tokens, ...] and v go to their slots of a ring keys [rows, heads,
+    // slots, ...] and values; the first of them is the sequence's position-th, in row r
+    // position_rows[r].
+    {"ring_cache_append_(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, SymInt "
+     "position, Tensor? position_rows, SymInt num_sink_tokens) -> ()"},
+    // The bookkeeping of a cache in blocks, on the CPU: lmdecode.BlockTable, which holds these
+    // tensors, int32 all, with block_table [rows, max_blocks], lengths [rows], ref_counts and
+    // free_blocks [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3]
+    // and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_: source, target,
+    // positions.
+    {"block_table_append_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
+     "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor(f!) copies, Tensor num_tokens, int "
+     "block_size) -> ()"},
+    {"block_table_reorder_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) "
+     "ref_counts, Tensor(d!) free_blocks, Tensor(e!) counters, Tensor parents, int rows, int "
+     "block_size) -> ()"},
+    {"copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()"},
+    // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads,
+    // ...]. window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked
+    // for.
+    {"sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt "
+     "window_right, float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? "
+     "q_positions, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? "
+     "attn_mask, bool true_is_visible, Tensor? key_padding_mask, Tensor? block_table, "
+     "Tensor? indirection, bool return_lse) -> (Tensor out, Tensor lse)"},
+    {"sliding_window_decode(Tensor q, Tensor k, Tensor v, SymInt window, SymInt "
+     "window_right, float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? "
+     "q_positions, Tensor? kv_lengths, Tensor? key_padding_mask, Tensor? block_table, "
+     "Tensor? indirection, bool return_lse) -> (Tensor out, Tensor lse)"},
+    // Outputs [B, H, S, D] or ragged [tokens, H, D], with lse [B, H, S] or [H, tokens].
+    {"merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
+     "Tensor lse)"},
+    // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number.
+    // The packed tensor is in the order of the CPU capability in use.
+    {"pack_linear(Tensor weight, int format) -> Tensor", Devices::kCpuOnly},
+    // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
+    // residual [rows, out_features].
+    {"packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "
+     "activation, Tensor? multiplier, Tensor? residual) -> Tensor",
+     Devices::kCpuOnly},
+    {"packed_linear.out(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, "
+     "int activation, Tensor? multiplier, Tensor? residual, *, Tensor(a!) out) -> ()",
+     Devices::kCpuOnly},
+    {"layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", Devices::kCpuOnly},
+    {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
+    // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the
+    // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
+    // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates,
+    // max_steps, stop_when_done, chooses (else one step at most, up to the logits); logits [rows of
+    // caches, vocab]: the last ones of each row are written. Returns the number of steps, int64.
+    {"decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
+     "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
+     "options, Tensor(d!)? logits=None) -> Tensor",
+     Devices::kCpuOnly},
+    // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
+    {"decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
+    // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers
+    // alone.
+    {"decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] "
+     "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
+     Devices::kCpuOnly},
+    // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
+    // and [rows].
+    {"faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "
+     "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "
+     "sequence_length)",
+     Devices::kCpuOnly},
+    // weights: the 22 tensors of one layer. cache_rows, positions, requests: [rows] int32.
+    {"decoder_layer(Tensor x, Tensor[] weights, int[] config, float[] numbers, Tensor "
+     "relative_bias, Tensor(a!)[] caches, Tensor cache_rows, Tensor positions, Tensor "
+     "requests) -> Tensor",
+     Devices::kCpuOnly},
+    {"gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int "
+     "end_token) -> Tensor",
+     Devices::kCpuOnly},
+    // What a step of a decoder does on a device beside matrix products; in plain torch on the CPU
+    // (lmdecode.reference.decoder_step). Row r is cache row r; layouts of caches: DecodingCaches.
+    // qkv [rows, 3, heads, head size], positions [rows] int32, out [rows, heads, head size].
+    {"decoder_self_attention_(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor table, "
+     "Tensor positions, Tensor? bias, float scale, float denominator_epsilon, *, Tensor(c!) "
+     "out) -> ()"},
+    {"decoder_cross_attention(Tensor queries, Tensor keys, Tensor values, Tensor lengths, "
+     "float scale, float denominator_epsilon, *, Tensor(a!) out) -> ()"},
+    // key_value [requests, length, 2, heads, head size]
+    {"decoder_cross_cache_(Tensor key_value, Tensor(a!) keys, Tensor(b!) values) -> ()"},
+    {"decoder_add_norm_(Tensor(a!) x, Tensor? delta, Tensor? bias, Tensor? gamma, Tensor? "
+     "beta, float epsilon, bool rms_norm, bool norm_first, *, Tensor(b!) out) -> ()"},
+    {"decoder_embed(Tensor tokens, Tensor positions, Tensor embedding, Tensor? "
+     "position_table, float scale, int position_offset, *, Tensor(a!) x) -> ()"},
+    // activation: a number of lmdecode.decoder_config.ACTIVATIONS
+    {"decoder_activate_(Tensor(a!) up, Tensor? gate, int activation) -> ()"},
+    // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
+    {"cpu_capability() -> int"},
+};
+inline constexpr size_t kOpCount = sizeof(kOpSchemas) / sizeof(kOpSchemas[0]);
+
+}  // namespace lmdecode

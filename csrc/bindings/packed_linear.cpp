@@ -1,0 +1,201 @@
+// pack_linear and packed_linear, on CPU tensors alone.
+#include "linear/packed_linear.h"
+
+#include <cstdlib>
+#include <new>
+
+#include "bindings/linear_checks.h"
+#include "bindings/packed_weight_checks.h"
+#include "common/huge_pages.h"
+#include "common/parallel_workspace.h"
+
+namespace lmdecode::linear {
+namespace {
+
+constexpr char kPackOp[] = "pack_linear";
+constexpr char kLinearOp[] = "packed_linear";
+
+LinearFormat checked_format(const char* op, int64_t format) {
+  if (format < 0 || format > static_cast<int64_t>(LinearFormat::kInt8)) {
+    fail(op, "format is ", format, "; expected 0 (float32), 1 (bfloat16) or 2 (int8)");
+  }
+  return static_cast<LinearFormat>(format);
+}
+
+PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out_features,
+                                int64_t format) {
+  const LinearFormat checked = checked_format(op, format);
+  if (in_features < 0 || out_features < 0) {
+    fail(op, "the weight has shape [", out_features, ", ", in_features,
+         "]; expected no negative size");
+  }
+  if (checked == LinearFormat::kInt8 && in_features > kMaxInt8Features) {
+    fail(op, "weight has ", in_features, " input features; expected at most ", kMaxInt8Features,
+         " for int8");
+  }
+  return {in_features, out_features, checked};
+}
+
+// Memory for a packed weight: on huge pages where it fills one.
+Tensor new_packed(size_t bytes) {
+  const bool is_large = bytes >= kHugePage;
+  const size_t alignment = is_large ? kHugePage : 64;
+  const size_t size = (bytes + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, size);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (is_large) advise_huge_pages(memory, size);
+  const int64_t sizes[] = {static_cast<int64_t>(bytes)}, strides[] = {1};
+  return torch::stable::from_blob(memory, {sizes, 1}, {strides, 1},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  ScalarType::Byte, &std::free);
+}
+
+Tensor pack(const Tensor& weight, int64_t format) {
+  check_rank(kPackOp, "weight", weight, 2, "[out_features, in_features]");
+  check_float(kPackOp, "weight", weight);
+  const PackedLinearShape shape = checked_shape(kPackOp, weight.size(1), weight.size(0), format);
+  Tensor packed = new_packed(packed_linear_bytes(shape));
+  pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
+              weight.stride(1), packed.mutable_data_ptr());
+  return packed;
+}
+
+// The weight behind a packed tensor, if it is one of this shape for the kernels of this process.
+PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape) {
+  check_rank(kLinearOp, "packed", packed, 1, "the result of pack_linear");
+  check_dtype(kLinearOp, "packed", packed, ScalarType::Byte);
+  if (!packed.is_cpu()) {
+    fail(kLinearOp, "packed is on ", device_name(packed), "; expected a tensor on cpu");
+  }
+  const void* data = packed.const_data_ptr();
+  if (!packed.is_contiguous() || reinterpret_cast<uintptr_t>(data) % 64 != 0) {
+    fail(kLinearOp,
+         "packed is not contiguous, or not aligned to 64 bytes; expected the result of "
+         "pack_linear");
+  }
+  check_packed_weight(kLinearOp, "packed", data, packed.size(0), shape,
+                      ", from out_features and the last size of x");
+  return {shape, data};
+}
+
+// A [rows, columns] argument whose rows are read side by side; `copy` keeps what that needs alive.
+const float* checked_matrix(const char* name, const OptionalTensor& tensor, int64_t rows,
+                            int64_t columns, Tensor* copy, int64_t* row_stride) {
+  if (!tensor) return nullptr;
+  check_float(kLinearOp, name, *tensor);
+  check_shape(kLinearOp, name, *tensor, rows, columns);
+  *copy = tensor->stride(1) == 1 || columns <= 1 ? *tensor : torch::stable::contiguous(*tensor);
+  *row_stride = copy->stride(0);
+  return static_cast<const float*>(copy->const_data_ptr());
+}
+
+// Throws where the two tensors have bytes in common, as far as their spans tell.
+void check_apart(const char* name, const Tensor& tensor, const Tensor& out) {
+  if (tensor.numel() == 0 || out.numel() == 0) return;
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return (last + 1) * static_cast<int64_t>(t.element_size());
+  };
+  const char* a = static_cast<const char*>(tensor.const_data_ptr());
+  const char* b = static_cast<const char*>(out.const_data_ptr());
+  if (a < b + span(out) && b < a + span(tensor)) {
+    fail(kLinearOp, "out shares memory with ", name, "; expected a tensor of its own");
+  }
+}
+
+struct LinearArguments {
+  const Tensor& x;
+  const Tensor& packed;
+  int64_t out_features;
+  int64_t format;
+  const OptionalTensor& bias;
+  int64_t activation;
+  const OptionalTensor& multiplier;
+  const OptionalTensor& residual;
+};
+
+// `make_out()` gives the tensor to write, after all checks.
+template <class MakeOut>
+Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
+  check_rank(kLinearOp, "x", a.x, 2, "[rows, in_features]");
+  check_float(kLinearOp, "x", a.x);
+  const PackedLinearShape shape = checked_shape(kLinearOp, a.x.size(1), a.out_features, a.format);
+  const PackedLinear linear = checked_weight(a.packed, shape);
+  const int64_t rows = a.x.size(0);
+  if (a.activation < 0 || a.activation > static_cast<int64_t>(Activation::kSilu)) {
+    fail(kLinearOp, "activation is ", a.activation,
+         "; expected 0 (none), 1 (relu), 2 (gelu), 3 (gelu_tanh) or 4 (silu)");
+  }
+  LinearOutput output;
+  output.activation = static_cast<Activation>(a.activation);
+  Tensor bias, multiplier, residual;
+  if (a.bias) {
+    check_float(kLinearOp, "bias", *a.bias);
+    check_shape(kLinearOp, "bias", *a.bias, shape.out_features);
+    bias = torch::stable::contiguous(*a.bias);
+    output.bias = static_cast<const float*>(bias.const_data_ptr());
+  }
+  output.multiplier = checked_matrix("multiplier", a.multiplier, rows, shape.out_features,
+                                     &multiplier, &output.multiplier_stride);
+  output.residual = checked_matrix("residual", a.residual, rows, shape.out_features, &residual,
+                                   &output.residual_stride);
+
+  const int64_t element_stride = shape.in_features > 1 ? a.x.stride(1) : 1;
+  const size_t scratch = linear_input_bytes(shape.format, shape.in_features, rows, element_stride);
+  void* memory = scratch == 0 ? nullptr : thread_workspace().reserve(scratch);
+  if (scratch != 0 && memory == nullptr) {
+    throw std::runtime_error(std::string(kLinearOp) + ": no memory for " + std::to_string(scratch) +
+                             " bytes of scratch");
+  }
+  Tensor out = make_out(rows, shape.out_features);
+  output.y = static_cast<float*>(out.mutable_data_ptr());
+  output.y_stride = out.stride(0);
+  const LinearInput input =
+      prepare_linear_input(shape.format, static_cast<const float*>(a.x.const_data_ptr()),
+                           a.x.stride(0), rows, shape.in_features, memory, element_stride);
+  packed_linear(linear, input, output);
+  return out;
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features, int64_t format,
+              const OptionalTensor& bias, int64_t activation, const OptionalTensor& multiplier,
+              const OptionalTensor& residual) {
+  return multiply({x, packed, out_features, format, bias, activation, multiplier, residual},
+                  [&](int64_t rows, int64_t columns) {
+                    return new_tensor(x, {rows, columns}, ScalarType::Float);
+                  });
+}
+
+void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int64_t format,
+                const OptionalTensor& bias, int64_t activation, const OptionalTensor& multiplier,
+                const OptionalTensor& residual, const Tensor& out) {
+  multiply({x, packed, out_features, format, bias, activation, multiplier, residual},
+           [&](int64_t rows, int64_t columns) {
+             check_float(kLinearOp, "out", out);
+             check_shape(kLinearOp, "out", out, rows, columns);
+             if (columns > 1 && out.stride(1) != 1) {
+               fail(kLinearOp, "out has stride ", out.stride(1),
+                    " within a row; expected elements side by side");
+             }
+             if (rows > 1 && out.stride(0) < columns) {
+               fail(kLinearOp, "out has rows that overlap; expected a row stride of at least ",
+                    columns);
+             }
+             check_apart("x", x, out);
+             check_apart("packed", packed, out);
+             if (bias) check_apart("bias", *bias, out);
+             if (multiplier) check_apart("multiplier", *multiplier, out);
+             if (residual) check_apart("residual", *residual, out);
+             return out;
+           });
+}
+
+}  // namespace
+}  // namespace lmdecode::linear
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
+  m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
+  m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
+  m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
+}

@@ -1,0 +1,136 @@
+"""Tensors that no op takes: layouts but strided, quantised ones, CUDA where no kernel is."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import lmdecode  # noqa: F401  registers the ops
+
+KINDS = {
+    "sparse_coo": lambda x: x.to_sparse(),
+    "sparse_csr": lambda x: x.to_sparse_csr(),
+    "sparse_csc": lambda x: x.to_sparse_csc(),
+    "sparse_bsr": lambda x: x.to_sparse_bsr((1, 1)),
+    "sparse_bsc": lambda x: x.to_sparse_bsc((1, 1)),
+    "_mkldnn": lambda x: x.to_mkldnn(),
+    "qint8": lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+}
+
+
+def op_names() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in names if name.startswith("lmdecode::"))
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    base, _, overload_name = name.removeprefix("lmdecode::").partition(".")
+    return getattr(getattr(torch.ops.lmdecode, base), overload_name or "default")
+
+
+def plain_value(kind: str) -> Any:
+    """A value of a schema's type; what an op would say of it comes after the dispatcher."""
+    if kind.startswith("Optional"):
+        return None
+    return {
+        "Tensor": torch.zeros(2, 2), "List[Tensor]": [torch.zeros(2, 2)], "List[int]": [1],
+        "List[float]": [1.0], "bool": False, "float": 1.0,
+    }.get(kind, 1)  # fmt: skip
+
+
+TENSOR_ARGUMENTS = [
+    (name, index)
+    for name in op_names()
+    for index, argument in enumerate(overload(name)._schema.arguments)
+    if "Tensor" in str(argument.type)
+]
+
+
+def call(op: torch._ops.OpOverload, index: int, tensor: torch.Tensor, key: Any = None) -> None:
+    """Call the op with this tensor as its index-th argument, or in a list that is it."""
+    positional, keywords = [], {}
+    for i, argument in enumerate(op._schema.arguments):
+        value = plain_value(str(argument.type))
+        if i == index:
+            value = [torch.zeros(2, 2), tensor] if isinstance(value, list) else tensor
+        if argument.kwarg_only:
+            keywords[argument.name] = value
+        else:
+            positional.append(value)
+    if key is None:
+        op(*positional, **keywords)
+    else:
+        op._op_dk(key, *positional, **keywords)
+
+
+def argument_name(op: torch._ops.OpOverload, index: int) -> str:
+    argument = op._schema.arguments[index]
+    return argument.name + ("[1]" if str(argument.type) == "List[Tensor]" else "")
+
+
+@pytest.mark.parametrize(("name", "index"), TENSOR_ARGUMENTS)
+def test_what_is_not_dense_gets_an_error_that_names_it(name: str, index: int) -> None:
+    op = overload(name)
+    what = re.escape(f"{name.removeprefix('lmdecode::').partition('.')[0]}: ")
+    what += re.escape(argument_name(op, index))
+    for kind, make in KINDS.items():
+        came = f"dtype {kind}" if kind.startswith("q") else re.escape(f"layout torch.{kind}")
+        with pytest.raises(ValueError, match=rf"^{what} has {came}; expected"):
+            call(op, index, make(torch.zeros(2, 2)))
+
+
+CPU_ONLY = [
+    "decoder_layer", "decoding_read_memory_", "decoding_steps_", "faster_transformer_decoding_",
+    "gather_tree", "layer_norm", "pack_linear", "packed_linear", "packed_linear.out", "rms_norm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [(n, i) for n, i in TENSOR_ARGUMENTS if n.removeprefix("lmdecode::") in CPU_ONLY],
+)
+def test_cuda_tensors_where_there_is_no_cuda_kernel(name: str, index: int) -> None:
+    """A fake tensor says that it is on cuda, and needs no GPU; the kernel is the one for CUDA."""
+    with FakeTensorMode():
+        tensor = torch.zeros(2, 2, device="cuda")
+    op = overload(name)
+    what = f"{op._schema.name.removeprefix('lmdecode::')}: {argument_name(op, index)} is on cuda"
+    with pytest.raises(ValueError, match=rf"^{re.escape(what)}; expected cpu: .* on the CPU only"):
+        call(op, index, tensor, torch._C.DispatchKey.CUDA)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the dispatcher itself is asked below")
+def test_the_dispatcher_leads_cuda_tensors_there() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert {name for name in op_names() if has(name, "CUDA")} >= {
+        f"lmdecode::{name}" for name in CPU_ONLY
+    }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("op", [torch.ops.lmdecode.layer_norm, torch.ops.lmdecode.pack_linear])
+def test_cuda_tensors_of_a_gpu(op: Any) -> None:
+    x = torch.zeros(2, 2, device="cuda")
+    arguments = (x, None, None, 1e-5) if "norm" in str(op) else (x, 0)
+    with pytest.raises(ValueError, match="is on cuda; expected cpu"):
+        op(*arguments)
+
+
+DTYPES = sorted(
+    {v for v in vars(torch).values() if isinstance(v, torch.dtype)} - {torch.float32}, key=str
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_unsupported_dtype_is_in_the_message(dtype: torch.dtype) -> None:
+    """By its name, whatever torch has: the ops take float32, float16 and bfloat16 at most."""
+    name = str(dtype).removeprefix("torch.")
+    weight = torch.empty(2, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"^layer_norm: weight has dtype {name}; expected"):
+        torch.ops.lmdecode.layer_norm(torch.zeros(2, 2), weight, None, 1e-5)
+    if dtype not in (torch.float16, torch.bfloat16):
+        x = torch.empty(2, 2, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"^log_softmax_top_k: logits has dtype {name}; exp"):
+            torch.ops.lmdecode.log_softmax_top_k(x, torch.zeros(2), 1, 1, None)
