@@ -1,8 +1,9 @@
 # make demo      set up, then run the main job on the shipped model
 # make test      set up, then every test, Python and C++
 # make lint      formatting, ruff, mypy
+# make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
-# make gpu       on a machine with a GPU and its own torch: build, test, benchmark
+# make gpu       on a machine with a GPU and its own torch: build, check, time and test; writes benchmarks/results/gpu.md
 # make clean     remove everything that the other targets made
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
@@ -16,6 +17,12 @@ VENV ?= .venv
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
+# make gpu takes every core, unless told otherwise.
+ifeq ($(origin JOBS),undefined)
+GPU_JOBS = $$(nproc)
+else
+GPU_JOBS = $(JOBS)
+endif
 JOBS ?= 2
 ARGS ?=
 
@@ -25,7 +32,7 @@ TORCH := torch==2.13.0
 TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
 TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 # What the build itself needs, beside torch: installed once, so that builds need no network.
-BUILD_TOOLS := scikit-build-core>=0.11 cmake>=3.25 ninja
+BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 CPP_TESTS := build/cpp_tests
 
@@ -34,7 +41,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp lint bench gpu setup clean
+.PHONY: demo test test-python test-cpp lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -58,14 +65,26 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
+# Not --quiet: under it --strict sees no warnings.
+docs: setup $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
+	@echo "build/site/index.html"
+
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# With the torch and nvcc of this machine: nothing is fetched.
+# With the torch and nvcc of this machine: nothing is fetched. nvcc compiles for its three targets at once.
+NVCC = $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 gpu:
 	@$(PYTHON) -c 'import scikit_build_core, torch' || { echo "lmdecode: $(PYTHON) needs torch and scikit-build-core (and cmake, ninja) for make gpu"; exit 1; }
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --config-settings=build-dir=build/gpu-build --target build/gpu .
-	PYTHONPATH=build/gpu $(PYTHON) -m benchmarks.gpu $(ARGS)
+	@command -v "$(NVCC)" >/dev/null || { echo "lmdecode: make gpu needs nvcc: set CUDACXX to it, or put it on the PATH"; exit 1; }
+	rm -rf build/gpu
+	CUDACXX="$(NVCC)" NVCC_APPEND_FLAGS="--threads 3" CMAKE_BUILD_PARALLEL_LEVEL=$(GPU_JOBS) \
+	  $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu \
+	  --config-settings=build-dir=build/gpu-build --config-settings=cmake.define.LMDECODE_BUILD_CUDA=ON \
+	  --config-settings=cmake.define.LMDECODE_CUDA_LINE_INFO=ON .
+	@ls build/gpu/lmdecode/_C_cuda*.so >/dev/null || { echo "lmdecode: the build left the CUDA kernels out"; exit 1; }
+	PYTHONPATH=$(abspath build/gpu) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 setup: $(VENV)/.built
 
@@ -86,9 +105,15 @@ $(VENV)/.python:
 	@touch $@
 
 # torch first and pinned: anything else that asks for torch then finds it.
-$(VENV)/.deps: $(VENV)/.python
+$(VENV)/.deps: $(VENV)/.python Makefile
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet $(foreach tool,$(BUILD_TOOLS),"$(tool)")
+	@touch $@
+
+# The packages of the extra alone: the library stays as it is built.
+$(VENV)/.docs: $(VENV)/.deps pyproject.toml
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+	  | xargs $(BIN)/pip install --quiet
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)

@@ -12,7 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import report
-from benchmarks.harness import FULL, QUICK, chosen, discover, run_cases
+from benchmarks.discovery import discover
+from benchmarks.harness import FULL, QUICK, chosen, run_cases
 
 
 def _arguments() -> argparse.Namespace:
@@ -29,8 +30,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
+        nargs="?",
+        const=report.RESULTS,
         metavar="FILE.md",
-        help="write the tables; between its markers, where tables of other areas stay",
+        help="write the tables, by default to benchmarks/results/cpu.md; between its markers, "
+        "where tables of other areas stay",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios to peers")

@@ -34,7 +34,8 @@ def main() -> None:
     if setup["library"] is not None:
         _use_library(setup["library"])
 
-    from benchmarks.harness import OURS, Effort, discover, run_case
+    from benchmarks.discovery import discover
+    from benchmarks.harness import OURS, Effort, run_case
     from lmdecode.demo.timing import CacheEvictor
 
     by_key = {

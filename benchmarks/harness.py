@@ -1,21 +1,14 @@
-"""Cases, contestants and goals, and the loop that times them."""
+"""Cases and contestants, and the loop that times them."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
-import benchmarks
 from lmdecode.demo.timing import CacheEvictor, Timing, interleaved
-
-if TYPE_CHECKING:
-    from benchmarks.goals import GoalOutcome
 
 OURS = "lmdecode"
 LIMIT = "limit"
@@ -142,16 +135,6 @@ class Result:
         }
 
 
-@dataclass
-class Benchmark:
-    """What a ``bench_*.py`` module offers; it need not have ``goals`` and ``notes``."""
-
-    name: str
-    cases: Callable[[bool], list[Case]]
-    goals: Callable[[list[Result]], list[GoalOutcome]]
-    notes: Callable[[], list[str]]
-
-
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: seconds a case (peers with the slowest calls exceed it), rounds."""
@@ -167,23 +150,6 @@ class Effort:
 
 FULL = Effort(seconds=2.5, rounds=60, min_calls=3)
 QUICK = Effort(seconds=0.3, rounds=10, min_calls=1)
-
-
-def discover() -> list[Benchmark]:
-    """Import every ``bench_*.py`` below this package."""
-    found = []
-    for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks."):
-        if module.name.rpartition(".")[2].startswith("bench_"):
-            code = importlib.import_module(module.name)
-            found.append(
-                Benchmark(
-                    module.name.removeprefix("benchmarks."),
-                    code.cases,
-                    getattr(code, "goals", lambda results: []),
-                    getattr(code, "notes", list),
-                )
-            )
-    return found
 
 
 def chosen(cases: list[Case], names: list[str]) -> list[Case]:

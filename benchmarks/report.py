@@ -18,6 +18,8 @@ from benchmarks.harness import LIMIT, OURS, Result
 
 START, END = "<!-- results: written by python -m benchmarks -->", "<!-- end of results -->"
 _ROOT = Path(__file__).resolve().parent.parent
+# Where `python -m benchmarks --output` writes by default.
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu.md"
 
 
 def _cpu_model() -> str:
@@ -170,31 +172,31 @@ def section(about: dict[str, str], table: str, goals: str | None, notes: list[st
     return "\n\n".join([*parts, table])
 
 
-def document(sections: dict[str, str]) -> str:
+def document(found: dict[str, str]) -> str:
     """Put the sections of groups together."""
-    return "\n\n".join(f"### {group}\n\n{text}" for group, text in sections.items()) + "\n"
+    return "\n\n".join(f"### {group}\n\n{text}" for group, text in found.items()) + "\n"
 
 
-def _sections(text: str) -> dict[str, str]:
-    """Take a document apart."""
+def sections(text: str) -> dict[str, str]:
+    """Take a document apart: name of a group to its text."""
     found = {}
-    for part in ("\n" + text).split("\n### ")[1:]:
+    for part in ("\n" + text.partition(END)[0]).split("\n### ")[1:]:
         group, _, body = part.partition("\n")
         found[group] = body.strip()
     return found
 
 
-def write(path: Path, sections: dict[str, str]) -> None:
+def write(path: Path, found: dict[str, str]) -> None:
     """Write a run to a file.
 
     Where it has the two marker lines, between them: the sections of groups that the run does not
     have stay, so that one area can be measured anew.
     """
-    text = document(sections)
+    text = document(found)
     if path.exists() and START in (old := path.read_text()) and END in old:
         before, _, rest = old.partition(START)
         between, _, after = rest.partition(END)
-        together = {**_sections(between), **sections}
+        together = {**sections(between), **found}
         text = document(dict(sorted(together.items(), key=lambda item: item[0].lower())))
         text = f"{before}{START}\n\n{text}\n{END}{after}"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+# Threads that wait do not spin: tests run beside each other. It is read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# The processes of xdist share the cores; a test that is about threads sets their number.
+torch.set_num_threads(
+    max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
 
 CAPABILITIES = ("default", "avx2", "avx512")
 
@@ -33,11 +44,20 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let torch.compile begin anew, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=CAPABILITIES)
 def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
     """Run code in a process of its own, at every CPU capability that the machine has.
 
-    The folder of the test is where it imports from. What it prints is returned, as words.
+    It imports from the folder of the test and from that of the repository. What it prints is
+    returned, as words.
     """
     capability: str = request.param
     best = {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
@@ -48,7 +68,11 @@ def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[st
         done = subprocess.run(
             [sys.executable, "-c", f"{code}\nimport lmdecode; print(lmdecode.cpu_capability())"],
             cwd=request.path.parent,
-            env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability},
+            env={
+                **os.environ,
+                "LMDECODE_CPU_CAPABILITY": capability,
+                "PYTHONPATH": str(ROOT),
+            },
             capture_output=True,
             text=True,
             check=False,

@@ -1,4 +1,7 @@
-"""What the compiled libraries need and contain: they are to run on any torch >= 2.11, anywhere."""
+"""What the compiled libraries need and contain.
+
+The op libraries are to run on any torch >= 2.11 and any CPython, the store's module without torch.
+"""
 
 import importlib.util
 import re
@@ -37,6 +40,11 @@ LIBRARIES = [
     )
     for name in ("_C", "_C_cuda")
 ]
+
+
+STORE = pytest.param(
+    "_store", marks=pytest.mark.skipif(find_library("_store") is None, reason="not built")
+)
 
 
 def tool(name: str) -> str:
@@ -119,6 +127,16 @@ def test_every_symbol_of_torch_is_in_the_oldest_torch_supported(name: str) -> No
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
+def test_no_symbol_of_torch_is_weak(name: str) -> None:
+    """A weak one may be null when it is called; what not every torch has is found by dlsym."""
+    lines = run(tool("nm"), "-D", "--undefined-only", library_path(name)).splitlines()
+    symbols = {line.split()[-1]: line.split()[-2] for line in lines}
+    assert "U" in symbols.values()
+    weak = {symbol for symbol, kind in symbols.items() if kind in "wv"}
+    assert not {symbol for symbol in weak if symbol.startswith(STABLE_PREFIXES)}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_needed_libraries(name: str) -> None:
     output = run(tool("readelf"), "-d", library_path(name))
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", output))
@@ -133,7 +151,17 @@ def test_needed_libraries(name: str) -> None:
     assert not re.findall(r"\((?:RPATH|RUNPATH)\).*", output)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", [STORE])
+def test_the_store_needs_no_torch(name: str) -> None:
+    output = run(tool("readelf"), "-d", library_path(name))
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", output))
+    assert needed <= {"libsqlite3.so.0", *NEEDED} - {"libtorch_cpu.so", "libc10.so"}
+    assert not re.findall(r"\((?:RPATH|RUNPATH)\).*", output)
+    symbols = undefined_symbols(library_path(name))
+    assert not [symbol for symbol in symbols if symbol.startswith((*STABLE_PREFIXES, "THP"))]
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, STORE])
 def test_no_path_of_the_build_machine(name: str) -> None:
     data = Path(library_path(name)).read_bytes()
     places = {str(ROOT), str(Path.home()), "/tmp/", str(Path(torch.__file__).parents[1])}
@@ -147,7 +175,7 @@ def test_no_path_of_the_build_machine(name: str) -> None:
     assert not found, lines[:10]
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", [*LIBRARIES, STORE])
 def test_exports_nothing_of_its_own(name: str) -> None:
     """Two extensions of one process must not see each other's functions."""
     output = run(tool("nm"), "-D", "--defined-only", library_path(name))

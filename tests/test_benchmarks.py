@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,25 +12,12 @@ import torch
 import lmdecode
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.demo.timing import CacheEvictor, interleaved
+from tests.support.benchmark_runs import needs_benchmarks, run_benchmarks
 
 pytest.importorskip("tqdm")
 
 _ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.skipif(
-    not (_ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
-)
-
-
-def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+pytestmark = needs_benchmarks
 
 
 def _table(text: str) -> list[dict[str, str]]:
@@ -49,7 +33,8 @@ def test_quick_run_writes_table_json_and_plot(tmp_path: Path) -> None:
         "<!-- end of results -->\n\nAfter.\n"
     )
     plot = ["--plot", chart] if _has_matplotlib() else []
-    done = _run("/k+p B", "tiny row", "--quick", "--output", page, "--json", figures, *plot)
+    files = ["--output", page, "--json", figures, *plot]
+    done = run_benchmarks("/k+p B", "tiny row", "--quick", *files)
     assert done.returncode == 0, done.stderr
     rows = _table(done.stdout)
     assert [(row["case"], row["caches"]) for row in rows] == [
@@ -86,7 +71,7 @@ def _has_matplotlib() -> bool:
 
 
 def test_quick_run_of_the_cache_benchmark() -> None:
-    done = _run("reorder_cache_/[B, H, S, D] ", "--quick")
+    done = run_benchmarks("reorder_cache_/[B, H, S, D] ", "--quick")
     assert done.returncode == 0, done.stderr
     rows = _table(done.stdout)
     assert [row["moved"] for row in rows] == ["0", "8"]
@@ -118,7 +103,7 @@ def test_a_step_is_what_it_adds_to_a_shorter_call(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_case_is_an_error() -> None:
-    done = _run("no such case")
+    done = run_benchmarks("no such case")
     assert done.returncode == 2
     assert "no case has no such case in its name" in done.stderr
 

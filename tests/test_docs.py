@@ -1,7 +1,9 @@
-"""The pages: their examples run, those with results give them, and their links lead somewhere."""
+"""The pages: examples run, links lead somewhere, cells are short, every public name is there."""
 
 import doctest
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,21 +13,40 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in ROOT.glob(pattern)
 )
+GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
+REFERENCE = sorted(ROOT.glob("docs/reference/*.md"))
+API = sorted(ROOT.glob("docs/api/*.md"))
+FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example shows
 WITH_EXAMPLES = (
     "README.md",
-    "docs/attention.md",
-    "docs/beam_ops.md",
-    "docs/beam_scorers.md",
-    "docs/beam_search.md",
-    "docs/decoder.md",
-    "docs/kv_cache.md",
-    "docs/linear.md",
-    "docs/ring_cache.md",
-    "docs/sampling.md",
-    "docs/store.md",
-    "docs/transformers.md",
+    "docs/guides/beam_search.md",
+    "docs/guides/generate.md",
+    "docs/guides/long_prompts.md",
+    "docs/guides/prompts_on_disk.md",
+    "docs/guides/serving.md",
+    "docs/guides/translation_and_speech.md",
+    "docs/index.md",
+    "docs/reference/attention.md",
+    "docs/reference/beam.md",
+    "docs/reference/beam_scorers.md",
+    "docs/reference/beam_search.md",
+    "docs/reference/decoder.md",
+    "docs/reference/kv_cache.md",
+    "docs/reference/linear.md",
+    "docs/reference/ring_cache.md",
+    "docs/reference/sampling.md",
+    "docs/reference/store.md",
+    "docs/reference/transformers.md",
     "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
+)
+PUBLIC_MODULES = (
+    "lmdecode",
+    "lmdecode.store",
+    "lmdecode.reference",
+    "lmdecode.integrations.transformers",
+    "lmdecode.compat.ascend",
+    "lmdecode.compat.faster_transformer",
 )
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -54,7 +75,7 @@ def name(page: Path) -> str:
 
 
 def tiny_model() -> dict[str, object]:
-    """The names that docs/transformers.md takes for granted; the weights are random."""
+    """The names that the page of transformers takes for granted; the weights are random."""
     import functools
 
     transformers = pytest.importorskip("transformers")
@@ -96,7 +117,7 @@ def test_examples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = blocks(ROOT / page)
     assert found
     namespace: dict[str, object] = {"__name__": "__main__"}
-    if page == "docs/transformers.md":
+    if page == "docs/reference/transformers.md":
         namespace.update(tiny_model())
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     skipped = []
@@ -141,27 +162,116 @@ def test_there_are_links_to_check() -> None:
     assert {name(page) for page in PAGES if links(page)} >= {
         "CONTRIBUTING.md",
         "README.md",
-        "docs/sampling.md",
+        "docs/index.md",
+        "docs/reference/sampling.md",
     }
     pages = {name(page) for page in PAGES}
-    assert {"docs/adding_an_op.md", "docs/architecture.md", "docs/benchmarks.md"} <= pages
+    internals = {f"docs/internals/{n}.md" for n in ("adding_an_op", "architecture", "measurements")}
+    assert internals <= pages
 
 
 def test_the_table_of_dialects_names_them_all() -> None:
     from lmdecode import DIALECTS
 
-    text = (ROOT / "docs" / "sampling.md").read_text()
+    text = (ROOT / "docs/reference/sampling.md").read_text()
     assert all(f"`{dialect}`" in text for dialect in DIALECTS)
 
 
 def test_the_store_names_tests_that_exist() -> None:
-    """Of docs/store.md: which test shows what; a name may be a part of that of the test."""
+    """Of docs/internals/store.md: which test shows what; a name may be a part of the test's."""
     files = {path.name: path for path in (ROOT / "tests").rglob("*") if path.is_file()}
     row = re.compile(r"`(?:[\w/]+/)?(test_\w+\.py|\w+_test\.cpp)`(?:: (`\w+`(?:, `\w+`)*))?")
-    found = row.findall((ROOT / "docs/store.md").read_text())
+    page = re.sub(r"\s+", " ", (ROOT / "docs/internals/store.md").read_text())
+    found = row.findall(page)
     assert len(found) > 40
     for file, names in found:
         text = files[file].read_text()
         tests = re.findall(r"^(?:def |TEST\()(\w+)", text, re.MULTILINE)
         for part in re.findall(r"\w+", names):
             assert any(part in test for test in tests), f"{file}: {part}"
+
+
+def prose(page: Path) -> list[str]:
+    """Lines that are not code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).split("\n")
+
+
+def shown(cell: str) -> str:
+    """What a reader sees of a cell: of a link its text."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_and_cells_are_short(page: Path) -> None:
+    """Prose ends at column 100; a cell of a table has at most 80 characters."""
+    for line in prose(page):
+        if line.startswith("|"):
+            cells = [shown(cell) for cell in re.split(r"(?<!\\)\|", line)]
+            assert [cell for cell in cells if len(cell) > 80] == []
+        else:
+            assert len(line) <= 100 or " " not in line.strip(), line
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/index.md", *GUIDES, *REFERENCE], ids=name)
+def test_a_page_begins_with_what_it_is_for_and_an_example(page: Path) -> None:
+    head = page.read_text().partition("\n## ")[0]
+    title, _, first, *_ = head.split("\n")
+    assert title.startswith("# ") and re.match(r"[A-Za-z`]", first), head
+    sentence = re.match(r"[^|#]+?\.(?=\s)", head.partition("\n\n")[2])
+    assert sentence and "```" not in sentence[0], head
+    assert page in FORMATS or BLOCK.search(head), f"no example before the first heading: {page}"
+
+
+def test_the_readme_fits_two_screens_and_has_the_measured_speeds() -> None:
+    pytest.importorskip("tqdm")
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import plot_readme
+    finally:
+        sys.path.remove(str(ROOT))
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert plot_readme.table() in text
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert str(plot_readme.CHART.relative_to(ROOT)) in pictures and len(pictures) == 2
+    for picture in pictures:
+        assert 1000 < (ROOT / picture).stat().st_size < 150_000, picture
+
+
+def test_sources_name_pages_that_exist() -> None:
+    pages = {
+        (file, page)
+        for folder in ("csrc", "python", "tests", "benchmarks", "examples")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".md", ".sh"}
+        and file != Path(__file__)
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", file.read_text())
+    }
+    assert len(pages) > 20
+    assert [f"{name(file)}: {page}" for file, page in pages if not (ROOT / page).exists()] == []
+
+
+def public_objects() -> dict[str, object]:
+    """Every public name with what it stands for; modules that need what is missing are left out."""
+    found: dict[str, object] = {}
+    for module in PUBLIC_MODULES:
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError:
+            continue
+        found.update({f"{module}.{n}": getattr(loaded, n) for n in loaded.__all__})
+    return found
+
+
+def test_the_api_pages_have_every_public_name_once() -> None:
+    documented = [
+        path for page in API for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(documented) == len(set(documented)) > 100
+    public = public_objects()
+    known = [public[path] for path in documented if path in public]
+    missing = [n for n, value in public.items() if not any(value is other for other in known)]
+    assert missing == []
+    modules = {path.rpartition(".")[0] for path in public}
+    gone = [p for p in documented if p not in public and p.rpartition(".")[0] in modules]
+    assert gone == []

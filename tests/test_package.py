@@ -79,14 +79,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_contents(wheel: Path) -> None:
     """The package, its libraries, its types and its licence; no sources of C++, no tests."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert re.fullmatch(r"lmdecode-[\d.]+-py3-none-\w+\.whl", wheel.name)
+    # The op libraries serve every CPython, the store's module one.
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"lmdecode-[\d.]+-{python}-{python}-\w+\.whl", wheel.name)
     for name in ("__init__.py", "py.typed", "_C.so", "compat/ascend.py", "reference/sampling.py"):
         assert f"lmdecode/{name}" in names
     top = {name.split("/")[0] for name in names}
     assert {folder for folder in top if not folder.endswith(".dist-info")} == {"lmdecode"}
     assert any(re.search(r"\.dist-info/.*LICENSE", name) for name in names)
     suffixes = {Path(name).suffix for name in names if name.startswith("lmdecode/")}
-    assert suffixes <= {".py", ".typed", ".so"}
+    assert suffixes <= {".py", ".pyi", ".typed", ".so"}
 
 
 def test_report(installed: Path, tmp_path: Path) -> None:

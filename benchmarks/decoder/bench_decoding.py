@@ -30,7 +30,7 @@ _CROSS_KEY_VALUE = LayerWeights._fields.index("cross_key_value")
 
 
 @lru_cache(maxsize=1)
-def _model(layers: int, size: int, vocab: int) -> Any:
+def make_model(layers: int, size: int, vocab: int) -> Any:
     from transformers import MarianConfig, MarianMTModel
 
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def _contestants(
     vocab: int,
     steps: int,
 ) -> list[Contestant]:
-    model = _model(layers, size, vocab)
+    model = make_model(layers, size, vocab)
     ids = torch.randint(1, vocab - 1, (batch, SOURCE), generator=torch.Generator().manual_seed(1))
     fewer = steps // 4
 

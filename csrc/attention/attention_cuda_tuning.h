@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::attention_cuda_tuning {
+namespace lmdecode::attention::cuda_tuning {
 
 constexpr int kMergeThreads = 128;
 
@@ -26,4 +26,4 @@ constexpr int kPlainWarps = 8;
 constexpr int kPlainRows = 4;
 constexpr int kPlainDecodeRows = 1;
 
-}  // namespace lmdecode::attention_cuda_tuning
+}  // namespace lmdecode::attention::cuda_tuning

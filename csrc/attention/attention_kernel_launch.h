@@ -7,7 +7,7 @@
 #include "attention/sliding_window_attention.h"
 #include "common/cuda_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // kernel(params) by `blocks` blocks with so many bytes of shared memory.
 template <class Params>
@@ -52,4 +52,4 @@ inline bool use_tensor_cores(const SlidingWindowAttentionParams& params) {
   return params.dtype != DType::kFloat32 && params.head_size <= 256 && params.value_size <= 256;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

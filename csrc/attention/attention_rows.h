@@ -8,7 +8,7 @@
 
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 LMD_HOST_DEVICE int64_t clamped(int64_t value, int64_t least, int64_t most) {
   return min_of(max_of(value, least), most);
@@ -185,4 +185,4 @@ LMD_HOST_DEVICE int64_t most_decode_parts(const SlidingWindowAttentionParams& p,
   return max_of(parts, 1);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -5,16 +5,16 @@
 #include "attention/attention_kernel_launch.h"
 #include "attention/sliding_window_attention_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 template <class T, bool kHasRule>
 void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* stream) {
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
-    using Shape = attention_cuda::AttentionShape<size>;
+    using Shape = cuda_kernels::AttentionShape<size>;
     launch_attention("sliding_window_attention",
-                     &attention_cuda::sliding_window_attention_kernel<T, size, kHasRule>,
+                     &cuda_kernels::sliding_window_attention_kernel<T, size, kHasRule>,
                      AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
-                     sizeof(attention_cuda::AttentionStorage<T, size>), params, stream);
+                     sizeof(cuda_kernels::AttentionStorage<T, size>), params, stream);
   });
 }
 
@@ -22,4 +22,4 @@ void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* st
 template <class T>
 void launch_attention_tiles_with_rule(const SlidingWindowAttentionParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::attention_tuning {
+namespace lmdecode::attention::tuning {
 
 // Keys that a row takes between two looks at its maximum; steps begin at multiples of it.
 constexpr int64_t kStepKeys = 256;
@@ -26,4 +26,4 @@ constexpr double kMergeRowNanoseconds = 40.0;
 // Of one element of a key or value that is read in decoding.
 constexpr double kNanosecondsPerElement = 0.1;
 
-}  // namespace lmdecode::attention_tuning
+}  // namespace lmdecode::attention::tuning

@@ -4,7 +4,7 @@
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
 
 // row[i] becomes lane i of the rows.
 inline void transpose(F32 (&row)[kLanes]) {
@@ -77,4 +77,4 @@ inline void store_quotient(T* p, const float* from, int64_t size, float divisor)
     store_part(p + i, load_part(from + i, static_cast<int>(size - i), 0.0f) / by, size - i);
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

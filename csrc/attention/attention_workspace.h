@@ -6,7 +6,7 @@
 
 #include "attention/attention_tuning.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 struct AttentionWorkspace {
   float* queries;           // [rows, depth]
@@ -39,7 +39,7 @@ inline size_t split_attention_workspace(void* memory, int64_t rows, int64_t head
     }
     used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
   };
-  constexpr int64_t kStep = attention_tuning::kStepKeys;
+  constexpr int64_t kStep = tuning::kStepKeys;
   rows = padded_rows(rows);
   take(&w->queries, rows * padded_size(head_size));
   take(&w->keys, kStep * head_size);
@@ -62,4 +62,4 @@ inline size_t attention_workspace_bytes(int64_t rows, int64_t head_size, int64_t
   return split_attention_workspace(nullptr, rows, head_size, value_size, &w);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -7,7 +7,7 @@
 #include "attention/attention_cuda_tuning.h"
 #include "attention/attention_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // What the parts come to, before they are added: by slot and row. A part of no keys has a row_sum
 // of 0, and may have no out.
@@ -51,7 +51,7 @@ struct DecodeLaunch {
 };
 
 inline DecodeLaunch decode_launch(const SlidingWindowAttentionParams& params, int tile_rows,
-                                  int64_t split_keys = attention_cuda_tuning::kSplitKeys) {
+                                  int64_t split_keys = cuda_tuning::kSplitKeys) {
   DecodeLaunch launch;
   launch.params = params;
   launch.partials.rows = params.q_len * params.group();
@@ -71,4 +71,4 @@ inline void set_decode_workspace(float* memory, DecodeLaunch* launch) {
   partials.row_sum = partials.row_max + rows;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

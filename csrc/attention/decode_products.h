@@ -5,7 +5,9 @@
 #include "attention/attention_vec.h"
 #include "attention/key_range.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 // Values that are read for some of their elements before the others.
 constexpr int64_t kChunkKeys = 16;
@@ -308,4 +310,4 @@ void add_all_values(const BFloat16* weights, const Tokens& values, KeyRange rang
 }
 #endif
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -4,7 +4,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "common/half.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 __device__ __forceinline__ void store_element(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store_element(Half* to, float value) {
@@ -14,4 +14,4 @@ __device__ __forceinline__ void store_element(BFloat16* to, float value) {
   to->bits = static_cast<uint16_t>(cuda::round_to_bf16(value, 0.0f));
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

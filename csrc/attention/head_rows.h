@@ -4,7 +4,9 @@
 #include "attention/attention_vec.h"
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 // One query, key or value.
 template <class T>
@@ -57,4 +59,4 @@ inline void list_rows(const SlidingWindowAttentionParams& p, const void* data,
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

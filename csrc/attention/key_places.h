@@ -1,13 +1,13 @@
 // Where the keys and values of a sequence lie in a cache: in a row of their own, in blocks of a
 // pool that sequences share, or each in the row that a beam index names. Shared by the CPU and the
-// CUDA kernels. docs/kv_cache.md has the layouts of both tables.
+// CUDA kernels. docs/reference/kv_cache.md has the layouts of both tables.
 #pragma once
 
 #include <cstdint>
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // A key: row (or block) of the cache, and the token within.
 struct KeyPlace {
@@ -39,4 +39,4 @@ struct KeyPlaces {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

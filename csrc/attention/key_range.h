@@ -9,7 +9,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // No bound, for window and window_right.
 constexpr int64_t kUnlimited = -1;
@@ -53,4 +53,4 @@ LMD_HOST_DEVICE int64_t aligned_position(int64_t token, int64_t q_len, int64_t k
   return kv_len - q_len + token;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

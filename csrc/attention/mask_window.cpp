@@ -4,7 +4,7 @@
 
 #include "common/parallel.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 // What one element says.
@@ -101,4 +101,4 @@ MaskWindow find_mask_window(const SlidingWindowAttentionParams& params) {
   return {};
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

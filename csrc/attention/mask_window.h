@@ -3,7 +3,7 @@
 
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 struct MaskWindow {
   bool found = false;
@@ -17,4 +17,4 @@ struct MaskWindow {
 // the score of a visible key is no window.
 MaskWindow find_mask_window(const SlidingWindowAttentionParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -6,7 +6,7 @@
 #include "attention/score_rule.cuh"
 #include "attention/swizzle.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 __device__ __forceinline__ unsigned round_pair(BFloat16, float first, float second) {
   return cuda::round_to_bf16(first, second);
@@ -232,4 +232,4 @@ class WarpRows {
   float row_sum[kRowTiles][2];
 };
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

@@ -7,7 +7,7 @@
 #include "attention/sliding_window_attention.h"
 #include "common/float64.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // Outputs and lse of one of the two.
 struct AttentionState {
@@ -55,4 +55,4 @@ struct MergeShares {
 void merge_attention_states_cpu(const MergeAttentionStatesParams& params);
 void merge_attention_states_cuda(const MergeAttentionStatesParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

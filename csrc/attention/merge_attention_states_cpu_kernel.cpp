@@ -1,8 +1,12 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/merge_attention_states.h"
+#include "attention/merge_attention_states_levels.h"
 #include "attention/pack.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
+
 namespace {
 
 template <class T>
@@ -50,4 +54,4 @@ void merge_attention_states_rows(const MergeAttentionStatesParams& params, int64
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

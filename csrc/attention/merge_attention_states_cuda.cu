@@ -2,20 +2,20 @@
 #include "attention/merge_attention_states_kernel.cuh"
 #include "common/cuda_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 template <class T>
 void launch(const MergeAttentionStatesParams& params, cudaStream_t stream) {
   constexpr const char* kOp = "merge_attention_states";
-  using namespace attention_cuda_tuning;
+  using namespace cuda_tuning;
   constexpr int64_t kRows = kMergeThreads / cuda::kWarpSize;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_of((params.rows() + kRows - 1) / kRows));
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   check_cuda(kOp,
-             cudaLaunchKernelEx(&config, &attention_cuda::merge_attention_states_kernel<T>, params),
+             cudaLaunchKernelEx(&config, &cuda_kernels::merge_attention_states_kernel<T>, params),
              "launch");
 }
 
@@ -34,4 +34,4 @@ void merge_attention_states_cuda(const MergeAttentionStatesParams& params, void*
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -5,10 +5,10 @@
 #include "attention/element.cuh"
 #include "attention/merge_attention_states.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 template <class T>
-__global__ void __launch_bounds__(attention_cuda_tuning::kMergeThreads)
+__global__ void __launch_bounds__(cuda_tuning::kMergeThreads)
     merge_attention_states_kernel(const MergeAttentionStatesParams p) {
   const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
@@ -36,4 +36,4 @@ __global__ void __launch_bounds__(attention_cuda_tuning::kMergeThreads)
   }
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

@@ -4,7 +4,9 @@
 #include "attention/attention_vec.h"
 #include "attention/row_total.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 class OnlineSoftmax {
  public:
@@ -68,4 +70,4 @@ class OnlineSoftmax {
   float factor_;
 };
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -9,7 +9,9 @@
 #include "attention/head_rows.h"
 #include "attention/tile_product.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 // Keys come in groups of so many; what a group lacks is zero.
 constexpr int64_t kKeyGroup = 16;
@@ -77,7 +79,7 @@ void pack_keys(const HeadRows<T>& keys, KeyRange range, typename Dot::Element* p
 // The values beside pack_keys(); where values are paired, a missing partner is zero.
 template <class Dot, class T>
 void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Element* panels) {
-  constexpr int64_t kPanelRows = attention_tuning::kStepKeys / Dot::kPerElement;
+  constexpr int64_t kPanelRows = tuning::kStepKeys / Dot::kPerElement;
   for (int64_t at = 0; at < values.size; at += kLanes) {
     typename Dot::Element* panel =
         panels + at / kPanelWidth * kPanelWidth * kPanelRows + at % kPanelWidth;
@@ -125,4 +127,4 @@ void pack_query(const HeadRow<T>& query, float sign, typename Dot::Element* row)
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -7,7 +7,7 @@
 #include "attention/row_tensors.cuh"
 #include "attention/score_rule.cuh"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 constexpr int kPlainKeys = cuda::kWarpSize;      // of a step
 constexpr int kPlainColumns = 64;                // of what is in shared memory at once
@@ -15,14 +15,14 @@ constexpr int kPlainStride = kPlainColumns + 4;  // four lanes apart in the bank
 
 template <int kWarpRows>
 struct PlainStorage {
-  static constexpr int kRows = attention_cuda_tuning::kPlainWarps * kWarpRows;
+  static constexpr int kRows = cuda_tuning::kPlainWarps * kWarpRows;
   alignas(16) float queries[kRows][kPlainStride];
   alignas(16) float keys[kPlainKeys][kPlainStride];  // or values
   float weights[kRows][kPlainKeys];
   KeyRange row_keys[kRows];
 };
 
-constexpr int kPlainThreads = attention_cuda_tuning::kPlainWarps * cuda::kWarpSize;
+constexpr int kPlainThreads = cuda_tuning::kPlainWarps * cuda::kWarpSize;
 
 // `rows` elements [column, column + 64) of what row_at(row) points to, 0 past `size` and for null.
 template <class T, class RowAt>
@@ -160,4 +160,4 @@ __device__ void attend_plainly(const SlidingWindowAttentionParams& p, const Atte
   }
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

@@ -6,7 +6,7 @@
 #include "attention/element.cuh"
 #include "attention/row_total.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 // A query of a head.
 template <class T>
@@ -147,4 +147,4 @@ struct PartRows {
   }
 };
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

@@ -4,7 +4,7 @@
 #include "common/exp_weight.h"
 #include "common/float64.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // What a row's weights sum to, with the sink: out / divisor is the result.
 struct RowTotal {
@@ -32,4 +32,4 @@ struct RowTotal {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

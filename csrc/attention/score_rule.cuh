@@ -5,7 +5,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "common/exp_weight.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 __device__ __forceinline__ float mask_term(float value) {
   return value > kMaskedScore ? value : minus_infinity();  // NaN in a mask hides
@@ -82,4 +82,4 @@ class ScoreRule {
   const AttentionRows& rows_;
 };
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

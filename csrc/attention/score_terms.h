@@ -5,7 +5,9 @@
 #include "attention/attention_vec.h"
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 inline float mask_term(float value) { return value > kMaskedScore ? value : minus_infinity(); }
 
@@ -111,4 +113,4 @@ inline void hide_outside(float* scores, int64_t begin, int64_t end, KeyRange see
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -1,5 +1,5 @@
 // sliding_window_attention: softmax(q k^T) v where each query sees a window of keys.
-// docs/attention.md is the user's page.
+// docs/reference/attention.md is the user's page.
 //
 // A row (one query of one head) sees the keys of visible_keys() in key_range.h, less those that
 // key_padding hides; with an attn_mask, all of its sequence less those that the mask hides. Scores
@@ -18,7 +18,7 @@
 #include "attention/key_range.h"
 #include "common/half.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // What an additive mask holds where a key is masked, or less.
 constexpr float kMaskedScore = -65536.0f;
@@ -137,4 +137,4 @@ struct AttentionTile {
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
 void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

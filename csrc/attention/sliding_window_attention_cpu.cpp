@@ -6,28 +6,14 @@
 #include "attention/attention_workspace.h"
 #include "attention/mask_window.h"
 #include "attention/sliding_window_attention.h"
+#include "attention/sliding_window_attention_levels.h"
 #include "common/parallel_workspace.h"
-#include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                              \
-  namespace level {                                                                           \
-  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,             \
-                                      const AttentionTile* tiles, int64_t begin, int64_t end, \
-                                      int64_t most_rows, void* workspace);                    \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-LMD_DECLARE_LEVEL(avx512_bf16)
-#endif
-#undef LMD_DECLARE_LEVEL
+namespace lmdecode::attention {
 
 namespace {
 
-using namespace attention_tuning;
+using namespace tuning;
 
 // Tiles, and what the tiles before each one cost.
 struct WorkList {
@@ -78,16 +64,9 @@ WorkList work_list(const SlidingWindowAttentionParams& p) {
 }  // namespace
 
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
-#if defined(LMD_HAS_X86_KERNELS)
-  auto run =
-      select_kernel(&default_::sliding_window_attention_tiles,
-                    &avx2::sliding_window_attention_tiles, &avx512::sliding_window_attention_tiles);
-  if (given.dtype == DType::kBFloat16 && use_avx512_bf16()) {
-    run = &avx512_bf16::sliding_window_attention_tiles;
-  }
-#else
-  const auto run = &default_::sliding_window_attention_tiles;
-#endif
+  const auto run = given.dtype == DType::kBFloat16
+                       ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_attention_tiles)
+                       : LMD_SELECT_KERNEL(attention, sliding_window_attention_tiles);
   SlidingWindowAttentionParams params = given;
   if (params.mask_type != MaskType::kNone && params.q_positions == nullptr &&
       params.kv_lengths == nullptr) {
@@ -120,4 +99,4 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
       [] { return std::string(); });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -1,7 +1,11 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/sliding_window_attention_cpu_kernel.h"
 
-namespace lmdecode::LMD_SIMD {
+#include "attention/sliding_window_attention_levels.h"
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
+
 namespace {
 
 template <class T, class Dot>
@@ -30,4 +34,4 @@ void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
 #endif
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

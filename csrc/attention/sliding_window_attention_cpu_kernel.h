@@ -12,7 +12,9 @@
 #include "attention/score_terms.h"
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 template <class T, class Dot>
 class TileAttention {
@@ -47,7 +49,7 @@ class TileAttention {
   }
 
  private:
-  static constexpr int64_t kStep = attention_tuning::kStepKeys;
+  static constexpr int64_t kStep = tuning::kStepKeys;
 
   static AttentionWorkspace split(const SlidingWindowAttentionParams& params, int64_t rows,
                                   void* memory) {
@@ -240,4 +242,4 @@ void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
                                     const AttentionTile* tiles, int64_t begin, int64_t end,
                                     int64_t most_rows, void* workspace);
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -1,7 +1,7 @@
 // Launches sliding_window_attention.
 #include "attention/attention_tile_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 constexpr const char* kOp = "sliding_window_attention";
@@ -15,10 +15,10 @@ void launch_tiles(const SlidingWindowAttentionParams& params, void* stream) {
 template <class T, int... kValueSizes>
 void launch_plain(const SlidingWindowAttentionParams& params, void* stream) {
   with_compiled_size<kValueSizes...>(params.value_size, [&](auto size) {
-    using Storage = attention_cuda::PlainStorage<attention_cuda_tuning::kPlainRows>;
-    launch_attention(kOp, &attention_cuda::plain_attention_kernel<T, size>,
-                     AttentionTiles::of(params, Storage::kRows).count,
-                     attention_cuda::kPlainThreads, sizeof(Storage), params, stream);
+    using Storage = cuda_kernels::PlainStorage<cuda_tuning::kPlainRows>;
+    launch_attention(kOp, &cuda_kernels::plain_attention_kernel<T, size>,
+                     AttentionTiles::of(params, Storage::kRows).count, cuda_kernels::kPlainThreads,
+                     sizeof(Storage), params, stream);
   });
 }
 
@@ -40,4 +40,4 @@ void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, v
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

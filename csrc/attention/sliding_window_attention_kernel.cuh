@@ -5,16 +5,16 @@
 #include "attention/matrix_tile.cuh"
 #include "attention/plain_attention.cuh"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 // Tiles of rows on tensor cores, for head sizes up to kSize.
 template <int kSize>
 struct AttentionShape {
-  static constexpr int kRowTiles = attention_cuda_tuning::row_tiles(kSize);
+  static constexpr int kRowTiles = cuda_tuning::row_tiles(kSize);
   static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = attention_cuda_tuning::kWarps * kWarpRows;
-  static constexpr int kKeys = attention_cuda_tuning::kKeys;
-  static constexpr int kThreads = attention_cuda_tuning::kWarps * cuda::kWarpSize;
+  static constexpr int kRows = cuda_tuning::kWarps * kWarpRows;
+  static constexpr int kKeys = cuda_tuning::kKeys;
+  static constexpr int kThreads = cuda_tuning::kWarps * cuda::kWarpSize;
 };
 
 template <class T, int kSize>
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
 template <class T, int kValueSize>
 __global__ void __launch_bounds__(kPlainThreads)
     plain_attention_kernel(const SlidingWindowAttentionParams p) {
-  constexpr int kWarpRows = attention_cuda_tuning::kPlainRows;
+  constexpr int kWarpRows = cuda_tuning::kPlainRows;
   const AttentionTiles tiles = AttentionTiles::of(p, PlainStorage<kWarpRows>::kRows);
   for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x) {
     const AttentionRows rows = tiles.tile(p, index);
@@ -127,4 +127,4 @@ __global__ void __launch_bounds__(kPlainThreads)
   }
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

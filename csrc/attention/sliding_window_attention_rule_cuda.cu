@@ -1,7 +1,7 @@
 // Launches sliding_window_attention with a rule for scores.
 #include "attention/attention_tile_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 template <class T>
 void launch_attention_tiles_with_rule(const SlidingWindowAttentionParams& params, void* stream) {
@@ -12,4 +12,4 @@ template void launch_attention_tiles_with_rule<Half>(const SlidingWindowAttentio
 template void launch_attention_tiles_with_rule<BFloat16>(const SlidingWindowAttentionParams&,
                                                          void*);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

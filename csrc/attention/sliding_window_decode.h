@@ -1,5 +1,5 @@
 // sliding_window_decode: sliding_window_attention for one or a few queries against a cache.
-// docs/attention.md is the user's page.
+// docs/reference/attention.md is the user's page.
 //
 // The same function of the same arguments (sliding_window_attention.h), less attn_mask and
 // cu_seqlens. Keys and values are read once, as they lie, for all query heads of their KV head. The
@@ -13,7 +13,7 @@
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 // Keys [begin, end) of a sequence for one KV head, and where what they come to is kept.
 struct DecodePart {
@@ -98,4 +98,4 @@ int64_t sliding_window_decode_cuda_workspace(const SlidingWindowAttentionParams&
 void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, float* workspace,
                                 void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -5,31 +5,14 @@
 
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_decode.h"
+#include "attention/sliding_window_decode_levels.h"
 #include "common/parallel_workspace.h"
-#include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                            \
-  namespace level {                                                                         \
-  void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,              \
-                                   const DecodePart* parts, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end, void* workspace);            \
-  void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,              \
-                                   const DecodeHead* heads, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end);                             \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-LMD_DECLARE_LEVEL(avx512_bf16)
-#endif
-#undef LMD_DECLARE_LEVEL
+namespace lmdecode::attention {
 
 namespace {
 
-using namespace attention_tuning;
+using namespace tuning;
 
 struct DecodePlan {
   std::vector<DecodePart> parts;
@@ -88,20 +71,10 @@ DecodePlan decode_plan(const SlidingWindowAttentionParams& p) {
 }  // namespace
 
 void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
-#if defined(LMD_HAS_X86_KERNELS)
-  auto run_parts =
-      select_kernel(&default_::sliding_window_decode_parts, &avx2::sliding_window_decode_parts,
-                    &avx512::sliding_window_decode_parts);
-  const auto run_heads =
-      select_kernel(&default_::sliding_window_decode_heads, &avx2::sliding_window_decode_heads,
-                    &avx512::sliding_window_decode_heads);
-  if (params.dtype == DType::kBFloat16 && use_avx512_bf16()) {
-    run_parts = &avx512_bf16::sliding_window_decode_parts;
-  }
-#else
-  const auto run_parts = &default_::sliding_window_decode_parts;
-  const auto run_heads = &default_::sliding_window_decode_heads;
-#endif
+  const auto run_parts = params.dtype == DType::kBFloat16
+                             ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_decode_parts)
+                             : LMD_SELECT_KERNEL(attention, sliding_window_decode_parts);
+  const auto run_heads = LMD_SELECT_KERNEL(attention, sliding_window_decode_heads);
   if (params.sequences == 0 || params.q_len == 0) return;
   const DecodePlan plan = decode_plan(params);
   DecodePartials partials;
@@ -138,4 +111,4 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
                });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -1,7 +1,11 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/sliding_window_decode_cpu_kernel.h"
 
-namespace lmdecode::LMD_SIMD {
+#include "attention/sliding_window_decode_levels.h"
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
+
 namespace {
 
 template <class Rows, class T, CacheLayout kLayout>
@@ -118,4 +122,4 @@ void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

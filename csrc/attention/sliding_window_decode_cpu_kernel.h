@@ -12,7 +12,9 @@
 #include "attention/score_terms.h"
 #include "attention/sliding_window_decode.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
+
+using namespace lmdecode::attention;
 
 // How the kernel reads a block: keys at equal distances, keys anywhere, or a copy of it. The bits
 // of a result do not tell which.
@@ -289,4 +291,4 @@ void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,
                                  const DecodeHead* heads, const DecodePartials& partials,
                                  int64_t begin, int64_t end);
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -3,14 +3,14 @@
 #include "attention/sliding_window_decode.h"
 #include "attention/sliding_window_decode_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 constexpr const char* kOp = "sliding_window_decode";
 
 DecodeLaunch launch_of(const SlidingWindowAttentionParams& params) {
-  using namespace attention_cuda;
-  constexpr int kPlainRows = PlainStorage<attention_cuda_tuning::kPlainDecodeRows>::kRows;
+  using namespace cuda_kernels;
+  constexpr int kPlainRows = PlainStorage<cuda_tuning::kPlainDecodeRows>::kRows;
   return decode_launch(params, use_tensor_cores(params) ? DecodeShape<64>::kRows : kPlainRows);
 }
 
@@ -18,28 +18,27 @@ template <class T>
 void launch_tiles(const DecodeLaunch& launch, void* stream) {
   const SlidingWindowAttentionParams& params = launch.params;
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
-    using Shape = attention_cuda::DecodeShape<size>;
-    launch_attention(kOp, &attention_cuda::sliding_window_decode_kernel<T, size>, launch.count(),
-                     Shape::kThreads, sizeof(attention_cuda::DecodeStorage<T, size>), launch,
-                     stream);
+    using Shape = cuda_kernels::DecodeShape<size>;
+    launch_attention(kOp, &cuda_kernels::sliding_window_decode_kernel<T, size>, launch.count(),
+                     Shape::kThreads, sizeof(cuda_kernels::DecodeStorage<T, size>), launch, stream);
   });
 }
 
 template <class T, int... kValueSizes>
 void launch_plain(const DecodeLaunch& launch, void* stream) {
   with_compiled_size<kValueSizes...>(launch.params.value_size, [&](auto size) {
-    using Storage = attention_cuda::PlainStorage<attention_cuda_tuning::kPlainDecodeRows>;
-    launch_attention(kOp, &attention_cuda::plain_decode_kernel<T, size>, launch.count(),
-                     attention_cuda::kPlainThreads, sizeof(Storage), launch, stream);
+    using Storage = cuda_kernels::PlainStorage<cuda_tuning::kPlainDecodeRows>;
+    launch_attention(kOp, &cuda_kernels::plain_decode_kernel<T, size>, launch.count(),
+                     cuda_kernels::kPlainThreads, sizeof(Storage), launch, stream);
   });
 }
 
 template <class T>
 void launch_combine(const DecodeLaunch& launch, void* stream) {
-  using namespace attention_cuda_tuning;
+  using namespace cuda_tuning;
   constexpr int64_t kRows = kCombineThreads / cuda::kWarpSize;
   const int64_t rows = launch.params.sequences * launch.params.kv_heads * launch.partials.rows;
-  launch_attention(kOp, &attention_cuda::combine_parts_kernel<T>, (rows + kRows - 1) / kRows,
+  launch_attention(kOp, &cuda_kernels::combine_parts_kernel<T>, (rows + kRows - 1) / kRows,
                    kCombineThreads, 0, launch, stream);
 }
 
@@ -75,4 +74,4 @@ void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, floa
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

@@ -5,15 +5,15 @@
 #include "attention/matrix_tile.cuh"
 #include "attention/plain_attention.cuh"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 // 16 rows, with 16 keys of each step for each warp, on tensor cores, for head sizes up to kSize.
 template <int kSize>
 struct DecodeShape {
   static constexpr int kRows = 16;
-  static constexpr int kWarps = attention_cuda_tuning::decode_warps(kSize);
+  static constexpr int kWarps = cuda_tuning::decode_warps(kSize);
   static constexpr int kKeys = 16 * kWarps;
-  static constexpr int kStages = attention_cuda_tuning::kDecodeStages;
+  static constexpr int kStages = cuda_tuning::kDecodeStages;
   static constexpr int kThreads = kWarps * cuda::kWarpSize;
 };
 
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const Decod
     const int64_t sequence = launch.sequence(index), row = launch.first_row(index);
     const AttentionRows rows =
         AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
-    attend_plainly<T, attention_cuda_tuning::kPlainDecodeRows, kValueSize>(
+    attend_plainly<T, cuda_tuning::kPlainDecodeRows, kValueSize>(
         p, rows, [&](KeyRange some) { return decode_part(some, part, launch.split_keys); },
         PartRows{launch.partials, launch.slot(sequence, head, part), row});
   }
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const Decod
 
 // A warp a row: adds its parts in their order.
 template <class T>
-__global__ void __launch_bounds__(attention_cuda_tuning::kCombineThreads)
+__global__ void __launch_bounds__(cuda_tuning::kCombineThreads)
     combine_parts_kernel(const DecodeLaunch launch) {
   const SlidingWindowAttentionParams& p = launch.params;
   const DecodeParts& partials = launch.partials;
@@ -227,4 +227,4 @@ __global__ void __launch_bounds__(attention_cuda_tuning::kCombineThreads)
   }
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

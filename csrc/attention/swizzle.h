@@ -3,7 +3,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode::attention_cuda {
+namespace lmdecode::attention::cuda_kernels {
 
 constexpr int kChunk = 8;  // elements of 16 bytes, which stay side by side
 
@@ -15,4 +15,4 @@ LMD_HOST_DEVICE int swizzled(int row, int column) {
   return row * kSize + (column / kChunk ^ row % 8) * kChunk;
 }
 
-}  // namespace lmdecode::attention_cuda
+}  // namespace lmdecode::attention::cuda_kernels

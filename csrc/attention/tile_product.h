@@ -9,7 +9,7 @@
 
 #include "attention/attention_vec.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::attention {
 
 constexpr int kTileRowCount = 6;
 constexpr int64_t kPanelWidth = 64;
@@ -135,4 +135,4 @@ inline void panel_product(const typename Dot::Element* a, int64_t a_stride,
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::attention

@@ -1,12 +1,12 @@
 // beam_finalize: the best hypotheses of each request, which may have several slots, its groups.
-// docs/beam_ops.md is the user's page.
+// docs/reference/beam.md is the user's page.
 #pragma once
 
 #include <cstdint>
 
 #include "beam/beam_search_state.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct BeamFinalizeParams {
   BeamSearchState state;
@@ -48,4 +48,4 @@ void beam_finalize_cpu(const BeamFinalizeParams& params);
 // std::invalid_argument, before the launch, for more hypotheses than fit a block.
 void beam_finalize_cuda(const BeamFinalizeParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -4,15 +4,15 @@
 #include "beam/beam_tuning.h"
 #include "common/parallel_workspace.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 void beam_finalize_cpu(const BeamFinalizeParams& params) {
   const int64_t places = params.num_groups * params.state.hypotheses;
   const double nanoseconds =
-      beam_tuning::kStepNanoseconds +
+      tuning::kStepNanoseconds +
       static_cast<double>(params.num_return_sequences * params.state.capacity + places * places) *
-          beam_tuning::kStepNanosecondsPerToken;
-  const int64_t grain = 1 + static_cast<int64_t>(beam_tuning::kMinTaskNanoseconds / nanoseconds);
+          tuning::kStepNanosecondsPerToken;
+  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
   parallel_with_workspace(
       "beam_finalize", params.requests, grain, beam_finalize_scratch_bytes(params),
       [&](int64_t begin, int64_t end, void* memory) {
@@ -23,4 +23,4 @@ void beam_finalize_cpu(const BeamFinalizeParams& params) {
       [] { return std::string(); });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -6,7 +6,7 @@
 #include "beam/beam_finalize.h"
 #include "beam/beam_finalize_plan.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 inline size_t beam_finalize_scratch_bytes(const BeamFinalizeParams& params) {
   return static_cast<size_t>(params.state.hypotheses + params.ranked()) * sizeof(int32_t);
@@ -33,4 +33,4 @@ inline void beam_finalize_request(const BeamFinalizeParams& params, int64_t requ
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

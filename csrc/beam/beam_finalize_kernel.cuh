@@ -7,7 +7,7 @@
 #include "beam/beam_tuning.h"
 #include "common/cuda_intrinsics.cuh"
 
-namespace lmdecode::beam_cuda {
+namespace lmdecode::beam::cuda_kernels {
 
 // Shared memory of a block. Behind it: int32_t places[ranked].
 struct BeamFinalizeStorage {
@@ -19,7 +19,7 @@ LMD_HOST_DEVICE size_t beam_finalize_shared_bytes(const BeamFinalizeParams& para
          sizeof(int32_t);
 }
 
-__global__ void __launch_bounds__(beam_tuning::kStepThreads)
+__global__ void __launch_bounds__(tuning::kStepThreads)
     beam_finalize_kernel(const BeamFinalizeParams params) {
   int32_t* const open_beams = cuda::shared_storage<BeamFinalizeStorage>().open_beams;
   const int64_t hypotheses = params.state.hypotheses;
@@ -53,4 +53,4 @@ __global__ void __launch_bounds__(beam_tuning::kStepThreads)
   }
 }
 
-}  // namespace lmdecode::beam_cuda
+}  // namespace lmdecode::beam::cuda_kernels

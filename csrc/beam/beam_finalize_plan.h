@@ -6,7 +6,7 @@
 #include "beam/beam_rules.h"
 #include "beam/hypothesis_copies.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 constexpr int32_t kNoBeam = -1;
 
@@ -146,4 +146,4 @@ LMD_HOST_DEVICE void write_result(const BeamFinalizeParams& p, int64_t request, 
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -1,6 +1,6 @@
 // The rules of beam search for one search: which hypothesis gets a place, and when the search is
-// done. CPU and CUDA run this same code; python/lmdecode/reference/beam_search.py is the same in
-// Python numbers, and docs/beam_ops.md the user's page.
+// done. CPU and CUDA run this same code; python/lmdecode/reference/beam_rules.py is the same in
+// Python numbers, and docs/reference/beam.md the user's page.
 //
 // What a hypothesis scores is f64, rounded to f32 after each operation where the system that the
 // rules come from computes in f32. A score that is NaN gets no place.
@@ -12,10 +12,12 @@
 #include "beam/beam_search_state.h"
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // transformers' "never": a score that no hypothesis has, and what is taken off a stopped beam's.
 constexpr double kNeverScore = -1.0e9;
+// With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
+constexpr float kMissingCandidateScore = -3.0e38f;
 constexpr int32_t kNoPlace = -1;
 // Far beyond memory, but sums of a few are below what 64 bits can count.
 constexpr int64_t kMaxLength = int64_t{1} << 60;
@@ -155,4 +157,4 @@ struct BeamSearchSlot {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -6,7 +6,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 enum class BeamRules : int32_t { kGenerate = 0, kScorer = 1, kFairseq = 2 };
 
@@ -76,4 +76,4 @@ struct CallerSequences {
   int64_t stride = 1;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -1,4 +1,5 @@
-// beam_step: each request's candidates to its next beams. docs/beam_ops.md is the user's page.
+// beam_step: each request's candidates to its next beams. docs/reference/beam.md is the user's
+// page.
 //
 // What to do about a request is decided first (beam_step_plan.h), by one thread, with no more than
 // numbers written; then its sequences move, in place. Requests do not depend on each other.
@@ -8,7 +9,7 @@
 
 #include "beam/beam_search_state.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct BeamStepParams {
   BeamSearchState state;
@@ -58,4 +59,4 @@ void beam_step_cpu(const BeamStepParams& params);
 // std::invalid_argument, before the launch, for more beams and hypotheses than fit a block.
 void beam_step_cuda(const BeamStepParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

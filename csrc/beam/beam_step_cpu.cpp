@@ -4,15 +4,15 @@
 #include "beam/beam_tuning.h"
 #include "common/parallel_workspace.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 void beam_step_cpu(const BeamStepParams& params) {
   const BeamSearchState& state = params.state;
   const double nanoseconds =
-      beam_tuning::kStepNanoseconds +
-      static_cast<double>(params.num_candidates) * beam_tuning::kStepNanosecondsPerCandidate +
-      static_cast<double>(state.beams * state.capacity) * beam_tuning::kStepNanosecondsPerToken;
-  const int64_t grain = 1 + static_cast<int64_t>(beam_tuning::kMinTaskNanoseconds / nanoseconds);
+      tuning::kStepNanoseconds +
+      static_cast<double>(params.num_candidates) * tuning::kStepNanosecondsPerCandidate +
+      static_cast<double>(state.beams * state.capacity) * tuning::kStepNanosecondsPerToken;
+  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
   parallel_with_workspace(
       "beam_step", params.requests, grain, BeamStepScratch::bytes(state),
       [&](int64_t begin, int64_t end, void* memory) {
@@ -21,4 +21,4 @@ void beam_step_cpu(const BeamStepParams& params) {
       [] { return std::string(); });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -7,7 +7,7 @@
 #include "beam/beam_step_plan.h"
 #include "common/copy_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // Scratch of a thread, behind one another; the widest elements first.
 struct BeamStepScratch {
@@ -71,4 +71,4 @@ inline void beam_step_requests(const BeamStepParams& params, int64_t begin, int6
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -3,12 +3,12 @@
 #include "beam/beam_step_kernel.cuh"
 #include "beam/request_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 void beam_step_cuda(const BeamStepParams& params, void* stream) {
-  launch_requests("beam_step", &beam_cuda::beam_step_kernel, params.requests,
-                  beam_cuda::beam_step_shared_bytes(params.state.beams, params.state.hypotheses),
+  launch_requests("beam_step", &cuda_kernels::beam_step_kernel, params.requests,
+                  cuda_kernels::beam_step_shared_bytes(params.state.beams, params.state.hypotheses),
                   "(24 bytes a beam, 4 a hypothesis)", params, stream);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

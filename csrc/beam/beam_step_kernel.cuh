@@ -1,7 +1,7 @@
 // beam_step on a GPU: a block a request. One thread decides; then each thread owns some columns of
 // the sequences and carries them through all copies, so that nothing waits between these: first to
 // the hypotheses that close, then from beam to beam, in place, the temporary row of a cycle in a
-// register. docs/beam_ops.md has the semantics.
+// register. docs/reference/beam.md has the semantics.
 #pragma once
 
 #include "beam/beam_step.h"
@@ -10,7 +10,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "common/row_copies.h"
 
-namespace lmdecode::beam_cuda {
+namespace lmdecode::beam::cuda_kernels {
 
 // Shared memory of a block. Behind it: RowCopy copies[max_row_copies(beams)], int32_t
 // readers[beams], int32_t parents[beams], float log_probs[beams], int32_t sources[hypotheses].
@@ -82,7 +82,7 @@ __device__ inline void advance_beams(const BeamStepParams& params, const BeamSte
   }
 }
 
-__global__ void __launch_bounds__(beam_tuning::kStepThreads)
+__global__ void __launch_bounds__(tuning::kStepThreads)
     beam_step_kernel(const BeamStepParams params) {
   BeamStepStorage& storage = cuda::shared_storage<BeamStepStorage>();
   RowCopy* const copies = reinterpret_cast<RowCopy*>(&storage + 1);
@@ -99,4 +99,4 @@ __global__ void __launch_bounds__(beam_tuning::kStepThreads)
   }
 }
 
-}  // namespace lmdecode::beam_cuda
+}  // namespace lmdecode::beam::cuda_kernels

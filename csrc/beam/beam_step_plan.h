@@ -6,7 +6,7 @@
 #include "beam/beam_step.h"
 #include "beam/hypothesis_copies.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // The low bits of a decision; the rest is the next beam, or the place among the hypotheses.
 constexpr int32_t kDecisionContinued = 1;
@@ -235,4 +235,4 @@ LMD_HOST_DEVICE void close_hypotheses(const BeamStepParams& p, int64_t request,
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

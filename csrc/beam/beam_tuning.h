@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::beam_tuning {
+namespace lmdecode::beam::tuning {
 
 // A row's threshold comes from the largest logits of groups of its tokens: this many groups for
 // each candidate wanted, and at least kMinGroups.
@@ -33,4 +33,4 @@ constexpr int kMergeThreads = 256;
 // Threads of the block of a request in beam_step and beam_finalize.
 constexpr int kStepThreads = 128;
 
-}  // namespace lmdecode::beam_tuning
+}  // namespace lmdecode::beam::tuning

@@ -5,7 +5,7 @@
 #include "common/exp_weight.h"
 #include "common/log.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // What a beam score says of its row before a logit is read.
 LMD_HOST_DEVICE uint8_t beam_score_status(float beam_score) {
@@ -76,4 +76,4 @@ struct ProcessedScore {
   LMD_HOST_DEVICE float top() const { return max; }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

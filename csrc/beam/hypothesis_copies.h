@@ -4,7 +4,7 @@
 
 #include "beam/beam_search_state.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // Columns first, first + step, ... of every row.
 struct Columns {
@@ -63,4 +63,4 @@ LMD_HOST_DEVICE void copy_hypothesis(const BeamSearchState& state, const CallerS
             static_cast<int32_t>(h.beam), -1, columns);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -1,4 +1,4 @@
-// log_softmax_top_k: the best continuations of each request's beams. docs/beam_ops.md is the
+// log_softmax_top_k: the best continuations of each request's beams. docs/reference/beam.md is the
 // user's page.
 //
 // score(beam, token) = log_softmax(logits[row of beam])[token] + beam_score[row]. Over the beams of
@@ -11,7 +11,7 @@
 
 #include "common/half.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // Bits of the status of a request; any of them leaves the request without candidates. The numbers
 // are those of top_k_top_p_sample.
@@ -99,4 +99,4 @@ void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProce
 void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
                             float* values, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

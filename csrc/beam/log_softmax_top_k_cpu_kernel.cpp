@@ -1,9 +1,15 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "beam/log_softmax_top_k_cpu_kernel.h"
 
+#include "beam/log_softmax_top_k_levels.h"
 #include "sampling/sampling_workspace.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::beam {
+
+using namespace lmdecode::beam;
+using lmdecode::sampling::SamplingWorkspace;
+using lmdecode::sampling::split_sampling_workspace;
+
 namespace {
 
 CandidateList list_in(const SamplingWorkspace& w) {
@@ -54,4 +60,4 @@ void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begi
   for (int64_t request = begin; request < end; ++request) merge.run(request);
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::beam

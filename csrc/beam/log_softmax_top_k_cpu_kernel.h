@@ -10,7 +10,21 @@
 #include "beam/candidate_score.h"
 #include "sampling/row_passes.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::beam {
+
+using namespace lmdecode::beam;
+using sampling::CandidateList;
+using sampling::count_from;
+using sampling::kBlock;
+using sampling::keep_from;
+using sampling::make_keys;
+using sampling::MassScan;
+using sampling::push;
+using sampling::RowMax;
+using sampling::scan_masses;
+using sampling::scan_max_groups;
+using sampling::select_top_k;
+using sampling::sort_by_key;
 
 // A value that at least `rank` of values[0 .. size) reach, few more where that can be had; size is
 // a multiple of kLanes, 1 <= rank <= size.
@@ -27,7 +41,7 @@ inline float quantile_bound(const float* values, int64_t size, int64_t rank) {
     const uint64_t middle = (low + high) / 2;
     const int64_t n = count_from(values, size, value_of_key(static_cast<uint32_t>(middle)));
     (n >= rank ? low : high) = middle;
-    if (n >= rank && n <= rank + rank / beam_tuning::kSurplusShare) break;
+    if (n >= rank && n <= rank + rank / tuning::kSurplusShare) break;
   }
   return value_of_key(static_cast<uint32_t>(low));
 }
@@ -56,7 +70,7 @@ struct GroupMaxima {
 template <class T>
 GroupMaxima scan_groups(const T* x, int64_t n, int64_t groups, float* maxima) {
   const int64_t blocks = n / kBlock;
-  if (groups < beam_tuning::kMinGroups) groups = beam_tuning::kMinGroups;
+  if (groups < tuning::kMinGroups) groups = tuning::kMinGroups;
   const int64_t group_blocks = blocks * kLanes > groups ? blocks * kLanes / groups : 1;
   int64_t size = 0;
   const RowMax row = scan_max_groups(x, n, group_blocks, [&](F32 best) {
@@ -157,7 +171,7 @@ class RowCandidates {
  private:
   // Lists the row's best: list_.value holds their scores.
   uint8_t find(const T* x, float beam_score, const T* next) {
-    const GroupMaxima groups = scan_groups(x, n_, k_ * beam_tuning::kGroupsPerCandidate, maxima_);
+    const GroupMaxima groups = scan_groups(x, n_, k_ * tuning::kGroupsPerCandidate, maxima_);
     if (groups.row.has_nan) return kBeamStatusNan;
     if (!(groups.row.max > minus_infinity())) return kBeamStatusEmpty;
     const float top = groups.row.max + 0.0f;  // -0.0 or 0.0: it depends on the order of the lanes
@@ -203,7 +217,7 @@ class RequestMerge {
     params_.status[request] = static_cast<uint8_t>(status);
     make_keys(&list_, 1.0f);
     if (list_.size > k) select_top_k(&list_, k, /*keep_ties=*/false);
-    if (list_.size <= beam_tuning::kInsertionSize) {
+    if (list_.size <= tuning::kInsertionSize) {
       insertion_sort();
     } else {
       sort_by_key(&list_);
@@ -272,4 +286,4 @@ void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, i
 void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
                                 int64_t size, void* workspace);
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::beam

@@ -5,24 +5,24 @@
 #include "beam/processor_rows_kernel.cuh"
 #include "sampling/row_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 constexpr const char* kOp = "log_softmax_top_k";
 
 template <class T>
 void launch(const LogSoftmaxTopKParams& params, cudaStream_t stream) {
-  launch_rows(kOp, &beam_cuda::log_softmax_top_k_row_kernel<T>, params.rows, params.vocab,
+  launch_rows(kOp, &cuda_kernels::log_softmax_top_k_row_kernel<T>, params.rows, params.vocab,
               sizeof(T), params, stream);
 }
 
 template <class T>
 void launch(const ProcessedParams& params, cudaStream_t stream) {
   const LogSoftmaxTopKParams& call = params.call;
-  launch_rows(kOp, &beam_cuda::processor_row_kernel<T>, call.rows, call.vocab, sizeof(T), params,
+  launch_rows(kOp, &cuda_kernels::processor_row_kernel<T>, call.rows, call.vocab, sizeof(T), params,
               stream);
-  launch_rows(kOp, &beam_cuda::processed_row_kernel, call.rows, call.vocab, sizeof(float), params,
-              stream);
+  launch_rows(kOp, &cuda_kernels::processed_row_kernel, call.rows, call.vocab, sizeof(float),
+              params, stream);
 }
 
 template <class Params>
@@ -47,10 +47,11 @@ void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProc
   if (params.rows > 0 && processors != nullptr) {
     launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
   }
-  beam_cuda::
-      log_softmax_top_k_request_kernel<<<grid_of(params.requests), beam_tuning::kMergeThreads,
-                                         sizeof(sampling_cuda::RowStorage), cuda_stream>>>(params);
+  cuda_kernels::
+      log_softmax_top_k_request_kernel<<<grid_of(params.requests), tuning::kMergeThreads,
+                                         sizeof(sampling::cuda_kernels::RowStorage), cuda_stream>>>(
+          params);
   check_cuda(kOp, cudaGetLastError(), "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

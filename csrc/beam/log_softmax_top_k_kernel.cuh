@@ -10,12 +10,16 @@
 #include "beam/candidate_score.h"
 #include "sampling/radix_descent.cuh"
 
-namespace lmdecode::beam_cuda {
+namespace lmdecode::beam::cuda_kernels {
 
-using sampling_cuda::RowCluster;
-using sampling_cuda::RowSlice;
-using sampling_cuda::RowStorage;
-using sampling_cuda::Word;
+using sampling::kept_from;
+using sampling::KeptSet;
+using sampling::SamplingLaunchPlan;
+using sampling::TokenWeight;
+using sampling::cuda_kernels::RowCluster;
+using sampling::cuda_kernels::RowSlice;
+using sampling::cuda_kernels::RowStorage;
+using sampling::cuda_kernels::Word;
 
 // lowest_value() with a warp's lanes trying 32 values at a time. All lanes, same values.
 template <class Score>
@@ -109,7 +113,7 @@ class RowCandidates {
   // The row's first candidates in the order "score descending, then token".
   template <class Score>
   __device__ KeptSet best_of(const RowSlice<T>& slice, const Score& score) {
-    using namespace sampling_cuda;
+    using namespace sampling::cuda_kernels;
     const KeptSet all = kept_from(lowest_value_of_warp(score, kMinusInfinityKey + 1));
     const Word k = static_cast<Word>(params_.row_candidates);
     const Descent cut = descend<false, Order::kValue>(
@@ -172,7 +176,7 @@ class RowCandidates {
 };
 
 template <class T>
-__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+__global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
     log_softmax_top_k_row_kernel(const LogSoftmaxTopKParams params, const SamplingLaunchPlan plan) {
   RowCandidates<T> candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.rows; row += plan.clusters) {
@@ -279,7 +283,7 @@ class RequestMerge {
   LogSoftmaxTopKParams::RowRange rows_{0, 0};
 };
 
-inline __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
     log_softmax_top_k_request_kernel(const LogSoftmaxTopKParams params) {
   RequestMerge merge(params, cuda::shared_storage<RowStorage>());
   for (int64_t request = blockIdx.x; request < params.requests; request += gridDim.x) {
@@ -287,4 +291,4 @@ inline __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
   }
 }
 
-}  // namespace lmdecode::beam_cuda
+}  // namespace lmdecode::beam::cuda_kernels

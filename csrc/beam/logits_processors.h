@@ -12,7 +12,9 @@
 #include "common/bits.h"
 #include "sampling/top_k_top_p_sample.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
+
+using sampling::PerRow;
 
 // Elements of one row of a tensor.
 template <class T>
@@ -139,4 +141,4 @@ LMD_HOST_DEVICE RowProcessors processors_of_row(const LogitsProcessors& p, int64
   return r;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -1,6 +1,6 @@
 #include "beam/processor_edits.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 int64_t capacity(int64_t max_edits, int64_t vocab) { return max_edits < vocab ? max_edits : vocab; }
@@ -63,4 +63,4 @@ void TokenEdits::collect(const RowProcessors& row) {
   for (int64_t i = 0; i < row.suppressed_tokens.size; ++i) ban(row.suppressed_tokens[i]);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -7,7 +7,7 @@
 
 #include "beam/logits_processors.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct TokenEdit {
   uint32_t token;
@@ -62,4 +62,4 @@ class TokenEdits {
   int64_t size_ = 0;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -1,9 +1,16 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "beam/processor_rows_cpu_kernel.h"
 
+#include "beam/log_softmax_top_k_levels.h"
 #include "sampling/sampling_workspace.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::beam {
+
+using namespace lmdecode::beam;
+using lmdecode::sampling::sampling_workspace_capacity;
+using lmdecode::sampling::SamplingWorkspace;
+using lmdecode::sampling::split_sampling_workspace;
+
 namespace {
 
 template <class T>
@@ -53,4 +60,4 @@ void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::beam

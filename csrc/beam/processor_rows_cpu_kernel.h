@@ -11,7 +11,9 @@
 #include "beam/log_softmax_top_k_cpu_kernel.h"
 #include "beam/processor_edits.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::beam {
+
+using namespace lmdecode::beam;
 
 template <class T>
 class ProcessedRowCandidates {
@@ -46,8 +48,8 @@ class ProcessedRowCandidates {
     edits_.collect(processors);
     const bool forced = processors.forced_token >= 0;
     const int64_t wanted = k_ + edits_.size();
-    const int64_t groups_for_candidates = k_ * beam_tuning::kGroupsPerCandidate;
-    const int64_t groups_for_edits = wanted * beam_tuning::kGroupsPerEdit;
+    const int64_t groups_for_candidates = k_ * tuning::kGroupsPerCandidate;
+    const int64_t groups_for_edits = wanted * tuning::kGroupsPerEdit;
     const GroupMaxima groups = scan_groups(
         x, n_, groups_for_edits > groups_for_candidates ? groups_for_edits : groups_for_candidates,
         maxima_);
@@ -58,7 +60,7 @@ class ProcessedRowCandidates {
     for (int64_t i = 0; i < edits_.size(); ++i) edits_[i].logit = to_float(x[edits_[i].token]);
 
     written_ = processors.bias.data != nullptr || processors.token_bitmask.data != nullptr ||
-               infinite || forced || wanted * beam_tuning::kTokensPerEdit > n_;
+               infinite || forced || wanted * tuning::kTokensPerEdit > n_;
     const float threshold = written_ ? plus_infinity() : threshold_beside_edits(groups.size);
     const uint64_t total =
         infinite ? static_cast<uint64_t>(count_from(x, n_, top))
@@ -212,8 +214,7 @@ class ProcessedRowCandidates {
   }
 
   void choose_from_values(float beam_score) {
-    const GroupMaxima groups =
-        scan_groups(values_, n_, k_ * beam_tuning::kGroupsPerCandidate, maxima_);
+    const GroupMaxima groups = scan_groups(values_, n_, k_ * tuning::kGroupsPerCandidate, maxima_);
     if (!(groups.row.max > minus_infinity())) return;
     float threshold = threshold_of(maxima_, groups.size, k_);
     int64_t no_limit = INT64_MAX;
@@ -233,4 +234,4 @@ class ProcessedRowCandidates {
   bool written_ = false;    // values_ holds what processors made of the row
 };
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::beam

@@ -6,7 +6,7 @@
 #include "beam/log_softmax_top_k_kernel.cuh"
 #include "beam/logits_processors.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 struct ProcessedParams {
   LogSoftmaxTopKParams call;
@@ -14,7 +14,7 @@ struct ProcessedParams {
   float* values;  // [rows, vocab] scratch: log-probabilities
 };
 
-namespace beam_cuda {
+namespace cuda_kernels {
 
 // Tokens that several rules name get the value of the last of them: rules take turns, with a
 // barrier between, and each computes it from the logit and everything that came before. A rule may
@@ -145,7 +145,7 @@ class ProcessedRowCandidates : private RowCandidates<float> {
 };
 
 template <class T>
-__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+__global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
     processor_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
   RowProcessing<T> rows(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
   }
 }
 
-inline __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
     processed_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
   ProcessedRowCandidates candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
@@ -161,5 +161,5 @@ inline __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
   }
 }
 
-}  // namespace beam_cuda
-}  // namespace lmdecode
+}  // namespace cuda_kernels
+}  // namespace lmdecode::beam

@@ -7,7 +7,7 @@
 #include "beam/beam_tuning.h"
 #include "common/cuda_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 // Dynamic shared memory that every device gives a block unasked.
 constexpr size_t kSharedBytesUnasked = 48 * 1024;
@@ -24,9 +24,9 @@ void launch_requests(const char* op, void (*kernel)(Params), int64_t requests, s
     throw std::invalid_argument(message.str());
   }
   if (requests == 0) return;
-  kernel<<<grid_of(requests), beam_tuning::kStepThreads, shared_bytes,
+  kernel<<<grid_of(requests), tuning::kStepThreads, shared_bytes,
            static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(op, cudaGetLastError(), "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

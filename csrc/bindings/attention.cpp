@@ -1,7 +1,7 @@
 // The attention ops on CPU tensors.
 #include "bindings/attention.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 void attend(const SlidingWindowAttentionParams& params, const Tensor&) {
@@ -21,10 +21,10 @@ struct NoGuard {
 };
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::attention
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  using namespace lmdecode;
+  using namespace lmdecode::attention;
   m.impl("sliding_window_attention", TORCH_BOX((&SlidingWindowAttentionOp<attend, NoGuard>::call)));
   m.impl("sliding_window_decode", TORCH_BOX((&SlidingWindowDecodeOp<decode, NoGuard>::call)));
   m.impl("merge_attention_states", TORCH_BOX((&MergeAttentionStatesOp<merge, NoGuard>::call)));

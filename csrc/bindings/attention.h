@@ -8,7 +8,7 @@
 #include "attention/sliding_window_decode.h"
 #include "bindings/tensor_checks.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 
 using OptionalTensor = std::optional<Tensor>;
 
@@ -526,4 +526,4 @@ struct MergeAttentionStatesOp {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::attention

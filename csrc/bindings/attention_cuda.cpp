@@ -2,7 +2,7 @@
 #include "bindings/attention.h"
 #include "bindings/cuda_stream.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 void attend(const SlidingWindowAttentionParams& params, const Tensor& q) {
@@ -20,10 +20,11 @@ void merge(const MergeAttentionStatesParams& params, const Tensor& o1) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::attention
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   using namespace lmdecode;
+  using namespace lmdecode::attention;
   m.impl("sliding_window_attention",
          TORCH_BOX((&SlidingWindowAttentionOp<attend, CudaGuard>::call)));
   m.impl("sliding_window_decode", TORCH_BOX((&SlidingWindowDecodeOp<decode, CudaGuard>::call)));

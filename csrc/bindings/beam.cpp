@@ -1,7 +1,7 @@
 // The beam ops on CPU tensors.
 #include "bindings/beam.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors, const Tensor&) {
@@ -13,10 +13,10 @@ struct NoGuard {
 };
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  using namespace lmdecode;
+  using namespace lmdecode::beam;
   m.impl("log_softmax_top_k", TORCH_BOX((&LogSoftmaxTopKOp<run, NoGuard>::call)));
   m.impl("log_softmax_top_k.processed", TORCH_BOX((&LogSoftmaxTopKOp<run, NoGuard>::processed)));
 }

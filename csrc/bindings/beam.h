@@ -3,7 +3,7 @@
 
 #include "bindings/beam_processors.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 constexpr const char* kLogSoftmaxTopKOp = "log_softmax_top_k";
 
@@ -140,4 +140,4 @@ struct LogSoftmaxTopKOp {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

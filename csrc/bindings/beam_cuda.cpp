@@ -2,7 +2,7 @@
 #include "bindings/beam.h"
 #include "bindings/cuda_stream.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
@@ -14,10 +14,11 @@ void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   using namespace lmdecode;
+  using namespace lmdecode::beam;
   m.impl("log_softmax_top_k", TORCH_BOX((&LogSoftmaxTopKOp<run, CudaGuard>::call)));
   m.impl("log_softmax_top_k.processed", TORCH_BOX((&LogSoftmaxTopKOp<run, CudaGuard>::processed)));
 }

@@ -7,7 +7,7 @@
 #include "beam/logits_processors.h"
 #include "bindings/tensor_checks.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 using OptionalTensor = std::optional<Tensor>;
 
@@ -194,4 +194,4 @@ class ProcessorChecks {
   const LogSoftmaxTopKParams& params_;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

@@ -3,7 +3,7 @@
 
 #include "beam/beam_rules.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 // Each slot of a call, once.
@@ -126,10 +126,10 @@ struct Cpu {
 };
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  using namespace lmdecode;
+  using namespace lmdecode::beam;
   m.impl("beam_step", TORCH_BOX((&BeamStepOp<Cpu>::call)));
   m.impl("beam_finalize", TORCH_BOX((&BeamFinalizeOp<Cpu>::call)));
 }

@@ -10,7 +10,7 @@
 #include "beam/beam_step.h"
 #include "bindings/tensor_checks.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 
 constexpr const char* kBeamStepOp = "beam_step";
 constexpr const char* kBeamFinalizeOp = "beam_finalize";
@@ -374,4 +374,4 @@ struct BeamFinalizeOp {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::beam

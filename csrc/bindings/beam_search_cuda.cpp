@@ -2,7 +2,7 @@
 #include "bindings/beam_search.h"
 #include "bindings/cuda_stream.h"
 
-namespace lmdecode {
+namespace lmdecode::beam {
 namespace {
 
 struct Cuda {
@@ -19,10 +19,11 @@ struct Cuda {
 };
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   using namespace lmdecode;
+  using namespace lmdecode::beam;
   m.impl("beam_step", TORCH_BOX((&BeamStepOp<Cuda>::call)));
   m.impl("beam_finalize", TORCH_BOX((&BeamFinalizeOp<Cuda>::call)));
 }

@@ -3,7 +3,7 @@
 
 #include "bindings/packed_weight.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size) {
@@ -14,7 +14,8 @@ NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, 
 }
 
 LinearWeights linear_weights(const char* op, TensorList& list, const char* name, const char* bias,
-                             LinearFormat format, int64_t in_features, int64_t out_features) {
+                             linear::LinearFormat format, int64_t in_features,
+                             int64_t out_features) {
   LinearWeights linear;
   linear.matrix.shape = {in_features, out_features, format};
   const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(linear.matrix.shape));
@@ -118,4 +119,4 @@ CacheTensors::CacheTensors(const char* op, const Tensors& tensors, const Decoder
   caches.memory_lengths = memory_lengths;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

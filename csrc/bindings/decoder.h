@@ -8,7 +8,7 @@
 #include "decoder/decoding.h"
 #include "decoder/step_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 using Integers = std::vector<int64_t>;
 using Numbers = std::vector<double>;
@@ -56,8 +56,8 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.norm_first = list.next_flag("norm_first");
   c.gated = list.next_flag("gated");
-  c.activation = static_cast<Activation>(list.next("activation", 0, 4));
-  c.format = static_cast<LinearFormat>(list.next("format", 0, 2));
+  c.activation = static_cast<linear::Activation>(list.next("activation", 0, 4));
+  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, 2));
   if (c.heads * c.head_size >= kMaxDecoderSize) {
     fail(op, "config has ", c.heads, " heads of ", c.head_size,
          "; expected fewer than 2^31 in all");
@@ -92,7 +92,7 @@ class TensorList {
       fits = size < 0 || tensor.size(i) == size;
     }
     if (!fits) {
-      fail(op_, name, " has shape ", shape_text(tensor), "; expected ", sizes_text(sizes),
+      fail(op_, name, " has shape ", shape_text(tensor), "; expected ", beam::sizes_text(sizes),
            ", where -1 is any size");
     }
     if (!tensor.is_cpu()) fail(op_, name, " is on ", device_name(tensor), "; expected cpu");
@@ -150,4 +150,4 @@ struct CacheTensors {
   CacheTensors(const char* op, const Tensors& tensors, const DecoderConfig& config);
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -6,7 +6,7 @@
 #include "bindings/tensor_checks.h"
 #include "decoder/decoder_step_cuda.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -216,13 +216,13 @@ void activate(const Tensor& up, const OptionalTensor& gate, int64_t activation) 
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
-  m.impl("decoder_self_attention_", TORCH_BOX(&lmdecode::self_attention));
-  m.impl("decoder_cross_attention", TORCH_BOX(&lmdecode::cross_attention));
-  m.impl("decoder_cross_cache_", TORCH_BOX(&lmdecode::cross_cache));
-  m.impl("decoder_add_norm_", TORCH_BOX(&lmdecode::add_norm));
-  m.impl("decoder_embed", TORCH_BOX(&lmdecode::embed));
-  m.impl("decoder_activate_", TORCH_BOX(&lmdecode::activate));
+  m.impl("decoder_self_attention_", TORCH_BOX(&lmdecode::decoder::self_attention));
+  m.impl("decoder_cross_attention", TORCH_BOX(&lmdecode::decoder::cross_attention));
+  m.impl("decoder_cross_cache_", TORCH_BOX(&lmdecode::decoder::cross_cache));
+  m.impl("decoder_add_norm_", TORCH_BOX(&lmdecode::decoder::add_norm));
+  m.impl("decoder_embed", TORCH_BOX(&lmdecode::decoder::embed));
+  m.impl("decoder_activate_", TORCH_BOX(&lmdecode::decoder::activate));
 }

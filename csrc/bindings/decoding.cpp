@@ -8,7 +8,7 @@
 #include "decoder/faster_transformer_search.h"
 #include "decoder/gather_tree.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 constexpr const char* kStepsOp = "decoding_steps_";
@@ -50,7 +50,7 @@ TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, in
 
 // Of a search that goes on, before anything is written.
 void check_search(const DecodingParams& p, int64_t slot) {
-  const BeamSearchState& state = p.state;
+  const beam::BeamSearchState& state = p.state;
   const int64_t request = slot / p.num_groups;
   check_number(kStepsOp, "parameters.num_beams", slot, p.parameters.num_beams[slot], 1,
                state.beams);
@@ -68,7 +68,7 @@ void check_search(const DecodingParams& p, int64_t slot) {
   check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0,
                p.caches.source);
   // Where too few candidates go on, the beams that are left go on with it.
-  if (p.rules != BeamRules::kScorer && !p.greedy) {
+  if (p.rules != beam::BeamRules::kScorer && !p.greedy) {
     check_number(kStepsOp, "parameters.pad_tokens", slot, p.parameters.pad_tokens[slot], 0,
                  p.config.vocab - 1);
   }
@@ -107,7 +107,7 @@ void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   check_dtype(kStepsOp, "logits", logits, ScalarType::Float);
   if (logits.dim() != 2 || logits.size(0) != rows || logits.size(1) != vocab) {
     fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
-         sizes_text({rows, vocab}));
+         beam::sizes_text({rows, vocab}));
   }
   if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
   if (!logits.is_contiguous()) {
@@ -139,12 +139,12 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   DecodingParams p;
   p.config = model.config;
   p.weights = model.weights;
-  const Tensor& first = state_sequences(op, state);
-  const LikeTensor like(first);
-  p.state = beam_search_state(op, state, like);
-  p.parameters = beam_search_parameters(op, parameters, p.state.slots, like);
+  const Tensor& first = beam::state_sequences(op, state);
+  const beam::LikeTensor like(first);
+  p.state = beam::beam_search_state(op, state, like);
+  p.parameters = beam::beam_search_parameters(op, parameters, p.state.slots, like);
   IntegerList list(op, "options", options, 7);
-  p.rules = static_cast<BeamRules>(list.next("rules", 0, 2));
+  p.rules = static_cast<beam::BeamRules>(list.next("rules", 0, 2));
   p.greedy = list.next_flag("greedy");
   p.num_groups = list.next("num_groups", 1);
   p.num_candidates = list.next("num_candidates", 1, (int64_t{1} << 24));
@@ -256,7 +256,7 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
     const int64_t end = std::min(begin + together, count);
     for (int64_t layer = 0; layer < c.layers; ++layer) {
       if (source > 0) {
-        LinearOutput output;
+        linear::LinearOutput output;
         output.y = to;
         apply_linear(layers[static_cast<size_t>(layer)].cross_key_value,
                      from + begin * source * c.memory_size, (end - begin) * source,
@@ -468,10 +468,10 @@ Tensor gather_tree(const Tensor& step_ids, const Tensor& parent_ids, const Tenso
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  using namespace lmdecode;
+  using namespace lmdecode::decoder;
   m.impl("decoding_steps_", TORCH_BOX(&decoding_steps));
   m.impl("decoding_read_memory_", TORCH_BOX(&read_memory));
   m.impl("faster_transformer_decoding_", TORCH_BOX(&faster_transformer_decoding));
@@ -480,5 +480,5 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
-  m.impl("decoding_workspace_bytes", TORCH_BOX(&lmdecode::decoding_workspace));
+  m.impl("decoding_workspace_bytes", TORCH_BOX(&lmdecode::decoder::decoding_workspace));
 }

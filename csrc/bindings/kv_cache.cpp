@@ -4,7 +4,7 @@
 #include "bindings/kv_cache_indirection.h"
 #include "bindings/kv_cache_ring.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 void reorder_cache(const std::vector<Tensor>& tensors, const Tensor& parents, int64_t batch_dim,
@@ -33,10 +33,10 @@ void ring_cache_append(const Tensor& keys, const Tensor& values, const Tensor& k
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
-  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
-  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::ring_cache_append));
+  m.impl("reorder_cache_", TORCH_BOX(&lmdecode::kv_cache::reorder_cache));
+  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::kv_cache::update_beam_indirection));
+  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::kv_cache::ring_cache_append));
 }

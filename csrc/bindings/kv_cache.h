@@ -9,7 +9,7 @@
 #include "kv_cache/reorder_cache.h"
 #include "kv_cache/strided_tensor.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr const char* kReorderOp = "reorder_cache_";
 
@@ -165,4 +165,4 @@ class ReorderArguments {
   ParentRows parents_;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 void check_copies(const CopyBlocksParams& params) {
@@ -182,14 +182,14 @@ void reorder(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_coun
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::copy_blocks));
+  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::kv_cache::copy_blocks));
 }
 
 // For tensors of any device, so that those of another one meet an error that says so.
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
-  m.impl("block_table_append_", TORCH_BOX(&lmdecode::append));
-  m.impl("block_table_reorder_", TORCH_BOX(&lmdecode::reorder));
+  m.impl("block_table_append_", TORCH_BOX(&lmdecode::kv_cache::append));
+  m.impl("block_table_reorder_", TORCH_BOX(&lmdecode::kv_cache::reorder));
 }

@@ -6,7 +6,7 @@
 #include "bindings/kv_cache.h"
 #include "kv_cache/copy_blocks.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr const char* kCopyBlocksOp = "copy_blocks_";
 
@@ -71,4 +71,4 @@ class CopyBlocksArguments {
   std::vector<BlockPool> pools_;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

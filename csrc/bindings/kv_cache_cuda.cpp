@@ -5,7 +5,7 @@
 #include "bindings/kv_cache_indirection.h"
 #include "bindings/kv_cache_ring.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 // The current stream of the device that a tensor is on, which is the current one meanwhile.
@@ -57,11 +57,11 @@ void copy_blocks(const std::vector<Tensor>& pools, const Tensor& copies) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
-  m.impl("reorder_cache_", TORCH_BOX(&lmdecode::reorder_cache));
-  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::update_beam_indirection));
-  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::ring_cache_append));
-  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::copy_blocks));
+  m.impl("reorder_cache_", TORCH_BOX(&lmdecode::kv_cache::reorder_cache));
+  m.impl("update_beam_indirection_", TORCH_BOX(&lmdecode::kv_cache::update_beam_indirection));
+  m.impl("ring_cache_append_", TORCH_BOX(&lmdecode::kv_cache::ring_cache_append));
+  m.impl("copy_blocks_", TORCH_BOX(&lmdecode::kv_cache::copy_blocks));
 }

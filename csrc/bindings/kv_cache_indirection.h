@@ -7,7 +7,7 @@
 #include "bindings/kv_cache.h"
 #include "kv_cache/update_beam_indirection.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr const char* kIndirectionOp = "update_beam_indirection_";
 
@@ -68,4 +68,4 @@ inline void check_lengths(const BeamIndirectionParams& params) {
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

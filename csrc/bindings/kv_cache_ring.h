@@ -4,7 +4,7 @@
 #include "bindings/kv_cache.h"
 #include "kv_cache/ring_cache_append.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr const char* kRingAppendOp = "ring_cache_append_";
 
@@ -140,4 +140,4 @@ class RingAppendArguments {
   const Tensor& keys_;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -9,7 +9,7 @@
 #include "linear/norms.h"
 #include "linear/packed_linear.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -241,12 +241,12 @@ Tensor rms_norm_op(const Tensor& x, const OptionalTensor& weight, double eps) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::linear
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("pack_linear", TORCH_BOX(&lmdecode::pack));
-  m.impl("packed_linear", TORCH_BOX(&lmdecode::linear));
-  m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear_out));
-  m.impl("layer_norm", TORCH_BOX(&lmdecode::layer_norm_op));
-  m.impl("rms_norm", TORCH_BOX(&lmdecode::rms_norm_op));
+  m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
+  m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
+  m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
+  m.impl("layer_norm", TORCH_BOX(&lmdecode::linear::layer_norm_op));
+  m.impl("rms_norm", TORCH_BOX(&lmdecode::linear::rms_norm_op));
 }

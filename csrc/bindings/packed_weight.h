@@ -7,7 +7,7 @@
 #include "linear/packed_layout.h"
 #include "linear/packed_linear_kernels.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 
 inline const char* format_name(LinearFormat format) {
   return format == LinearFormat::kFloat32    ? "float32"
@@ -45,4 +45,4 @@ inline void check_packed_weight(const char* op, const std::string& name, const v
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

@@ -3,7 +3,7 @@
 
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 namespace {
 
 void run(const TopKTopPSampleParams& params, const Tensor&) { top_k_top_p_sample_cpu(params); }
@@ -17,13 +17,13 @@ using Op = SampleOp<run, NoGuard>;
 int64_t cpu_capability_number() { return static_cast<int64_t>(cpu_capability()); }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("top_k_top_p_sample", TORCH_BOX(&lmdecode::Op::call));
-  m.impl("top_k_top_p_sample.out", TORCH_BOX(&lmdecode::Op::call_out));
+  m.impl("top_k_top_p_sample", TORCH_BOX(&lmdecode::sampling::Op::call));
+  m.impl("top_k_top_p_sample.out", TORCH_BOX(&lmdecode::sampling::Op::call_out));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
-  m.impl("cpu_capability", TORCH_BOX(&lmdecode::cpu_capability_number));
+  m.impl("cpu_capability", TORCH_BOX(&lmdecode::sampling::cpu_capability_number));
 }

@@ -7,7 +7,7 @@
 #include "common/float_mode.h"
 #include "sampling/top_k_top_p_sample.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 struct SampleArguments {
   const Tensor& logits;
@@ -177,4 +177,4 @@ struct SampleOp {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

@@ -2,7 +2,7 @@
 #include "bindings/cuda_stream.h"
 #include "bindings/sampling.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 namespace {
 
 void run(const TopKTopPSampleParams& params, const Tensor& logits) {
@@ -12,9 +12,9 @@ void run(const TopKTopPSampleParams& params, const Tensor& logits) {
 using Op = SampleOp<run, CudaGuard>;
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
-  m.impl("top_k_top_p_sample", TORCH_BOX(&lmdecode::Op::call));
-  m.impl("top_k_top_p_sample.out", TORCH_BOX(&lmdecode::Op::call_out));
+  m.impl("top_k_top_p_sample", TORCH_BOX(&lmdecode::sampling::Op::call));
+  m.impl("top_k_top_p_sample.out", TORCH_BOX(&lmdecode::sampling::Op::call_out));
 }

@@ -1,431 +1,464 @@
-// lmdecode._store: the store behind a C interface that Python reaches by ctypes, so that one build
-// serves every Python; the interpreter's lock is released during every call. Each function returns
-// a status; the message of the last failure is kept for each thread. The structures are repeated in
-// python/lmdecode/store/_library.py.
-#include <algorithm>
+// lmdecode._store: the store for Python. Tensors arrive as addresses and strides, token ids as
+// buffers of int32; there is no torch in here. python/lmdecode/_store.pyi has the types.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "bindings/interpreter_lock.h"
 #include "store/crc32c.h"
 #include "store/store_engine.h"
-
-#define LMD_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace lmdecode::store {
 namespace {
 
-enum Status : int {
-  kOk = 0,
-  kInvalidArgument = 1,
-  kInputOutput = 2,
-  kLocked = 3,
-  kDamaged = 4,
-  kMismatch = 5,
-  kUnusable = 6,
-  kOther = 7,
-};
+namespace py = pybind11;
+using bindings::interruptible, bindings::Interruption, bindings::unlocked;
 
-thread_local std::string last_error;
-thread_local int last_errno = 0;
+// ---- exceptions
 
-int status_of(ErrorKind kind) {
-  switch (kind) {
+py::str text_of(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
+// The subclass that Python has for the number, with the whole message.
+void set_os_error(const StoreError& error) {
+  const int number = error.error_number();
+  const py::object type = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  if (number == 0) {
+    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
+    return;
+  }
+  const std::string what = std::string(error.what()) + " (" + std::strerror(number) + ")";
+  const py::object raised = type(number, text_of(what));
+  PyErr_SetObject(py::type::handle_of(raised).ptr(), raised.ptr());
+}
+
+void translate(const StoreError& error) {
+  const char* name = "StoreError";
+  switch (error.kind()) {
     case ErrorKind::kInputOutput:
-      return kInputOutput;
+      set_os_error(error);
+      return;
     case ErrorKind::kLocked:
-      return kLocked;
+      name = "StoreLockedError";
+      break;
     case ErrorKind::kDamaged:
-      return kDamaged;
+      name = "StoreDamagedError";
+      break;
     case ErrorKind::kMismatch:
-      return kMismatch;
-    default:
-      return kUnusable;
+      name = "FingerprintMismatchError";
+      break;
+    case ErrorKind::kUnusable:
+      break;
   }
+  const py::object type = py::module_::import("lmdecode.store.errors").attr(name);
+  PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
 }
 
-// No exception crosses the C interface.
-template <class Body>
-int guarded(const Body& body) noexcept {
-  try {
-    body();
-    return kOk;
-  } catch (const StoreError& error) {
-    last_error = error.what();
-    last_errno = error.error_number();
-    return status_of(error.kind());
-  } catch (const std::invalid_argument& error) {
-    last_error = error.what();
-    return kInvalidArgument;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return kOther;
+// ---- what is passed
+
+// The bytes of an object that has the buffer protocol, side by side.
+class Buffer {
+ public:
+  explicit Buffer(py::handle object, int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
   }
-}
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
 
-struct Bytes {
-  const char* data;
-  uint64_t size;
-  std::string text() const { return std::string(data, size); }
-};
-
-struct Options {
-  Bytes directory;
-  Bytes fingerprint;
-  uint32_t num_layers, num_kv_heads, head_size, element_size;
-  const uint32_t* windows;  // [num_layers], null: none
-  uint32_t chunk_tokens;
-  uint32_t values_by_column, relaxed, readonly;
-  uint64_t capacity_bytes, slab_bytes;
-  int64_t flush_interval_ms, idle_ms;
-  int32_t io_threads;
-};
-
-struct Place {
-  Bytes salt;
-  Bytes context;
-  Scope scope() const { return {salt.text(), context.text()}; }
-};
-
-struct Plane {
-  void* data;
-  int64_t head_stride, token_stride, element_stride;  // bytes
-  uint64_t num_tokens;
-};
-
-struct Put {
-  int64_t ttl_ms;
-  uint64_t quota_bytes;
-  uint32_t pin;
-};
-
-struct EntryLine {
-  uint64_t num_tokens, area, tenant, bytes;
-  int64_t created_ms, used_ms, expires_ms;
-  uint32_t count, pinned;
-  uint8_t key[32];
-};
-
-struct SessionLine {
-  uint64_t num_tokens, tenant;
-  int64_t updated_ms;
-  uint64_t name_size;  // may exceed what fits
-  char name[256];
-};
-
-std::vector<TensorPlane> planes_of(const Plane* planes, uint64_t count) {
-  std::vector<TensorPlane> result;
-  for (uint64_t i = 0; i < count; ++i) {
-    const Plane& plane = planes[i];
-    result.push_back({static_cast<char*>(plane.data),
-                      {plane.head_stride, plane.token_stride, plane.element_stride},
-                      plane.num_tokens});
+  std::span<uint8_t> bytes() const {
+    return {static_cast<uint8_t*>(view_.buf), static_cast<size_t>(view_.len)};
   }
-  return result;
+  std::span<const int32_t> tokens() const {
+    return {static_cast<const int32_t*>(view_.buf), static_cast<size_t>(view_.len) / 4};
+  }
+
+ private:
+  Py_buffer view_{};
+};
+
+py::bytes bytes_of(const Digest& digest) {
+  return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
-PutOptions put_options(const Put& put) { return {put.ttl_ms, put.pin != 0, put.quota_bytes}; }
-
-using ProgressFunction = int (*)(uint64_t done, uint64_t total);  // 0: stop
-
-Progress progress_of(ProgressFunction function) {
-  return [function](uint64_t done, uint64_t total) {
-    return function == nullptr || function(done, total) != 0;
-  };
-}
-
-// Copies what fits and says how much there is.
+// What Python holds of the engine's. It goes without the lock, as the engine may have to wait;
+// calls that are under way in other threads keep it until they are done.
 template <class T>
-uint64_t copy_out(const std::vector<T>& values, T* out, uint64_t capacity) {
-  const uint64_t copied = std::min<uint64_t>(values.size(), capacity);
-  if (copied > 0) std::memcpy(out, values.data(), copied * sizeof(T));
-  return values.size();
-}
+class Handle {
+ public:
+  explicit Handle(std::shared_ptr<T> value) : value_(std::move(value)) {}
+  ~Handle() { release(); }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
 
-}  // namespace
-}  // namespace lmdecode::store
-
-using namespace lmdecode::store;  // NOLINT: the functions below are C
-
-struct lmdecode_store {
-  std::shared_ptr<StoreEngine> engine;
-};
-struct lmdecode_store_hit {
-  Hit hit;
-};
-
-namespace {
-
-// Null where nothing was found.
-void give_hit(Hit hit, lmdecode_store_hit** out, uint64_t* num_tokens) {
-  *num_tokens = hit.num_tokens();
-  *out = *num_tokens == 0 ? nullptr : new lmdecode_store_hit{std::move(hit)};
-}
-
-std::vector<EntryLine> lines_of(const StoreEngine& engine, const std::vector<AreaRow>& rows) {
-  std::vector<EntryLine> result;
-  for (const AreaRow& row : rows) {
-    EntryLine line{};
-    line.num_tokens = row.num_tokens;
-    line.area = row.area;
-    line.tenant = row.tenant;
-    line.bytes = engine.layout().image_bytes(row.count);
-    line.created_ms = row.created_ms;
-    line.used_ms = row.used_ms;
-    line.expires_ms = row.expires_ms;
-    line.count = row.count;
-    line.pinned = row.pinned;
-    std::memcpy(line.key, row.key.data(), row.key.size());
-    result.push_back(line);
+  void release() {
+    std::shared_ptr<T> gone = std::exchange(value_, nullptr);
+    unlocked([&] { gone.reset(); });
   }
-  return result;
+  // Null: it was released.
+  std::shared_ptr<T> share() const { return value_; }
+
+ private:
+  std::shared_ptr<T> value_;
+};
+
+using HeldHit = Handle<Hit>;
+using Planes = std::vector<TensorPlane>;
+
+std::unique_ptr<HeldHit> held(Hit hit) {
+  if (hit.num_tokens() == 0) return nullptr;
+  return std::make_unique<HeldHit>(std::make_shared<Hit>(std::move(hit)));
+}
+
+// The engine as Python calls it.
+class Store {
+ public:
+  explicit Store(const StoreOptions& options)
+      : engine_(unlocked([&] { return StoreEngine::open(options); })) {}
+
+  StoreEngine& engine() const { return *engine_.share(); }
+  void close() {
+    unlocked([&] { engine().close(); });
+  }
+
+  // --- prefixes
+
+  std::unique_ptr<HeldHit> lookup(const Scope& scope, const py::object& tokens) {
+    const Buffer buffer(tokens);
+    return held(unlocked([&] { return engine().lookup(scope, buffer.tokens()); }));
+  }
+  std::unique_ptr<HeldHit> peek(const Scope& scope, const py::object& tokens) {
+    const Buffer buffer(tokens);
+    return held(unlocked([&] { return engine().peek(scope, buffer.tokens()); }));
+  }
+  bool load(HeldHit& hit, uint32_t first_layer, uint32_t num_layers, const Planes& planes) {
+    std::shared_ptr<Hit> shared = hit.share();
+    return interruptible(py::none(), [&](Interruption& interruption) {
+      const std::shared_ptr<Hit> mine = std::move(shared);
+      return mine != nullptr && engine().load(*mine, first_layer, num_layers, planes,
+                                              [&] { return interruption.goes_on(0, 0); });
+    });
+  }
+  uint64_t put(const Scope& scope, const py::object& tokens, const Planes& planes,
+               const PutOptions& options) {
+    const Buffer buffer(tokens);
+    return interruptible(py::none(), [&](Interruption& interruption) {
+      return engine().put(scope, buffer.tokens(), planes, with(options, interruption));
+    });
+  }
+  void pin(HeldHit& hit, bool pinned) {
+    std::shared_ptr<Hit> shared = hit.share();
+    unlocked([&] {
+      const std::shared_ptr<Hit> mine = std::move(shared);
+      if (mine != nullptr) engine().pin(*mine, pinned);
+    });
+  }
+  py::bytes key(const Scope& scope, const py::object& tokens) {
+    const Buffer buffer(tokens);
+    return bytes_of(unlocked([&] {
+      return prefix_key(engine().root(scope), buffer.tokens(), engine().layout().chunk_tokens);
+    }));
+  }
+
+  // --- sessions
+
+  std::optional<py::bytes> read_session(const Scope& scope, const std::string& name) {
+    const auto tokens = unlocked([&] { return engine().read_session(scope, name); });
+    if (!tokens.has_value()) return std::nullopt;
+    return py::bytes(reinterpret_cast<const char*>(tokens->data()), 4 * tokens->size());
+  }
+  uint64_t commit_session(const Scope& scope, const std::string& name, const py::object& tokens,
+                          uint64_t num_computed, const Planes& planes, const PutOptions& options) {
+    const Buffer buffer(tokens);
+    return interruptible(py::none(), [&](Interruption& interruption) {
+      return engine().commit_session(scope, name, buffer.tokens(), num_computed, planes,
+                                     with(options, interruption));
+    });
+  }
+  bool write_session(const Scope& scope, const std::string& name, const py::object& tokens) {
+    const Buffer buffer(tokens);
+    return unlocked([&] { return engine().write_session(scope, name, buffer.tokens()); });
+  }
+  bool remove_session(const Scope& scope, const std::string& name) {
+    return unlocked([&] { return engine().remove_session(scope, name); });
+  }
+  std::vector<std::pair<py::str, uint64_t>> sessions() {
+    std::vector<std::pair<py::str, uint64_t>> result;
+    for (const SessionRow& row : unlocked([&] { return engine().list_sessions(); })) {
+      result.emplace_back(text_of(row.name), row.unchanged);
+    }
+    return result;
+  }
+
+  // --- whole entries
+
+  py::list entries() {
+    return listed(unlocked([&] { return engine().entries(); }));
+  }
+  py::list entries_of(HeldHit& hit) {
+    std::shared_ptr<Hit> shared = hit.share();
+    return listed(unlocked([&] {
+      const std::shared_ptr<Hit> mine = std::move(shared);
+      return mine != nullptr ? engine().entries_of(*mine) : std::vector<AreaRow>();
+    }));
+  }
+  std::optional<py::bytes> read_image(HeldHit& hit, size_t index) {
+    std::shared_ptr<Hit> shared = hit.share();
+    if (shared == nullptr) return std::nullopt;
+    if (index >= shared->parts().size()) throw py::index_error("read_image: no such entry");
+    const uint64_t size = engine().layout().image_bytes(shared->parts()[index].count);
+    py::bytes image(nullptr, size);  // nobody else sees it before it is filled
+    auto* data = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(image.ptr()));
+    const bool is_whole = unlocked([&] {
+      const std::shared_ptr<Hit> mine = std::move(shared);
+      return engine().read_image(*mine, index, {data, size});
+    });
+    return is_whole ? std::optional(image) : std::nullopt;
+  }
+  bool insert_image(const Scope& scope, const py::bytes& key, const py::object& image,
+                    const PutOptions& options) {
+    Digest digest;
+    const std::string_view bytes = key;
+    if (bytes.size() != digest.size())
+      throw std::invalid_argument("insert_image: key has " + std::to_string(bytes.size()) +
+                                  " bytes; expected 32");
+    std::memcpy(digest.data(), bytes.data(), digest.size());
+    const Buffer buffer(image, PyBUF_WRITABLE);
+    return unlocked([&] { return engine().insert_image(scope, digest, buffer.bytes(), options); });
+  }
+
+  // --- upkeep
+
+  py::dict stats() {
+    const StoreStats stats = unlocked([&] { return engine().stats(); });
+    py::dict result;
+#define LMD_STAT(name) result[#name] = stats.name
+    LMD_STAT(entries);
+    LMD_STAT(sessions);
+    LMD_STAT(capacity_areas);
+    LMD_STAT(used_areas);
+    LMD_STAT(idle_areas);
+    LMD_STAT(freed_areas);
+    LMD_STAT(unusable_areas);
+    LMD_STAT(slot_bytes);
+    LMD_STAT(chunk_tokens);
+    LMD_STAT(hits);
+    LMD_STAT(misses);
+    LMD_STAT(puts);
+    LMD_STAT(declined);
+    LMD_STAT(evicted);
+    LMD_STAT(expired);
+    LMD_STAT(damaged);
+    LMD_STAT(bytes_written);
+    LMD_STAT(bytes_read);
+    LMD_STAT(commits);
+#undef LMD_STAT
+    return result;
+  }
+  py::str failure() {
+    return text_of(unlocked([&] { return engine().failure(); }));
+  }
+  bool flush() {
+    return unlocked([&] { return engine().flush(); });
+  }
+  uint64_t collect() {
+    return unlocked([&] { return engine().collect(); });
+  }
+  py::tuple verify(const py::object& progress) {
+    const VerifyReport report = interruptible(progress, [&](Interruption& interruption) {
+      return engine().verify(progress_of(interruption));
+    });
+    py::list damage;
+    for (const std::string& line : report.damage) damage.append(text_of(line));
+    return py::make_tuple(report.entries, report.bytes, report.sessions, damage);
+  }
+  void backup(const std::string& directory, const py::object& progress) {
+    interruptible(progress, [&](Interruption& interruption) {
+      engine().backup(directory, progress_of(interruption));
+      return true;
+    });
+  }
+  void export_to(const std::string& path, const Scope* scope, const std::string& session,
+                 const py::object& progress) {
+    interruptible(progress, [&](Interruption& interruption) {
+      engine().export_to(path, scope, session, progress_of(interruption));
+      return true;
+    });
+  }
+  uint64_t import_from(const std::string& path, const py::object& progress) {
+    return interruptible(progress, [&](Interruption& interruption) {
+      return engine().import_from(path, progress_of(interruption));
+    });
+  }
+
+ private:
+  static PutOptions with(PutOptions options, Interruption& interruption) {
+    options.goes_on = [&] { return interruption.goes_on(0, 0); };
+    return options;
+  }
+  static Progress progress_of(Interruption& interruption) {
+    return [&](uint64_t done, uint64_t total) { return interruption.goes_on(done, total); };
+  }
+  py::list listed(const std::vector<AreaRow>& rows) {
+    py::list result;
+    for (const AreaRow& row : rows) {
+      py::dict entry;
+      entry["num_tokens"] = row.num_tokens;
+      entry["area"] = row.area;
+      entry["tenant"] = row.tenant;
+      entry["bytes"] = engine().layout().image_bytes(row.count);
+      entry["created_ms"] = row.created_ms;
+      entry["used_ms"] = row.used_ms;
+      entry["expires_ms"] = row.expires_ms;
+      entry["count"] = row.count;
+      entry["pinned"] = int{row.pinned};
+      entry["key"] = bytes_of(row.key);
+      result.append(std::move(entry));
+    }
+    return result;
+  }
+
+  Handle<StoreEngine> engine_;
+};
+
+std::unique_ptr<Store> open_store(const std::string& directory, const std::string& fingerprint,
+                                  uint32_t num_layers, uint32_t num_kv_heads, uint32_t head_size,
+                                  uint32_t element_size, const std::vector<uint32_t>& windows,
+                                  uint32_t chunk_tokens, bool values_by_column, bool relaxed,
+                                  bool readonly, uint64_t capacity_bytes, uint64_t slab_bytes,
+                                  int64_t flush_interval_ms, int64_t idle_ms, int io_threads) {
+  StoreOptions options;
+  options.directory = directory;
+  options.fingerprint = fingerprint;
+  options.shape = {num_layers, num_kv_heads, head_size, element_size, windows};
+  options.chunk_tokens = chunk_tokens;
+  options.values_by_column = values_by_column;
+  options.relaxed = relaxed;
+  options.readonly = readonly;
+  options.capacity_bytes = capacity_bytes;
+  options.slab_bytes = slab_bytes;
+  options.flush_interval_ms = flush_interval_ms;
+  options.idle_ms = idle_ms;
+  options.io_threads = io_threads;
+  return std::make_unique<Store>(options);
 }
 
 }  // namespace
 
-LMD_EXPORT const char* lmdecode_store_error(int* error_number) {
-  *error_number = last_errno;
-  return last_error.c_str();
-}
-
-LMD_EXPORT int lmdecode_store_open(const Options* options, lmdecode_store** out) {
-  return guarded([&] {
-    StoreOptions settings;
-    settings.directory = options->directory.text();
-    settings.fingerprint = options->fingerprint.text();
-    settings.shape = {
-        options->num_layers, options->num_kv_heads, options->head_size, options->element_size, {}};
-    if (options->windows != nullptr) {
-      settings.shape.windows.assign(options->windows, options->windows + options->num_layers);
+PYBIND11_MODULE(_store, module) {
+  using py::arg;
+  module.doc() = "The KV store; lmdecode.store is its public face.";
+  bindings::Unlocked::watch_the_end();
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const StoreError& error) {
+      translate(error);
     }
-    settings.chunk_tokens = options->chunk_tokens;
-    settings.values_by_column = options->values_by_column != 0;
-    settings.relaxed = options->relaxed != 0;
-    settings.readonly = options->readonly != 0;
-    settings.capacity_bytes = options->capacity_bytes;
-    settings.slab_bytes = options->slab_bytes;
-    settings.flush_interval_ms = options->flush_interval_ms;
-    settings.idle_ms = options->idle_ms;
-    settings.io_threads = options->io_threads;
-    *out = new lmdecode_store{StoreEngine::open(settings)};
   });
+
+  py::class_<Scope>(module, "Scope", "Tenant and context: what prefixes share that may meet.")
+      .def(py::init([](const py::bytes& salt, const py::bytes& context) {
+             return Scope{salt, context};
+           }),
+           arg("salt"), arg("context"))
+      .def_property_readonly("context",
+                             [](const Scope& scope) { return py::bytes(scope.context); });
+
+  py::class_<PutOptions>(module, "PutOptions", "How long, and at whose cost, something is stored.")
+      .def(py::init([](int64_t ttl_ms, uint64_t quota_bytes, bool pin) {
+             return PutOptions{ttl_ms, pin, quota_bytes, {}};
+           }),
+           arg("ttl_ms"), arg("quota_bytes"), arg("pin"))
+      .def_readonly("ttl_ms", &PutOptions::ttl_ms)
+      .def_readonly("quota_bytes", &PutOptions::quota_bytes)
+      .def_readonly("pin", &PutOptions::pin);
+
+  py::class_<TensorPlane>(module, "Plane",
+                          "Keys or values of a layer, [num_kv_heads, num_tokens, head_size], in "
+                          "memory that the caller keeps; strides in bytes.")
+      .def(py::init([](uintptr_t address, int64_t head_stride, int64_t token_stride,
+                       int64_t element_stride, uint64_t num_tokens) {
+             return TensorPlane{reinterpret_cast<char*>(address),
+                                {head_stride, token_stride, element_stride},
+                                num_tokens};
+           }),
+           arg("address"), arg("head_stride"), arg("token_stride"), arg("element_stride"),
+           arg("num_tokens"));
+
+  py::class_<HeldHit>(
+      module, "Hit",
+      "A prefix that was found. It is not evicted while this lives; after release() "
+      "it is a miss.")
+      .def_property_readonly("num_tokens",
+                             [](const HeldHit& hit) {
+                               const std::shared_ptr<Hit> shared = hit.share();
+                               return shared == nullptr ? 0 : shared->num_tokens();
+                             })
+      .def("release", &HeldHit::release);
+
+  py::class_<Store>(module, "Store", "An open store.")
+      .def(py::init(&open_store), py::kw_only(), arg("directory"), arg("fingerprint"),
+           arg("num_layers"), arg("num_kv_heads"), arg("head_size"), arg("element_size"),
+           arg("windows"), arg("chunk_tokens"), arg("values_by_column"), arg("relaxed"),
+           arg("readonly"), arg("capacity_bytes"), arg("slab_bytes"), arg("flush_interval_ms"),
+           arg("idle_ms"), arg("io_threads"))
+      .def("close", &Store::close)
+      .def_property_readonly("slot_bytes",
+                             [](Store& store) { return store.engine().layout().slot_bytes(); })
+      .def_property_readonly("chunk_tokens",
+                             [](Store& store) { return store.engine().layout().chunk_tokens; })
+      .def_property_readonly("values_by_column",
+                             [](Store& store) { return store.engine().layout().values_by_column; })
+      .def(
+          "image_bytes",
+          [](Store& store, uint32_t count) { return store.engine().layout().image_bytes(count); },
+          arg("count"), "Of an entry with so many tokens; 1 to chunk_tokens.")
+      .def("lookup", &Store::lookup, arg("scope"), arg("tokens"))
+      .def("peek", &Store::peek, arg("scope"), arg("tokens"))
+      .def("load", &Store::load, arg("hit"), arg("first_layer"), arg("num_layers"), arg("planes"))
+      .def("put", &Store::put, arg("scope"), arg("tokens"), arg("planes"), arg("options"))
+      .def("pin", &Store::pin, arg("hit"), arg("pinned"))
+      .def("key", &Store::key, arg("scope"), arg("tokens"))
+      .def("read_session", &Store::read_session, arg("scope"), arg("name"))
+      .def("commit_session", &Store::commit_session, arg("scope"), arg("name"), arg("tokens"),
+           arg("num_computed"), arg("planes"), arg("options"))
+      .def("write_session", &Store::write_session, arg("scope"), arg("name"), arg("tokens"))
+      .def("remove_session", &Store::remove_session, arg("scope"), arg("name"))
+      .def("sessions", &Store::sessions)
+      .def("entries", &Store::entries)
+      .def("entries_of", &Store::entries_of, arg("hit"))
+      .def("read_image", &Store::read_image, arg("hit"), arg("index"))
+      .def("insert_image", &Store::insert_image, arg("scope"), arg("key"), arg("image"),
+           arg("options"))
+      .def("stats", &Store::stats)
+      .def("failure", &Store::failure)
+      .def("flush", &Store::flush)
+      .def("collect", &Store::collect)
+      .def("verify", &Store::verify, arg("progress"))
+      .def("backup", &Store::backup, arg("directory"), arg("progress"))
+      .def("export_to", &Store::export_to, arg("path"), arg("scope"), arg("session"),
+           arg("progress"))
+      .def("import_from", &Store::import_from, arg("path"), arg("progress"));
+
+  module.def(
+      "crc32c",
+      [](const py::object& data, uint32_t crc) {
+        const Buffer buffer(data);
+        return unlocked([&] { return crc32c(buffer.bytes().data(), buffer.bytes().size(), crc); });
+      },
+      arg("data"), arg("crc") = 0);
 }
 
-LMD_EXPORT int lmdecode_store_close(lmdecode_store* store) {
-  return guarded([&] { store->engine->close(); });
-}
-
-// The memory: no other call may be under way, or follow.
-LMD_EXPORT void lmdecode_store_free(lmdecode_store* store) { delete store; }
-
-LMD_EXPORT int lmdecode_store_lookup(lmdecode_store* store, const Place* place,
-                                     const int32_t* tokens, uint64_t num_tokens,
-                                     lmdecode_store_hit** out, uint64_t* hit_tokens) {
-  return guarded([&] {
-    give_hit(store->engine->lookup(place->scope(), {tokens, num_tokens}), out, hit_tokens);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_peek(lmdecode_store* store, const Place* place, const int32_t* tokens,
-                                   uint64_t num_tokens, lmdecode_store_hit** out,
-                                   uint64_t* hit_tokens) {
-  return guarded([&] {
-    give_hit(store->engine->peek(place->scope(), {tokens, num_tokens}), out, hit_tokens);
-  });
-}
-
-LMD_EXPORT void lmdecode_store_release(lmdecode_store_hit* hit) { delete hit; }
-
-LMD_EXPORT int lmdecode_store_load(lmdecode_store* store, lmdecode_store_hit* hit,
-                                   uint32_t first_layer, uint32_t num_layers, const Plane* planes,
-                                   uint64_t num_planes, uint32_t* loaded) {
-  return guarded([&] {
-    *loaded = store->engine->load(hit->hit, first_layer, num_layers, planes_of(planes, num_planes));
-  });
-}
-
-LMD_EXPORT int lmdecode_store_put(lmdecode_store* store, const Place* place, const int32_t* tokens,
-                                  uint64_t num_tokens, const Plane* planes, uint64_t num_planes,
-                                  const Put* put, uint64_t* stored) {
-  return guarded([&] {
-    *stored = store->engine->put(place->scope(), {tokens, num_tokens},
-                                 planes_of(planes, num_planes), put_options(*put));
-  });
-}
-
-LMD_EXPORT int lmdecode_store_pin(lmdecode_store* store, lmdecode_store_hit* hit, uint32_t pinned) {
-  return guarded([&] { store->engine->pin(hit->hit, pinned != 0); });
-}
-
-LMD_EXPORT int lmdecode_store_key(lmdecode_store* store, const Place* place, const int32_t* tokens,
-                                  uint64_t num_tokens, uint8_t* key) {
-  return guarded([&] {
-    const StoreEngine& engine = *store->engine;
-    const Digest digest =
-        prefix_key(engine.root(place->scope()), {tokens, num_tokens}, engine.layout().chunk_tokens);
-    std::memcpy(key, digest.data(), digest.size());
-  });
-}
-
-LMD_EXPORT int lmdecode_store_read_session(lmdecode_store* store, const Place* place, Bytes name,
-                                           int32_t* tokens, uint64_t capacity,
-                                           int64_t* num_tokens) {
-  return guarded([&] {
-    const auto session = store->engine->read_session(place->scope(), name.text());
-    *num_tokens =
-        session.has_value() ? static_cast<int64_t>(copy_out(*session, tokens, capacity)) : -1;
-  });
-}
-
-LMD_EXPORT int lmdecode_store_commit_session(lmdecode_store* store, const Place* place, Bytes name,
-                                             const int32_t* tokens, uint64_t num_tokens,
-                                             uint64_t num_computed, const Plane* planes,
-                                             uint64_t num_planes, const Put* put,
-                                             uint64_t* stored) {
-  return guarded([&] {
-    *stored = store->engine->commit_session(place->scope(), name.text(), {tokens, num_tokens},
-                                            num_computed, planes_of(planes, num_planes),
-                                            put_options(*put));
-  });
-}
-
-LMD_EXPORT int lmdecode_store_write_session(lmdecode_store* store, const Place* place, Bytes name,
-                                            const int32_t* tokens, uint64_t num_tokens,
-                                            uint32_t* written) {
-  return guarded([&] {
-    *written = store->engine->write_session(place->scope(), name.text(), {tokens, num_tokens});
-  });
-}
-
-LMD_EXPORT int lmdecode_store_remove_session(lmdecode_store* store, const Place* place, Bytes name,
-                                             uint32_t* removed) {
-  return guarded([&] { *removed = store->engine->remove_session(place->scope(), name.text()); });
-}
-
-LMD_EXPORT int lmdecode_store_sessions(lmdecode_store* store, SessionLine* lines, uint64_t capacity,
-                                       uint64_t* count) {
-  return guarded([&] {
-    std::vector<SessionLine> result;
-    for (const SessionRow& row : store->engine->list_sessions()) {
-      SessionLine line{};
-      line.num_tokens = row.unchanged;
-      line.tenant = row.tenant;
-      line.updated_ms = row.updated_ms;
-      line.name_size = row.name.size();
-      std::memcpy(line.name, row.name.data(), std::min(row.name.size(), sizeof(line.name)));
-      result.push_back(line);
-    }
-    *count = copy_out(result, lines, capacity);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_entries(lmdecode_store* store, EntryLine* lines, uint64_t capacity,
-                                      uint64_t* count) {
-  return guarded([&] {
-    const auto result = lines_of(*store->engine, store->engine->entries());
-    *count = copy_out(result, lines, capacity);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_hit_entries(lmdecode_store* store, lmdecode_store_hit* hit,
-                                          EntryLine* lines, uint64_t capacity, uint64_t* count) {
-  return guarded([&] {
-    const auto result = lines_of(*store->engine, store->engine->entries_of(hit->hit));
-    *count = copy_out(result, lines, capacity);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_read_image(lmdecode_store* store, lmdecode_store_hit* hit,
-                                         uint64_t index, uint8_t* image, uint64_t size,
-                                         uint32_t* whole) {
-  return guarded([&] { *whole = store->engine->read_image(hit->hit, index, {image, size}); });
-}
-
-LMD_EXPORT int lmdecode_store_insert_image(lmdecode_store* store, const Place* place,
-                                           const uint8_t* key, uint8_t* image, uint64_t size,
-                                           const Put* put, uint32_t* stored) {
-  return guarded([&] {
-    Digest digest;
-    std::memcpy(digest.data(), key, digest.size());
-    *stored = store->engine->insert_image(place->scope(), digest, {image, size}, put_options(*put));
-  });
-}
-
-LMD_EXPORT int lmdecode_store_stats(lmdecode_store* store, StoreStats* stats) {
-  return guarded([&] { *stats = store->engine->stats(); });
-}
-
-// Why the store no longer writes; the length, 0: it does.
-LMD_EXPORT int lmdecode_store_failure(lmdecode_store* store, char* text, uint64_t capacity,
-                                      uint64_t* size) {
-  return guarded([&] {
-    const std::string reason = store->engine->failure();
-    *size = copy_out(std::vector<char>(reason.begin(), reason.end()), text, capacity);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_flush(lmdecode_store* store, uint32_t* flushed) {
-  return guarded([&] { *flushed = store->engine->flush(); });
-}
-
-LMD_EXPORT int lmdecode_store_collect(lmdecode_store* store, uint64_t* dropped) {
-  return guarded([&] { *dropped = store->engine->collect(); });
-}
-
-// Lines of damage, each ended by '\n'; as many as fit.
-LMD_EXPORT int lmdecode_store_verify(lmdecode_store* store, ProgressFunction progress,
-                                     uint64_t* entries, uint64_t* bytes, uint64_t* sessions,
-                                     uint64_t* num_damaged, char* lines, uint64_t capacity) {
-  return guarded([&] {
-    const VerifyReport report = store->engine->verify(progress_of(progress));
-    *entries = report.entries;
-    *bytes = report.bytes;
-    *sessions = report.sessions;
-    *num_damaged = report.damage.size();
-    std::string text;
-    for (const std::string& line : report.damage) {
-      if (text.size() + line.size() + 2 <= capacity) text += line + "\n";
-    }
-    std::memcpy(lines, text.c_str(), text.size() + 1);
-  });
-}
-
-LMD_EXPORT int lmdecode_store_backup(lmdecode_store* store, Bytes directory,
-                                     ProgressFunction progress) {
-  return guarded([&] { store->engine->backup(directory.text(), progress_of(progress)); });
-}
-
-// place null: all entries and sessions.
-LMD_EXPORT int lmdecode_store_export(lmdecode_store* store, Bytes path, const Place* place,
-                                     Bytes session, ProgressFunction progress) {
-  return guarded([&] {
-    Scope scope;
-    if (place != nullptr) scope = place->scope();
-    store->engine->export_to(path.text(), place != nullptr ? &scope : nullptr, session.text(),
-                             progress_of(progress));
-  });
-}
-
-LMD_EXPORT int lmdecode_store_import(lmdecode_store* store, Bytes path, ProgressFunction progress,
-                                     uint64_t* added) {
-  return guarded([&] { *added = store->engine->import_from(path.text(), progress_of(progress)); });
-}
-
-LMD_EXPORT uint64_t lmdecode_store_slot_bytes(lmdecode_store* store) {
-  return store->engine->layout().slot_bytes();
-}
-
-LMD_EXPORT uint32_t lmdecode_store_chunk_tokens(lmdecode_store* store) {
-  return store->engine->layout().chunk_tokens;
-}
-
-// Of an entry with so many tokens; 1 to chunk_tokens.
-LMD_EXPORT uint64_t lmdecode_store_image_bytes(lmdecode_store* store, uint32_t count) {
-  return store->engine->layout().image_bytes(count);
-}
-
-LMD_EXPORT uint32_t lmdecode_store_crc32c(const void* data, uint64_t offset, uint64_t size,
-                                          uint32_t crc) {
-  return crc32c(static_cast<const uint8_t*>(data) + offset, size, crc);
-}
+}  // namespace lmdecode::store

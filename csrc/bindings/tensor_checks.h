@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/torch_error_check.h"
 #include "common/half.h"
 
 namespace lmdecode {

@@ -1,12 +1,12 @@
 // A transformer decoder with cross-attention: its sizes and switches, and where its weights are.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 #pragma once
 
 #include <cstdint>
 
 #include "linear/packed_linear.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 enum class NormKind : int32_t { kLayerNorm = 0, kRmsNorm = 1 };
 
@@ -22,8 +22,8 @@ struct DecoderConfig {
   NormKind norm = NormKind::kLayerNorm;
   bool norm_first = false;  // before each sublayer, or behind its residual
   bool gated = false;
-  Activation activation = Activation::kRelu;
-  LinearFormat format = LinearFormat::kFloat32;
+  linear::Activation activation = linear::Activation::kRelu;
+  linear::LinearFormat format = linear::LinearFormat::kFloat32;
   float norm_epsilon = 0.0f;
   float attention_scale = 1.0f;
   float denominator_epsilon = 0.0f;  // added to the sum that softmax divides by
@@ -38,7 +38,7 @@ struct NormWeights {
 };
 
 struct LinearWeights {
-  PackedLinear matrix;
+  linear::PackedLinear matrix;
   const float* bias = nullptr;  // [out_features] or null
 };
 
@@ -68,4 +68,4 @@ struct DecoderWeights {
   const LayerWeights* layers = nullptr;  // [config.layers]
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -5,7 +5,7 @@
 #include "common/split_memory.h"
 #include "decoder/decoder_tuning.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 DecoderForward::DecoderForward(const DecoderConfig& config, const DecoderWeights& weights,
                                const DecoderCaches& caches, int64_t max_rows, int64_t max_logits,
@@ -65,8 +65,8 @@ void DecoderForward::embed() {
     const float* const position = weights_.positions + at * size;
     for (int64_t i = 0; i < size; ++i) x[i] = token[i] * scale + position[i];
   };
-  const double nanoseconds = decoder_tuning::kNanosecondsPerCopy * static_cast<double>(size);
-  const int64_t grain = 1 + static_cast<int64_t>(decoder_tuning::kMinTaskNanoseconds / nanoseconds);
+  const double nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
+  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
   parallel_for(rows_.count, grain, [&](int64_t begin, int64_t end) {
     const ScopedIeeeMode ieee;
     for (int64_t row = begin; row < end; ++row) embed_row(row);
@@ -99,9 +99,9 @@ void DecoderForward::run(bool to_logits) {
     apply_norm(config_, weights_.final_norm, x_, buffers_.normed, rows_.count);
     last = buffers_.normed;
   }
-  LinearOutput output;
+  linear::LinearOutput output;
   output.y = logits_;
   apply_linear(weights_.logits, last, rows_.count, buffers_.linear_input, output);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -3,7 +3,7 @@
 
 #include "decoder/decoder_layer.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 // Everything that lasts between steps, but for the search; shapes with `rows` cache rows.
 struct DecoderCaches {
@@ -59,4 +59,4 @@ class DecoderForward {
   LayerBuffers buffers_;
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -4,7 +4,7 @@
 #include "decoder/decoder_config.h"
 #include "decoder/step_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 // Caches of one layer; shapes in step_attention.h.
 struct LayerCaches {
@@ -34,7 +34,7 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
 // y = activation(x W^T + bias) and so on, x [rows, in_features] contiguous; scratch: that of
 // linear_input_bytes().
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
-                  LinearOutput output);
+                  linear::LinearOutput output);
 
 // to [rows, model_size] = norm of from, which may be `to` itself.
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
@@ -46,4 +46,4 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
                        const StepRows& rows, const LayerCaches& caches, const float* relative_bias,
                        int64_t num_distances, const LayerBuffers& buffers, float* x);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -4,7 +4,7 @@
 #include "decoder/decoder_layer.h"
 #include "linear/norms.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memory,
                            LayerBuffers* buffers) {
@@ -24,11 +24,11 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
 }
 
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
-                  LinearOutput output) {
-  const PackedLinearShape& shape = weights.matrix.shape;
+                  linear::LinearOutput output) {
+  const linear::PackedLinearShape& shape = weights.matrix.shape;
   output.y_stride = output.y_stride > 0 ? output.y_stride : shape.out_features;
   output.bias = weights.bias;
-  const LinearInput input =
+  const linear::LinearInput input =
       prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
   packed_linear(weights.matrix, input, output);
 }
@@ -36,7 +36,7 @@ void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, vo
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
                 float* to, int64_t rows) {
   const int64_t size = config.model_size;
-  const NormParams params{
+  const linear::NormParams params{
       from, size, to, size, rows, size, weights.gamma, weights.beta, config.norm_epsilon};
   config.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
 }
@@ -57,7 +57,7 @@ class Layer {
 
   // x += from W^T + bias, and the norm behind it, where there is one.
   void add(const LinearWeights& weights, const NormWeights& norm, const float* from) const {
-    LinearOutput output;
+    linear::LinearOutput output;
     output.y = x_;
     output.residual = x_;
     output.residual_stride = config_.model_size;
@@ -66,8 +66,9 @@ class Layer {
   }
 
   void project(const LinearWeights& weights, const float* from, float* to,
-               Activation activation = Activation::kNone, const float* multiplier = nullptr) const {
-    LinearOutput output;
+               linear::Activation activation = linear::Activation::kNone,
+               const float* multiplier = nullptr) const {
+    linear::LinearOutput output;
     output.y = to;
     output.activation = activation;
     output.multiplier = multiplier;
@@ -129,4 +130,4 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
   layer.add(weights.ffn_down, weights.ffn_norm, buffers.ffn);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -1,7 +1,7 @@
 // What a decoder's step does on a device beside matrix products, cuBLAS's: attention, and what
 // lies between products. Layouts of caches are those of decoder/step_attention.h, elements of
-// caches and products of one dtype, the residual stream x, norms and softmax f32. docs/decoder.md
-// is the user's page.
+// caches and products of one dtype, the residual stream x, norms and softmax f32.
+// docs/reference/decoder.md is the user's page.
 //
 // Row r of a step is cache row r. Indices lie on the device, where nobody looks at them before: a
 // row whose index is out of range gets 0 and writes nothing.
@@ -12,7 +12,7 @@
 #include "common/half.h"
 #include "decoder/step_attention.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct StepSelfAttentionParams {
   AttentionShape shape;
@@ -104,4 +104,4 @@ void decoder_add_norm_cuda(const StepAddNormParams& params, void* stream);
 void decoder_embed_cuda(const StepEmbedParams& params, void* stream);
 void decoder_activate_cuda(const StepActivateParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -3,7 +3,7 @@
 // only keep small work on one thread.
 #pragma once
 
-namespace lmdecode::decoder_tuning {
+namespace lmdecode::decoder::tuning {
 
 // A task of less work than this costs more to hand out than it saves.
 constexpr double kMinTaskNanoseconds = 20000.0;
@@ -14,4 +14,4 @@ constexpr double kNanosecondsPerElement = 0.06;
 // Of a row that is copied, for each element.
 constexpr double kNanosecondsPerCopy = 0.3;
 
-}  // namespace lmdecode::decoder_tuning
+}  // namespace lmdecode::decoder::tuning

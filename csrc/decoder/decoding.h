@@ -1,6 +1,6 @@
 // Steps of beam search or greedy decoding with a decoder: embedding, layers, projection to the
 // vocabulary, candidates, next beams, early stop, step after step without a word to the caller.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 //
 // A slot is a search (or a group of a diverse one), a request the num_groups slots that share a
 // memory; slot s belongs to request s / num_groups. Everything that lasts lies in the caller's
@@ -13,7 +13,7 @@
 #include "beam/beam_search_state.h"
 #include "decoder/decoder_forward.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 // What is done to log-probabilities, or to the logits where it is greedy, before tokens are chosen;
 // each as in beam/logits_processors.h, with one row a slot.
@@ -35,9 +35,9 @@ struct TokenRules {
 struct DecodingParams {
   DecoderConfig config;
   DecoderWeights weights;
-  BeamSearchState state;
-  BeamSearchParameters parameters;
-  BeamRules rules = BeamRules::kGenerate;
+  beam::BeamSearchState state;
+  beam::BeamSearchParameters parameters;
+  beam::BeamRules rules = beam::BeamRules::kGenerate;
   TokenRules token_rules;
   bool greedy = false;
   int64_t num_groups = 1;
@@ -68,4 +68,4 @@ size_t decoding_workspace_bytes(const DecodingParams& params);
 // have been checked.
 int64_t decoding_steps_cpu(const DecodingParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -1,17 +1,14 @@
 #include <algorithm>
 
+#include "beam/beam_rules.h"
 #include "beam/beam_step.h"
 #include "beam/log_softmax_top_k.h"
-#include "common/copy_rows.h"
 #include "common/float_mode.h"
 #include "decoder/decoding.h"
 #include "decoder/decoding_workspace.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
-
-// With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
-constexpr float kLowestScore = -3.0e38f;
 
 class Decoding {
  public:
@@ -114,7 +111,7 @@ class Decoding {
   }
 
   // Whether any rule is on for these searches; then their arguments.
-  bool collect_processors(int64_t begin, int64_t end, LogitsProcessors* to) const {
+  bool collect_processors(int64_t begin, int64_t end, beam::LogitsProcessors* to) const {
     const TokenRules& rules = p_.token_rules;
     const int64_t group = w_.slots[begin] % p_.num_groups, count = end - begin;
     const int64_t earlier = group * state_.beams;
@@ -142,7 +139,7 @@ class Decoding {
       std::copy_n(w_.chosen + (slot - group) * state_.beams, earlier,
                   w_.diversity_tokens + i * earlier);
     }
-    using Tokens = TensorRows<int64_t>;
+    using Tokens = beam::TensorRows<int64_t>;
     to->lengths = {0, w_.lengths, 1};
     if (looks_back) {
       copy_sequences(begin, end);
@@ -159,7 +156,7 @@ class Decoding {
       to->diversity_penalty = {0.0f, w_.diversity_penalty, 1};
     }
     if (rules.bias != nullptr) {
-      to->bias = {rules.bias, p_.config.vocab, 0, 1, TensorRows<float>::Per::kCall};
+      to->bias = {rules.bias, p_.config.vocab, 0, 1, beam::TensorRows<float>::Per::kCall};
     }
     return looks_back || bans || forces || earlier > 0 || rules.bias != nullptr;
   }
@@ -180,7 +177,7 @@ class Decoding {
     for (int64_t i = 0; i <= count; ++i) {
       w_.pass_offsets[i] = w_.row_offsets[begin + i] - first_row;
     }
-    LogitsProcessors processors;
+    beam::LogitsProcessors processors;
     const bool processed = collect_processors(begin, end, &processors);
     if (p_.greedy) {
       choose_greedy_tokens(begin, count, processors);
@@ -190,7 +187,8 @@ class Decoding {
     advance(begin, count);
   }
 
-  void choose_greedy_tokens(int64_t begin, int64_t count, const LogitsProcessors& processors) {
+  void choose_greedy_tokens(int64_t begin, int64_t count,
+                            const beam::LogitsProcessors& processors) {
     const int64_t vocab = p_.config.vocab;
     const int64_t max_edits = state_.capacity + p_.token_rules.num_bans;
     for (int64_t i = 0; i < count; ++i) {
@@ -208,12 +206,12 @@ class Decoding {
     }
   }
 
-  void choose_candidates(int64_t begin, int64_t count, const LogitsProcessors* processors) {
+  void choose_candidates(int64_t begin, int64_t count, const beam::LogitsProcessors* processors) {
     for (int64_t i = 0; i < count; ++i) {
       std::copy_n(state_.scores + w_.slots[begin + i] * state_.beams,
                   w_.pass_offsets[i + 1] - w_.pass_offsets[i], w_.beam_scores + w_.pass_offsets[i]);
     }
-    LogSoftmaxTopKParams top;
+    beam::LogSoftmaxTopKParams top;
     top.rows = w_.pass_offsets[count];
     top.vocab = p_.config.vocab;
     top.requests = count;
@@ -231,7 +229,7 @@ class Decoding {
     top.status = w_.status;
     top.log_probs = w_.log_probs;
     log_softmax_top_k_cpu(top, processors);
-    if (p_.rules == BeamRules::kScorer) fill_missing_candidates(begin, count);
+    if (p_.rules == beam::BeamRules::kScorer) fill_missing_candidates(begin, count);
   }
 
   void fill_missing_candidates(int64_t begin, int64_t count) const {
@@ -245,7 +243,7 @@ class Decoding {
       }
       for (int64_t j = i * p_.num_candidates; j < (i + 1) * p_.num_candidates; ++j) {
         if (w_.scores[j] > minus_infinity()) continue;
-        w_.scores[j] = kLowestScore;
+        w_.scores[j] = beam::kMissingCandidateScore;
         w_.tokens[j] = no_end;
       }
     }
@@ -253,7 +251,7 @@ class Decoding {
 
   void advance(int64_t begin, int64_t count) {
     const int64_t candidates = p_.greedy ? 1 : p_.num_candidates;
-    BeamStepParams step;
+    beam::BeamStepParams step;
     step.state = state_;
     step.parameters = p_.parameters;
     step.rules = p_.rules;
@@ -281,15 +279,11 @@ class Decoding {
     }
   }
 
-  // The rows of the table become those of their parents, as far as the step has come.
   void follow_parents(int64_t slot, const int64_t* next_parents, int64_t first, int64_t beams) {
     for (int64_t beam = 0; beam < beams; ++beam) {
-      w_.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
+      w_.parents.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
     }
-    const int32_t copies =
-        order_row_copies_of(w_.parents, static_cast<int32_t>(beams), w_.readers, w_.copies);
-    copy_rows(w_.copies, copies, p_.caches.table + slot * state_.beams * state_.capacity,
-              state_.capacity, w_.table_row, state_.lengths[slot] - 1);
+    w_.parents.follow(p_.caches, slot * state_.beams, beams, state_.lengths[slot] - 1);
   }
 
   bool has_ended(int64_t searches) const {
@@ -300,7 +294,7 @@ class Decoding {
   }
 
   const DecodingParams& p_;
-  const BeamSearchState& state_;
+  const beam::BeamSearchState& state_;
   const DecodingWorkspace w_;
   DecoderForward forward_;
   int64_t num_searches_ = 0;
@@ -319,4 +313,4 @@ int64_t decoding_steps_cpu(const DecodingParams& params) {
   return Decoding(params, workspace).run();
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

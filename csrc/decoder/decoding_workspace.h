@@ -2,13 +2,13 @@
 #pragma once
 
 #include "beam/log_softmax_top_k.h"
-#include "common/row_copies.h"
 #include "common/split_memory.h"
+#include "decoder/beam_parents.h"
 #include "decoder/decoder_forward.h"
 #include "decoder/decoding.h"
 #include "decoder/greedy_choice.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct DecodingWorkspace {
   unsigned char* forward;  // of DecoderForward
@@ -43,11 +43,7 @@ struct DecodingWorkspace {
   int64_t* forced;                // [slots]
   unsigned char* edits;           // of the greedy choice
 
-  // Of the beam indirection.
-  int32_t* parents;    // [beams]
-  int32_t* readers;    // [beams]
-  RowCopy* copies;     // [max_row_copies(beams)]
-  int32_t* table_row;  // [capacity]
+  BeamParents parents;
 
   static constexpr int64_t kPromptRows = 64;  // at least so many tokens of prompts at a time
 
@@ -73,7 +69,8 @@ struct DecodingWorkspace {
     block.take(&status, slot_count);
     const int64_t row_candidates =
         p.num_candidates < p.config.vocab ? p.num_candidates : p.config.vocab;
-    block.take(&top_k_scratch, LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
+    block.take(&top_k_scratch,
+               beam::LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
     block.take(&next_scores, cache_rows);
     block.take(&next_tokens, cache_rows);
     block.take(&next_parents, cache_rows);
@@ -89,12 +86,9 @@ struct DecodingWorkspace {
     block.take(&forced, slot_count);
     block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(
                            p.state.capacity + p.token_rules.num_bans, p.config.vocab)));
-    block.take(&parents, p.state.beams);
-    block.take(&readers, p.state.beams);
-    block.take(&copies, max_row_copies(p.state.beams));
-    block.take(&table_row, p.state.capacity);
+    parents.take(&block, p.state.beams, p.state.capacity);
     return block.used();
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

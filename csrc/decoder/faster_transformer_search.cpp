@@ -3,11 +3,11 @@
 #include <algorithm>
 
 #include "beam/log_softmax_top_k.h"
-#include "common/copy_rows.h"
 #include "common/float_mode.h"
 #include "common/split_memory.h"
+#include "decoder/beam_parents.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 constexpr float kNoScore = -1.0e20f;  // of all beams but the first, at the beginning
@@ -43,10 +43,7 @@ struct SearchMemory {
   Candidate* candidates;  // [2 * beams]
   uint8_t* old_finished;  // [beams]
   int32_t* old_lengths;   // [beams]
-  int32_t* parents;       // [beams]
-  int32_t* readers;       // [beams]
-  RowCopy* copies;        // [max_row_copies(beams)]
-  int32_t* table_row;     // [capacity]
+  BeamParents parents;
 
   size_t split(const FasterTransformerParams& p, void* memory) {
     const int64_t rows = p.batch * p.beams;
@@ -66,14 +63,11 @@ struct SearchMemory {
     block.take(&top_beams, rows);
     block.take(&status, p.batch);
     const int64_t row_candidates = std::min(p.beams, p.config.vocab);
-    block.take(&scratch, LogSoftmaxTopKParams::scratch_size(rows, row_candidates));
+    block.take(&scratch, beam::LogSoftmaxTopKParams::scratch_size(rows, row_candidates));
     block.take(&candidates, 2 * p.beams);
     block.take(&old_finished, p.beams);
     block.take(&old_lengths, p.beams);
-    block.take(&parents, p.beams);
-    block.take(&readers, p.beams);
-    block.take(&copies, max_row_copies(p.beams));
-    block.take(&table_row, p.caches.capacity);
+    parents.take(&block, p.beams, p.caches.capacity);
     return block.used();
   }
 };
@@ -135,7 +129,7 @@ class Search {
   }
 
   void choose(int64_t requests) {
-    LogSoftmaxTopKParams top;
+    beam::LogSoftmaxTopKParams top;
     top.rows = forward_.count();
     top.vocab = p_.config.vocab;
     top.requests = requests;
@@ -187,18 +181,11 @@ class Search {
       m_.finished[row] = candidate.token == p_.end_token;
       m_.lengths[row] =
           m_.old_lengths[candidate.beam] + (m_.old_finished[candidate.beam] == 0 ? 1 : 0);
-      m_.parents[beam] = static_cast<int32_t>(candidate.beam);
+      m_.parents.parents[beam] = static_cast<int32_t>(candidate.beam);
       ids[row] = static_cast<int32_t>(candidate.token);
       parents[row] = static_cast<int32_t>(first + candidate.beam);
     }
-    follow_parents(first, step + 1);
-  }
-
-  void follow_parents(int64_t first, int64_t positions) const {
-    const int32_t copies =
-        order_row_copies_of(m_.parents, static_cast<int32_t>(p_.beams), m_.readers, m_.copies);
-    copy_rows(m_.copies, copies, p_.caches.table + first * p_.caches.capacity, p_.caches.capacity,
-              m_.table_row, positions);
+    m_.parents.follow(p_.caches, first, p_.beams, step + 1);
   }
 
   const FasterTransformerParams& p_;
@@ -219,4 +206,4 @@ uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params) {
   return Search(params, memory).run();
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -1,11 +1,11 @@
-// The beam search of FasterTransformer v2.0, with its faults left out: docs/decoder.md has the
-// contract. A beam that ends goes on, with its end token and score as they are, and competes; the
-// model need not run for it.
+// The beam search of FasterTransformer v2.0, with its faults left out: docs/reference/decoder.md
+// has the contract. A beam that ends goes on, with its end token and score as they are, and
+// competes; the model need not run for it.
 #pragma once
 
 #include "decoder/decoder_forward.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct FasterTransformerParams {
   DecoderConfig config;
@@ -29,4 +29,4 @@ size_t faster_transformer_workspace_bytes(const FasterTransformerParams& params)
 // on the calling thread and torch's worker threads; the arguments have been checked.
 uint8_t faster_transformer_search_cpu(const FasterTransformerParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -1,10 +1,10 @@
 // gather_tree: the sequences that the tokens and parents of each step of a beam search spell.
-// docs/decoder.md is the user's page.
+// docs/reference/decoder.md is the user's page.
 #pragma once
 
 #include <cstdint>
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 template <class T>
 struct GatherTreeParams {
@@ -55,4 +55,4 @@ GatherTreeFault gather_tree_cpu(const GatherTreeParams<T>& p) {
   return fault;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -4,43 +4,27 @@
 
 #include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
-#include "simd/cpu_capability.h"
+#include "decoder/greedy_choice_levels.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                            \
-  namespace level {                                                         \
-  float largest_value(const float* values, int64_t size);                   \
-  double sum_of_exponentials(const float* values, int64_t size, float top); \
-  int64_t first_place(const float* values, int64_t size, float value);      \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#define LMD_SELECT(name) select_kernel(&default_::name, &avx2::name, &avx512::name)
-#else
-#define LMD_SELECT(name) (&default_::name)
-#endif
-#undef LMD_DECLARE_LEVEL
+namespace lmdecode::decoder {
 
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab) {
-  return TokenEdits::bytes(max_edits, vocab);
+  return beam::TokenEdits::bytes(max_edits, vocab);
 }
 
 namespace {
 
-void apply(const RowProcessors& processors, float* logits, int64_t vocab, int64_t max_edits,
+void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, int64_t max_edits,
            void* memory) {
-  RowProcessors rest = processors;
+  beam::RowProcessors rest = processors;
   if (processors.bias.data != nullptr) {
     for (int64_t token = 0; token < vocab; ++token) logits[token] += processors.bias[token];
     rest.bias.data = nullptr;
   }
-  TokenEdits edits(memory, max_edits, vocab);
+  beam::TokenEdits edits(memory, max_edits, vocab);
   edits.collect(rest);
   for (int64_t i = 0; i < edits.size(); ++i) {
-    const TokenEdit& edit = edits[i];
+    const beam::TokenEdit& edit = edits[i];
     float& logit = logits[edit.token];
     logit = rest.adjusted(logit, edit.token, edit.occurrences, edit.repeated);
     if (edit.banned) logit = minus_infinity();
@@ -49,23 +33,24 @@ void apply(const RowProcessors& processors, float* logits, int64_t vocab, int64_
 
 }  // namespace
 
-GreedyChoice choose_greedily(const RowProcessors& processors, float* logits, int64_t vocab,
+GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logits, int64_t vocab,
                              int64_t max_edits, void* memory) {
-  const auto largest = LMD_SELECT(largest_value);
+  const auto largest = LMD_SELECT_KERNEL(decoder, largest_value);
   GreedyChoice choice;
   const float top = largest(logits, vocab);
   if (std::isnan(top)) {
-    choice.status = kBeamStatusNan;
+    choice.status = beam::kBeamStatusNan;
     return choice;
   }
   const double log_sum =
-      static_cast<double>(top) + std::log(LMD_SELECT(sum_of_exponentials)(logits, vocab, top));
+      static_cast<double>(top) +
+      std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
   const auto log_prob = [&](float logit) {
     return static_cast<float>(static_cast<double>(logit) - log_sum);
   };
   if (processors.forced_token >= 0) {
     if (processors.forced_log_prob() < 0.0f) {
-      choice.status = kBeamStatusEmpty;
+      choice.status = beam::kBeamStatusEmpty;
       return choice;
     }
     choice.token = processors.forced_token;
@@ -81,12 +66,12 @@ GreedyChoice choose_greedily(const RowProcessors& processors, float* logits, int
     best = largest(logits, vocab);
   }
   if (std::isnan(best) || !(best > minus_infinity())) {
-    choice.status = std::isnan(best) ? kBeamStatusNan : kBeamStatusEmpty;
+    choice.status = std::isnan(best) ? beam::kBeamStatusNan : beam::kBeamStatusEmpty;
     return choice;
   }
-  choice.token = LMD_SELECT(first_place)(logits, vocab, best);
+  choice.token = LMD_SELECT_KERNEL(decoder, first_place)(logits, vocab, best);
   choice.log_prob = log_prob(logits[choice.token]);
   return choice;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -7,7 +7,7 @@
 
 #include "beam/logits_processors.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 struct GreedyChoice {
   int64_t token = 0;      // the lowest of equal ones
@@ -19,7 +19,7 @@ struct GreedyChoice {
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab);
 
 // logits [vocab], which the processors are applied to in place; memory: greedy_edit_bytes().
-GreedyChoice choose_greedily(const RowProcessors& processors, float* logits, int64_t vocab,
+GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logits, int64_t vocab,
                              int64_t max_edits, void* memory);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -1,7 +1,8 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "attention/attention_vec.h"
+#include "decoder/greedy_choice_levels.h"
+#include "simd/vec_math.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::decoder {
 
 // The largest of values[0 .. size), NaN where one is.
 float largest_value(const float* values, int64_t size) {
@@ -51,4 +52,4 @@ int64_t first_place(const float* values, int64_t size, float value) {
   return i;
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::decoder

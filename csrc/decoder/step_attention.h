@@ -12,7 +12,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 constexpr int64_t kAttentionBlock = 16;
 
@@ -80,4 +80,4 @@ void self_attention_step_cpu(const SelfAttentionParams& params);
 void cross_attention_step_cpu(const CrossAttentionParams& params);
 void write_cross_cache_cpu(const CrossCacheParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -4,38 +4,20 @@
 #include "common/parallel_workspace.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/step_attention.h"
-#include "simd/cpu_capability.h"
+#include "decoder/step_attention_levels.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                             \
-  namespace level {                                                                          \
-  void self_attention_items(const SelfAttentionParams& params, int64_t begin, int64_t end,   \
-                            void* memory);                                                   \
-  void cross_attention_items(const CrossAttentionParams& params, int64_t begin, int64_t end, \
-                             void* memory);                                                  \
-  int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions);            \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#define LMD_SELECT(name) select_kernel(&default_::name, &avx2::name, &avx512::name)
-#else
-#define LMD_SELECT(name) (&default_::name)
-#endif
-#undef LMD_DECLARE_LEVEL
+namespace lmdecode::decoder {
 
 namespace {
 
 int64_t grain_of(double nanoseconds) {
-  return 1 + static_cast<int64_t>(decoder_tuning::kMinTaskNanoseconds / nanoseconds);
+  return 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
 }
 
 template <class Body>
 void run_items(int64_t items, double nanoseconds, const AttentionShape& shape, int64_t positions,
                const Body& body) {
-  const auto scratch = LMD_SELECT(step_attention_scratch);
+  const auto scratch = LMD_SELECT_KERNEL(decoder, step_attention_scratch);
   const size_t bytes = static_cast<size_t>(scratch(shape, positions)) * sizeof(float);
   parallel_with_workspace("decoding attention", items, grain_of(nanoseconds), bytes, body,
                           [] { return std::string(); });
@@ -54,7 +36,7 @@ void write_heads(const AttentionShape& shape, const float* from, float* to, int6
 // Every row, before any reads: rows of one sequence may come in one call.
 void write_self_cache(const SelfAttentionParams& p) {
   const int64_t size = p.shape.size(), padded = p.shape.padded_head();
-  const double nanoseconds = 2.0 * decoder_tuning::kNanosecondsPerCopy * static_cast<double>(size);
+  const double nanoseconds = 2.0 * tuning::kNanosecondsPerCopy * static_cast<double>(size);
   parallel_for(p.rows.count, grain_of(nanoseconds), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t first = p.rows.cache_rows[row] * p.shape.heads * p.capacity;
@@ -75,21 +57,21 @@ void self_attention_step_cpu(const SelfAttentionParams& params) {
     const int64_t count = params.rows.positions[row] + 1;
     if (count > longest) longest = count;
   }
-  const auto items = LMD_SELECT(self_attention_items);
+  const auto items = LMD_SELECT_KERNEL(decoder, self_attention_items);
   const double elements = 2.0 * static_cast<double>(longest * params.shape.padded_head());
-  run_items(params.rows.count * params.shape.heads,
-            elements * decoder_tuning::kNanosecondsPerElement, params.shape, params.capacity,
+  run_items(params.rows.count * params.shape.heads, elements * tuning::kNanosecondsPerElement,
+            params.shape, params.capacity,
             [&](int64_t begin, int64_t end, void* memory) { items(params, begin, end, memory); });
 }
 
 void cross_attention_step_cpu(const CrossAttentionParams& params) {
-  const auto items = LMD_SELECT(cross_attention_items);
+  const auto items = LMD_SELECT_KERNEL(decoder, cross_attention_items);
   const double rows = static_cast<double>(params.rows.count) /
                       static_cast<double>(params.rows.num_runs > 0 ? params.rows.num_runs : 1);
   const double elements =
       2.0 * rows * static_cast<double>(params.source * params.shape.padded_head());
   run_items(params.rows.num_runs * params.shape.heads,
-            elements * decoder_tuning::kNanosecondsPerElement + 1.0, params.shape, params.source,
+            elements * tuning::kNanosecondsPerElement + 1.0, params.shape, params.source,
             [&](int64_t begin, int64_t end, void* memory) { items(params, begin, end, memory); });
 }
 
@@ -112,4 +94,4 @@ void write_cross_cache_cpu(const CrossCacheParams& p) {
   });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

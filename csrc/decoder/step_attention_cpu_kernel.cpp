@@ -1,7 +1,10 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "decoder/step_attention_cpu_kernel.h"
 
-namespace lmdecode::LMD_SIMD {
+#include "decoder/step_attention_levels.h"
+namespace lmdecode::LMD_SIMD::decoder {
+
+using namespace lmdecode::decoder;
 
 // Items are rows times heads, the heads of a row side by side.
 void self_attention_items(const SelfAttentionParams& params, int64_t begin, int64_t end,
@@ -27,4 +30,4 @@ int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions) {
   return StepAttention::scratch_floats(shape, positions);
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::decoder

@@ -4,7 +4,9 @@
 #include "attention/attention_vec.h"
 #include "decoder/step_attention.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::decoder {
+
+using namespace lmdecode::decoder;
 
 // size: a multiple of kAttentionBlock
 inline float dot_product(const float* a, const float* b, int64_t size) {
@@ -208,4 +210,4 @@ class StepAttention {
   float* const sums_;     // [kRows, padded head]
 };
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::decoder

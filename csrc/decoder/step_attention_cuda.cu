@@ -2,9 +2,9 @@
 #include "decoder/step_attention_kernel.cuh"
 #include "decoder/step_cuda_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
-using namespace decoder_step_cuda;
+using namespace step_cuda_kernels;
 
 void decoder_self_attention_cuda(const StepSelfAttentionParams& params, void* stream) {
   constexpr const char* kOp = "decoder_self_attention_";
@@ -40,4 +40,4 @@ void decoder_cross_cache_cuda(const StepCrossCacheParams& params, void* stream) 
               params, element_blocks(count, device.multiprocessors), 0, device, stream);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -7,7 +7,7 @@
 #include "decoder/step_block.cuh"
 #include "decoder/step_values.h"
 
-namespace lmdecode::decoder_step_cuda {
+namespace lmdecode::decoder::step_cuda_kernels {
 
 // scores[0 .. count) to weights that are not yet divided; returns what they are to be multiplied
 // by. A barrier lies before; the weights are there for all behind it.
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     decoder_cross_attention_kernel(const StepCrossAttentionParams p) {
-  constexpr int kRows = decoder_step_cuda_tuning::kCrossRows;
+  constexpr int kRows = step_cuda_tuning::kCrossRows;
   StepStorage& storage = cuda::shared_storage<StepStorage>();
   const int64_t head_size = p.shape.head_size, padded = p.shape.padded_head();
   const int64_t heads = p.shape.heads, groups = cross_groups(p);
@@ -204,4 +204,4 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace lmdecode::decoder_step_cuda
+}  // namespace lmdecode::decoder::step_cuda_kernels

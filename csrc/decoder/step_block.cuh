@@ -4,9 +4,9 @@
 #include "common/cuda_intrinsics.cuh"
 #include "decoder/step_launch.h"
 
-namespace lmdecode::decoder_step_cuda {
+namespace lmdecode::decoder::step_cuda_kernels {
 
-using decoder_step_cuda_tuning::kThreads;
+using step_cuda_tuning::kThreads;
 
 struct Sum {
   __device__ float operator()(float a, float b) const { return a + b; }
@@ -39,4 +39,4 @@ __device__ __forceinline__ float reduce_block(float value, float* reduced, Opera
   return all;
 }
 
-}  // namespace lmdecode::decoder_step_cuda
+}  // namespace lmdecode::decoder::step_cuda_kernels

@@ -6,7 +6,7 @@
 #include "common/cuda_launch.h"
 #include "decoder/step_launch.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 // The kernel for a dtype, of Kernel<T>'s three.
 template <class Kernel>
@@ -30,10 +30,10 @@ void launch_step(const char* op, void (*kernel)(Params), const Params& params, i
              "cudaFuncSetAttribute");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_of(blocks));
-  config.blockDim = dim3(decoder_step_cuda_tuning::kThreads);
+  config.blockDim = dim3(step_cuda_tuning::kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   check_cuda(op, cudaLaunchKernelEx(&config, kernel, params), "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

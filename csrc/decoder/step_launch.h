@@ -5,9 +5,9 @@
 
 #include "decoder/decoder_step_cuda.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
-namespace decoder_step_cuda_tuning {
+namespace step_cuda_tuning {
 
 // These change speed, and the order of additions.
 constexpr int kThreads = 128;
@@ -15,12 +15,12 @@ constexpr int kBlocksPerMultiprocessor = 8;
 // Rows of a request that read its keys and values together.
 constexpr int kCrossRows = 4;
 
-}  // namespace decoder_step_cuda_tuning
+}  // namespace step_cuda_tuning
 
 // In shared memory, before what depends on the sizes.
 struct StepStorage {
   float reduced[32];  // one a warp
-  float partial[decoder_step_cuda_tuning::kThreads * decoder_step_cuda_tuning::kCrossRows];
+  float partial[step_cuda_tuning::kThreads * step_cuda_tuning::kCrossRows];
 };
 
 // Storage, query [padded head] and scores [capacity].
@@ -31,24 +31,24 @@ inline int64_t self_attention_shared_bytes(const StepSelfAttentionParams& p) {
 
 // Storage, queries [kCrossRows, padded head] and scores [kCrossRows, source].
 inline int64_t cross_attention_shared_bytes(const StepCrossAttentionParams& p) {
-  return static_cast<int64_t>(sizeof(StepStorage)) + decoder_step_cuda_tuning::kCrossRows *
+  return static_cast<int64_t>(sizeof(StepStorage)) + step_cuda_tuning::kCrossRows *
                                                          (p.shape.padded_head() + p.source) *
                                                          static_cast<int64_t>(sizeof(float));
 }
 
 // Groups of rows that a request has.
 LMD_HOST_DEVICE int64_t cross_groups(const StepCrossAttentionParams& p) {
-  constexpr int64_t kRows = decoder_step_cuda_tuning::kCrossRows;
+  constexpr int64_t kRows = step_cuda_tuning::kCrossRows;
   return (p.request_rows + kRows - 1) / kRows;
 }
 
 // Of a kernel whose threads own elements.
 inline int64_t element_blocks(int64_t elements, int multiprocessors) {
-  constexpr int64_t kThreads = decoder_step_cuda_tuning::kThreads;
+  constexpr int64_t kThreads = step_cuda_tuning::kThreads;
   const int64_t blocks = (elements + kThreads - 1) / kThreads;
   const int64_t most =
-      static_cast<int64_t>(multiprocessors) * decoder_step_cuda_tuning::kBlocksPerMultiprocessor;
+      static_cast<int64_t>(multiprocessors) * step_cuda_tuning::kBlocksPerMultiprocessor;
   return blocks < most ? blocks : most;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

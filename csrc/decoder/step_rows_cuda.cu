@@ -2,9 +2,9 @@
 #include "decoder/step_cuda_launch.h"
 #include "decoder/step_rows_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
-using namespace decoder_step_cuda;
+using namespace step_cuda_kernels;
 
 void decoder_add_norm_cuda(const StepAddNormParams& params, void* stream) {
   constexpr const char* kOp = "decoder_add_norm_";
@@ -37,4 +37,4 @@ void decoder_activate_cuda(const StepActivateParams& params, void* stream) {
               params, element_blocks(params.count, device.multiprocessors), 0, device, stream);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -7,7 +7,7 @@
 #include "decoder/step_block.cuh"
 #include "decoder/step_values.h"
 
-namespace lmdecode::decoder_step_cuda {
+namespace lmdecode::decoder::step_cuda_kernels {
 
 // A block a row. A thread reads back only what it has written itself.
 template <class T>
@@ -90,4 +90,4 @@ __global__ void __launch_bounds__(kThreads) decoder_activate_kernel(const StepAc
   }
 }
 
-}  // namespace lmdecode::decoder_step_cuda
+}  // namespace lmdecode::decoder::step_cuda_kernels

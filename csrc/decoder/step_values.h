@@ -3,7 +3,7 @@
 
 #include "common/half.h"
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 
 template <class T>
 struct ValueOf;
@@ -42,4 +42,4 @@ struct ValueOf<Half> {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder

@@ -4,7 +4,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "common/row_copies.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // row_plan_bytes(rows) of shared memory.
 struct RowPlan {
@@ -46,4 +46,4 @@ __device__ bool find_row_copies(const RowPlan& plan, int32_t rows, int32_t* copy
   return true;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

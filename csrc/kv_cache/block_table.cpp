@@ -5,7 +5,7 @@
 
 #include "kv_cache/host_row_copies.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 int32_t take_block(const BlockTable& table) {
@@ -120,4 +120,4 @@ void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -1,5 +1,5 @@
 // The bookkeeping of a cache in blocks that rows share: which blocks a row's positions lie in, how
-// many rows use each block, which are free. docs/kv_cache.md is the user's page.
+// many rows use each block, which are free. docs/reference/kv_cache.md is the user's page.
 //
 // Row r's position p lies in block table[r][p / block_size], at p % block_size. A block is written
 // to only by a row that has it alone: a row that is to be appended to and shares its last, partly
@@ -13,7 +13,7 @@
 
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 constexpr int32_t kNoBlock = -1;
 
@@ -53,4 +53,4 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
 // block being copied; the rows behind become empty. Blocks that nobody uses any more become free.
 void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows& parents);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -6,7 +6,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // Dimensions of a row that do not merge into longer ones; [B, H, S, D] has at most 3.
 constexpr int kMaxCacheDims = 6;
@@ -28,4 +28,4 @@ struct CacheRows {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

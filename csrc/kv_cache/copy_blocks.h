@@ -1,12 +1,12 @@
 // copy_blocks_: the copies that a block table asks for, in the pools of all layers.
-// docs/kv_cache.md is the user's page.
+// docs/reference/kv_cache.md is the user's page.
 #pragma once
 
 #include <cstdint>
 
 #include "kv_cache/block_table.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // [num_blocks, heads, block_size, dim], dim contiguous. Strides in bytes.
 struct BlockPool {
@@ -34,4 +34,4 @@ void copy_blocks_cpu(const CopyBlocksParams& params);
 // stream is a cudaStream_t; launches only. Copies out of range are left out.
 void copy_blocks_cuda(const CopyBlocksParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -5,7 +5,7 @@
 #include "kv_cache/copy_blocks.h"
 #include "kv_cache/kv_cache_tuning.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 void copy_head(const BlockPool& pool, const BlockCopy& copy, int64_t head) {
@@ -27,8 +27,7 @@ void copy_blocks_cpu(const CopyBlocksParams& params) {
   for (int64_t i = 0; i < params.pool_count; ++i) {
     const BlockPool& pool = params.pools[i];
     if (pool.heads == 0 || pool.vector_bytes == 0) continue;
-    const int64_t grain =
-        1 + kv_cache_tuning::kMinTaskBytes / (1 + pool.block_size * pool.vector_bytes);
+    const int64_t grain = 1 + tuning::kMinTaskBytes / (1 + pool.block_size * pool.vector_bytes);
     parallel_for(params.copy_count * pool.heads, grain, [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
         copy_head(pool, params.copies[item / pool.heads], item % pool.heads);
@@ -37,4 +36,4 @@ void copy_blocks_cpu(const CopyBlocksParams& params) {
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

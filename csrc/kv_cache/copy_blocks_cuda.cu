@@ -3,7 +3,7 @@
 #include "kv_cache/copy_blocks.h"
 #include "kv_cache/copy_blocks_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 void copy_blocks_cuda(const CopyBlocksParams& params, void* stream) {
   if (params.copy_count == 0) return;
@@ -20,4 +20,4 @@ void copy_blocks_cuda(const CopyBlocksParams& params, void* stream) {
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

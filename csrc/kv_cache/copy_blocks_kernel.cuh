@@ -4,7 +4,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "kv_cache/copy_blocks_launch.h"
 
-namespace lmdecode::copy_blocks_cuda_kernels {
+namespace lmdecode::kv_cache::copy_blocks_cuda_kernels {
 
 template <class Unit>
 __device__ void copy_head(const BlockPool& pool, const BlockCopy& copy, int64_t head) {
@@ -49,4 +49,4 @@ __global__ void __launch_bounds__(copy_blocks_cuda_tuning::kThreads)
   }
 }
 
-}  // namespace lmdecode::copy_blocks_cuda_kernels
+}  // namespace lmdecode::kv_cache::copy_blocks_cuda_kernels

@@ -5,7 +5,7 @@
 
 #include "kv_cache/copy_blocks.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 namespace copy_blocks_cuda_tuning {
 
@@ -53,4 +53,4 @@ inline int64_t copy_blocks_grid(const CopyBlocksLaunch& launch, int multiprocess
   return items < most ? items : most;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -6,7 +6,7 @@
 #include "common/row_copies.h"
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // The parents are in range.
 inline std::vector<RowCopy> host_row_copies(const ParentRows& given) {
@@ -23,4 +23,4 @@ inline std::vector<RowCopy> host_row_copies(const ParentRows& given) {
   return copies;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -5,7 +5,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // data[rows]
 struct IntegerRows {
@@ -36,4 +36,4 @@ struct RowLengths {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

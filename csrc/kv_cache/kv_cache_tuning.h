@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::kv_cache_tuning {
+namespace lmdecode::kv_cache::tuning {
 
 // Bytes of a row that a thread carries through all copies before it goes on to the next ones. The
 // temporary of this size lies on the thread's stack; a source that several rows read stays in
@@ -22,4 +22,4 @@ constexpr int64_t kIndirectionBlock = 1024;
 // Bytes moved that are worth a thread.
 constexpr int64_t kMinTaskBytes = 256 * 1024;
 
-}  // namespace lmdecode::kv_cache_tuning
+}  // namespace lmdecode::kv_cache::tuning

@@ -1,5 +1,5 @@
 // reorder_cache_: row r of each cache tensor becomes what row parents[r] was, in place.
-// docs/kv_cache.md is the user's page.
+// docs/reference/kv_cache.md is the user's page.
 //
 // Bytes are moved and nothing else, so the dtype does not matter; rows that keep their content are
 // not touched. The order of the copies (row_copies.h) is found once a call. One part of the rows of
@@ -12,7 +12,7 @@
 #include "kv_cache/cache_rows.h"
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 struct ReorderCacheParams {
   const CacheRows* tensors = nullptr;  // [count]; no two share a byte
@@ -28,4 +28,4 @@ void reorder_cache_cpu(const ReorderCacheParams& params);
 // Throws std::invalid_argument, before the first launch, for more rows than fit the plan.
 void reorder_cache_cuda(const ReorderCacheParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -5,32 +5,14 @@
 #include "kv_cache/host_row_copies.h"
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/reorder_cache.h"
-#include "kv_cache/reorder_cache_cpu_kernel.h"
+#include "kv_cache/reorder_cache_levels.h"
 #include "kv_cache/reorder_parts.h"
-#include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-namespace default_ {
-void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
-}
-#if defined(LMD_HAS_X86_KERNELS)
-namespace avx2 {
-void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
-}
-namespace avx512 {
-void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);
-}
-#endif
+namespace lmdecode::kv_cache {
 
 void reorder_cache_cpu(const ReorderCacheParams& params) {
-#if defined(LMD_HAS_X86_KERNELS)
-  const auto parts = select_kernel(&default_::reorder_cache_parts, &avx2::reorder_cache_parts,
-                                   &avx512::reorder_cache_parts);
-#else
-  const auto parts = &default_::reorder_cache_parts;
-#endif
-  using namespace kv_cache_tuning;
+  const auto parts = LMD_SELECT_KERNEL(kv_cache, reorder_cache_parts);
+  using namespace tuning;
   const int32_t rows = params.parents.rows;
   const std::vector<RowCopy> copies = host_row_copies(params.parents);
   ReorderJob job;
@@ -60,4 +42,4 @@ void reorder_cache_cpu(const ReorderCacheParams& params) {
   parallel_for(total_parts, grain, [&](int64_t begin, int64_t end) { parts(job, begin, end); });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

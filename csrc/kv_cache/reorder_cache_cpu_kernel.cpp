@@ -1,12 +1,14 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "kv_cache/reorder_cache_cpu_kernel.h"
-
 #include <cstring>
 
 #include "kv_cache/kv_cache_tuning.h"
+#include "kv_cache/reorder_cache_levels.h"
 #include "simd/stream_copy.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::kv_cache {
+
+using namespace lmdecode::kv_cache;
+
 namespace {
 
 // Bytes at regular distances.
@@ -52,7 +54,7 @@ void reorder_part(const ReorderJob& job, const CacheRows& rows, int64_t offset, 
                   int64_t bytes, unsigned char* temporary) {
   const int64_t stride = rows.dims > 0 ? rows.stride[rows.dims - 1] : 0;
   unsigned char* const data = rows.data + offset;
-  const bool is_long = job.cold != nullptr && bytes >= kv_cache_tuning::kStreamSegmentBytes;
+  const bool is_long = job.cold != nullptr && bytes >= tuning::kStreamSegmentBytes;
   const Run packed{temporary, bytes};
   for (int32_t i = 0; i < job.copy_count; ++i) {
     const RowCopy copy = job.copies[i];
@@ -70,7 +72,7 @@ void reorder_part(const ReorderJob& job, const CacheRows& rows, int64_t offset, 
 }  // namespace
 
 void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end) {
-  alignas(kCacheLine) unsigned char temporary[kv_cache_tuning::kPartBytes];
+  alignas(kCacheLine) unsigned char temporary[tuning::kPartBytes];
   int64_t tensor = job.count - 1;
   while (job.tensors[tensor].first_part > begin) --tensor;
   for (int64_t part = begin; part < end; ++part) {
@@ -99,4 +101,4 @@ void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end) {
   stream_fence();
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::kv_cache

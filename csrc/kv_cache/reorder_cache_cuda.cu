@@ -6,7 +6,7 @@
 #include "kv_cache/reorder_cache.h"
 #include "kv_cache/reorder_cache_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 void reorder_cache_cuda(const ReorderCacheParams& params, void* stream) {
   constexpr const char* kOp = "reorder_cache_";
@@ -38,4 +38,4 @@ void reorder_cache_cuda(const ReorderCacheParams& params, void* stream) {
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

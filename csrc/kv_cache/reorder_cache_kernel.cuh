@@ -1,5 +1,5 @@
 // reorder_cache_ on a GPU: in place, without a second buffer, and without the host knowing the
-// parents. docs/kv_cache.md has the semantics.
+// parents. docs/reference/kv_cache.md has the semantics.
 //
 // Each block finds the order of the copies (block_row_copies.cuh) in its shared memory. A thread
 // then owns some columns, the same few bytes of every row, and carries them through all copies; the
@@ -10,7 +10,7 @@
 #include "kv_cache/block_row_copies.cuh"
 #include "kv_cache/reorder_launch.h"
 
-namespace lmdecode::reorder_cuda {
+namespace lmdecode::kv_cache::reorder_cuda {
 
 // Byte offset of a unit in its row. 64-bit divisions are slow, and next to never needed.
 template <class Index>
@@ -101,4 +101,4 @@ __global__ void __launch_bounds__(reorder_cuda_tuning::kThreads,
   }
 }
 
-}  // namespace lmdecode::reorder_cuda
+}  // namespace lmdecode::kv_cache::reorder_cuda

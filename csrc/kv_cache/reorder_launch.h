@@ -7,7 +7,7 @@
 #include "common/row_copies.h"
 #include "kv_cache/reorder_cache.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 namespace reorder_cuda_tuning {
 
@@ -88,4 +88,4 @@ inline int64_t reorder_blocks(const ReorderLaunch& launch, int multiprocessors) 
   return slices < most ? slices : most;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "kv_cache/kv_cache_tuning.h"
-#include "kv_cache/reorder_cache_cpu_kernel.h"
+#include "kv_cache/reorder_cache_levels.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 inline ReorderParts cut_into_parts(const CacheRows& rows, int64_t first_part) {
-  using namespace kv_cache_tuning;
+  using namespace tuning;
   ReorderParts t;
   t.rows = rows;
   t.first_part = first_part;
@@ -46,4 +46,4 @@ inline std::vector<uint8_t> find_cold_copies(const RowCopy* copies, int32_t coun
   return cold;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -1,5 +1,5 @@
-// ring_cache_append_: new keys and values to their slots of a ring. docs/ring_cache.md is the
-// user's page.
+// ring_cache_append_: new keys and values to their slots of a ring. docs/reference/ring_cache.md is
+// the user's page.
 //
 // Each token is written once, and where a chunk is longer than the ring only what stays of it.
 #pragma once
@@ -9,7 +9,7 @@
 #include "kv_cache/integer_rows.h"
 #include "kv_cache/ring_slots.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // The keys, or the values. Vectors of contiguous bytes; strides in bytes.
 struct RingStates {
@@ -44,4 +44,4 @@ void ring_cache_append_cpu(const RingCacheAppendParams& params);
 // stream is a cudaStream_t; launches only. A row whose position is out of range stays as it is.
 void ring_cache_append_cuda(const RingCacheAppendParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -6,7 +6,7 @@
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/ring_cache_append.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 // Tokens [token, token + count), which go to slots that follow each other.
@@ -45,7 +45,7 @@ void ring_cache_append_cpu(const RingCacheAppendParams& params) {
   const int64_t heads = params.rows * params.heads;
   const int64_t written = std::min(params.tokens, params.slots.num_sinks + params.slots.capacity);
   const int64_t bytes = written * (params.states[0].vector_bytes + params.states[1].vector_bytes);
-  const int64_t grain = 1 + kv_cache_tuning::kMinTaskBytes / (1 + bytes);
+  const int64_t grain = 1 + tuning::kMinTaskBytes / (1 + bytes);
   parallel_for(heads, grain, [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; ++item) {
       for (const RingStates& states : params.states) {
@@ -55,4 +55,4 @@ void ring_cache_append_cpu(const RingCacheAppendParams& params) {
   });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

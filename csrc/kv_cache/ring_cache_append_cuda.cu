@@ -3,7 +3,7 @@
 #include "kv_cache/ring_cache_append.h"
 #include "kv_cache/ring_cache_append_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 void ring_cache_append_cuda(const RingCacheAppendParams& params, void* stream) {
   constexpr const char* kOp = "ring_cache_append_";
@@ -18,4 +18,4 @@ void ring_cache_append_cuda(const RingCacheAppendParams& params, void* stream) {
              "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

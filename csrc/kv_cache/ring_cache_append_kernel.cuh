@@ -5,7 +5,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "kv_cache/ring_cache_append_launch.h"
 
-namespace lmdecode::ring_append_cuda {
+namespace lmdecode::kv_cache::ring_append_cuda {
 
 template <class Unit>
 __device__ void copy_unit(unsigned char* to, const unsigned char* from, int64_t unit) {
@@ -52,4 +52,4 @@ __global__ void __launch_bounds__(ring_append_cuda_tuning::kThreads)
   }
 }
 
-}  // namespace lmdecode::ring_append_cuda
+}  // namespace lmdecode::kv_cache::ring_append_cuda

@@ -5,7 +5,7 @@
 
 #include "kv_cache/ring_cache_append.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 namespace ring_append_cuda_tuning {
 
@@ -51,4 +51,4 @@ inline int64_t ring_append_blocks(const RingAppendLaunch& launch, int multiproce
   return blocks < most ? blocks : most;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -10,7 +10,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 struct RingSlots {
   int64_t num_sinks = 0;
@@ -34,4 +34,4 @@ struct RingSlots {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

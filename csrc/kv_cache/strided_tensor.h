@@ -8,7 +8,7 @@
 
 #include "kv_cache/cache_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 // One dimension, the stride in bytes.
 struct StridedDim {
@@ -153,4 +153,4 @@ inline bool make_cache_rows(const StridedTensor& tensor, int64_t batch_dim, int6
   return true;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -1,5 +1,5 @@
 // update_beam_indirection_: a beam step on the index through which attention reads a cache whose
-// rows do not move. docs/kv_cache.md is the user's page.
+// rows do not move. docs/reference/kv_cache.md is the user's page.
 //
 // Entry (row, position) of the index names the row of the cache that holds this position of the
 // row's sequence. Row r becomes, up to its length, what row parents[r] was, and its entry at the
@@ -10,7 +10,7 @@
 
 #include "kv_cache/integer_rows.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 struct BeamIndirectionParams {
   int32_t* table = nullptr;  // [rows, capacity], positions contiguous
@@ -28,4 +28,4 @@ void update_beam_indirection_cpu(const BeamIndirectionParams& params);
 // is. Throws std::invalid_argument, before the launch, for more rows than fit the plan.
 void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

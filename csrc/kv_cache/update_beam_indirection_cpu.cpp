@@ -8,7 +8,7 @@
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/update_beam_indirection.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 namespace {
 
 struct Job {
@@ -18,7 +18,7 @@ struct Job {
 
   // Positions [begin, end) of every row, fewer than kIndirectionBlock.
   void update_block(int64_t begin, int64_t end) const {
-    int32_t temporary[kv_cache_tuning::kIndirectionBlock];
+    int32_t temporary[tuning::kIndirectionBlock];
     for (const RowCopy copy : copies) {
       const int32_t* const from = copy.from == kTemporaryRow
                                       ? temporary
@@ -50,10 +50,10 @@ void update_beam_indirection_cpu(const BeamIndirectionParams& params) {
     longest = std::max(longest, job.lengths.back());
   }
   const int64_t positions = std::min(longest + 1, params.capacity);
-  using kv_cache_tuning::kIndirectionBlock;
+  using tuning::kIndirectionBlock;
   const int64_t blocks = (positions + kIndirectionBlock - 1) / kIndirectionBlock;
   const int64_t bytes = static_cast<int64_t>(job.copies.size()) * kIndirectionBlock * 4;
-  const int64_t grain = 1 + kv_cache_tuning::kMinTaskBytes / (1 + bytes);
+  const int64_t grain = 1 + tuning::kMinTaskBytes / (1 + bytes);
   parallel_for(blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       job.update_block(block * kIndirectionBlock,
@@ -62,4 +62,4 @@ void update_beam_indirection_cpu(const BeamIndirectionParams& params) {
   });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

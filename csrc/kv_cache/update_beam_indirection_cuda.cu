@@ -7,7 +7,7 @@
 #include "kv_cache/update_beam_indirection.h"
 #include "kv_cache/update_beam_indirection_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* stream) {
   constexpr const char* kOp = "update_beam_indirection_";
@@ -35,4 +35,4 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
   check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, params, positions), "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -1,4 +1,4 @@
-// update_beam_indirection_ on a GPU, in place. docs/kv_cache.md has the semantics.
+// update_beam_indirection_ on a GPU, in place. docs/reference/kv_cache.md has the semantics.
 //
 // As in reorder_cache_kernel.cuh each block finds the order of the copies; a thread owns positions,
 // and carries each through all copies of rows, so that nothing has to wait between them.
@@ -7,7 +7,7 @@
 #include "kv_cache/block_row_copies.cuh"
 #include "kv_cache/update_beam_indirection_launch.h"
 
-namespace lmdecode::beam_indirection_cuda {
+namespace lmdecode::kv_cache::beam_indirection_cuda {
 
 __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
     update_beam_indirection_kernel(const BeamIndirectionParams params, const int64_t positions) {
@@ -44,4 +44,4 @@ __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
   }
 }
 
-}  // namespace lmdecode::beam_indirection_cuda
+}  // namespace lmdecode::kv_cache::beam_indirection_cuda

@@ -7,7 +7,7 @@
 #include "common/row_copies.h"
 #include "kv_cache/update_beam_indirection.h"
 
-namespace lmdecode {
+namespace lmdecode::kv_cache {
 
 namespace beam_indirection_cuda_tuning {
 
@@ -48,4 +48,4 @@ inline int64_t beam_indirection_blocks(int64_t positions, int multiprocessors,
   return blocks < most ? blocks : most;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache

@@ -4,7 +4,9 @@
 
 #include "linear/linear_products.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
 
 inline F32 reciprocal_of_one_plus_exp(F32 x) { return splat(1.0f) / (splat(1.0f) + exp_of(x)); }
 
@@ -102,4 +104,4 @@ inline void finish_row(const Scalar* sums, int64_t row, int64_t column, int coun
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

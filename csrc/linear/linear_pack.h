@@ -4,7 +4,9 @@
 #include "linear/linear_products.h"
 #include "linear/packed_linear_kernels.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
 
 constexpr float kInt8Max = 127.0f;
 // Rows whose magnitudes all lie below count as 0: the factor that scales them would overflow.
@@ -157,4 +159,4 @@ void prepare_row(const LinearInputRows& input, int64_t row) {
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

@@ -12,7 +12,9 @@
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
 
 constexpr int kTileRows = 6;
 
@@ -240,4 +242,4 @@ inline void with_products([[maybe_unused]] LinearFormat format, const Body& body
 #endif
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

@@ -4,7 +4,9 @@
 #include "linear/linear_products.h"
 #include "linear/linear_tuning.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
 
 constexpr int64_t kLineBytes = 64;
 
@@ -103,7 +105,7 @@ void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* w
     constexpr int kLines = kStepLines<Dot>;
     const char* const next = weights + depth * kStepBytes;
     if (tiles == 1) {
-      run.template operator()<kLines>(weights + linear_tuning::kPrefetchBytes);
+      run.template operator()<kLines>(weights + tuning::kPrefetchBytes);
     } else if (tiles < kLines) {  // 2 or 3: the first two fetch two lines each
       constexpr int kShare = kLines > 2 ? 2 : 1;
       if (t < 2) {
@@ -120,4 +122,4 @@ void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* w
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::linear_tuning {
+namespace lmdecode::linear::tuning {
 
 // Rows that pass over a panel together: with the part of a panel that a chain takes, 128 KB, and
 // the part fetched ahead, their inputs stay in 1 MB of L2.
@@ -19,4 +19,4 @@ constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;
 constexpr double kNanosecondsPerNormElement = 0.1;
 
-}  // namespace lmdecode::linear_tuning
+}  // namespace lmdecode::linear::tuning

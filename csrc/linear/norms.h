@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace lmdecode {
+namespace lmdecode::linear {
 
 struct NormParams {
   const float* x = nullptr;  // [rows, size], elements side by side
@@ -32,4 +32,4 @@ void rms_norm_range(const NormParams& params, int64_t begin, int64_t end);
 void layer_norm(const NormParams& params);
 void rms_norm(const NormParams& params);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

@@ -1,9 +1,13 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "linear/norms.h"
+#include "linear/norms_levels.h"
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
+
 namespace {
 
 // Lanes in f32, their totals in f64.
@@ -86,4 +90,4 @@ void rms_norm_rows(const NormParams& p, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

@@ -13,7 +13,7 @@
 
 #include "linear/packed_linear.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 
 constexpr uint32_t kPackedMagic = 0x4c444d4c;  // "LMDL"
 constexpr int64_t kMaxPanelWidth = 64;
@@ -65,4 +65,4 @@ struct PackedLayout {
   }
 };
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

@@ -17,7 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace lmdecode {
+namespace lmdecode::linear {
 
 enum class LinearFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
@@ -103,4 +103,4 @@ void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
 void packed_linear(const PackedLinear& linear, const LinearInput& input,
                    const LinearOutput& output);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

@@ -7,10 +7,10 @@
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 namespace {
 
-using namespace linear_tuning;
+using namespace tuning;
 
 size_t rounded_up(int64_t bytes) { return static_cast<size_t>((bytes + 63) / 64 * 64); }
 
@@ -138,4 +138,4 @@ void packed_linear(const PackedLinear& linear, const LinearInput& input,
                });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

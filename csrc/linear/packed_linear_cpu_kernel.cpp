@@ -4,7 +4,10 @@
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
+
 namespace {
 
 template <class Dot>
@@ -14,7 +17,7 @@ void multiply_panels(const PackedLinear& linear, const LinearInput& input,
   using Scalar = typename Dot::Scalar;
   const PackedLayout layout = PackedLayout::of(linear.shape, tile_of<Dot>());
   const char* const base = static_cast<const char*>(linear.packed);
-  alignas(64) Scalar sums[linear_tuning::kRowBlock * kWidth];
+  alignas(64) Scalar sums[tuning::kRowBlock * kWidth];
   for (int64_t panel = begin; panel < end; ++panel) {
     const char* const weights = base + sizeof(PackedHeader) + panel * layout.panel_bytes;
     // Without in_features, one empty chain: the sums are 0.
@@ -76,4 +79,4 @@ void multiply(const PackedLinear& linear, const LinearInput& input, const Linear
 extern const LinearKernels linear_kernels;
 const LinearKernels linear_kernels = {tile, pack, prepare, multiply};
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::linear

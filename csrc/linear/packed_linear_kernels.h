@@ -2,9 +2,9 @@
 #pragma once
 
 #include "linear/packed_layout.h"
-#include "simd/cpu_capability.h"
+#include "simd/kernel_levels.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 
 // Rows of x to be put into the form of LinearInput.
 struct LinearInputRows {
@@ -29,27 +29,16 @@ struct LinearKernels {
                    int64_t begin, int64_t end);
 };
 
-#define LMD_DECLARE_LEVEL(level)             \
-  namespace level {                          \
-  extern const LinearKernels linear_kernels; \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-LMD_DECLARE_LEVEL(avx512_bf16)
-LMD_DECLARE_LEVEL(avx512_vnni)
-#endif
-#undef LMD_DECLARE_LEVEL
+}  // namespace lmdecode::linear
 
-inline const LinearKernels& linear_kernels_of([[maybe_unused]] LinearFormat format) {
-#if defined(LMD_HAS_X86_KERNELS)
-  if (format == LinearFormat::kBFloat16 && use_avx512_bf16()) return avx512_bf16::linear_kernels;
-  if (format == LinearFormat::kInt8 && use_avx512_vnni()) return avx512_vnni::linear_kernels;
-  return *select_kernel(&default_::linear_kernels, &avx2::linear_kernels, &avx512::linear_kernels);
-#else
-  return default_::linear_kernels;
-#endif
+LMD_DECLARE_KERNELS(linear, extern const LinearKernels linear_kernels;)
+
+namespace lmdecode::linear {
+
+inline const LinearKernels& linear_kernels_of(LinearFormat format) {
+  return format == LinearFormat::kBFloat16 ? *LMD_SELECT_BF16_KERNEL(linear, linear_kernels)
+         : format == LinearFormat::kInt8   ? *LMD_SELECT_VNNI_KERNEL(linear, linear_kernels)
+                                           : *LMD_SELECT_KERNEL(linear, linear_kernels);
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::linear

@@ -7,7 +7,9 @@
 #include "sampling/sampling_tuning.h"
 #include "simd/vec.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
 
 // Arrays have room for `capacity` elements, a multiple of kLanes that exceeds the vocabulary by at
 // least 2 * kLanes.
@@ -152,7 +154,7 @@ inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   // mass(>= low) >= target, mass(>= high) < target; `above` is the mass of what narrowing dropped
   // at the top.
   uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1, above = 0;
-  while (size > sampling_tuning::kNarrowSize && high - low > 1) {
+  while (size > tuning::kNarrowSize && high - low > 1) {
     const int width = 64 - leading_zeros(high - low - 1);  // bits of key - low
     const int shift = width > 8 ? width - 8 : 0;
     uint64_t bucket[4][256] = {};  // four copies: neighbours often share a bucket
@@ -295,4 +297,4 @@ inline void sort_by_key(CandidateList* list) {
   }
 }  // four passes: the result is back in the list's own arrays
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::sampling

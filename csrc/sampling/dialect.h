@@ -1,12 +1,12 @@
 // What the systems that top_k_top_p_sample can imitate do differently, point by point.
-// docs/sampling.md has the table.
+// docs/reference/sampling.md has the table.
 #pragma once
 
 #include <cstdint>
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // The numbers are the op's `dialect` argument; python/lmdecode/sampling.py holds the names.
 enum class Dialect : int64_t {
@@ -69,4 +69,4 @@ LMD_HOST_DEVICE DialectRules dialect_rules(Dialect dialect) {
   return rules;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

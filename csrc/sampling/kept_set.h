@@ -3,7 +3,7 @@
 
 #include "common/bits.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // logit / temperature; infinite logits stay what they are, whatever the temperature.
 LMD_HOST_DEVICE float tempered(float logit, float temperature) {
@@ -45,4 +45,4 @@ struct KeptSet {
 // Everything at `lowest` and above.
 LMD_HOST_DEVICE KeptSet kept_from(float lowest) { return {lowest, lowest, 0, 0xffffffffu}; }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

@@ -8,7 +8,7 @@
 #include "sampling/token_weight.cuh"
 #include "sampling/value_class.cuh"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 // Tokens of a row: those of `set`, below the value `below` (NaN: no limit), without those of `done`
 // if there is such a set.
@@ -160,8 +160,7 @@ __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32
   };
   Descent descent;
   for (bool first = true; shift > 0; first = false) {
-    const int width =
-        shift < sampling_cuda_tuning::kDigitBits ? shift : sampling_cuda_tuning::kDigitBits;
+    const int width = shift < cuda_tuning::kDigitBits ? shift : cuda_tuning::kDigitBits;
     const int next = shift - width;
     RowStorage::Histogram& histogram = cluster.storage().histogram[cluster.parity()];
     for (uint32_t bin = threadIdx.x; bin < bins_of(width); bin += blockDim.x) {
@@ -189,4 +188,4 @@ __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32
   return descent;
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

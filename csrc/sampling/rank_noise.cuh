@@ -5,7 +5,7 @@
 
 #include "sampling/radix_descent.cuh"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 // Ascending, in shared memory; size is a power of two. All threads of the block.
 __device__ inline void bitonic_sort(Word* list, uint32_t size) {
@@ -109,4 +109,4 @@ __device__ RankDraw draw_by_rank(RowCluster& cluster, const RowSlice<T>& slice, 
   });
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

@@ -4,9 +4,9 @@
 #include "common/cuda_intrinsics.cuh"
 #include "sampling/sampling_cuda_tuning.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
-constexpr int kBins = 1 << sampling_cuda_tuning::kDigitBits;
+constexpr int kBins = 1 << cuda_tuning::kDigitBits;
 constexpr int kMaxWarps = 32;
 constexpr int kMaxWords = 4;  // of a value that goes through RowCluster::reduce
 
@@ -21,8 +21,8 @@ struct alignas(16) RowStorage {
     uint32_t high[kBins];
   };
   union {
-    Histogram histogram[2];                         // by phase
-    Word ranked[sampling_cuda_tuning::kRankChunk];  // of the cluster's first block; rank_noise.cuh
+    Histogram histogram[2];                // by phase
+    Word ranked[cuda_tuning::kRankChunk];  // of the cluster's first block; rank_noise.cuh
   };
   Word warp_part[kMaxWarps][kMaxWords];
   Word block_part[2][kMaxWords];  // by phase
@@ -130,4 +130,4 @@ class RowCluster {
   unsigned parity_ = 0;
 };
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

@@ -6,7 +6,7 @@
 #include "sampling/row_cluster.cuh"
 #include "sampling/sampling_launch_plan.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // kernel(params, plan) on `rows` rows of `vocab` elements.
 template <class Params>
@@ -23,10 +23,10 @@ void launch_rows(const char* op, void (*kernel)(Params, SamplingLaunchPlan), int
   // Clusters are a matter of the code that was compiled as much as of the device: PTX for sm_80
   // knows none, wherever it runs.
   if (code.ptxVersion >= 90 && device_attribute(op, cudaDevAttrClusterLaunch, device.index) != 0) {
-    limits.max_cluster_size = sampling_cuda_tuning::kMaxClusterSize;
+    limits.max_cluster_size = cuda_tuning::kMaxClusterSize;
   }
   const SamplingLaunchPlan plan =
-      plan_sampling_launch(rows, vocab, element_bytes, sizeof(sampling_cuda::RowStorage), limits);
+      plan_sampling_launch(rows, vocab, element_bytes, sizeof(cuda_kernels::RowStorage), limits);
   // The attribute belongs to the kernel, not to the launch: the device's limit, whatever this plan
   // takes, so that another thread's launch is not held to less than it needs.
   check_cuda(op,
@@ -52,4 +52,4 @@ void launch_rows(const char* op, void (*kernel)(Params, SamplingLaunchPlan), int
   check_cuda(op, cudaGetLastError(), "launch");
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

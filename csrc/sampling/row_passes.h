@@ -9,7 +9,9 @@
 
 #include "sampling/candidate_list.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
 
 constexpr int kBlock = 64;  // elements a step; one word of mask bits
 constexpr int kBlockVectors = kBlock / kLanes;
@@ -104,7 +106,7 @@ int64_t find_last(const T* x, int64_t n, float bound) {
 // of 2 * kSampleRun.
 template <class T>
 void sample_row(const T* x, int64_t n, int size, float* sample) {
-  constexpr int kRun = sampling_tuning::kSampleRun;
+  constexpr int kRun = tuning::kSampleRun;
   const int runs = size / kRun;
   for (int s = 0; s < runs; ++s) {
     const T* from = x + (n - kRun) * s / (runs - 1);
@@ -322,4 +324,4 @@ void write_kept(const T* x, int64_t n, const KeptSet& set, float temperature, fl
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::sampling

@@ -5,7 +5,7 @@
 #include "common/log.h"
 #include "sampling/top_k_top_p_sample.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 enum class TopPMode : uint8_t { kOff, kOneToken, kMass };
 enum class MinPMode : uint8_t { kOff, kThreshold, kMaximum, kOneToken };
@@ -99,4 +99,4 @@ LMD_HOST_DEVICE uint32_t min_p_key(const RowPlan& plan, float max, bool probabil
   return static_cast<double>(value) < bound ? key + 1 : key;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

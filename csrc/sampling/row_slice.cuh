@@ -7,7 +7,7 @@
 #include "sampling/sampling_cuda_tuning.h"
 #include "sampling/sampling_launch_plan.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 // The elements of T that 16 bytes hold.
 __device__ __forceinline__ float unpack(const uint4& bytes, int i, const float*) {
@@ -63,7 +63,7 @@ class RowSlice {
   template <class See>
   __device__ void load(See see) {
     for (uint32_t j = threadIdx.x; j < head_; j += blockDim.x) see(load_one(j));
-    constexpr int kBatch = sampling_cuda_tuning::kLoadsInFlight;
+    constexpr int kBatch = cuda_tuning::kLoadsInFlight;
     const uint4* from = global_vectors();
     uint4* to = cached_vectors();
     for (uint32_t v = threadIdx.x; v < vectors_; v += kBatch * blockDim.x) {
@@ -155,4 +155,4 @@ class RowSlice {
   uint32_t cached_vectors_ = 0;
 };
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::sampling_cuda_tuning {
+namespace lmdecode::sampling::cuda_tuning {
 
 // Bits of a digit of the radix descents; a histogram has 2^kDigitBits bins.
 constexpr int kDigitBits = 11;
@@ -30,4 +30,4 @@ constexpr int kRankChunk = 2048;
 // Loads of 16 bytes that a thread has under way while it reads a row.
 constexpr int kLoadsInFlight = 4;
 
-}  // namespace lmdecode::sampling_cuda_tuning
+}  // namespace lmdecode::sampling::cuda_tuning

@@ -6,7 +6,7 @@
 
 #include "sampling/sampling_cuda_tuning.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // What the plan needs to know of a device.
 struct SamplingDevice {
@@ -20,11 +20,11 @@ struct SamplingDevice {
 // [r * slice, (r + 1) * slice).
 struct SamplingLaunchPlan {
   int cluster_size = 1;
-  int threads = sampling_cuda_tuning::kMinThreads;  // of a block: 128, 256, 512
-  int64_t clusters = 1;                             // of the grid; rows beyond go round
-  int64_t slice = 1;   // tokens of a block, at least ceil(vocab / cluster_size)
+  int threads = cuda_tuning::kMinThreads;  // of a block: 128, 256, 512
+  int64_t clusters = 1;                    // of the grid; rows beyond go round
+  int64_t slice = 1;                       // tokens of a block, at least ceil(vocab / cluster_size)
   int64_t cached = 0;  // of these, how many stay in shared memory; the rest is read again
-  int rank_chunk = sampling_cuda_tuning::kRankChunk;  // a power of two, <= kRankChunk
+  int rank_chunk = cuda_tuning::kRankChunk;  // a power of two, <= kRankChunk
   size_t shared_bytes = 0;
 };
 
@@ -37,7 +37,7 @@ inline size_t sampling_cache_bytes(int64_t cached, int element_bytes) {
 // and fill the device where the batch is small. fixed_bytes: shared memory besides the row's.
 inline SamplingLaunchPlan plan_sampling_launch(int64_t batch, int64_t vocab, int element_bytes,
                                                size_t fixed_bytes, const SamplingDevice& device) {
-  using namespace sampling_cuda_tuning;
+  using namespace cuda_tuning;
   const int64_t max_grid = (int64_t{1} << 31) - 1;
   const auto slice_of = [&](int64_t blocks) {
     return ((vocab + blocks - 1) / blocks + 15) / 16 * 16;  // slices begin equally aligned
@@ -77,4 +77,4 @@ inline SamplingLaunchPlan plan_sampling_launch(int64_t batch, int64_t vocab, int
   return plan;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

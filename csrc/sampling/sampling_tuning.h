@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::sampling_tuning {
+namespace lmdecode::sampling::tuning {
 
 // Elements read to guess thresholds, in runs of kSampleRun spread over the row: for top-k, and at
 // most for top-p, which samples one element in kMassSampleShare.
@@ -50,4 +50,4 @@ constexpr double kOtherNanosecondsPerLogit = 0.5;
 constexpr double kRowNanoseconds = 2000.0;
 constexpr double kMinTaskNanoseconds = 25000.0;
 
-}  // namespace lmdecode::sampling_tuning
+}  // namespace lmdecode::sampling::tuning

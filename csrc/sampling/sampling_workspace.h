@@ -6,7 +6,7 @@
 
 #include "common/host_device.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 struct SamplingWorkspace {
   uint64_t* mass;
@@ -41,4 +41,4 @@ LMD_HOST_DEVICE SamplingWorkspace split_sampling_workspace(void* memory, int64_t
   return w;
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

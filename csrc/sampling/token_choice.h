@@ -6,7 +6,9 @@
 #include "sampling/candidate_list.h"
 #include "sampling/token_weight.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
 
 inline F32 weights(const TokenWeight& rule, F32 value) {
   if (rule.uniform) return splat(1.0f);
@@ -260,4 +262,4 @@ RowChoice choose_by_seed(const T* x, int64_t n, const KeptSet& set, const TokenW
   return {best.at(), kept};
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::sampling

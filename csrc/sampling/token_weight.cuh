@@ -5,7 +5,7 @@
 #include "common/token_noise.h"
 #include "sampling/token_weight.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 // weight / (|q| + eps), -1 where that is 0 / 0 or q is NaN.
 LMD_HOST_DEVICE float external_score(float weight, float q, float eps) {
@@ -30,4 +30,4 @@ LMD_HOST_DEVICE double exact_score(float weight, int64_t seed, int64_t position,
   return static_cast<double>(weight) / token_noise(seed, position, token);
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

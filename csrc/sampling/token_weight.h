@@ -4,7 +4,7 @@
 #include "common/exp_weight.h"
 #include "common/log.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 struct TokenWeight {
   float max = 0.0f;  // the largest logit of those that are weighed
@@ -34,4 +34,4 @@ LMD_HOST_DEVICE float log_probability(float weight, uint64_t kept_mass, int frac
   return w > 0.0 && mass > 0.0 ? static_cast<float>(log_f64(w) - log_f64(mass)) : minus_infinity();
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

@@ -1,5 +1,5 @@
-// top_k_top_p_sample: rows of logits to token ids, fused and exact. docs/sampling.md is the user's
-// page.
+// top_k_top_p_sample: rows of logits to token ids, fused and exact. docs/reference/sampling.md is
+// the user's page.
 //
 // A row, in f32, is divided by its temperature, then filtered by top-k, top-p and min-p in this
 // order. Each stage keeps a prefix of one order: value descending, then index ascending. So what a
@@ -13,7 +13,7 @@
 #include "common/half.h"
 #include "sampling/dialect.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 
 // Bits of the status of a row.
 constexpr uint8_t kStatusNan =
@@ -69,4 +69,4 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params);
 // stream is a cudaStream_t; launches only.
 void top_k_top_p_sample_cuda(const TopKTopPSampleParams& params, void* stream);
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

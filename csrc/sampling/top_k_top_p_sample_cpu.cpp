@@ -3,33 +3,13 @@
 #include "sampling/sampling_tuning.h"
 #include "sampling/sampling_workspace.h"
 #include "sampling/top_k_top_p_sample.h"
-#include "simd/cpu_capability.h"
+#include "sampling/top_k_top_p_sample_levels.h"
 
-namespace lmdecode {
-
-namespace default_ {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
-                             void* workspace);
-}
-#if defined(LMD_HAS_X86_KERNELS)
-namespace avx2 {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
-                             void* workspace);
-}
-namespace avx512 {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
-                             void* workspace);
-}
-#endif
+namespace lmdecode::sampling {
 
 void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
-#if defined(LMD_HAS_X86_KERNELS)
-  const auto rows = select_kernel(&default_::top_k_top_p_sample_rows,
-                                  &avx2::top_k_top_p_sample_rows, &avx512::top_k_top_p_sample_rows);
-#else
-  const auto rows = &default_::top_k_top_p_sample_rows;
-#endif
-  using namespace sampling_tuning;
+  const auto rows = LMD_SELECT_KERNEL(sampling, top_k_top_p_sample_rows);
+  using namespace tuning;
   const bool top_k = params.top_k.rows != nullptr || params.top_k.value > 0;
   const double row_time =
       kRowNanoseconds + static_cast<double>(params.vocab) *
@@ -41,4 +21,4 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
       [&] { return "; logits has a vocabulary of " + std::to_string(params.vocab); });
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

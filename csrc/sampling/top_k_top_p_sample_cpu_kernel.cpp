@@ -2,8 +2,12 @@
 #include "sampling/top_k_top_p_sample_cpu_kernel.h"
 
 #include "sampling/sampling_workspace.h"
+#include "sampling/top_k_top_p_sample_levels.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
+
 namespace {
 
 template <class T>
@@ -42,4 +46,4 @@ void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, 
   }
 }
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::sampling

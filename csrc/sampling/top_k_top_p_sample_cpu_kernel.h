@@ -11,7 +11,9 @@
 #include "sampling/row_plan.h"
 #include "sampling/token_choice.h"
 
-namespace lmdecode::LMD_SIMD {
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
 
 template <class T>
 class RowSampler {
@@ -113,7 +115,7 @@ class RowSampler {
   // ---- candidates of top-k
 
   void collect_top_k() {
-    using namespace sampling_tuning;
+    using namespace tuning;
     const int64_t k = plan_.top_k;
     // Thresholds to try: by the expected rank in a sample, by a generous one, and one that is safe.
     float threshold[3] = {floor_, floor_, floor_};
@@ -160,7 +162,7 @@ class RowSampler {
 
   void stream_top_k(float threshold) {
     const int64_t k = plan_.top_k;
-    int64_t limit = sampling_tuning::kShrinkFactor * k + sampling_tuning::kShrinkSlack;
+    int64_t limit = tuning::kShrinkFactor * k + tuning::kShrinkSlack;
     note_nan(collect(x_, n_, &threshold, &limit, &list_, [&](CandidateList* list) {
       make_keys(list, plan_.temperature);
       const uint32_t key = select_top_k(list, k, rules_.keep_top_k_ties);
@@ -179,7 +181,7 @@ class RowSampler {
   // About the rank-th largest element of the sample, never above it by more than the search's
   // resolution; -inf where there are fewer numbers than that.
   static float sample_quantile(const float* sample, int size, int rank) {
-    using namespace sampling_tuning;
+    using namespace tuning;
     F32 top = splat(minus_infinity());
     for (int i = 0; i < size; i += kLanes) top = max(load(sample + i), top);
     const uint32_t high_key = order_key(reduce_max(top));
@@ -242,7 +244,7 @@ class RowSampler {
     }
     return {
         {lowest, lowest_logit(cut.key + 1, plan_.temperature), ties.first_token, ties.last_token},
-        ties.kept + lmdecode::LMD_SIMD::count_from(list_.key, list_.size, cut.key + 1),
+        ties.kept + lmdecode::LMD_SIMD::sampling::count_from(list_.key, list_.size, cut.key + 1),
         ties.mass + cut.mass_above};
   }
 
@@ -276,7 +278,7 @@ class RowSampler {
     RowCut cut{kept_from(floor_), -1, 0, false};
     if (plan_.top_p_mode == TopPMode::kMass) cut = cut_row();
     const bool min_p = plan_.min_p_mode != MinPMode::kOff;
-    const bool many = cut.kept < 0 || cut.kept > n_ / sampling_tuning::kDenseNoiseShare;
+    const bool many = cut.kept < 0 || cut.kept > n_ / tuning::kDenseNoiseShare;
     if (!min_p && many &&
         (plan_.noise == NoiseMode::kNone || plan_.noise == NoiseMode::kInternal)) {
       return finish_row(cut);
@@ -337,7 +339,7 @@ class RowSampler {
   };
 
   RowCut cut_row() {
-    using namespace sampling_tuning;
+    using namespace tuning;
     Band band = n_ < kMinSampledVocab ? Band{floor_, 0.0f, false} : guess_band();
     for (int retry = 0;; ++retry) {
       list_.size = 0;
@@ -366,7 +368,7 @@ class RowSampler {
 
   // Logits between which the cut of top-p lies, by a sample.
   Band guess_band() const {
-    using namespace sampling_tuning;
+    using namespace tuning;
     alignas(64) float sample[kMaxMassSampleSize], weight[kMaxMassSampleSize];
     int size = kMaxMassSampleSize;
     while (size > kSampleSize && size > n_ / kMassSampleShare) size /= 2;
@@ -419,7 +421,7 @@ class RowSampler {
 
   // A logit, about the largest, below which the sampled weights sum to at most `mass`.
   float weighted_quantile(const float* sample, const float* weight, int size, float mass) const {
-    using namespace sampling_tuning;
+    using namespace tuning;
     float low = rule_.max - kQuantileRange / rule_.factor, high = rule_.max;
     if (!(low > -kMaxFloat)) return minus_infinity();
     for (int step = 0; step < kQuantileSteps; ++step) {
@@ -496,4 +498,4 @@ class RowSampler {
 void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
                              void* workspace);
 
-}  // namespace lmdecode::LMD_SIMD
+}  // namespace lmdecode::LMD_SIMD::sampling

@@ -3,12 +3,12 @@
 #include "sampling/top_k_top_p_sample.h"
 #include "sampling/top_k_top_p_sample_kernel.cuh"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 namespace {
 
 template <class T>
 void launch(const TopKTopPSampleParams& params, cudaStream_t stream) {
-  launch_rows("top_k_top_p_sample", &sampling_cuda::top_k_top_p_sample_kernel<T>, params.batch,
+  launch_rows("top_k_top_p_sample", &cuda_kernels::top_k_top_p_sample_kernel<T>, params.batch,
               params.vocab, sizeof(T), params, stream);
 }
 
@@ -27,4 +27,4 @@ void top_k_top_p_sample_cuda(const TopKTopPSampleParams& params, void* stream) {
   }
 }
 
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling

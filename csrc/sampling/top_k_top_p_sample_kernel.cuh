@@ -1,5 +1,6 @@
-// top_k_top_p_sample on a GPU: one thread block cluster a row. docs/sampling.md has the semantics,
-// sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit for bit.
+// top_k_top_p_sample on a GPU: one thread block cluster a row. docs/reference/sampling.md has the
+// semantics, sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit
+// for bit.
 //
 // The row is read once into the shared memory of the cluster (row_slice.cuh). What is kept of it is
 // one interval of logits and, among the ties at its lower end, an interval of tokens (KeptSet);
@@ -11,7 +12,7 @@
 #include "sampling/rank_noise.cuh"
 #include "sampling/row_plan.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 template <class T>
 class RowSampler {
@@ -122,7 +123,7 @@ class RowSampler {
   }
 
   __device__ ValueClass class_of(float logit) const {
-    return sampling_cuda::class_of(logit, plan_.temperature);
+    return cuda_kernels::class_of(logit, plan_.temperature);
   }
 
   // Cuts the set off below `value_class`, which has some of it. Of this class only tokens
@@ -371,7 +372,7 @@ class RowSampler {
 };
 
 template <class T>
-__global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
+__global__ void __launch_bounds__(cuda_tuning::kMaxThreads)
     top_k_top_p_sample_kernel(const TopKTopPSampleParams params, const SamplingLaunchPlan plan) {
   RowStorage& storage = cuda::shared_storage<RowStorage>();
   RowSampler<T> sampler(params, plan, storage);
@@ -380,4 +381,4 @@ __global__ void __launch_bounds__(sampling_cuda_tuning::kMaxThreads)
   }
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

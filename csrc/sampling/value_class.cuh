@@ -4,7 +4,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "sampling/kept_set.h"
 
-namespace lmdecode::sampling_cuda {
+namespace lmdecode::sampling::cuda_kernels {
 
 // lowest_logit() with a warp's lanes trying the neighbours of a first guess. All lanes, same
 // values.
@@ -36,4 +36,4 @@ __device__ inline ValueClass class_of(float logit, float temperature) {
                                                    : find_lowest_logit(key + 1, temperature)};
 }
 
-}  // namespace lmdecode::sampling_cuda
+}  // namespace lmdecode::sampling::cuda_kernels

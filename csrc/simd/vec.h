@@ -2,9 +2,9 @@
 // every level.
 //
 // A kernel file is compiled once for each CPU capability, with LMD_SIMD set to default_, avx2 or
-// avx512; all of its code lies in namespace lmdecode::LMD_SIMD, so that no instruction of one level
-// can be linked into another. Kernel files hold no std containers and throw nothing, for the same
-// reason.
+// avx512; all of its code lies in namespace lmdecode::LMD_SIMD::<area>, so that no instruction of
+// one level can be linked into another. Kernel files hold no std containers and throw nothing, for
+// the same reason. simd/kernel_levels.h: how kernels are declared and picked.
 //
 // Every operation gives the same bits at every level: multiply_add is fused at each, and
 // nothing else is. The exception is

@@ -1,5 +1,5 @@
 // What lies in a slot: a header with the key, the tokens and a checksum of each plane, then a plane
-// of keys and one of values for each layer. docs/store_format.md gives it byte by byte.
+// of keys and one of values for each layer. docs/reference/store_format.md gives it byte by byte.
 #pragma once
 
 #include <cstdint>

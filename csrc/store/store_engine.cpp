@@ -17,6 +17,7 @@ namespace {
 
 constexpr uint32_t kFormatVersion = 1;
 constexpr uint32_t kMaxAreas = UINT32_MAX - 1;
+constexpr size_t kMaxUsesPerCommit = 1024;
 
 int64_t system_now_ms() {
   using std::chrono::duration_cast, std::chrono::milliseconds, std::chrono::system_clock;
@@ -65,7 +66,8 @@ Superblock decode(const std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body) {
+void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body,
+                    const GoesOn& goes_on) {
   const size_t workers = std::min<size_t>(size, static_cast<size_t>(std::max(threads, 1)));
   std::atomic<size_t> next{0};
   const auto work = [&] {
@@ -77,7 +79,13 @@ void parallel_items(size_t size, int threads, const std::function<void(size_t)>&
   } catch (const std::system_error&) {
     // No more threads to be had: those there are do the work.
   }
-  work();
+  for (size_t item = next++; item < size; item = next++) {
+    if (goes_on && !goes_on()) {
+      next = size;
+      break;
+    }
+    body(item);
+  }
   for (std::thread& other : others) other.join();
 }
 
@@ -86,7 +94,12 @@ void parallel_items(size_t size, int threads, const std::function<void(size_t)>&
 StoreEngine::StoreEngine(const StoreOptions& options)
     : options_(options),
       file_system_(options.file_system != nullptr ? *options.file_system : posix_file_system()),
-      process_(::getpid()) {
+      process_(::getpid()),
+      prefixes_(
+          layout_, [this] { return now(); },
+          [this](const Entry& entry) { return read_tokens(entry); }),
+      commits_([this] { return prefixes_.take_uses(kMaxUsesPerCommit); },
+               [this](const std::vector<uint32_t>& areas) { take_freed(areas); }) {
   if (!options_.now_ms) options_.now_ms = system_now_ms;
 }
 
@@ -165,6 +178,7 @@ void StoreEngine::open_files() {
   }
   slabs_ = std::make_unique<SlabFiles>(file_system_, directory, slot_bytes_, slots_per_slab_,
                                        options_.readonly);
+  commits_.start(*slabs_, *index_);
   load_index();
   if (options_.relaxed && !options_.readonly && options_.flush_interval_ms > 0) {
     flush_thread_ = std::thread([this] { run_flush_timer(); });
@@ -195,13 +209,14 @@ void StoreEngine::close() {
 }
 
 void StoreEngine::close_locked(Lock& lock) {
-  const auto is_idle = [&] { return active_ == 0 && !committing_; };
-  committed_changed_.wait(lock, is_idle);
+  idle_.wait(lock, [&] { return active_ == 0; });
+  commits_.wait(lock);
   if (index_ != nullptr && !options_.readonly) {
-    while (failure_.empty() && (!open_batch_.changes.empty() || !touched_.empty())) {
-      if (!commit(lock, open_number_)) break;
+    while (commits_.has_changes() || prefixes_.has_uses()) {
+      if (!commits_.commit(lock)) break;
     }
   }
+  commits_.stop();
   index_.reset();
   slabs_.reset();
   writer_lock_.reset();
@@ -225,35 +240,11 @@ void StoreEngine::run_flush_timer() {
   Lock lock(mutex_);
   while (!stopping_) {
     timer_.wait_for(lock, std::chrono::milliseconds(options_.flush_interval_ms));
-    if (!stopping_ && !open_batch_.changes.empty()) commit(lock, open_number_);
+    if (!stopping_ && commits_.has_changes()) commits_.commit(lock);
   }
 }
 
-// ---- the index in memory
-
-EntryId StoreEngine::add_entry(const Entry& entry, EntryId parent) {
-  const EntryId id = map_.insert(entry);
-  map_.link(id, parent);
-  if (by_area_.size() <= entry.area) by_area_.resize(entry.area + 1, kNoEntry);
-  by_area_[entry.area] = id;
-  ++tenant_areas_[entry.tenant];
-  if (entry.expires_ms != 0) expiry_.insert({entry.expires_ms, id});
-  return id;
-}
-
-void StoreEngine::remove_entry(EntryId id) {
-  const Entry& entry = map_[id];
-  by_area_[entry.area] = kNoEntry;
-  if (const auto count = tenant_areas_.find(entry.tenant); --count->second == 0) {
-    tenant_areas_.erase(count);
-  }
-  if (entry.expires_ms != 0) expiry_.erase({entry.expires_ms, id});
-  if (const auto cached = token_cache_.find(id); cached != token_cache_.end()) {
-    cached_tokens_ -= cached->second.size();
-    token_cache_.erase(cached);
-  }
-  map_.remove(id);
-}
+// ---- the index
 
 void StoreEngine::load_index() {
   std::vector<AreaRow> rows, free;
@@ -264,22 +255,21 @@ void StoreEngine::load_index() {
     sequence_ = std::max(sequence_, row.sequence);
     (row.count == 0 ? free : rows).push_back(row);
   });
-  map_.reserve(rows.size());
-  by_area_.reserve(used);
+  prefixes_.reserve(rows.size(), used);
   // Insertion is use; among equals parents come after what continues them.
   std::sort(rows.begin(), rows.end(), [](const AreaRow& a, const AreaRow& b) {
     return a.used_ms != b.used_ms ? a.used_ms < b.used_ms : a.num_tokens > b.num_tokens;
   });
-  apply_rows(rows);
+  prefixes_.add_rows(rows, [&](EntryId id) { drop_subtree(id); });
   if (options_.readonly) return;
   const uint32_t capacity = capacity_areas();
-  for (uint32_t area = capacity; area < by_area_.size(); ++area) {
-    if (by_area_[area] != kNoEntry) drop_subtree(by_area_[area]);  // the store became smaller
+  for (uint32_t area = capacity; area < used; ++area) {
+    if (prefixes_.at(area) != kNoEntry) drop_subtree(prefixes_.at(area));  // the store is smaller
   }
   free_areas_.reset(std::min(used, capacity), capacity, options_.idle_ms);
   std::vector<bool> known(used, false);
-  for (uint32_t area = 0; area < by_area_.size(); ++area) known[area] = by_area_[area] != kNoEntry;
-  for (const uint32_t area : open_batch_.freed) known[area] = true;
+  for (uint32_t area = 0; area < used; ++area) known[area] = prefixes_.at(area) != kNoEntry;
+  for (const uint32_t area : commits_.freed()) known[area] = true;
   std::sort(free.begin(), free.end(),
             [](const AreaRow& a, const AreaRow& b) { return a.used_ms < b.used_ms; });
   const int64_t time = now();
@@ -293,47 +283,7 @@ void StoreEngine::load_index() {
   }
   if (used > capacity) {
     Lock lock(mutex_);
-    if (commit(lock, open_number_)) slabs_->truncate(capacity);
-  }
-}
-
-void StoreEngine::apply_rows(std::vector<AreaRow>& rows) {
-  std::vector<std::pair<EntryId, Digest>> unlinked;
-  for (const AreaRow& row : rows) {
-    if (row.area < by_area_.size() && by_area_[row.area] != kNoEntry) continue;
-    if (row.num_tokens < row.count || map_.find(row.num_tokens, row.key) != kNoEntry) continue;
-    Entry entry;
-    entry.key = row.key;
-    entry.num_tokens = row.num_tokens;
-    entry.area = row.area;
-    entry.count = row.count;
-    entry.header_crc = row.header_crc;
-    entry.usable_from = row.usable_from;
-    entry.tenant = row.tenant;
-    entry.sequence = row.sequence;
-    entry.created_ms = row.created_ms;
-    entry.used_ms = row.used_ms;
-    entry.expires_ms = row.expires_ms;
-    entry.pinned = row.pinned;
-    const EntryId id = map_.insert(entry);
-    if (by_area_.size() <= entry.area) by_area_.resize(entry.area + 1, kNoEntry);
-    by_area_[entry.area] = id;
-    ++tenant_areas_[entry.tenant];
-    if (entry.expires_ms != 0) expiry_.insert({entry.expires_ms, id});
-    unlinked.push_back({id, row.parent});
-  }
-  std::vector<std::pair<EntryId, uint64_t>> orphans;
-  for (const auto& [id, parent_key] : unlinked) {
-    const uint64_t before = map_[id].num_tokens - map_[id].count;
-    const EntryId parent = before == 0 ? map_.root(parent_key) : map_.find(before, parent_key);
-    if (parent != kNoEntry) {
-      map_.link(id, parent);
-    } else {
-      orphans.push_back({id, map_[id].sequence});
-    }
-  }
-  for (const auto& [id, sequence] : orphans) {
-    if (map_.holds(id, sequence)) drop_subtree(id);
+    if (commits_.commit(lock)) slabs_->truncate(capacity);
   }
 }
 
@@ -346,32 +296,11 @@ void StoreEngine::refresh() {
     rows.push_back(row);
   });
   sequence_ = newest;
-  // The same prefix in another slot: what continues it stays.
-  for (const AreaRow& row : rows) {
-    const EntryId id = row.count == 0 ? kNoEntry : map_.find(row.num_tokens, row.key);
-    if (id == kNoEntry) continue;
-    Entry& entry = map_[id];
-    if (by_area_.size() <= row.area) by_area_.resize(row.area + 1, kNoEntry);
-    if (const EntryId other = by_area_[row.area]; other != kNoEntry && other != id) continue;
-    by_area_[entry.area] = kNoEntry;
-    by_area_[row.area] = id;
-    entry.area = row.area;
-    entry.header_crc = row.header_crc;
-    entry.usable_from = row.usable_from;
-    entry.sequence = row.sequence;
-    set_expiry(id, row.expires_ms);
-    entry.pinned = row.pinned;
-  }
-  for (const AreaRow& row : rows) {
-    const EntryId id = row.area < by_area_.size() ? by_area_[row.area] : kNoEntry;
-    if (id != kNoEntry && map_[id].sequence != row.sequence) drop_subtree(id);
-  }
-  std::erase_if(rows, [](const AreaRow& row) { return row.count == 0; });
-  apply_rows(rows);
+  prefixes_.follow(std::move(rows), [&](EntryId id) { drop_subtree(id); });
 }
 
 void StoreEngine::wait_for_commit(Lock& lock) {
-  committed_changed_.wait(lock, [&] { return !committing_; });
+  commits_.wait(lock);
   check_usable();
 }
 
@@ -382,34 +311,22 @@ StoreEngine::Activity::Activity(StoreEngine& engine, Lock& lock) : engine_(engin
 StoreEngine::Activity::~Activity() {
   if (!lock_.owns_lock()) lock_.lock();
   --engine_.active_;
-  engine_.committed_changed_.notify_all();
-}
-
-void StoreEngine::set_expiry(EntryId id, int64_t expires_ms) {
-  Entry& entry = map_[id];
-  if (entry.expires_ms != 0) expiry_.erase({entry.expires_ms, id});
-  entry.expires_ms = expires_ms;
-  if (expires_ms != 0) expiry_.insert({expires_ms, id});
+  engine_.idle_.notify_all();
 }
 
 void StoreEngine::touch(EntryId leaf) {
-  map_.touch(leaf, now(), &touched_);
-  if (options_.readonly) touched_.clear();  // only a writer tells the index
+  prefixes_.touch(leaf);
+  if (options_.readonly) prefixes_.forget_uses();  // only a writer tells the index
 }
 
-// A prefix that is stored again lives as long as the new one would, and so does what it continues.
-void StoreEngine::renew(EntryId id, const PutOptions& options) {
-  const int64_t expires_ms = options.ttl_ms == 0 ? 0 : now() + options.ttl_ms;
-  for (; id != kNoEntry && !map_[id].is_root(); id = map_[id].parent) {
-    Entry& entry = map_[id];
-    const bool lives_longer =
-        entry.expires_ms != 0 && (expires_ms == 0 || expires_ms > entry.expires_ms);
-    const bool is_pinned = options.pin && !entry.pinned;
-    if (!lives_longer && !is_pinned) return;
-    if (lives_longer) set_expiry(id, expires_ms);
-    entry.pinned = entry.pinned || options.pin;
-    open_batch_.changes.areas.push_back(row_of(entry));
-    entry.batch = open_number_;
+void StoreEngine::take_freed(const std::vector<uint32_t>& areas) {
+  const int64_t time = now();
+  for (const uint32_t area : areas) {
+    if (holds_ > 0) {
+      held_.push_back(area);
+    } else if (area < capacity_areas()) {
+      free_areas_.add_freed(area, time, time);
+    }
   }
 }
 
@@ -420,8 +337,8 @@ Digest StoreEngine::root(const Scope& scope) const {
 bool StoreEngine::flush() {
   Lock lock(mutex_);
   require_writer();
-  return open_batch_.changes.empty() && !committing_ ? failure_.empty()
-                                                     : commit(lock, open_number_);
+  const bool is_clean = !commits_.has_changes() && !commits_.is_committing();
+  return is_clean ? commits_.failure().empty() : commits_.commit(lock);
 }
 
 StoreStats StoreEngine::stats() {
@@ -429,14 +346,15 @@ StoreStats StoreEngine::stats() {
   check_usable();
   refresh();
   StoreStats stats = stats_;
-  stats.entries = map_.size();
+  stats.entries = prefixes_.size();
+  stats.commits = commits_.commits();
   wait_for_commit(lock);
   stats.sessions = index_->count_sessions();
   stats.capacity_areas = options_.readonly ? 0 : capacity_areas();
-  stats.used_areas = map_.size();
+  stats.used_areas = prefixes_.size();
   stats.idle_areas = free_areas_.idle();
   stats.unusable_areas = unusable_areas_;
-  stats.freed_areas = free_areas_.freed() + open_batch_.freed.size() + held_.size();
+  stats.freed_areas = free_areas_.freed() + commits_.freed().size() + held_.size();
   stats.slot_bytes = slot_bytes_;
   stats.chunk_tokens = layout_.chunk_tokens;
   return stats;
@@ -444,25 +362,14 @@ StoreStats StoreEngine::stats() {
 
 std::string StoreEngine::failure() {
   const Lock lock(mutex_);
-  return failure_;
-}
-
-std::vector<AreaRow> StoreEngine::list_entries() const {
-  std::vector<AreaRow> rows;
-  for (const EntryId id : by_area_) {
-    if (id != kNoEntry) rows.push_back(row_of(map_[id]));
-  }
-  std::sort(rows.begin(), rows.end(), [](const AreaRow& a, const AreaRow& b) {
-    return a.num_tokens != b.num_tokens ? a.num_tokens < b.num_tokens : a.area < b.area;
-  });
-  return rows;
+  return commits_.failure();
 }
 
 std::vector<AreaRow> StoreEngine::entries() {
   const Lock lock(mutex_);
   check_usable();
   refresh();
-  return list_entries();
+  return prefixes_.rows();
 }
 
 }  // namespace lmdecode::store

@@ -1,5 +1,6 @@
-// The store: slots in slab files, an index in SQLite, the address map and the queues of free areas
-// in memory. docs/store.md says what it guarantees, docs/store_format.md what lies on disk.
+// The store: slots in slab files, an index in SQLite, the same index and the queues of free areas
+// in memory. docs/reference/store.md says what it guarantees, docs/reference/store_format.md what
+// lies on disk.
 //
 // Any number of threads may call. One process at a time writes a directory, any number read it.
 // Everything throws std::invalid_argument for wrong arguments and StoreError for the rest, before
@@ -14,17 +15,16 @@
 #include <mutex>
 #include <new>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
-#include "store/address_map.h"
 #include "store/file_system.h"
 #include "store/free_areas.h"
+#include "store/group_commit.h"
 #include "store/index_database.h"
+#include "store/prefix_index.h"
 #include "store/slab_files.h"
 #include "store/slot_layout.h"
 #include "store/store_error.h"
@@ -57,10 +57,14 @@ struct TensorPlane {
   uint64_t num_tokens = 0;
 };
 
+// Asked now and then by a long call, on the thread that made it; false: stop. Null: go on.
+using GoesOn = std::function<bool()>;
+
 struct PutOptions {
   int64_t ttl_ms = 0;                 // 0: kept until evicted
   bool pin = false;                   // never evicted
   uint64_t quota_bytes = UINT64_MAX;  // of the tenant
+  GoesOn goes_on = nullptr;           // what was not written when it stopped is not stored
 };
 
 struct StoreStats {
@@ -159,9 +163,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
   // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
   // does not hold what the index says, and was dropped with all that continue it, or cannot be read
-  // now; what the planes contain is undefined.
+  // now, or it was stopped; what the planes contain is undefined.
   bool load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
-            std::span<const TensorPlane> planes);
+            std::span<const TensorPlane> planes, const GoesOn& goes_on = nullptr);
   // Stores what of the prefix is not stored yet. Returns how many leading tokens are now stored, in
   // strict mode durably: fewer than all where there is no room, or the disk fails.
   uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
@@ -195,7 +199,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool remove_session(const Scope& scope, const std::string& name);
   std::vector<SessionRow> list_sessions();
 
-  // --- upkeep (store_engine.cpp, store_transfer.cpp)
+  // --- upkeep (store_engine.cpp, store_eviction.cpp, store_transfer.cpp)
 
   // All that was acknowledged is durable when it returns true.
   bool flush();
@@ -226,12 +230,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
     Digest key;
     Digest parent;
   };
-  struct Chain {
-    EntryId last = kNoEntry;                          // deepest entry or root
-    std::vector<std::pair<EntryId, uint32_t>> parts;  // and how many of its tokens
-    uint64_t num_tokens = 0;
-  };
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = GroupCommit::Lock;
 
   // A call that uses files with the mutex released now and then: close() waits for it.
   class Activity {
@@ -251,23 +250,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void check_usable() const;
   void require_writer() const;
   void load_index();
-  void apply_rows(std::vector<AreaRow>& rows);
   void refresh();
   void wait_for_commit(Lock& lock);
-  void set_expiry(EntryId id, int64_t expires_ms);
-  void renew(EntryId id, const PutOptions& options);
-  void remove_entry(EntryId id);
-  EntryId add_entry(const Entry& entry, EntryId parent);
   void touch(EntryId leaf);
   void close_locked(Lock& lock);
   void run_flush_timer();
   int64_t now() const { return options_.now_ms(); }
   uint32_t capacity_areas() const;
-  std::vector<AreaRow> list_entries() const;
+  void take_freed(const std::vector<uint32_t>& areas);
+  PrefixKeys keys_of(const Digest& root, std::span<const int32_t> tokens) const {
+    return {root, tokens, layout_.chunk_tokens};
+  }
 
-  // store_commit.cpp
-  bool commit(Lock& lock, uint64_t batch);
-  AreaRow row_of(const Entry& entry) const;
+  // store_eviction.cpp
   void free_entry(EntryId id);
   void drop_subtree(EntryId id);
   bool is_evictable(const Entry& entry) const;
@@ -276,17 +271,11 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint64_t reserve() const;
   void keep_reserve();
   std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
-  void stop_writing(const std::string& reason);
 
   // store_lookup.cpp
-  Chain walk(const Digest& root, std::span<const int32_t> tokens);
-  Hit hit_of(const Chain& chain, std::span<const int32_t> tokens);
-  using IsUsable = std::function<bool(EntryId, uint32_t num_tokens)>;
-  EntryId longest_child(EntryId parent, std::span<const int32_t> tokens, uint32_t* matched,
-                        const IsUsable& is_usable);
-  const std::vector<int32_t>* tokens_of(EntryId id);
-  bool covers_windows(const Chain& chain) const;
-  bool is_alive(const Entry& entry) const;
+  Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);
+  std::optional<std::vector<int32_t>> read_tokens(const Entry& entry);
+  void release(const HitPart& part);
 
   // store_load.cpp
   enum class PartResult { kLoaded, kDamaged, kUnreadable };
@@ -298,20 +287,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::optional<SlotHeader> check_header(const HitPart& part, std::span<const uint8_t> bytes) const;
   bool check_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) const;
   void drop_damaged(const HitPart& part);
-  void release(const HitPart& part);
 
   // store_put.cpp
-  void put_locked(Lock& lock, const Digest& root, uint64_t tenant, std::span<const int32_t> tokens,
+  void put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
                   std::span<const TensorPlane> planes, const PutOptions& options);
-  uint64_t acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens);
+  uint64_t acknowledge(Lock& lock, PrefixKeys& keys);
   // Layers with a window may have more tokens than they need, or exactly these.
   void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
                     uint64_t num_tokens, bool exactly) const;
   uint32_t usable_from(std::span<const TensorPlane> planes, uint64_t num_tokens, uint64_t begin,
                        uint32_t count) const;
-  std::vector<Step> plan(const Digest& root, std::span<const int32_t> tokens,
-                         std::span<const TensorPlane> planes, const PutOptions& options,
-                         EntryId* anchor);
+  std::vector<Step> plan(PrefixKeys& keys, std::span<const TensorPlane> planes,
+                         const PutOptions& options, EntryId* anchor);
+  void renew(EntryId id, const PutOptions& options);
   int write_step(const Step& step, uint32_t area, uint64_t tenant, std::span<const int32_t> tokens,
                  std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc);
   bool publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
@@ -342,36 +330,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::unique_ptr<File> writer_lock_;
   std::unique_ptr<SlabFiles> slabs_;
   std::unique_ptr<IndexDatabase> index_;  // a writer's is the committing thread's while it commits
-  AddressMap map_;
-  std::vector<EntryId> by_area_;
+  PrefixIndex prefixes_;
+  GroupCommit commits_;
   FreeAreas free_areas_;
-  std::unordered_map<uint64_t, uint64_t> tenant_areas_;
-  std::unordered_map<EntryId, std::vector<int32_t>> token_cache_;
-  uint64_t cached_tokens_ = 0;
   std::map<std::pair<Digest, std::string>, std::vector<int32_t>> sessions_;
-  std::set<std::pair<int64_t, EntryId>> expiry_;
-  std::vector<EntryId> touched_;  // used since the index was told
   uint64_t sequence_ = 0;
   StoreStats stats_{};
-  std::string failure_;
   bool closed_ = false;
   uint32_t active_ = 0;  // of Activity
   bool stopping_ = false;
-
-  // Commits: changes gather in one batch; a thread that needs it durable writes it for all.
-  struct OpenBatch {
-    IndexBatch changes;
-    std::vector<uint32_t> freed;  // nobody writes into these before the batch is durable
-  };
-  OpenBatch open_batch_;
-  uint64_t open_number_ = 1;
-  uint64_t committed_ = 0;
-  uint64_t failed_ = 0;
-  bool committing_ = false;
   uint32_t holds_ = 0;  // freed areas are not handed out while a backup copies
   std::vector<uint32_t> held_;
   uint64_t unusable_areas_ = 0;  // the disk was full when they were first written
-  std::condition_variable committed_changed_;
+  std::condition_variable idle_;
   std::condition_variable timer_;
   std::thread flush_thread_;
 };
@@ -379,7 +350,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 // Throws std::invalid_argument where an id is below 0.
 void check_token_ids(std::span<const int32_t> tokens);
 
-// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw.
-void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body);
+// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw. Once goes_on
+// says false no other i is begun.
+void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body,
+                    const GoesOn& goes_on);
 
 }  // namespace lmdecode::store

@@ -25,14 +25,14 @@ bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t>
                               const PutOptions& options) {
   const Step step{header.num_tokens - header.count, header.count, header.usable_from, header.key,
                   header.parent};
-  const EntryId known = map_.find(header.num_tokens, header.key);
-  if (known != kNoEntry && map_[known].usable_from <= header.usable_from) return false;
-  const EntryId parent = map_.find(step.begin, step.parent);
+  const EntryId known = prefixes_.find(header.num_tokens, header.key);
+  if (known != kNoEntry && prefixes_[known].usable_from <= header.usable_from) return false;
+  const EntryId parent = prefixes_.find(step.begin, step.parent);
   if (step.begin > 0 && parent == kNoEntry) return false;
-  const uint64_t parent_sequence = step.begin > 0 ? map_[parent].sequence : 0;
-  if (step.begin > 0) ++map_[parent].leases;
+  const uint64_t parent_sequence = step.begin > 0 ? prefixes_[parent].sequence : 0;
+  if (step.begin > 0) ++prefixes_[parent].leases;
   const auto areas = allocate(lock, 1, header.tenant, options.quota_bytes);
-  if (step.begin > 0 && map_.holds(parent, parent_sequence)) --map_[parent].leases;
+  if (step.begin > 0 && prefixes_.holds(parent, parent_sequence)) --prefixes_[parent].leases;
   if (areas.empty()) return false;
   header.area = areas[0];
   const auto header_bytes = image.first(layout_.header_bytes(header.count));
@@ -55,8 +55,8 @@ std::vector<AreaRow> StoreEngine::entries_of(const Hit& hit) {
   check_usable();
   std::vector<AreaRow> rows;
   for (const HitPart& part : hit.parts_) {
-    if (!map_.holds(part.id, part.sequence)) break;
-    rows.push_back(row_of(map_[part.id]));
+    if (!prefixes_.holds(part.id, part.sequence)) break;
+    rows.push_back(prefixes_.row_of(prefixes_[part.id]));
   }
   return rows;
 }
@@ -97,9 +97,9 @@ bool StoreEngine::insert_image(const Scope& scope, const Digest& key, std::span<
     Lock lock(mutex_);
     require_writer();
     const Activity activity(*this, lock);
-    if (!failure_.empty()) return false;
+    if (!commits_.failure().empty()) return false;
     return place_image(lock, header, image, options) ||
-           map_.find(header.num_tokens, key) != kNoEntry;
+           prefixes_.find(header.num_tokens, key) != kNoEntry;
   } catch (const StoreError& error) {
     if (error.kind() == ErrorKind::kUnusable) throw;
     return false;

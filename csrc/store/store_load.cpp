@@ -145,7 +145,7 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
 }
 
 bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
-                       std::span<const TensorPlane> planes) {
+                       std::span<const TensorPlane> planes, const GoesOn& goes_on) {
   if (hit.num_tokens() > 0 && hit.engine_.get() != this) {
     throw std::invalid_argument("load: the hit is of another store");
   }
@@ -162,19 +162,22 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
   lock.unlock();
   std::atomic<bool> unreadable{false};
   std::atomic<int64_t> damaged{-1};
-  parallel_items(hit.parts_.size(), options_.io_threads, [&](size_t part) {
+  const auto load_one = [&](size_t part) {
     thread_local StagingBuffer staging;
     if (damaged.load() >= 0 || unreadable.load()) return;
     const PartResult result = load_part(hit, part, first_layer, num_layers, planes, staging);
     if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
     if (result == PartResult::kUnreadable) unreadable = true;
-  });
+  };
+  bool is_stopped = false;
+  parallel_items(hit.parts_.size(), options_.io_threads, load_one,
+                 [&] { return !(is_stopped = goes_on && !goes_on()); });
   lock.lock();
   if (damaged.load() >= 0) {
     drop_damaged(hit.parts_[static_cast<size_t>(damaged.load())]);
     return false;
   }
-  if (unreadable.load()) return false;
+  if (unreadable.load() || is_stopped) return false;
   for (const TensorPlane& plane : planes) {
     stats_.bytes_read += plane.num_tokens * layout_.plane_bytes(1);
   }
@@ -185,7 +188,7 @@ void StoreEngine::drop_damaged(const HitPart& part) {
   if (closed_) return;
   // A reader is not told when the writer gives the slot to another prefix: that is no damage.
   if (options_.readonly) refresh();
-  if (!map_.holds(part.id, part.sequence)) return;
+  if (!prefixes_.holds(part.id, part.sequence)) return;
   ++stats_.damaged;
   drop_subtree(part.id);
 }

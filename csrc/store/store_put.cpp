@@ -63,34 +63,45 @@ uint32_t StoreEngine::usable_from(std::span<const TensorPlane> planes, uint64_t 
   return static_cast<uint32_t>(std::min<uint64_t>(least, UINT32_MAX));
 }
 
+// A prefix that is stored again lives as long as the new one would, and so does what it continues.
+void StoreEngine::renew(EntryId id, const PutOptions& options) {
+  const int64_t expires_ms = options.ttl_ms == 0 ? 0 : now() + options.ttl_ms;
+  for (; id != kNoEntry && !prefixes_[id].is_root(); id = prefixes_[id].parent) {
+    Entry& entry = prefixes_[id];
+    const bool lives_longer =
+        entry.expires_ms != 0 && (expires_ms == 0 || expires_ms > entry.expires_ms);
+    const bool is_pinned = options.pin && !entry.pinned;
+    if (!lives_longer && !is_pinned) return;
+    if (lives_longer) prefixes_.set_expiry(id, expires_ms);
+    entry.pinned = entry.pinned || options.pin;
+    commits_.add(prefixes_.row_of(entry));
+    entry.batch = commits_.open_number();
+  }
+}
+
 // What is not stored yet, parents first. *anchor: the deepest entry that is, or none.
-std::vector<StoreEngine::Step> StoreEngine::plan(const Digest& root,
-                                                 std::span<const int32_t> tokens,
+std::vector<StoreEngine::Step> StoreEngine::plan(PrefixKeys& keys,
                                                  std::span<const TensorPlane> planes,
                                                  const PutOptions& options, EntryId* anchor) {
   std::vector<Step> steps;
   *anchor = kNoEntry;
-  const uint32_t chunk = layout_.chunk_tokens;
-  Digest key = root;
-  for (uint64_t begin = 0; begin < tokens.size(); begin += chunk) {
-    const auto count = static_cast<uint32_t>(std::min<uint64_t>(chunk, tokens.size() - begin));
-    const auto part = tokens.subspan(begin, count);
-    Step step{begin, count, usable_from(planes, tokens.size(), begin, count),
-              chain_key(key, begin + count, part), key};
-    EntryId id = map_.find(begin + count, step.key);
-    const EntryId parent = map_.find(begin, key);
-    if (id == kNoEntry && count < chunk && parent != kNoEntry) {
-      uint32_t matched = 0;
+  const uint64_t total = keys.tokens().size();
+  for (size_t chunk = 0; chunk < keys.size(); ++chunk) {
+    const uint64_t begin = uint64_t{layout_.chunk_tokens} * chunk;
+    const auto count = static_cast<uint32_t>(keys.chunk(chunk).size());
+    const Step step{begin, count, usable_from(planes, total, begin, count), keys[chunk],
+                    keys.before(chunk)};
+    EntryId id = prefixes_.find(begin + count, step.key);
+    if (id == kNoEntry && count < layout_.chunk_tokens) {
       // One that goes on where this one ends.
-      id = longest_child(parent, part, &matched, [](EntryId, uint32_t) { return true; });
-      if (matched < count) id = kNoEntry;
+      const EntryId parent = prefixes_.find(begin, step.parent);
+      if (parent != kNoEntry) id = prefixes_.child_with(parent, keys, chunk);
     }
-    if (id != kNoEntry && map_[id].usable_from <= step.usable_from) {
+    if (id != kNoEntry && prefixes_[id].usable_from <= step.usable_from) {
       *anchor = id;
     } else {
       steps.push_back(step);
     }
-    key = step.key;
   }
   if (*anchor != kNoEntry) {
     renew(*anchor, options);
@@ -143,18 +154,19 @@ int StoreEngine::write_step(const Step& step, uint32_t area, uint64_t tenant,
 
 // Shorter tails whose tokens the new entry has too: it serves every prefix that they served.
 void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens) {
-  const Entry& entry = map_[id];
+  const Entry& entry = prefixes_[id];
   const auto chunk = tokens.subspan(entry.num_tokens - entry.count, entry.count);
   std::unordered_map<uint32_t, Digest> keys;
-  for (EntryId sibling = map_[parent].first_child; sibling != kNoEntry;) {
-    const Entry& other = map_[sibling];
+  for (EntryId sibling = prefixes_[parent].first_child; sibling != kNoEntry;) {
+    const Entry& other = prefixes_[sibling];
     const EntryId next = other.next_sibling;
     if (sibling != id && other.count < entry.count && other.leases == 0 && !other.pinned &&
         other.usable_from >= entry.usable_from) {
       auto [found, is_new] = keys.try_emplace(other.count);
       if (is_new) {
-        found->second = chain_key(map_[parent].key, map_[parent].num_tokens + other.count,
-                                  chunk.first(other.count));
+        const Entry& before = prefixes_[parent];
+        found->second =
+            chain_key(before.key, before.num_tokens + other.count, chunk.first(other.count));
       }
       if (found->second == other.key) free_entry(sibling);
     }
@@ -167,29 +179,23 @@ void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const in
 bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
                           const PutOptions& options, std::span<const int32_t> tokens) {
   const EntryId parent =
-      step.begin == 0 ? map_.root(step.parent) : map_.find(step.begin, step.parent);
+      step.begin == 0 ? prefixes_.root(step.parent) : prefixes_.find(step.begin, step.parent);
   if (parent == kNoEntry) return false;
   const int64_t time = now();
-  EntryId id = map_.find(step.begin + step.count, step.key);
+  EntryId id = prefixes_.find(step.begin + step.count, step.key);
   if (id != kNoEntry) {
-    Entry& entry = map_[id];
+    Entry& entry = prefixes_[id];
     if (entry.usable_from <= step.usable_from) return false;  // another thread was faster
     // The same prefix with more of its windows: what continues it stays.
     AreaRow freed;
     freed.area = entry.area;
     freed.sequence = ++sequence_;
     freed.used_ms = time;
-    open_batch_.changes.areas.push_back(freed);
-    open_batch_.freed.push_back(entry.area);
-    by_area_[entry.area] = kNoEntry;
-    if (by_area_.size() <= area) by_area_.resize(area + 1, kNoEntry);
-    by_area_[area] = id;
-    entry.area = area;
-    entry.header_crc = header_crc;
-    entry.usable_from = step.usable_from;
-    entry.sequence = ++sequence_;
+    commits_.add(freed);
+    commits_.free(entry.area);
+    prefixes_.move(id, area, header_crc, step.usable_from, ++sequence_);
     entry.leases = 0;  // hits of the old slot do not know this one
-    entry.batch = open_number_;
+    entry.batch = commits_.open_number();
   } else {
     Entry entry;
     entry.key = step.key;
@@ -200,14 +206,14 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
     entry.usable_from = step.usable_from;
     entry.tenant = tenant;
     entry.sequence = ++sequence_;
-    entry.batch = open_number_;
+    entry.batch = commits_.open_number();
     entry.created_ms = entry.used_ms = time;
     entry.expires_ms = options.ttl_ms == 0 ? 0 : time + options.ttl_ms;
     entry.pinned = options.pin;
-    id = add_entry(entry, parent);
+    id = prefixes_.add(entry, parent);
   }
-  open_batch_.changes.areas.push_back(row_of(map_[id]));
-  renew(map_[id].parent, options);
+  commits_.add(prefixes_.row_of(prefixes_[id]));
+  renew(prefixes_[id].parent, options);
   drop_superseded(id, parent, tokens);
   touch(id);
   ++stats_.puts;
@@ -215,25 +221,28 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
   return true;
 }
 
-void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
-                             std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
-                             const PutOptions& options) {
-  for (int attempt = 0; attempt < kAttempts && failure_.empty(); ++attempt) {
+void StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
+                             std::span<const TensorPlane> planes, const PutOptions& options) {
+  const std::span<const int32_t> tokens = keys.tokens();
+  for (int attempt = 0; attempt < kAttempts && commits_.failure().empty(); ++attempt) {
     EntryId anchor;
-    const std::vector<Step> steps = plan(root, tokens, planes, options, &anchor);
+    const std::vector<Step> steps = plan(keys, planes, options, &anchor);
     if (steps.empty()) return;
-    const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : map_[anchor].sequence;
-    if (anchor != kNoEntry) ++map_[anchor].leases;
+    const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : prefixes_[anchor].sequence;
+    if (anchor != kNoEntry) ++prefixes_[anchor].leases;
     const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
-    std::vector<int> results(areas.size(), 0);
+    std::vector<int> results(areas.size(), -EINTR);
     std::vector<uint32_t> crcs(areas.size(), 0);
     lock.unlock();
-    parallel_items(areas.size(), options_.io_threads, [&](size_t i) {
+    const auto write = [&](size_t i) {
       thread_local StagingBuffer staging;
       results[i] = write_step(steps[i], areas[i], tenant, tokens, planes, staging, &crcs[i]);
-    });
+    };
+    parallel_items(areas.size(), options_.io_threads, write, options.goes_on);
     lock.lock();
-    if (anchor != kNoEntry && map_.holds(anchor, anchor_sequence)) --map_[anchor].leases;
+    if (anchor != kNoEntry && prefixes_.holds(anchor, anchor_sequence)) {
+      --prefixes_[anchor].leases;
+    }
     bool is_open = true, disk_is_full = false;
     for (size_t i = 0; i < areas.size(); ++i) {
       is_open = is_open && results[i] == 0;
@@ -253,24 +262,24 @@ void StoreEngine::put_locked(Lock& lock, const Digest& root, uint64_t tenant,
 }
 
 // Makes durable what is stored of the tokens, in strict mode, and says how much that is.
-uint64_t StoreEngine::acknowledge(Lock& lock, const Digest& root, std::span<const int32_t> tokens) {
-  const auto last_batch = [&](const Chain& chain) {
+uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys) {
+  const auto last_batch = [&](const PrefixChain& chain) {
     uint64_t batch = 0;
-    for (const auto& [id, take] : chain.parts) batch = std::max(batch, map_[id].batch);
+    for (const auto& [id, take] : chain.parts) batch = std::max(batch, prefixes_[id].batch);
     return batch;
   };
-  Chain chain = walk(root, tokens);
+  PrefixChain chain = prefixes_.longest(keys);
   uint64_t stored = chain.num_tokens;
   if (!options_.relaxed) {
-    commit(lock, last_batch(chain));
-    chain = walk(root, tokens);
+    commits_.commit(lock, last_batch(chain));
+    chain = prefixes_.longest(keys);
     stored = 0;
     for (const auto& [id, take] : chain.parts) {
-      if (map_[id].batch > committed_) break;
+      if (!commits_.is_durable(prefixes_[id].batch)) break;
       stored += take;
     }
   }
-  if (stored < tokens.size()) ++stats_.declined;
+  if (stored < keys.tokens().size()) ++stats_.declined;
   return stored;
 }
 
@@ -278,12 +287,13 @@ uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
                           std::span<const TensorPlane> planes, const PutOptions& options) {
   check_token_ids(tokens);
   check_planes(planes, 0, layout_.shape.num_layers, tokens.size(), false);
-  const Digest root_of_scope = root(scope);
+  PrefixKeys keys = keys_of(root(scope), tokens);
+  keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);
   require_writer();
   const Activity activity(*this, lock);
-  put_locked(lock, root_of_scope, tenant_id(scope.salt), tokens, planes, options);
-  return acknowledge(lock, root_of_scope, tokens);
+  put_locked(lock, keys, tenant_id(scope.salt), planes, options);
+  return acknowledge(lock, keys);
 }
 
 }  // namespace lmdecode::store

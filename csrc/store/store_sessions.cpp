@@ -31,17 +31,17 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
                                 std::to_string(tokens.size()));
   }
   check_planes(planes, 0, layout_.shape.num_layers, num_computed, false);
-  const Digest root_of_scope = root(scope);
+  PrefixKeys keys = keys_of(root(scope), tokens.first(num_computed));
+  keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);
   require_writer();
   const Activity activity(*this, lock);
-  const auto computed = tokens.first(num_computed);
-  put_locked(lock, root_of_scope, tenant_id(scope.salt), computed, planes, options);
-  record_session(lock, root_of_scope, tenant_id(scope.salt), name, tokens);
-  const uint64_t batch = open_number_;
-  const uint64_t stored = acknowledge(lock, root_of_scope, computed);
+  put_locked(lock, keys, tenant_id(scope.salt), planes, options);
+  record_session(lock, keys.root(), tenant_id(scope.salt), name, tokens);
+  const uint64_t batch = commits_.open_number();
+  const uint64_t stored = acknowledge(lock, keys);
   // Not the session's tokens: then nothing is acknowledged.
-  return options_.relaxed || commit(lock, batch) ? stored : 0;
+  return options_.relaxed || commits_.commit(lock, batch) ? stored : 0;
 }
 
 void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant,
@@ -64,7 +64,7 @@ void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant
   row.unchanged = static_cast<size_t>(end.first - tokens.begin());
   row.tokens.assign(tokens.begin(), tokens.end());
   known->second = row.tokens;
-  open_batch_.changes.sessions.push_back(std::move(row));
+  commits_.add(std::move(row));
 }
 
 bool StoreEngine::write_session(const Scope& scope, const std::string& name,
@@ -73,21 +73,21 @@ bool StoreEngine::write_session(const Scope& scope, const std::string& name,
   Lock lock(mutex_);
   require_writer();
   const Activity activity(*this, lock);
-  if (!failure_.empty()) return false;
+  if (!commits_.failure().empty()) return false;
   record_session(lock, root(scope), tenant_id(scope.salt), name, tokens);
-  return options_.relaxed || commit(lock, open_number_);
+  return options_.relaxed || commits_.commit(lock);
 }
 
 bool StoreEngine::remove_session(const Scope& scope, const std::string& name) {
   const Digest root_of_scope = root(scope);
   Lock lock(mutex_);
   require_writer();
-  if (!failure_.empty()) return false;
+  if (!commits_.failure().empty()) return false;
   sessions_.erase({root_of_scope, name});
   SessionRow row{.root = root_of_scope, .name = name};
   row.removed = true;
-  open_batch_.changes.sessions.push_back(std::move(row));
-  return commit(lock, open_number_);
+  commits_.add(std::move(row));
+  return commits_.commit(lock);
 }
 
 std::vector<SessionRow> StoreEngine::list_sessions() {

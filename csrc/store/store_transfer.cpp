@@ -122,7 +122,8 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   const Activity activity(*this, lock);
   lock.unlock();
   StagingBuffer staging;
-  for (size_t i = 0; i < rows.size() && progress(i, rows.size()); ++i) {
+  bool goes_on = true;
+  for (size_t i = 0; i < rows.size() && (goes_on = progress(i, rows.size())); ++i) {
     const HitPart part = part_of(rows[i]);
     const auto image = staging.resized(layout_.image_bytes(part.count));
     bool whole = slabs_->read(part.area, 0, image.data(), image.size()) == 0;
@@ -135,8 +136,8 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
     if (whole) continue;
     const Lock relock(mutex_);
     refresh();
-    const EntryId id = part.area < by_area_.size() ? by_area_[part.area] : kNoEntry;
-    if (id == kNoEntry || map_[id].sequence != part.sequence) continue;  // evicted meanwhile
+    const EntryId id = prefixes_.at(part.area);
+    if (id == kNoEntry || prefixes_[id].sequence != part.sequence) continue;  // evicted meanwhile
     report.damage.push_back("slot " + std::to_string(part.area) + ", prefix of " +
                             std::to_string(part.num_tokens) + " tokens, key " + hex(part.key));
     ++stats_.damaged;
@@ -144,6 +145,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   }
   lock.lock();
   for (const SessionRow& session : sessions) {
+    if (!goes_on) break;
     wait_for_commit(lock);
     ++report.sessions;
     try {
@@ -152,7 +154,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
       report.damage.push_back("session '" + session.name + "': " + error.what());
     }
   }
-  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  if (!options_.readonly && commits_.has_changes()) commits_.commit(lock);
   lock.unlock();
   progress(rows.size(), rows.size());
   return report;
@@ -170,7 +172,7 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
   Lock lock(mutex_);
   check_usable();
   const Activity activity(*this, lock);
-  if (!options_.readonly && !open_batch_.changes.empty()) commit(lock, open_number_);
+  if (!options_.readonly && commits_.has_changes()) commits_.commit(lock);
   wait_for_commit(lock);
   // What the copied index lists, and not what the map holds: others may have changed that since.
   index_->read_areas(0, [&](const AreaRow& row) {
@@ -216,11 +218,11 @@ std::vector<AreaRow> StoreEngine::chain_rows(const Scope& scope, const std::stri
   if (!tokens.has_value()) {
     throw std::invalid_argument("export: there is no session '" + session + "'");
   }
-  const Digest root_of_scope = root(scope);
+  PrefixKeys keys = keys_of(root(scope), *tokens);
   const Lock lock(mutex_);
   std::vector<AreaRow> rows;
-  for (const auto& [id, take] : walk(root_of_scope, *tokens).parts) {
-    rows.push_back(row_of(map_[id]));
+  for (const auto& [id, take] : prefixes_.longest(keys).parts) {
+    rows.push_back(prefixes_.row_of(prefixes_[id]));
   }
   return rows;
 }
@@ -349,8 +351,8 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
     const uint32_t kind = go_on ? in.record(slot_bytes_, &content) : 0;
     lock.lock();
     require_writer();
-    if (!failure_.empty()) {
-      throw StoreError(ErrorKind::kUnusable, "import: the store no longer writes: " + failure_);
+    if (const std::string& failure = commits_.failure(); !failure.empty()) {
+      throw StoreError(ErrorKind::kUnusable, "import: the store no longer writes: " + failure);
     }
     if (!go_on) break;
     if (kind == kEndRecord) {
@@ -366,7 +368,7 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
       import_session(lock, content);
     }
   }
-  if (!open_batch_.changes.empty() && !commit(lock, open_number_)) {
+  if (commits_.has_changes() && !commits_.commit(lock)) {
     throw StoreError(ErrorKind::kInputOutput, "import: cannot be made durable", EIO);
   }
   return added;

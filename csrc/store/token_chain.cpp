@@ -24,13 +24,23 @@ Digest chain_key(const Digest& parent, uint64_t num_tokens, std::span<const int3
   return hash.finish();
 }
 
-Digest prefix_key(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens) {
-  Digest key = root;
-  for (size_t begin = 0; begin < tokens.size(); begin += chunk_tokens) {
-    const size_t count = std::min<size_t>(chunk_tokens, tokens.size() - begin);
-    key = chain_key(key, begin + count, tokens.subspan(begin, count));
+std::span<const int32_t> PrefixKeys::chunk(size_t index) const {
+  const size_t begin = index * chunk_tokens_;
+  return tokens_.subspan(begin, std::min<size_t>(chunk_tokens_, tokens_.size() - begin));
+}
+
+const Digest& PrefixKeys::operator[](size_t index) {
+  while (keys_.size() <= index) {
+    const size_t next = keys_.size();
+    const auto tokens = chunk(next);
+    keys_.push_back(
+        chain_key(next == 0 ? root_ : keys_.back(), next * chunk_tokens_ + tokens.size(), tokens));
   }
-  return key;
+  return keys_[index];
+}
+
+Digest prefix_key(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens) {
+  return PrefixKeys(root, tokens, chunk_tokens).whole();
 }
 
 uint64_t tenant_id(const std::string& salt) {

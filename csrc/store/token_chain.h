@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "store/sha256.h"
 
@@ -22,6 +23,30 @@ Digest root_key(const std::string& fingerprint, uint32_t chunk_tokens, const Sco
 // Key of the prefix of `num_tokens` tokens whose last ones are `tokens`; `parent` is the key of the
 // prefix before them.
 Digest chain_key(const Digest& parent, uint64_t num_tokens, std::span<const int32_t> tokens);
+
+// The keys of some tokens' prefixes: of all that end with a full chunk, and of the whole. Each
+// chunk is hashed once, when its key or a later one is first asked for.
+class PrefixKeys {
+ public:
+  PrefixKeys(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens)
+      : root_(root), tokens_(tokens), chunk_tokens_(chunk_tokens) {}
+
+  const Digest& root() const { return root_; }
+  std::span<const int32_t> tokens() const { return tokens_; }
+  // Chunks; the last one may be short.
+  size_t size() const { return (tokens_.size() + chunk_tokens_ - 1) / chunk_tokens_; }
+  std::span<const int32_t> chunk(size_t index) const;
+  // Key of the prefix that ends with a chunk.
+  const Digest& operator[](size_t index);
+  const Digest& before(size_t index) { return index == 0 ? root_ : (*this)[index - 1]; }
+  const Digest& whole() { return before(size()); }
+
+ private:
+  const Digest root_;
+  const std::span<const int32_t> tokens_;
+  const uint32_t chunk_tokens_;
+  std::vector<Digest> keys_;  // of the leading chunks
+};
 
 // Key of a whole prefix: full chunks, then what is left.
 Digest prefix_key(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens);

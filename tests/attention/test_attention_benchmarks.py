@@ -1,56 +1,31 @@
 """The benchmarks of attention run, and their peers do the same work; nothing about speed."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import lmdecode
+from tests.support.benchmark_runs import needs_benchmarks, run_benchmarks
 
 pytest.importorskip("tqdm")
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
-)
+pytestmark = needs_benchmarks
 
 
-@pytest.fixture(autouse=True)
-def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sliding_window_attention", "sliding_window_decode"])
 def test_quick_run(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, "--quick"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+    done = run_benchmarks(name, "--quick")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "bf16" in line]
     assert len(rows) == 1 and rows[0].count("x |") >= 3, done.stdout
 
 
+@pytest.mark.slow
 def test_quick_run_of_generate() -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "prompt and 2 tokens", "--quick"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+    done = run_benchmarks("prompt and 2 tokens", "--quick")
     assert done.returncode == 0, done.stderr
     assert re.search(r"256 tokens, f32: lmdecode \d+ MB, sdpa \d+ MB, eager \d+ MB\.", done.stdout)
     row = next(line for line in done.stdout.splitlines() if line.startswith("| prompt and 2"))

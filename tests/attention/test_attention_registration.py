@@ -1,6 +1,5 @@
 """The attention ops as torch wants them: opcheck, torch.compile, export, fakes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ import lmdecode
 OPS = torch.ops.lmdecode
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The processors of ``log_softmax_top_k``: the reference, transformers' own, and the rules."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,8 @@ from transformers.generation import logits_process
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from lmdecode.reference.beam import log_softmax_row
-from tests.support.cases import BeamCase, assert_same_bits, beam_cases, bits
+from tests.support.cases import BeamCase, assert_same_bits, beam_cases
+from tests.support.digests import digest_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -409,14 +409,11 @@ def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:
 
 def digest() -> str:
     """Digest every output bit of many calls on the CPU."""
-    result = hashlib.sha256()
-    for case in (
+    cases = (
         *beam_cases(15, 500, processors=True),
         *beam_cases(16, 120, vocab_sizes=(1000, 4099, 32000), processors=True),
-    ):
-        for field in case.call(log_softmax_top_k):
-            result.update(bits(field.contiguous()).numpy().tobytes())
-    return result.hexdigest()
+    )
+    return digest_of(case.call(log_softmax_top_k) for case in cases)
 
 
 @pytest.fixture(scope="module")

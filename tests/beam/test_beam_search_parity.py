@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 import lmdecode
 from lmdecode import beam_parameters, new_beam_state
-from lmdecode.reference import beam_search as reference
+from lmdecode.reference import beam_rules as reference
 
 VOCAB = 50
 

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_tokens_are_those_of_ctranslate2(num_beams: int) -> None:
-    from benchmarks.decoder.bench_decoding import _model
+    from benchmarks.decoder.bench_decoding import make_model
     from benchmarks.decoder.ctranslate2_peer import translator
 
-    model = _model(2, 64, 200)
+    model = make_model(2, 64, 200)
     ids = torch.randint(1, 199, (3, 8), generator=torch.Generator().manual_seed(2))
     ours = lmdecode.Decoding.from_pretrained(model).generate(
         input_ids=ids,

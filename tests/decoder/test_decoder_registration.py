@@ -11,8 +11,8 @@ from torch.library import opcheck
 import lmdecode
 from lmdecode import BeamRequest
 from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.state import new_token_rules
 from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.random_decoder import random_decoder
 

@@ -223,3 +223,38 @@ def test_the_last_token_needs_no_distance() -> None:
     assert batch.run()[0].sequences.shape == (1, 8)
     with pytest.raises(ValueError, match=r"capacity is 9; expected at most 8: .* 7 distances"):
         lmdecode.Decoding(config, weights).batch(**sizes | dict(capacity=9))
+
+
+def test_cancel() -> None:
+    """The others go on as if it had never been there, and its place and its id are free."""
+    decoding = lmdecode.Decoding(*random_decoder("post_norm"))
+    pairs = list(zip(REQUESTS, memories(), strict=True))
+    alone = []
+    for arguments, memory in pairs:
+        batch = decoding.batch(**{**SIZES, "max_requests": 1})
+        batch.add(BeamRequest(**arguments), memory)
+        alone += batch.run()
+    batch = decoding.batch(**SIZES)
+    for number in (0, 3, 4):
+        batch.add(BeamRequest(**pairs[number][0], request_id=number), pairs[number][1])
+    batch.step(2)
+    batch.cancel(3)
+    assert batch.running == (0, 4) and batch.free_places == 1
+    batch.add(BeamRequest(**pairs[1][0], request_id=3), pairs[1][1])
+    results = {result.request_id: result for result in batch.run()}
+    assert results.keys() == {0, 3, 4} and not batch.running
+    for request_id, number in ((0, 0), (3, 1), (4, 4)):
+        same(results[request_id], alone[number])
+
+
+def test_cancel_what_does_not_run() -> None:
+    batch = lmdecode.Decoding(*random_decoder("post_norm")).batch(**SIZES)
+    batch.add(BeamRequest(**REQUESTS[0], request_id="a"), memories()[0])
+    with pytest.raises(ValueError, match=r"cancel: request_id is 'b'; expected one .*: \['a'\]"):
+        batch.cancel("b")
+    batch.run()
+    with pytest.raises(ValueError, match=r"cancel: request_id is 'a'; expected one .*: \[\]"):
+        batch.cancel("a")
+    batch.add(BeamRequest(**REQUESTS[0], request_id="b"), memories()[0])
+    batch.cancel("b")
+    assert batch.run() == [] and batch.free_places == SIZES["max_requests"]

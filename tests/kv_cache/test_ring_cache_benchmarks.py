@@ -1,37 +1,19 @@
 """The benchmark of ring caches runs, and its peers do the same work; nothing about speed."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.support.benchmark_runs import needs_benchmarks, run_benchmarks
 
 pytest.importorskip("tqdm")
 pytest.importorskip("transformers", minversion="5.0")
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
-)
+pytestmark = needs_benchmarks
 
 
-@pytest.fixture(autouse=True)
-def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
+@pytest.mark.slow
 def test_quick_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "ring cache/", "--quick"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+    done = run_benchmarks("ring cache/", "--quick")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| update")]
     assert len(rows) == 4 and all(row.count("x |") == 3 for row in rows), done.stdout

@@ -1,38 +1,24 @@
 """The benchmark of linear layers runs, and its peers do the same work; nothing about speed."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.benchmark_runs import needs_benchmarks, run_benchmarks
 
 pytest.importorskip("tqdm")
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
-)
+pytestmark = needs_benchmarks
 
 
+@pytest.mark.slow
 def test_quick_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "packed_linear", "--quick"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+    done = run_benchmarks("packed_linear", "--quick")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "int8" in line]
     assert len(rows) == 2 and all(row.count("x |") >= 1 for row in rows), done.stdout
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
-def test_peers_do_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+def test_peers_do_the_same(dtype: str) -> None:
     from benchmarks.linear import bench_packed_linear as bench
 
     sizes = dict(rows=5, inputs=70, outputs=130, dtype=dtype, threads=None)
@@ -45,8 +31,7 @@ def test_peers_do_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_peers_of_norms_do_the_same(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+def test_peers_of_norms_do_the_same(norm: str) -> None:
     from benchmarks.linear import bench_norms as bench
 
     ours, _, peer = bench._contestants(True, norm=norm, rows=5, size=70)

@@ -7,6 +7,8 @@ from torch.library import opcheck
 
 import lmdecode
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 OPS = torch.ops.lmdecode
 GENERATOR = torch.Generator().manual_seed(0)
 X, WEIGHT, BIAS = (torch.randn(shape, generator=GENERATOR) for shape in ((5, 30), (20, 30), (20,)))
@@ -31,7 +33,6 @@ def test_opcheck_norms() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_compile(dtype: str) -> None:
-    torch._dynamo.reset()
     layer = lmdecode.PackedLinear(WEIGHT, BIAS, dtype=dtype)
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,20 @@ def test_nothing_is_unpickled() -> None:
         assert not any(name == "load" and "torch" in names for name in names), path
 
 
+def test_the_types_of_the_compiled_part_name_what_it_has() -> None:
+    from lmdecode import _store
+
+    package = Path(lmdecode.store.__file__).parents[1]
+    types = ast.parse((package / "_store.pyi").read_text())
+    classes = {node.name: node for node in types.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in types.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in vars(_store) if name[0] != "_"} == {*classes, *functions}
+    for name, node in classes.items():
+        listed = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        has = {each for each in vars(getattr(_store, name)) if each[0] != "_"}
+        assert listed - {"__init__"} == has, name
+
+
 def test_a_build_without_the_store_says_so() -> None:
     code = """
 import importlib.util

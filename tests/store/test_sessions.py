@@ -165,6 +165,15 @@ def test_a_long_session(open_store: Open) -> None:
     assert open_store().session("long").tokens == tokens
 
 
+def test_a_long_name(open_store: Open) -> None:
+    store = open_store()
+    for name in ("n" * 300, "\u00e9" * 200):
+        session = store.session(name)
+        session.step(A)
+        session.commit(cache(A))
+    assert sorted(store.sessions()) == [("n" * 300, 10), ("\u00e9" * 200, 10)]
+
+
 def test_wrong_commits(open_store: Open) -> None:
     session = open_store().session("a")
     session.step(A[:3])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_cases import Open, cache, fingerprint, same
 
-from lmdecode.store import Fingerprint, FingerprintMismatchError, StoreDamagedError
+from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, StoreDamagedError
 from lmdecode.store.__main__ import main
 
 A, B = list(range(30)), [1, 2, 3, 4]
@@ -180,6 +181,39 @@ def test_commands_move_a_store(
     assert filled(path=tmp_path / "new", chunk_tokens=None).session("b").tokens == B
     assert main(["gc", folder]) == 0
     assert filled().lookup(A).num_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("20480", 20480), ("20k", 20 << 10), ("20K", 20 << 10), ("0.5M", 1 << 19), ("1G", 1 << 30),
+     ("2T", 2 << 40)],
+)  # fmt: skip
+def test_the_import_command_takes_sizes_with_units(
+    filled: Open, tmp_path: Path, size: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled().export(tmp_path / "file")
+    given: list[object] = []
+    import lmdecode.store.__main__ as commands
+
+    class Store(KVStore):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.append(options["capacity_bytes"])
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(commands, "KVStore", Store)
+    assert main(["import", str(tmp_path / "new"), str(tmp_path / "file"), "--capacity", size]) == 0
+    assert given == [num_bytes]
+
+
+@pytest.mark.parametrize("size", ["", "G", "1X", "-1G", "1.5", "1 GB", "nan"])
+def test_the_import_command_refuses_what_is_no_size(
+    tmp_path: Path, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["import", str(tmp_path / "new"), str(tmp_path / "file"), f"--capacity={size}"])
+    assert done.value.code == 2
+    text = capsys.readouterr().err
+    assert f"{size!r} is no size; expected a number of bytes, or a number with k, M, G" in text
 
 
 def test_the_import_command_refuses_another_fingerprint(

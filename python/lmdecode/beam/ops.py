@@ -297,7 +297,7 @@ def beam_step(
     reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and good
     enough for a place; ranked lower, it is dropped. The others are the next beams. Then the search
     may be done. ``rules`` says what differs between the systems that are mirrored, see
-    docs/beam_ops.md. The state is changed in place; nothing waits for the device.
+    docs/reference/beam.md. The state is changed in place; nothing waits for the device.
 
     Parameters
     ----------

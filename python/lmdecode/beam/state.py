@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import MAX_INT, check_int, is_int
+from lmdecode.beam.types import NO_WORST_SCORE
 
 __all__ = [
     "DECISIONS",
@@ -241,7 +242,7 @@ def new_beam_state(
         hypothesis_lengths=full((slots, num_hypotheses), 0, torch.int64),
         hypothesis_scores=full((slots, num_hypotheses), 0.0, torch.float64),
         hypothesis_numbers=full((slots, num_hypotheses), -1, torch.int64),
-        worst_scores=full((slots,), 1e9, torch.float64),
+        worst_scores=full((slots,), NO_WORST_SCORE, torch.float64),
         done=full((slots,), 0, torch.uint8),
         status=full((slots,), 0, torch.uint8),
     )

@@ -17,6 +17,13 @@ STATUS_CAPACITY = 16  # its sequences were full (CUDA; on the CPU an error)
 # what must not be chosen: such a beam exists in name only. Sums with it stay below the bound.
 UNUSED_BEAM_SCORE = -1.0e9
 REAL_BEAM_SCORE_BOUND = -1.0e8
+# transformers 4 goes on with candidates of score -inf where there are no others; for the rules
+# "scorer" they get this score, which is far below all others and which no log-probability changes.
+# Sums with it, even where a length penalty divides them, stay below the bound.
+MISSING_CANDIDATE_SCORE = -3.0e38
+REAL_CANDIDATE_SCORE_BOUND = -1.0e25
+# Of the worst of no hypotheses.
+NO_WORST_SCORE = 1.0e9
 
 
 class BeamCandidates(NamedTuple):

@@ -3,7 +3,8 @@
 
 Names, order and meaning of the arguments are those of the CANN documentation; the work is done by
 ``lmdecode.top_k_top_p_sample`` in the dialects ``ascend_v1``, ``ascend_v2`` and
-``ascend_v2_probabilities``. docs/sampling.md has the rules in which these differ from the others.
+``ascend_v2_probabilities``. docs/reference/sampling.md has the rules in which these differ from
+the others.
 """
 
 from __future__ import annotations

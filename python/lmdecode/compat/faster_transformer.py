@@ -1,7 +1,8 @@
 """The ``decoder`` and ``decoding`` ops of FasterTransformer v2.0, by their contract, on the CPU.
 
-Tensors, weights and results are those of its TensorFlow ops; docs/decoder.md has the contract, and
-what of that version's faults and limits is not here. Kernels are ``[in, out]``: ``x @ kernel``.
+Tensors, weights and results are those of its TensorFlow ops; docs/reference/decoder.md has the
+contract, and what of that version's faults and limits is not here. Kernels are ``[in, out]``:
+``x @ kernel``.
 ``gather_tree`` is that of ``lmdecode``: it takes what ``decoding`` returns, parents modulo the beam
 width, as [max_seq_len, batch_size, beam_width].
 """

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int
+from lmdecode.beam.engine.plan import RunningSearch
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
+from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
+from lmdecode.beam.engine.request_rules import token_rules_of_request
+from lmdecode.beam.engine.results import beam_result
+from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize
-from lmdecode.beam.state import EARLY_STOPPING, beam_parameters, new_beam_state
+from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.token_rules import ALWAYS, new_token_rules, write_token_rules
 from lmdecode.decoder.checks import check_floats
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.state import ALWAYS, new_token_rules
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingBatch"]
 
 _OP = "DecodingBatch"
-_NO_BEAM = -1.0e9  # where transformers starts every beam but the first
 
 
 def _size(name: str, value: object, least: int = 1) -> int:
@@ -43,6 +47,10 @@ class DecodingBatch:
         longest memory. Memory for all of them is set aside at once.
     max_end_tokens, max_suppressed : int
         The longest lists that a request may have of these.
+    generation_config : transformers.GenerationConfig, optional
+        How ``add`` searches for a prompt that comes without one.
+    request_of_config : callable, optional
+        Makes a request of a prompt and a config; ``Decoding.batch`` has it.
 
     Raises
     ------
@@ -60,6 +68,8 @@ class DecodingBatch:
         source: int,
         max_end_tokens: int = 4,
         max_suppressed: int = 64,
+        generation_config: Any = None,
+        request_of_config: Callable[[Any, Any], BeamRequest] | None = None,
     ) -> None:
         _size("max_requests", max_requests)
         _size("num_beams", num_beams)
@@ -79,6 +89,7 @@ class DecodingBatch:
         self._decoder = decoder
         self._source = source
         self._max_suppressed = max_suppressed
+        self._generation_config, self._request_of_config = generation_config, request_of_config
         state = new_beam_state(max_requests, num_beams, capacity, keep_log_probs=True,
                                keep_beam_indices=True)  # fmt: skip
         state.done.fill_(1)  # places without a request
@@ -93,16 +104,14 @@ class DecodingBatch:
             source,
             num_candidates=max(2, 1 + max_end_tokens) * num_beams,
         )
-        self._running: dict[int, BeamRequest] = {}
-        self._ids: dict[int, Hashable] = {}
-        self._steps: dict[int, int] = {}
+        self._running: dict[int, RunningSearch] = {}  # by slots, in the order of adding
         self._finished: list[BeamResult] = []
-        self._numbers = itertools.count()
+        self._ids = RequestIds()  # of both
 
     @property
     def running(self) -> tuple[Hashable, ...]:
         """The requests that have not ended."""
-        return tuple(self._ids[slot] for slot in self._running)
+        return tuple(search.request_id for search in self._running.values())
 
     @property
     def free_places(self) -> int:
@@ -110,9 +119,7 @@ class DecodingBatch:
         return self._searches.state.done.shape[0] - len(self._running)
 
     def _check(self, request: BeamRequest, memory: Tensor) -> None:
-        if not isinstance(request, BeamRequest):
-            kind = type(request).__name__
-            raise TypeError(f"{_OP}.add: request is of type {kind}; expected a BeamRequest")
+        self._ids.check(f"{_OP}.add", request)
         state, parameters = self._searches.state, self._searches.parameters
         if not self.free_places:
             raise ValueError(f"{_OP}.add: {len(self._running)} requests run; expected a free place")
@@ -160,15 +167,20 @@ class DecodingBatch:
                 f"expected at most {self._source}"
             )
 
-    def add(self, request: BeamRequest, memory: Tensor) -> Hashable:
+    def add(self, request: Any, memory: Tensor, *, generation_config: Any = None) -> Hashable:
         """Add a request; its search begins with the next step.
 
         Parameters
         ----------
-        request : BeamRequest
-            Without groups, ``coverage_penalty`` and ``logit_bias``, with the rules "generate".
+        request : BeamRequest, or sequence of int, Tensor or None
+            Without groups, ``coverage_penalty`` and ``logit_bias``, with the rules "generate". With
+            a ``generation_config``, here or of the batch, the prompt of the decoder alone, [length]
+            token ids; None is its start token.
         memory : Tensor
             [source, memory_size]: what the encoder gives for it, without padding.
+        generation_config : transformers.GenerationConfig, optional
+            How to search, for a prompt: as ``generate()`` does with it, and with that of the
+            ``Decoding``'s model for what is None in it.
 
         Returns
         -------
@@ -180,62 +192,42 @@ class DecodingBatch:
         ValueError, TypeError
             Names what does not fit; nothing has been changed then.
         """
+        if generation_config is not None and isinstance(request, BeamRequest):
+            raise TypeError(
+                f"{_OP}.add: request is a BeamRequest; expected a prompt beside generation_config"
+            )
+        if generation_config is None:
+            generation_config = self._generation_config
+        if generation_config is not None and not isinstance(request, BeamRequest):
+            if self._request_of_config is None:
+                raise ValueError(f"{_OP}: generation_config is given; expected Decoding.batch()")
+            request = self._request_of_config(request, generation_config)
         self._check(request, memory)
-        request_id = request.request_id
-        taken = {*self._ids.values(), *(result.request_id for result in self._finished)}
-        if request_id is None:
-            request_id = next(number for number in self._numbers if number not in taken)
-        elif request_id in taken:
-            raise ValueError(f"{_OP}.add: request_id {request_id!r} is in use; expected another")
         slot = next(
             slot for slot in range(len(self._searches.state.done)) if slot not in self._running
         )
         memory = memory.detach().to(device="cpu", dtype=torch.float32)
-        self._searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([slot]))
-        self._write(slot, request)
-        self._running[slot], self._ids[slot], self._steps[slot] = request, request_id, 0
+        searches, vocab_size = self._searches, self._decoder.config.vocab_size
+        searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([slot]))
+        begin_search(searches.state, searches.parameters, slot, request)
+        write_token_rules(searches.token_rules, slot, token_rules_of_request(request, vocab_size))
+        request_id = self._ids.new(request)
+        self._ids.add(request_id)
+        self._running[slot] = RunningSearch(request, request_id, [slot])
         return request_id
 
-    def _write(self, slot: int, request: BeamRequest) -> None:
-        searches, prompt = self._searches, torch.tensor(request.prompt_ids)
-        state, parameters, rules = searches.state, searches.parameters, searches.token_rules
-        for name, value in (
-            ("num_beams", request.num_beams),
-            ("num_hypotheses", request.num_hypotheses),
-            ("prompt_lengths", len(prompt)),
-            ("max_lengths", request.max_length),
-            ("length_penalty", request.length_penalty),
-            ("early_stopping", EARLY_STOPPING[request.early_stopping]),
-            ("pad_tokens", request.pad_token),
-        ):
-            getattr(parameters, name)[slot] = value
-        parameters.end_tokens[slot] = -1
-        ends = torch.tensor(request.eos_token_id, dtype=torch.int64)
-        parameters.end_tokens[slot, : len(ends)] = ends
-        rules.repetition_penalty[slot] = request.repetition_penalty
-        rules.no_repeat_ngram_size[slot] = request.no_repeat_ngram_size
-        rules.bans[slot] = -1
-        shortest = len(prompt) + request.min_new_tokens
-        bans = [[token, 0, shortest - 1, 0] for token in request.eos_token_id]
-        bans += [[token, 0, ALWAYS, 1] for token in request.suppress_tokens]
-        if bans:
-            rules.bans[slot, : len(bans)] = torch.tensor(bans)
-        rules.forced[slot] = -1
-        if request.forced_bos_token_id is not None:
-            rules.forced[slot, 0] = torch.tensor([1, request.forced_bos_token_id])
-        if request.forced_eos_token_id is not None:
-            last = request.max_length - 1
-            rules.forced[slot, 1] = torch.tensor([last, request.forced_eos_token_id])
-        state.sequences[slot, :, : len(prompt)] = prompt
-        state.log_probs[slot] = 0.0
-        state.beam_indices[slot] = -1
-        state.scores[slot] = _NO_BEAM
-        state.scores[slot, 0] = 0.0
-        state.lengths[slot] = len(prompt)
-        state.hypothesis_numbers[slot] = -1
-        state.worst_scores[slot] = 1e9
-        state.status[slot] = 0
-        state.done[slot] = 0
+    def cancel(self, request_id: Hashable) -> None:
+        """Drop a running request, without a result.
+
+        Raises
+        ------
+        ValueError
+            No such request is running.
+        """
+        number = position_of_request(f"{_OP}.cancel", request_id, self.running)
+        slot = list(self._running)[number]
+        self._leave(slot)
+        self._ids.discard(request_id)
 
     def step(self, max_steps: int = 1) -> tuple[Hashable, ...]:
         """Do steps, until ``max_steps`` or until a request has ended.
@@ -248,10 +240,10 @@ class DecodingBatch:
         _size("max_steps", max_steps)
         steps = self._searches.run(max_steps, stop_when_done=True)
         state, ended = self._searches.state, []
-        for slot in list(self._running):
-            self._steps[slot] += steps
+        for slot, search in list(self._running.items()):
+            search.steps += steps
             if int(state.done[slot]) or int(state.status[slot]):
-                ended.append(self._ids[slot])
+                ended.append(search.request_id)
                 self._finish(slot)
         return tuple(ended)
 
@@ -262,34 +254,31 @@ class DecodingBatch:
         return self.pop_finished()
 
     def _finish(self, slot: int) -> None:
-        request, state = self._running.pop(slot), self._searches.state
+        search, state = self._running[slot], self._searches.state
+        places = torch.tensor([slot])
         final = beam_finalize(
-            state,
-            self._searches.parameters,
-            request.num_return_sequences,
-            slots=torch.tensor([slot]),
+            state, self._searches.parameters, search.request.num_return_sequences, slots=places
         )
-        prompt = len(request.prompt_ids)
-        found = int((final.places[0] >= 0).sum())
-        lengths = final.lengths[0, :found]
-        longest = int(lengths.max()) if found else prompt
         self._finished.append(
-            BeamResult(
-                request_id=self._ids.pop(slot),
-                sequences=final.sequences[0, :found, :longest].clone(),
-                scores=final.scores[0, :found].clone(),
-                lengths=lengths.clone(),
-                log_probs=final.log_probs[0, :found, prompt:longest].clone(),
-                beam_indices=final.beam_indices[0, :found, prompt:longest].clone(),
-                groups=torch.zeros(found, dtype=torch.int64),
-                prompt_length=prompt,
-                num_steps=self._steps.pop(slot),
-                status=int(state.status[slot]),
+            beam_result(
+                search.request,
+                search.request_id,
+                final,
+                state.status[places],
+                state.hypothesis_scores.shape[1],
+                search.steps,
             )
         )
-        state.done[slot] = 1
+        self._leave(slot)
+
+    def _leave(self, slot: int) -> None:
+        """Let a place have no request."""
+        del self._running[slot]
+        self._searches.state.done[slot] = 1
 
     def pop_finished(self) -> list[BeamResult]:
         """Return the results of the requests that have ended since the last call, in order."""
         finished, self._finished = self._finished, []
+        for result in finished:
+            self._ids.discard(result.request_id)
         return finished

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
@@ -34,9 +35,10 @@ class Decoding:
     weights : DecoderWeights
         Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
     dtype : {"float32", "bfloat16", "int8"}
-        What linear weights are held and multiplied as; see docs/decoder.md. "float32" gives the
-        tokens of transformers; the others' scores are near, so that close tokens may differ. On a
-        device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are taken, too.
+        What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
+        gives the tokens of transformers; the others' scores are near, so that close tokens may
+        differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
+        taken, too.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
 
@@ -108,8 +110,19 @@ class Decoding:
         source: int,
         max_end_tokens: int = 4,
         max_suppressed: int = 64,
+        generation_config: Any = None,
     ) -> DecodingBatch:
         """Return a batch that requests come to and leave between steps; see there.
+
+        Parameters
+        ----------
+        max_requests, num_beams, capacity, source : int
+            Places; the most beams of a request; the most tokens of a sequence, prompt and new ones;
+            the most positions of a memory, which is what the encoder gives.
+        max_end_tokens, max_suppressed : int
+            The longest lists that a request may have of these.
+        generation_config : transformers.GenerationConfig, optional
+            How requests search that ``add`` is given as prompts.
 
         Raises
         ------
@@ -128,7 +141,14 @@ class Decoding:
             source=source,
             max_end_tokens=max_end_tokens,
             max_suppressed=max_suppressed,
+            generation_config=generation_config,
+            request_of_config=self._request_of_config,
         )
+
+    def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
+        from lmdecode.integrations.transformers.decoding.requests import request_of_config
+
+        return request_of_config(prompt_ids, generation_config, self.model)
 
     @property
     def config(self) -> DecoderConfig:

@@ -13,7 +13,10 @@ from torch import Tensor
 from lmdecode._checks import check_format
 from lmdecode._ops import ops
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
+from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.types import MISSING_CANDIDATE_SCORE
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import (
     ACTIVATIONS,
@@ -21,14 +24,13 @@ from lmdecode.decoder.config import (
     DecoderWeights,
     LayerWeights,
 )
-from lmdecode.decoder.device_rules import DeviceRules
-from lmdecode.decoder.state import TokenRules, padded
+from lmdecode.decoder.device_greedy import greedy_candidates
+from lmdecode.decoder.state import padded
 
 __all__ = ["DeviceDecoder", "DeviceSearches"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _POLL_STEPS = 8  # between two looks at whether all searches have ended
-_LOWEST_SCORE = -3.0e38  # of a candidate that does not exist, by the rules "scorer"
 
 
 class DeviceDecoder:
@@ -264,12 +266,14 @@ class DeviceSearches:
         device = decoder.device
         self._state = BeamState(*(tensor.to(device, copy=True) for tensor in state))
         self._parameters = BeamParameters(*(tensor.to(device) for tensor in parameters))
-        self._rules = DeviceRules(token_rules, device)
         self._forward = _Forward(decoder, slots * beams, requests, capacity, source)
         rows = torch.arange(slots * beams, device=device).view(requests, num_groups, beams)
         self._group_rows = [rows[:, group].flatten() for group in range(num_groups)]
         slot_numbers = torch.arange(slots, device=device).view(requests, num_groups)
         self._group_slots = [slot_numbers[:, group].contiguous() for group in range(num_groups)]
+        self._rules = [
+            RuleArguments(token_rules.of_slots(slots.cpu()), device) for slots in self._group_slots
+        ]
         self._parents = rows.flatten().clone()
         ends = parameters.end_tokens.tolist()
         last = decoder.config.vocab_size - 1
@@ -369,20 +373,24 @@ class DeviceSearches:
         if not is_whole:
             logits, sequences, scores = logits[rows], sequences[rows], scores[rows]
             lengths = lengths[slots]
+        rules, earlier = self._rules[group], torch.cat(chosen, dim=1) if chosen else None
+        processors = rules.of_step(lengths, sequences, earlier)
         if self._greedy:
-            candidates = self._rules.choose_greedily(logits, scores, sequences, lengths)
+            candidates = greedy_candidates(
+                logits, scores, ngram_sizes=rules.ngram_sizes, **processors
+            )
         else:
             candidates = log_softmax_top_k(
                 logits,
                 scores,
                 self._num_candidates,
                 num_beams=self._beams,
-                **self._rules.processors(slots, sequences, lengths, chosen),
+                **processors,
             )
         best, tokens = candidates.scores, candidates.tokens
         if self._rules_name == "scorer":
             missing = best == -torch.inf
-            best = best.masked_fill(missing, _LOWEST_SCORE)
+            best = best.masked_fill(missing, MISSING_CANDIDATE_SCORE)
             tokens = torch.where(missing, self._no_end[:, group, None], tokens)
         step = beam_step(
             state, self._parameters, best, tokens, candidates.beams, log_probs=candidates.log_probs,

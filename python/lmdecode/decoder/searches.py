@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
-from lmdecode.decoder.state import DecodingCaches, TokenRules, caches_bytes, new_caches
+from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingSearches", "new_searches"]

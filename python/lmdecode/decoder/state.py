@@ -1,4 +1,4 @@
-"""The tensors of a batch of decoder searches: caches, and rules for tokens."""
+"""The caches of a batch of decoder searches."""
 
 from __future__ import annotations
 
@@ -10,40 +10,9 @@ from torch import Tensor
 
 from lmdecode.decoder.config import DecoderConfig
 
-__all__ = ["DecodingCaches", "TokenRules", "caches_bytes", "new_caches", "new_token_rules"]
+__all__ = ["DecodingCaches", "caches_bytes", "new_caches"]
 
 BLOCK = 16  # floats: heads and sources are padded to it
-ALWAYS = (1 << 62) - 1  # a length that no sequence has
-
-
-class TokenRules(NamedTuple):
-    """What is done to log-probabilities before tokens are chosen, slot by slot.
-
-    Without beams it is done to the logits, as in transformers.
-
-    Attributes
-    ----------
-    repetition_penalty : Tensor
-        [slots] float32 > 0; 1 is off.
-    no_repeat_ngram_size : Tensor
-        [slots] int64; 0 is off.
-    diversity_penalty : Tensor
-        [slots] float32, for each time that an earlier group of the request chose the token.
-    bans : Tensor
-        [slots, n, 4] int64: a token (-1: none), the first and the last length of a sequence that it
-        cannot be added to, and 1 where that also holds for a forced token.
-    forced : Tensor
-        [slots, n, 2] int64: a length (-1: none), and the token that follows there.
-    bias : Tensor
-        [V] float32, added to all rows, or empty.
-    """
-
-    repetition_penalty: Tensor
-    no_repeat_ngram_size: Tensor
-    diversity_penalty: Tensor
-    bans: Tensor
-    forced: Tensor
-    bias: Tensor
 
 
 class DecodingCaches(NamedTuple):
@@ -79,19 +48,6 @@ class DecodingCaches(NamedTuple):
 def padded(size: int) -> int:
     """Return the next multiple of the block."""
     return -(-size // BLOCK) * BLOCK
-
-
-def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> TokenRules:
-    """Return rules that do nothing."""
-    with torch.inference_mode(False):
-        return TokenRules(
-            torch.ones(slots),
-            torch.zeros(slots, dtype=torch.int64),
-            torch.zeros(slots),
-            torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
-            torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
-            torch.empty(0),
-        )
 
 
 def _cache_shapes(

@@ -21,7 +21,15 @@ _DEMOS = {
     "store": store.run,
 }
 _NAMES = (*_DEMOS, "g2p")  # g2p has words where the others have a number of tokens
-_QUICK_WORDS, _SOME_WORDS = 48, 500  # held-out words where g2p is quick or one of all demos
+# What each demo is about to do, for the reader.
+_PLANS = {
+    "sampling": "generates text with transformers' loop and ours, and times the sampling stage",
+    "beam": "searches four prompts, prints the beams as a tree, and times generate()",
+    "window": "runs long prompts through a sliding window, and compares time and memory",
+    "store": "kills a process in the middle of two conversations, and lets another go on",
+    "g2p": "pronounces words with an encoder-decoder, and compares error rates and times",
+}
+_QUICK_WORDS, _SOME_WORDS = 48, 200  # held-out words where g2p is quick or one of all demos
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -57,12 +65,16 @@ def main() -> int:
         parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
     if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
         parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
+    if len(names) > 1:
+        print(f"{len(names)} demos run one after the other, each beside transformers:", flush=True)
+        print("\n".join(f"  {name:8}  {_PLANS[name]}" for name in names), flush=True)
     try:
-        for number, name in enumerate(names):
+        for name in names:
             plot = arguments.plot
             if len(names) > 1:
-                print(f"{os.linesep if number else ''}== {name} =={os.linesep}")
+                print(f"{os.linesep}== {name} =={os.linesep}")
                 plot = plot and plot.with_stem(f"{plot.stem}_{name}")
+            print(f"This demo {_PLANS[name]}.", flush=True)
             if name == "g2p":
                 chosen = arguments.model if len(names) == 1 else None
                 limit = None if arguments.demos else _SOME_WORDS

@@ -88,7 +88,7 @@ def _time(model: Any, inputs: Any, quick: bool, **options: Any) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds, rounds, calls = (0.2, 2, 2) if quick else (20.0, 8, 5)
+        seconds, rounds, calls = (0.2, 2, 2) if quick else (6.0, 4, 3)
         timing = interleaved(contestants, seconds=seconds, rounds=rounds, min_calls=calls)
     finally:
         torch.set_num_threads(threads)

@@ -154,7 +154,7 @@ def _time(cases: list[_Case], quick: bool) -> list[dict[str, Timing]]:
                     "transformers": transformers_stage(case.logits),
                     "lmdecode": lmdecode_stage(case.logits),
                 }
-                seconds, rounds = (0.1, 5) if quick else (3.0, 40)
+                seconds, rounds = (0.1, 5) if quick else (1.0, 20)
                 timings.append(
                     interleaved(
                         contestants, seconds=seconds, rounds=rounds, on_turn=progress.update
@@ -193,7 +193,8 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     model, tokenizer = load_model(folder)
     print(
         f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"vocabulary {model.config.vocab_size}.\n"
+        f"vocabulary {model.config.vocab_size}.\n",
+        flush=True,
     )
     _check_greedy(model, tokenizer, tokens)
     step_logits = _sample_text(model, tokenizer, tokens)

@@ -119,7 +119,7 @@ def _time_first_token(
                     mask = torch.ones_like(prompt)
                     return model.generate(prompt, attention_mask=mask, **options)
 
-                seconds, rounds, calls = (0.2, 2, 2) if quick else (10.0, 6, 3)
+                seconds, rounds, calls = (0.2, 2, 2) if quick else (2.0, 3, 2)
                 timing = interleaved(
                     {"computed": compute, "resumed": resume},
                     seconds=seconds, rounds=rounds, min_calls=calls,

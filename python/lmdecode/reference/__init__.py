@@ -21,7 +21,7 @@ from lmdecode.reference.attention import (
     swa_mask,
 )
 from lmdecode.reference.beam import log_softmax_top_k
-from lmdecode.reference.beam_search import beam_finalize, beam_step
+from lmdecode.reference.beam_rules import beam_finalize, beam_step
 from lmdecode.reference.kv_cache import (
     block_table_append_,
     block_table_reorder_,

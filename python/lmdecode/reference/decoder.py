@@ -157,7 +157,7 @@ def decoder_logits(
     return F.linear(x, weights.logits, weights.logits_bias)
 
 
-# ---- FasterTransformer v2.0, by its contract (docs/decoder.md)
+# ---- FasterTransformer v2.0, by its contract (docs/reference/decoder.md)
 
 _LN_EPSILON, _SOFTMAX_EPSILON = 1e-6, 1e-6
 

@@ -191,7 +191,8 @@ def top_k_top_p_sample(
     return_logits, return_logprob : bool
         Whether ``kept_logits`` and ``logprob`` are wanted.
     dialect : str
-        One of ``lmdecode.DIALECTS``: whose rules hold at ties and boundaries, see docs/sampling.md.
+        One of ``lmdecode.DIALECTS``: whose rules hold at ties and boundaries, see
+        docs/reference/sampling.md.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """A persistent store of KV caches: a conversation goes on where it was left, after anything.
 
 ``KVStore`` keeps the keys and values of token prefixes on disk, finds the longest stored prefix of
-new tokens, and loads it; ``Session`` follows one conversation. docs/store.md says what is
+new tokens, and loads it; ``Session`` follows one conversation. docs/reference/store.md says what is
 guaranteed, and ``python -m lmdecode.store --help`` has the tools.
 """
 
@@ -13,7 +13,8 @@ from lmdecode.store.errors import (
     StoreLockedError,
 )
 from lmdecode.store.fingerprint import Fingerprint
-from lmdecode.store.kv_store import Hit, KVStore, VerifyReport
+from lmdecode.store.kv_store import KVStore, VerifyReport
+from lmdecode.store.prefixes import Hit
 from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 from lmdecode.store._remote_tier import remote_report
@@ -16,6 +18,17 @@ from lmdecode.store.kv_store import KVStore, read_export_head
 from lmdecode.store.remote import Remote
 
 _UNLIMITED = 1 << 60
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def _size(text: str) -> int:
+    """A number of bytes, or with a unit of 1024: 65536, 64k, 1.5G."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)", text.strip().lower())
+    if found is None or (not found[2] and "." in found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; expected a number of bytes, or a number with k, M, G or T"
+        )
+    return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--salt", default="", help="tenant of the session")
     load = command("import", "take over what export wrote; nothing else may write", chooses=False)
     load.add_argument("file", metavar="FILE", type=Path, help="file to read")
-    load.add_argument("--capacity", metavar="BYTES", type=int, default=_UNLIMITED,
-                      help="limit of the store (default: none)")  # fmt: skip
+    load.add_argument("--capacity", metavar="SIZE", type=_size, default=_UNLIMITED,
+                      help="limit of the store: 5000000, 64k, 1.5G (default: none)")  # fmt: skip
     return parser
 
 

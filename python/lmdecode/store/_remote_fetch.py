@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmdecode.store._engine import Engine, Scope, root_key
-from lmdecode.store._images import LocalPrefix, image_bytes, insert_image
-from lmdecode.store._library import Put
+from lmdecode.store._local_prefix import LocalPrefix
+from lmdecode.store._native import PutOptions, Scope, Store
 from lmdecode.store._remote_values import (
     ROUND_TRIP_BYTES,
     DamagedValueError,
@@ -17,7 +16,6 @@ from lmdecode.store._remote_values import (
     chain_key,
     tails_name,
 )
-from lmdecode.store._tensors import Tokens
 
 
 @dataclass
@@ -40,26 +38,27 @@ class Fetch:
     """
 
     client: Any
-    engine: Engine
+    store: Store
     scope: Scope
-    ids: Tokens
-    put: Put
+    ids: memoryview
+    put: PutOptions
     progress: Progress
 
     def run(self, local: LocalPrefix) -> None:
         """Fetch, insert, stop at the first entry that is not to be had."""
-        chunk, total = self.engine.chunk_tokens, len(self.ids)
-        root = root_key(self.engine, self.scope)
+        chunk, total = self.store.chunk_tokens, len(self.ids)
+        root = self.store.key(self.scope, b"")
         position, key = 0, root
         for line in local.entries:
-            if line.count == chunk and line.num_tokens <= local.num_tokens:
-                position, key = line.num_tokens, bytes(line.key)
-        full = RemoteEntry(key, root, self.engine.by_column, image_bytes(self.engine, chunk))
+            if line["count"] == chunk and line["num_tokens"] <= local.num_tokens:
+                position, key = line["num_tokens"], line["key"]
+        image_bytes = self.store.image_bytes(chunk)
+        full = RemoteEntry(key, root, self.store.values_by_column, image_bytes)
         at_once = max(1, ROUND_TRIP_BYTES // full.num_bytes)
         while position + chunk <= total:
             entries, next_key = [], key
             for end in range(position + chunk, total + 1, chunk)[:at_once]:
-                next_key = chain_key(next_key, end, self.ids.tobytes(end - chunk, end))
+                next_key = chain_key(next_key, end, self.ids[end - chunk : end].tobytes())
                 entries.append(full.of(next_key))
             arrived = self._take(entries)
             position += arrived * chunk
@@ -72,7 +71,7 @@ class Fetch:
 
     def _take_tail(self, parent: RemoteEntry, position: int, known: int) -> None:
         """Take the longest entry that is shorter than a chunk, but longer than what is known."""
-        longest = min(self.engine.chunk_tokens - 1, len(self.ids) - position)
+        longest = min(self.store.chunk_tokens - 1, len(self.ids) - position)
         if longest <= max(known, 0):
             return
         members = self.client.smembers(tails_name(parent.key, parent.by_column))
@@ -80,8 +79,8 @@ class Fetch:
         for count in sorted(counts, reverse=True):
             if max(known, 0) < count <= longest:
                 end = position + count
-                key = chain_key(parent.key, end, self.ids.tobytes(position, end))
-                if self._take([parent.of(key, image_bytes(self.engine, count))]):
+                key = chain_key(parent.key, end, self.ids[position:end].tobytes())
+                if self._take([parent.of(key, self.store.image_bytes(count))]):
                     return
 
     def _take(self, entries: list[RemoteEntry]) -> int:
@@ -114,8 +113,8 @@ class Fetch:
                 ttl_ms = expires_ms - round(1000 * time.time())
                 if ttl_ms <= 0:
                     raise DamagedValueError("expired")
-            options = Put(ttl_ms, self.put.quota_bytes, self.put.pin)
-            inserted = insert_image(self.engine, self.scope, entry.key, image, options)
+            options = PutOptions(ttl_ms, self.put.quota_bytes, self.put.pin)
+            inserted = self.store.insert_image(self.scope, entry.key, image, options)
         except DamagedValueError:
             # Or it would be in the way of a whole one until it expires.
             counters["damaged"] += 1

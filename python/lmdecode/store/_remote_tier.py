@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any
 
-from lmdecode.store._engine import Engine, Scope, read_u32
-from lmdecode.store._images import local_prefix
-from lmdecode.store._library import Put
+from lmdecode.store._local_prefix import local_prefix
+from lmdecode.store._native import PutOptions, Scope, Store
 from lmdecode.store._remote_fetch import Fetch, Progress
 from lmdecode.store._remote_values import RemoteEntry
 from lmdecode.store._remote_write import Write
-from lmdecode.store._tensors import Tokens
 from lmdecode.store.errors import StoreError
 from lmdecode.store.remote import Remote
 
@@ -41,16 +39,16 @@ _COUNTERS = (
 class _Upload:
     """A prefix that was committed."""
 
-    engine: weakref.ref[Engine]
+    store: weakref.ref[Store]
     scope: Scope
-    ids: Tokens
+    ids: memoryview
 
 
 @dataclass
 class _Flush:
     """What was fetched is to be made durable."""
 
-    engine: weakref.ref[Engine]
+    store: weakref.ref[Store]
 
 
 class RemoteTier:
@@ -168,13 +166,13 @@ class RemoteTier:
 
     # --- after a miss
 
-    def fetch(self, engine: Engine, scope: Scope, ids: Tokens, put: Put) -> None:
+    def fetch(self, store: Store, scope: Scope, ids: memoryview, put: PutOptions) -> None:
         """Bring what the server has of a prefix, and the local store has not, into that."""
         if not self._is_available or not len(ids):
             return
         progress = Progress()
         try:
-            future = self._fetchers.submit(self._fetch, engine, scope, ids, put, progress)
+            future = self._fetchers.submit(self._fetch, store, scope, ids, put, progress)
         except RuntimeError:  # closed meanwhile
             return
         end = time.monotonic() + self.remote.max_wait
@@ -201,23 +199,23 @@ class RemoteTier:
         return True
 
     def _fetch(
-        self, engine: Engine, scope: Scope, ids: Tokens, put: Put, progress: Progress
+        self, store: Store, scope: Scope, ids: memoryview, put: PutOptions, progress: Progress
     ) -> None:
         progress.started = True
-        with local_prefix(engine, ids, scope) as local, self._guarded() as client:
-            Fetch(client, engine, scope, ids, put, progress).run(local)
+        with local_prefix(store, ids, scope) as local, self._guarded() as client:
+            Fetch(client, store, scope, ids, put, progress).run(local)
         self._add(progress.counters)
         if progress.entries:
-            self._offer(_Flush(weakref.ref(engine)))
+            self._offer(_Flush(weakref.ref(store)))
 
     # --- after a commit
 
-    def offer(self, engine: Engine, scope: Scope, ids: Tokens, num_tokens: int) -> None:
+    def offer(self, store: Store, scope: Scope, ids: memoryview, num_tokens: int) -> None:
         """Let a prefix that was committed be written in the background."""
         if num_tokens:
             copy = array("i")
-            copy.frombytes(ids.tobytes(0, num_tokens))  # the caller may change what it gave
-            self._offer(_Upload(weakref.ref(engine), scope, Tokens(copy, "put")))
+            copy.frombytes(ids[:num_tokens].tobytes())  # the caller may change what it gave
+            self._offer(_Upload(weakref.ref(store), scope, memoryview(copy)))
 
     def _offer(self, job: _Upload | _Flush) -> None:
         try:
@@ -250,19 +248,19 @@ class RemoteTier:
             self._is_available = True
 
     def _write(self, job: _Upload | _Flush) -> None:
-        engine = job.engine()
-        if engine is None:
+        store = job.store()
+        if store is None:
             return
         if isinstance(job, _Flush):
-            read_u32(engine, "flush")
+            store.flush()
         elif not self._is_available:
             self._count("dropped")
         else:
             ttl = self.remote.ttl
             ttl_ms = None if ttl is None else max(1, round(1000 * ttl))
             counters: Counter[str] = Counter()
-            with local_prefix(engine, job.ids, job.scope) as local, self._guarded() as client:
-                Write(client, engine, job.scope, ttl_ms, counters).run(local)
+            with local_prefix(store, job.ids, job.scope) as local, self._guarded() as client:
+                Write(client, store, job.scope, ttl_ms, counters).run(local)
             self._add(counters)
 
 

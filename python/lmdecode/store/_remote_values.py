@@ -1,4 +1,7 @@
-"""Keys and values of the second tier, byte by byte; docs/store_format.md has the same in words."""
+"""Keys and values of the second tier, byte by byte.
+
+docs/reference/store_format.md has the same in words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lmdecode.store._library import library
+from lmdecode.store._native import crc32c
 
 #: No value is longer: Redis and its clients copy values whole.
 MAX_VALUE_BYTES = 1 << 20
@@ -136,8 +139,7 @@ def tails_name(parent: bytes, by_column: bool) -> str:
 
 
 def _checksum(fields: bytes, content: bytes, offset: int) -> int:
-    crc = library.lmdecode_store_crc32c(fields, 0, len(fields), 0)
-    return int(library.lmdecode_store_crc32c(content, offset, len(content) - offset, crc))
+    return crc32c(memoryview(content)[offset:], crc32c(fields))
 
 
 def _digest(key: bytes, by_column: bool) -> bytes:

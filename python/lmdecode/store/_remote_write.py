@@ -8,9 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from lmdecode.store._engine import Engine, Scope, root_key
-from lmdecode.store._images import LocalPrefix
-from lmdecode.store._library import EntryLine
+from lmdecode.store._local_prefix import LocalPrefix
+from lmdecode.store._native import Scope, Store
 from lmdecode.store._remote_values import (
     ROUND_TRIP_BYTES,
     USABLE_FROM_RANGE,
@@ -25,16 +24,16 @@ class Write:
     """Gives the server the entries of a prefix that it lacks, and renews the others."""
 
     client: Any
-    engine: Engine
+    store: Store
     scope: Scope
     ttl_ms: int | None
     counters: Counter[str]
 
     def run(self, local: LocalPrefix) -> None:
         """Write, parents first."""
-        root = parent = root_key(self.engine, self.scope)
+        root = parent = self.store.key(self.scope, b"")
         for index, line in enumerate(local.entries):
-            entry = RemoteEntry(bytes(line.key), root, self.engine.by_column, line.bytes)
+            entry = RemoteEntry(line["key"], root, self.store.values_by_column, line["bytes"])
             left_ms = self._left_ms(line)
             if left_ms is not None and left_ms <= 0:
                 return
@@ -45,16 +44,16 @@ class Write:
                 if image is None:
                     return
                 if there is None or usable_from(image) < there:
-                    self._write(entry, image, line.expires_ms, left_ms)
-            if line.count < self.engine.chunk_tokens:
-                self._note_tail(parent, line.count)
+                    self._write(entry, image, line["expires_ms"], left_ms)
+            if line["count"] < self.store.chunk_tokens:
+                self._note_tail(parent, line["count"])
             parent = entry.key
 
-    def _left_ms(self, line: EntryLine) -> int | None:
+    def _left_ms(self, line: dict[str, Any]) -> int | None:
         """How long the server may keep an entry: no longer than the local store. None: for ever."""
-        if not line.expires_ms:
+        if not line["expires_ms"]:
             return self.ttl_ms
-        left_ms = int(line.expires_ms) - round(1000 * time.time())
+        left_ms: int = line["expires_ms"] - round(1000 * time.time())
         return left_ms if self.ttl_ms is None else min(left_ms, self.ttl_ms)
 
     def _renew(self, entry: RemoteEntry, left_ms: int | None) -> int | None:
@@ -86,7 +85,7 @@ class Write:
         self.counters["entries_written"] += 1
 
     def _note_tail(self, parent: bytes, count: int) -> None:
-        name = tails_name(parent, self.engine.by_column)
+        name = tails_name(parent, self.store.values_by_column)
         with self.client.pipeline(transaction=False) as pipe:
             pipe.sadd(name, count)
             if self.ttl_ms is not None:

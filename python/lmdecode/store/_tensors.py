@@ -1,4 +1,4 @@
-"""Tokens and KV tensors as the library sees them: pointers, sizes and strides."""
+"""Tokens and KV tensors as the library sees them: buffers, addresses and strides."""
 
 from __future__ import annotations
 
@@ -9,60 +9,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode.store._library import Plane
+from lmdecode.store._native import Plane
 from lmdecode.store.fingerprint import Fingerprint
 
 _MAX_TOKEN = 2**31 - 1
 _TOKEN_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Tokens:
-    """Token ids side by side as int32, and where they lie."""
-
-    def __init__(self, tokens: Sequence[int] | Tensor, what: str) -> None:
-        self._owner: Tensor | array[int]
-        if isinstance(tokens, Tensor):
-            flat = tokens.reshape(-1) if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
-            is_plain = flat.layout == torch.strided and flat.device.type != "meta"
-            if flat.dim() != 1 or flat.dtype not in _TOKEN_DTYPES or not is_plain:
-                raise ValueError(
-                    f"{what}: tokens is a {tokens.dtype} tensor of shape {list(tokens.shape)}; "
-                    "expected integers of shape [n] or [1, n]"
-                )
-            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > _MAX_TOKEN):
-                raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}")
-            self._owner = flat.detach().to("cpu", torch.int32).contiguous()
-            self.address, self.size = self._owner.data_ptr(), self._owner.numel()
-        else:
-            try:
-                ready = isinstance(tokens, array) and tokens.typecode == "i"
-                ids: array[int] = tokens if ready else array("i", tokens)  # type: ignore[assignment]
-            except OverflowError:
-                raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}") from None
-            except TypeError:
-                raise TypeError(
-                    f"{what}: tokens is {type(tokens).__name__}; expected token ids, as a sequence "
-                    "of ints or a tensor"
-                ) from None
-            self._owner = ids
-            self.address, self.size = ids.buffer_info()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def tobytes(self, begin: int, end: int) -> bytes:
-        """Return some of the ids, 4 bytes each."""
-        return ctypes.string_at(self.address + 4 * begin, 4 * (end - begin))
-
-    def tolist(self) -> list[int]:
-        """Return the ids."""
-        return self._owner.tolist()
+def token_ids(tokens: Sequence[int] | Tensor, what: str) -> memoryview:
+    """Return token ids side by side as int32; of an ``array("i")`` a view of its own memory."""
+    if isinstance(tokens, Tensor):
+        flat = tokens.reshape(-1) if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
+        is_plain = flat.layout == torch.strided and flat.device.type != "meta"
+        if flat.dim() != 1 or flat.dtype not in _TOKEN_DTYPES or not is_plain:
+            raise ValueError(
+                f"{what}: tokens is a {tokens.dtype} tensor of shape {list(tokens.shape)}; "
+                "expected integers of shape [n] or [1, n]"
+            )
+        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > _MAX_TOKEN):
+            raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}")
+        ids = flat.detach().to("cpu", torch.int32).contiguous()
+        copy = array("i")
+        copy.frombytes(ctypes.string_at(ids.data_ptr(), ids.nbytes))
+        return memoryview(copy)
+    if isinstance(tokens, array) and tokens.typecode == "i":
+        return memoryview(tokens)
+    try:
+        return memoryview(array("i", tokens))
+    except OverflowError:
+        raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}") from None
+    except TypeError:
+        raise TypeError(
+            f"{what}: tokens is {type(tokens).__name__}; expected token ids, as a sequence of "
+            "ints or a tensor"
+        ) from None
 
 
 def _plane(tensor: Tensor) -> Plane:
     size = tensor.element_size()
-    head, token, element = (stride * size for stride in tensor.stride())
-    return Plane(tensor.data_ptr(), head, token, element, tensor.shape[1])
+    head, token, element = tensor.stride()
+    return Plane(tensor.data_ptr(), head * size, token * size, element * size, tensor.shape[1])
 
 
 class Planes:
@@ -70,8 +56,7 @@ class Planes:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._owners = tensors
-        self.array = (Plane * len(tensors))(*map(_plane, tensors))
-        self.size = len(tensors)
+        self.planes = [_plane(tensor) for tensor in tensors]
 
     @staticmethod
     def checked(

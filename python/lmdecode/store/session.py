@@ -5,17 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from ctypes import c_int64
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from lmdecode.store._engine import read_u32, read_u64
-from lmdecode.store._library import Bytes, Put, byref
-from lmdecode.store._tensors import Planes, Tokens
-
-if TYPE_CHECKING:
-    from lmdecode.store.kv_store import KV, KVStore
+from lmdecode.store._native import PutOptions
+from lmdecode.store._tensors import Planes, token_ids
+from lmdecode.store.prefixes import KV, Prefixes, checked_bytes
 
 
 class Session:
@@ -24,25 +20,16 @@ class Session:
     The tokens live in memory and, from ``commit`` on, in the store.
     """
 
-    def __init__(self, store: KVStore, id: str, context: bytes = b"") -> None:
+    def __init__(self, store: Prefixes, id: str, context: bytes = b"") -> None:
         self.id = id
         self._store = store
         self._engine = store._engine
         self._scope = store._scope(context)
-        self._name = Bytes.of(id.encode())
+        self._name = id.encode()
         self._tokens = self._read()
 
     def _read(self) -> array[int]:
-        count, capacity = c_int64(), 0
-        while True:
-            tokens = array("i", bytes(4 * capacity))
-            self._engine.call(
-                "read_session", self._scope.reference, self._name, tokens.buffer_info()[0],
-                capacity, byref(count),
-            )  # fmt: skip
-            if count.value <= capacity:
-                return tokens[: max(count.value, 0)]
-            capacity = count.value
+        return array("i", self._engine.native.read_session(self._scope, self._name) or b"")
 
     @property
     def tokens(self) -> list[int]:
@@ -64,7 +51,7 @@ class Session:
             "continue": the session begins, or goes on where the model is: compute these tokens.
             "query": the model was elsewhere meanwhile: ``resume``, then compute what that lacks.
         """
-        ids = Tokens(tokens, "step").tolist()
+        ids = token_ids(tokens, "step").tolist()
         if any(token < 0 for token in ids):
             raise ValueError(f"step: token id {min(ids)}; expected 0 or more")
         engine = self._engine
@@ -90,7 +77,7 @@ class Session:
         """
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"resume: max_tokens is {max_tokens}; expected 0 or more")
-        tokens = self._tokens if max_tokens is None else self._tokens[:max_tokens]
+        tokens = self._tokens[:max_tokens]
         with self._engine.lock:
             self._engine.current = self
         # A slot that turns out to be damaged is dropped: each turn finds less.
@@ -105,11 +92,10 @@ class Session:
             found = hit.num_tokens
         return 0, None
 
-    def _commit(self, ids: Tokens, computed: int, planes: Planes, put: Put) -> int:
-        stored = read_u64(
-            self._engine, "commit_session", self._scope.reference, self._name, ids.address,
-            len(ids), computed, planes.array, planes.size, byref(put),
-        )  # fmt: skip
+    def _commit(self, ids: memoryview, computed: int, planes: Planes, put: PutOptions) -> int:
+        stored = self._engine.native.commit_session(
+            self._scope, self._name, ids, computed, planes.planes, put
+        )
         self._store._written(self._scope, ids, stored, stored < computed)
         return stored
 
@@ -166,19 +152,14 @@ class Session:
         if tokens is not self._tokens:
             with self._engine.lock:
                 self._tokens[:] = copy
-        ids = Tokens(copy, "commit")
+        ids = memoryview(copy)
         if background:
             return self._engine.submit(self._commit, ids, computed, planes, put)
         return self._commit(ids, computed, planes, put)
 
     def _write(self) -> bool:
-        ids = Tokens(self._tokens, "session")
-        return bool(
-            read_u32(
-                self._engine, "write_session", self._scope.reference, self._name, ids.address,
-                len(ids),
-            )
-        )  # fmt: skip
+        copy = array("i", self._tokens)  # which may go on meanwhile
+        return self._engine.native.write_session(self._scope, self._name, memoryview(copy))
 
     def fork(self, id: str) -> Session:
         """Begin another session with the same tokens; it shares what is stored of them.
@@ -188,7 +169,7 @@ class Session:
         ValueError
             There is a session of this name already.
         """
-        other = self._store.session(id, context=self._scope.context)
+        other = session_of(self._store, id, self._scope.context)
         if len(other):
             raise ValueError(f"fork: there is a session {id!r} already")
         other._tokens.extend(self._tokens)
@@ -216,4 +197,19 @@ class Session:
             del self._tokens[:]
             if self._engine.current is self:
                 self._engine.current = None
-        read_u32(self._engine, "remove_session", self._scope.reference, self._name)
+        self._engine.native.remove_session(self._scope, self._name)
+
+
+def session_of(store: Prefixes, id: str, context: bytes) -> Session:
+    """Return the session of this name: the one in use, else a new object."""
+    if not isinstance(id, str):
+        raise TypeError(f"session: id is {type(id).__name__}; expected a str")
+    engine = store._engine
+    key = (store._salt, checked_bytes(context, "context"), id)
+    with engine.lock:
+        known: Session | None = engine.sessions.get(key)
+    if known is not None:
+        return known
+    session = Session(store, id, context)
+    with engine.lock:
+        return engine.sessions.setdefault(key, session)

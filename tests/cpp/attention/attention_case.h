@@ -14,7 +14,7 @@
 #include "attention/sliding_window_attention.h"
 #include "check.h"
 
-namespace lmdecode::attention_test {
+namespace lmdecode::attention::test {
 
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -239,4 +239,4 @@ inline std::unique_ptr<Case> random_case(uint64_t seed, DType dtype, bool decode
   return c;
 }
 
-}  // namespace lmdecode::attention_test
+}  // namespace lmdecode::attention::test

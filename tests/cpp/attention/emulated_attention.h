@@ -5,7 +5,7 @@
 #include "attention/sliding_window_decode_kernel.cuh"
 #include "attention_case.h"
 
-namespace lmdecode::attention_test {
+namespace lmdecode::attention::test {
 
 inline unsigned some_blocks(int64_t count, uint64_t seed) {
   const int64_t blocks = seed % 2 == 0 ? count : (count + 1) / 2;
@@ -14,28 +14,28 @@ inline unsigned some_blocks(int64_t count, uint64_t seed) {
 
 template <class T, int kSize>
 void attend_by_tiles(const SlidingWindowAttentionParams& p, uint64_t seed) {
-  using Shape = attention_cuda::AttentionShape<kSize>;
+  using Shape = cuda_kernels::AttentionShape<kSize>;
   emulation::launch(
-      needs_score_rule(p) ? attention_cuda::sliding_window_attention_kernel<T, kSize, true>
-                          : attention_cuda::sliding_window_attention_kernel<T, kSize, false>,
+      needs_score_rule(p) ? cuda_kernels::sliding_window_attention_kernel<T, kSize, true>
+                          : cuda_kernels::sliding_window_attention_kernel<T, kSize, false>,
       dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)), dim3(Shape::kThreads), 1,
-      sizeof(attention_cuda::AttentionStorage<T, kSize>), seed, p);
+      sizeof(cuda_kernels::AttentionStorage<T, kSize>), seed, p);
 }
 
 template <class T, int kSize>
 void attend_plainly(const SlidingWindowAttentionParams& p, uint64_t seed) {
-  using Storage = attention_cuda::PlainStorage<attention_cuda_tuning::kPlainRows>;
-  emulation::launch(attention_cuda::plain_attention_kernel<T, kSize>,
+  using Storage = cuda_kernels::PlainStorage<cuda_tuning::kPlainRows>;
+  emulation::launch(cuda_kernels::plain_attention_kernel<T, kSize>,
                     dim3(some_blocks(AttentionTiles::of(p, Storage::kRows).count, seed)),
-                    dim3(attention_cuda::kPlainThreads), 1, sizeof(Storage), seed, p);
+                    dim3(cuda_kernels::kPlainThreads), 1, sizeof(Storage), seed, p);
 }
 
 // Parts of `split` keys, a multiple of 64, and what they make.
 template <class T, int kSize, bool kPlain>
 void decode_by_parts(const SlidingWindowAttentionParams& p, int64_t split, uint64_t seed) {
-  using namespace attention_cuda;
+  using namespace cuda_kernels;
   using Shape = DecodeShape<kSize>;
-  using PlainRows = PlainStorage<attention_cuda_tuning::kPlainDecodeRows>;
+  using PlainRows = PlainStorage<cuda_tuning::kPlainDecodeRows>;
   DecodeLaunch launch = decode_launch(p, kPlain ? PlainRows::kRows : Shape::kRows, split);
   const size_t floats = static_cast<size_t>(launch.workspace());
   const std::unique_ptr<float[]> workspace(new float[floats]);
@@ -238,4 +238,4 @@ void check_tables(const Case& c, const Run& run) {
   run(indirect);  // finds nothing, and reads nothing
 }
 
-}  // namespace lmdecode::attention_test
+}  // namespace lmdecode::attention::test

@@ -3,7 +3,7 @@
 
 #include "check.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 bool sees(int64_t position, int64_t key, int64_t window, int64_t window_right) {
@@ -62,6 +62,6 @@ TEST(the_last_query_stands_beside_the_last_key) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::attention
 
 CHECK_MAIN()

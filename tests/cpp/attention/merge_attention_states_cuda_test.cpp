@@ -7,7 +7,7 @@
 #include "attention/merge_attention_states_kernel.cuh"
 #include "check.h"
 
-namespace lmdecode {
+namespace lmdecode::attention {
 namespace {
 
 template <class T>
@@ -55,7 +55,7 @@ void check_rows(uint64_t seed) {
   p.lse = lse.data();
   p.out_strides = {p.heads * of_head, of_head, p.size, 1};
   p.lse_strides = {p.heads * p.tokens, p.tokens, 1, 0};
-  emulation::launch(attention_cuda::merge_attention_states_kernel<T>,
+  emulation::launch(cuda_kernels::merge_attention_states_kernel<T>,
                     dim3(static_cast<unsigned>(1 + below(2))), dim3(64), 1, 0, seed % 6, p);
   for (int64_t row = 0; row < p.rows(); ++row) {
     double weight[2], sum = 0.0;
@@ -91,6 +91,6 @@ TEST(bfloat16) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::attention
 
 CHECK_MAIN()

@@ -1,28 +1,13 @@
 // The CPU kernels of sliding_window_attention at every level that the machine has.
 #include "attention/attention_workspace.h"
+#include "attention/sliding_window_attention_levels.h"
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                              \
-  namespace level {                                                                           \
-  void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,             \
-                                      const AttentionTile* tiles, int64_t begin, int64_t end, \
-                                      int64_t most_rows, void* workspace);                    \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-LMD_DECLARE_LEVEL(avx512_bf16)
-#endif
-#undef LMD_DECLARE_LEVEL
-
-namespace attention_test {
+namespace lmdecode::attention::test {
 namespace {
 
-using Tiles = decltype(&default_::sliding_window_attention_tiles);
+using Tiles = decltype(&default_::attention::sliding_window_attention_tiles);
 
 void attend(Tiles run, const SlidingWindowAttentionParams& p, int64_t tokens) {
   std::vector<AttentionTile> tiles;
@@ -60,27 +45,26 @@ void run_all_dtypes(Tiles run) {
   }
 }
 
-TEST(default_level) { run_all_dtypes(&default_::sliding_window_attention_tiles); }
+TEST(default_level) { run_all_dtypes(&default_::attention::sliding_window_attention_tiles); }
 #if defined(LMD_HAS_X86_KERNELS)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
-    run_all_dtypes(&avx2::sliding_window_attention_tiles);
+    run_all_dtypes(&avx2::attention::sliding_window_attention_tiles);
   }
 }
 TEST(avx512) {
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
-    run_all_dtypes(&avx512::sliding_window_attention_tiles);
+    run_all_dtypes(&avx512::attention::sliding_window_attention_tiles);
   }
 }
 TEST(avx512_bf16) {
   if (use_avx512_bf16()) {
-    run_cases(&avx512_bf16::sliding_window_attention_tiles, DType::kBFloat16);
+    run_cases(&avx512_bf16::attention::sliding_window_attention_tiles, DType::kBFloat16);
   }
 }
 #endif
 
 }  // namespace
-}  // namespace attention_test
-}  // namespace lmdecode
+}  // namespace lmdecode::attention::test
 
 CHECK_MAIN()

@@ -3,7 +3,7 @@
 // noticed.
 #include "emulated_attention.h"
 
-namespace lmdecode::attention_test {
+namespace lmdecode::attention::test {
 namespace {
 
 template <class T, int kSize, bool kPlain>
@@ -167,11 +167,11 @@ TEST(tiles_hold_every_row_once) {
 }
 
 TEST(eight_rows_of_a_chunk_lie_in_all_banks) {
-  for (int column = 0; column < 128; column += attention_cuda::kChunk) {
+  for (int column = 0; column < 128; column += cuda_kernels::kChunk) {
     for (int first = 0; first < 64; first += 8) {
       int banks = 0;
       for (int row = first; row < first + 8; ++row) {
-        const int place = attention_cuda::swizzled<128>(row, column);
+        const int place = cuda_kernels::swizzled<128>(row, column);
         CHECK(place >= row * 128 && place < (row + 1) * 128 && place % 8 == 0);
         banks |= 1 << (place / 8 % 8);
       }
@@ -195,6 +195,6 @@ TEST(planted_fault_is_noticed) {
 #endif
 
 }  // namespace
-}  // namespace lmdecode::attention_test
+}  // namespace lmdecode::attention::test
 
 CHECK_MAIN()

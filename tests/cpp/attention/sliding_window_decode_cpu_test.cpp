@@ -1,32 +1,14 @@
 // The CPU kernels of sliding_window_decode at every level that the machine has.
 #include "attention/sliding_window_decode.h"
+#include "attention/sliding_window_decode_levels.h"
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                            \
-  namespace level {                                                                         \
-  void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,              \
-                                   const DecodePart* parts, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end, void* workspace);            \
-  void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,              \
-                                   const DecodeHead* heads, const DecodePartials& partials, \
-                                   int64_t begin, int64_t end);                             \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-LMD_DECLARE_LEVEL(avx512_bf16)
-#endif
-#undef LMD_DECLARE_LEVEL
-
-namespace attention_test {
+namespace lmdecode::attention::test {
 namespace {
 
-using Parts = decltype(&default_::sliding_window_decode_parts);
-using Heads = decltype(&default_::sliding_window_decode_heads);
+using Parts = decltype(&default_::attention::sliding_window_decode_parts);
+using Heads = decltype(&default_::attention::sliding_window_decode_heads);
 
 // Keys in parts of `split`, a multiple of 64.
 void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams& p,
@@ -79,29 +61,31 @@ void run_all_dtypes(Parts parts, Heads heads) {
 }
 
 TEST(default_level) {
-  run_all_dtypes(&default_::sliding_window_decode_parts, &default_::sliding_window_decode_heads);
+  run_all_dtypes(&default_::attention::sliding_window_decode_parts,
+                 &default_::attention::sliding_window_decode_heads);
 }
 #if defined(LMD_HAS_X86_KERNELS)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
-    run_all_dtypes(&avx2::sliding_window_decode_parts, &avx2::sliding_window_decode_heads);
+    run_all_dtypes(&avx2::attention::sliding_window_decode_parts,
+                   &avx2::attention::sliding_window_decode_heads);
   }
 }
 TEST(avx512) {
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
-    run_all_dtypes(&avx512::sliding_window_decode_parts, &avx512::sliding_window_decode_heads);
+    run_all_dtypes(&avx512::attention::sliding_window_decode_parts,
+                   &avx512::attention::sliding_window_decode_heads);
   }
 }
 TEST(avx512_bf16) {
   if (use_avx512_bf16()) {
-    run_cases(&avx512_bf16::sliding_window_decode_parts, &avx512_bf16::sliding_window_decode_heads,
-              DType::kBFloat16);
+    run_cases(&avx512_bf16::attention::sliding_window_decode_parts,
+              &avx512_bf16::attention::sliding_window_decode_heads, DType::kBFloat16);
   }
 }
 #endif
 
 }  // namespace
-}  // namespace attention_test
-}  // namespace lmdecode
+}  // namespace lmdecode::attention::test
 
 CHECK_MAIN()

@@ -2,7 +2,7 @@
 // in every schedule. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be noticed.
 #include "emulated_attention.h"
 
-namespace lmdecode::attention_test {
+namespace lmdecode::attention::test {
 namespace {
 
 template <class T, int kSize, bool kPlain>
@@ -113,6 +113,6 @@ TEST(planted_fault_is_noticed) {
 #endif
 
 }  // namespace
-}  // namespace lmdecode::attention_test
+}  // namespace lmdecode::attention::test
 
 CHECK_MAIN()

@@ -5,10 +5,10 @@
 #include "beam/log_softmax_top_k.h"
 #include "sampling/sample_case.h"
 
-namespace lmdecode::beam_test {
+namespace lmdecode::beam::test {
 
-using sampling_test::Buffer;
-using sampling_test::Random;
+using sampling::test::Buffer;
+using sampling::test::Random;
 
 // What a call writes. Scratch is not compared: rows leave their candidates in any order on a GPU.
 struct BeamResult {
@@ -109,13 +109,13 @@ inline BeamCase random_case(uint64_t seed, int64_t requests, int64_t vocab) {
   for (int64_t i = 0; i < elements; ++i) {
     const bool clean = clean_rows && i / span % 3 != 1;
     const float value =
-        sampling_test::random_logit(random, clean ? "normal" : c.logits_kind, i % vocab, vocab);
+        sampling::test::random_logit(random, clean ? "normal" : c.logits_kind, i % vocab, vocab);
     unsigned char* to = c.logits.data() + i * element_bytes;
     if (p.dtype == DType::kFloat32) {
       std::memcpy(to, &value, 4);
     } else {
       uint16_t bits;
-      sampling_test::round_to(p.dtype, value, &bits);
+      sampling::test::round_to(p.dtype, value, &bits);
       std::memcpy(to, &bits, 2);
     }
   }
@@ -161,4 +161,4 @@ inline std::string difference(const BeamCase& c, const BeamResult& a, const Beam
   return text.str();
 }
 
-}  // namespace lmdecode::beam_test
+}  // namespace lmdecode::beam::test

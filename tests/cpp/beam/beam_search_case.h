@@ -13,10 +13,10 @@
 #include "beam/beam_step.h"
 #include "sampling/sample_case.h"
 
-namespace lmdecode::beam_test {
+namespace lmdecode::beam::test {
 
-using sampling_test::Buffer;
-using sampling_test::Random;
+using sampling::test::Buffer;
+using sampling::test::Random;
 
 // The memory of a BeamSearchState; a copy has its own.
 struct StateMemory {
@@ -371,4 +371,4 @@ struct FinalResult {
   }
 };
 
-}  // namespace lmdecode::beam_test
+}  // namespace lmdecode::beam::test

@@ -8,7 +8,7 @@
 #include "beam_search_case.h"
 #include "check.h"
 
-namespace lmdecode::beam_test {
+namespace lmdecode::beam::test {
 namespace {
 
 StepResult step(const SearchCase& c, const StateMemory& memory) {
@@ -143,6 +143,6 @@ TEST(a_request_does_not_depend_on_the_others) {
 }
 
 }  // namespace
-}  // namespace lmdecode::beam_test
+}  // namespace lmdecode::beam::test
 
 CHECK_MAIN()

@@ -10,7 +10,7 @@
 #include "beam_search_case.h"
 #include "check.h"
 
-namespace lmdecode::beam_test {
+namespace lmdecode::beam::test {
 namespace {
 
 int64_t launches_run = 0;
@@ -32,9 +32,9 @@ std::string step(SearchCase& c, const StateMemory& cpu, const StateMemory& cuda,
   std::vector<int64_t> scratch(BeamStepScratch::bytes(params.state) / 8 + 1);
   beam_step_requests(params, 0, params.requests, scratch.data());
   try {
-    launch(&beam_cuda::beam_step_kernel, result.into(c.step_params(cuda)),
-           beam_cuda::beam_step_shared_bytes(params.state.beams, params.state.hypotheses), c.random,
-           schedule);
+    launch(&cuda_kernels::beam_step_kernel, result.into(c.step_params(cuda)),
+           cuda_kernels::beam_step_shared_bytes(params.state.beams, params.state.hypotheses),
+           c.random, schedule);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -52,9 +52,9 @@ std::string finalize(SearchCase& c, const StateMemory& cpu, const StateMemory& c
     beam_finalize_request(expected.into(params), request, scratch.data());
   }
   try {
-    launch(&beam_cuda::beam_finalize_kernel,
+    launch(&cuda_kernels::beam_finalize_kernel,
            result.into(c.finalize_params(cuda, results, add_open)),
-           beam_cuda::beam_finalize_shared_bytes(params), c.random, schedule);
+           cuda_kernels::beam_finalize_shared_bytes(params), c.random, schedule);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -145,6 +145,6 @@ TEST(planted_fault_is_noticed_in_finalize) {
 #endif
 
 }  // namespace
-}  // namespace lmdecode::beam_test
+}  // namespace lmdecode::beam::test
 
 CHECK_MAIN()

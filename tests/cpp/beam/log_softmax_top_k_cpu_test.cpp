@@ -6,32 +6,14 @@
 #include <memory>
 
 #include "beam/candidate_score.h"
+#include "beam/log_softmax_top_k_levels.h"
 #include "beam/processor_edits.h"
 #include "check.h"
 #include "processor_case.h"
 #include "sampling/sampling_workspace.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                                  \
-  namespace level {                                                                               \
-  void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,     \
-                              void* workspace);                                                   \
-  void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, \
-                                  int64_t size, void* workspace);                                 \
-  void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,                       \
-                                        const LogitsProcessors& processors, int64_t max_edits,    \
-                                        int64_t begin, int64_t end, void* workspace);             \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#endif
-#undef LMD_DECLARE_LEVEL
-
-namespace beam_test {
+namespace lmdecode::beam::test {
 namespace {
 
 using Rows = void (*)(const LogSoftmaxTopKParams&, int64_t, int64_t, void*);
@@ -48,7 +30,7 @@ struct Level {
 
 std::unique_ptr<void, void (*)(void*)> workspace_for(int64_t size, size_t more = 0) {
   void* memory = nullptr;
-  if (posix_memalign(&memory, 64, sampling_workspace_bytes(size) + more) != 0)
+  if (posix_memalign(&memory, 64, sampling::sampling_workspace_bytes(size) + more) != 0)
     throw std::bad_alloc();
   return {memory, std::free};
 }
@@ -149,9 +131,9 @@ int64_t cases_run = 0;
 
 void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab,
                bool with_processors) {
-#define LMD_LEVEL(level)                                                                  \
-  Level{#level, &level::log_softmax_top_k_rows, &level::log_softmax_top_k_processed_rows, \
-        &level::log_softmax_top_k_requests}
+#define LMD_LEVEL(level)                              \
+  Level{#level, &level::beam::log_softmax_top_k_rows, \
+        &level::beam::log_softmax_top_k_processed_rows, &level::beam::log_softmax_top_k_requests}
   std::vector<Level> levels = {LMD_LEVEL(default_)};
 #if defined(LMD_HAS_X86_KERNELS)
   const CpuCapability best = max_cpu_capability();
@@ -197,7 +179,6 @@ TEST(cases_counted) {
 }
 
 }  // namespace
-}  // namespace beam_test
-}  // namespace lmdecode
+}  // namespace lmdecode::beam::test
 
 CHECK_MAIN()

@@ -5,25 +5,14 @@
 #include <memory>
 
 #include "beam/log_softmax_top_k_kernel.cuh"
+#include "beam/log_softmax_top_k_levels.h"
 #include "beam/processor_edits.h"
 #include "beam/processor_rows_kernel.cuh"
 #include "check.h"
 #include "processor_case.h"
 #include "sampling/sampling_workspace.h"
 
-namespace lmdecode {
-
-namespace default_ {
-void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
-                            void* workspace);
-void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
-                                int64_t size, void* workspace);
-void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
-                                      const LogitsProcessors& processors, int64_t max_edits,
-                                      int64_t begin, int64_t end, void* workspace);
-}  // namespace default_
-
-namespace beam_test {
+namespace lmdecode::beam::test {
 namespace {
 
 // processors: null where there are none.
@@ -31,23 +20,23 @@ BeamResult run_cpu(const BeamCase& c, const ProcessorCase* processors) {
   BeamResult result(c.params);
   const LogSoftmaxTopKParams params = c.params_into(result);
   const int64_t size = c.most_beams() * params.row_candidates;
-  size_t bytes = sampling_workspace_bytes(std::max(size, params.vocab));
+  size_t bytes = sampling::sampling_workspace_bytes(std::max(size, params.vocab));
   if (processors != nullptr) bytes += TokenEdits::bytes(processors->max_edits, params.vocab);
   const std::unique_ptr<void, void (*)(void*)> workspace(
       std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
   if (processors == nullptr) {
-    default_::log_softmax_top_k_rows(params, 0, params.rows, workspace.get());
+    default_::beam::log_softmax_top_k_rows(params, 0, params.rows, workspace.get());
   } else {
-    default_::log_softmax_top_k_processed_rows(
+    default_::beam::log_softmax_top_k_processed_rows(
         params, processors->processors, processors->max_edits, 0, params.rows, workspace.get());
   }
-  default_::log_softmax_top_k_requests(params, 0, params.requests, size, workspace.get());
+  default_::beam::log_softmax_top_k_requests(params, 0, params.requests, size, workspace.get());
   return result;
 }
 
 template <class Params>
-void launch_rows(void (*kernel)(Params, SamplingLaunchPlan), const Params& params,
-                 const SamplingLaunchPlan& plan, uint64_t schedule) {
+void launch_rows(void (*kernel)(Params, sampling::SamplingLaunchPlan), const Params& params,
+                 const sampling::SamplingLaunchPlan& plan, uint64_t schedule) {
   emulation::launch(kernel, dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size)),
                     dim3(static_cast<unsigned>(plan.threads)),
                     static_cast<unsigned>(plan.cluster_size), plan.shared_bytes, schedule, params,
@@ -55,8 +44,8 @@ void launch_rows(void (*kernel)(Params, SamplingLaunchPlan), const Params& param
 }
 
 struct Layout {
-  SamplingLaunchPlan plan;
-  SamplingLaunchPlan processed_plan;  // of rows of f32
+  sampling::SamplingLaunchPlan plan;
+  sampling::SamplingLaunchPlan processed_plan;  // of rows of f32
   int merge_blocks, merge_threads;
 };
 
@@ -64,12 +53,13 @@ template <class T>
 void launch_rows(const LogSoftmaxTopKParams& params, const ProcessorCase* processors,
                  const Layout& layout, uint64_t schedule) {
   if (processors == nullptr) {
-    return launch_rows(&beam_cuda::log_softmax_top_k_row_kernel<T>, params, layout.plan, schedule);
+    return launch_rows(&cuda_kernels::log_softmax_top_k_row_kernel<T>, params, layout.plan,
+                       schedule);
   }
   const Buffer<float> values(params.rows * params.vocab);
   const ProcessedParams all{params, processors->processors, values.data()};
-  launch_rows(&beam_cuda::processor_row_kernel<T>, all, layout.plan, schedule);
-  launch_rows(&beam_cuda::processed_row_kernel, all, layout.processed_plan, schedule);
+  launch_rows(&cuda_kernels::processor_row_kernel<T>, all, layout.plan, schedule);
+  launch_rows(&cuda_kernels::processed_row_kernel, all, layout.processed_plan, schedule);
 }
 
 BeamResult run_emulated(const BeamCase& c, const ProcessorCase* processors, const Layout& layout,
@@ -87,18 +77,18 @@ BeamResult run_emulated(const BeamCase& c, const ProcessorCase* processors, cons
       launch_rows<BFloat16>(params, processors, layout, schedule);
       break;
   }
-  emulation::launch(beam_cuda::log_softmax_top_k_request_kernel,
+  emulation::launch(cuda_kernels::log_softmax_top_k_request_kernel,
                     dim3(static_cast<unsigned>(layout.merge_blocks)),
                     dim3(static_cast<unsigned>(layout.merge_threads)), 1,
-                    sizeof(sampling_cuda::RowStorage), schedule, params);
+                    sizeof(sampling::cuda_kernels::RowStorage), schedule, params);
   return result;
 }
 
 // Layouts that a device would get, and stranger ones: the result must not depend on any.
-SamplingLaunchPlan random_plan(Random& random, const LogSoftmaxTopKParams& params,
-                               int element_bytes) {
+sampling::SamplingLaunchPlan random_plan(Random& random, const LogSoftmaxTopKParams& params,
+                                         int element_bytes) {
   const int64_t vocab = params.vocab;
-  SamplingLaunchPlan plan;
+  sampling::SamplingLaunchPlan plan;
   plan.cluster_size = random.any_of({1, 1, 2, 4, 8});
   plan.threads = random.any_of({32, 64, 64, 128});
   plan.slice = (vocab + plan.cluster_size - 1) / plan.cluster_size;
@@ -107,8 +97,8 @@ SamplingLaunchPlan random_plan(Random& random, const LogSoftmaxTopKParams& param
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
   plan.clusters = random.chance(0.5) ? params.rows : 1 + random.below(params.rows);
-  plan.shared_bytes =
-      sizeof(sampling_cuda::RowStorage) + sampling_cache_bytes(plan.cached, element_bytes);
+  plan.shared_bytes = sizeof(sampling::cuda_kernels::RowStorage) +
+                      sampling::sampling_cache_bytes(plan.cached, element_bytes);
   return plan;
 }
 
@@ -175,7 +165,6 @@ TEST(more_than_200_cases) {
 }
 
 }  // namespace
-}  // namespace beam_test
-}  // namespace lmdecode
+}  // namespace lmdecode::beam::test
 
 CHECK_MAIN()

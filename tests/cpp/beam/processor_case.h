@@ -5,7 +5,7 @@
 #include "beam/logits_processors.h"
 #include "beam_case.h"
 
-namespace lmdecode::beam_test {
+namespace lmdecode::beam::test {
 
 struct ProcessorCase {
   LogitsProcessors processors;
@@ -170,4 +170,4 @@ inline float processed(const LogitsProcessors& p, int64_t request, int64_t row, 
   return log_prob + 0.0f;
 }
 
-}  // namespace lmdecode::beam_test
+}  // namespace lmdecode::beam::test

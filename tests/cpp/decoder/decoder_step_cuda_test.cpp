@@ -10,10 +10,10 @@
 #include "decoder/step_attention_kernel.cuh"
 #include "decoder/step_rows_kernel.cuh"
 
-namespace lmdecode::decoder_step_test {
+namespace lmdecode::decoder::test {
 namespace {
 
-using namespace decoder_step_cuda;
+using namespace step_cuda_kernels;
 
 class Random {
  public:
@@ -408,6 +408,6 @@ TEST(rounding) {
 }
 
 }  // namespace
-}  // namespace lmdecode::decoder_step_test
+}  // namespace lmdecode::decoder::test
 
 CHECK_MAIN()

@@ -16,7 +16,7 @@ extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(con
                                                                              size_t),
                                                          void (*free_hook)(const volatile void*));
 
-namespace lmdecode {
+namespace lmdecode::decoder {
 namespace {
 
 int64_t allocations = 0;
@@ -67,7 +67,7 @@ DecoderConfig small_config(bool norm_first, bool gated) {
   c.memory_size = 10;
   c.norm_first = norm_first;
   c.gated = gated;
-  c.activation = Activation::kGelu;
+  c.activation = linear::Activation::kGelu;
   c.norm_epsilon = 1e-5f;
   c.attention_scale = 0.4f;
   return c;
@@ -112,7 +112,7 @@ class Model {
   }
   NormWeights norm() { return {floats(config.model_size, 1.0f), floats(config.model_size, 0.1f)}; }
   LinearWeights linear(int64_t in, int64_t out) {
-    const PackedLinearShape shape{in, out, config.format};
+    const linear::PackedLinearShape shape{in, out, config.format};
     packed_.push_back(
         std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
     pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
@@ -191,7 +191,7 @@ class Searches {
       for (int i = 0; i < 4; ++i) bans_[slot * 4 + i] = ban[i];
     }
     lengths[1] = prompt_lengths_[1] = 3;
-    BeamSearchState& s = params.state;
+    beam::BeamSearchState& s = params.state;
     s.slots = kRequests;
     s.beams = s.hypotheses = beams_;
     s.capacity = s.log_prob_capacity = kCapacity;
@@ -207,7 +207,7 @@ class Searches {
     s.worst_scores = worst_.get();
     s.done = done.get();
     s.status = status_.get();
-    BeamSearchParameters& p = params.parameters;
+    beam::BeamSearchParameters& p = params.parameters;
     p.num_beams = p.num_hypotheses = num_beams_.get();
     p.prompt_lengths = prompt_lengths_.get();
     p.max_lengths = max_lengths_.get();
@@ -279,8 +279,9 @@ TEST(a_step_allocates_nothing) {
 }
 
 TEST(steps_one_by_one_are_steps_at_once) {
-  for (const LinearFormat format :
-       {LinearFormat::kFloat32, LinearFormat::kBFloat16, LinearFormat::kInt8}) {
+  for (const linear::LinearFormat format :
+       {linear::LinearFormat::kFloat32, linear::LinearFormat::kBFloat16,
+        linear::LinearFormat::kInt8}) {
     for (const bool greedy : {false, true}) {
       DecoderConfig config = small_config(greedy, true);
       config.format = format;
@@ -368,6 +369,6 @@ TEST(allocations_are_counted) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder
 
 CHECK_MAIN()

@@ -7,43 +7,31 @@
 #include "check.h"
 #include "common/half.h"
 #include "decoder/step_attention.h"
+#include "decoder/step_attention_levels.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                             \
-  namespace level {                                                                          \
-  void self_attention_items(const SelfAttentionParams& params, int64_t begin, int64_t end,   \
-                            void* memory);                                                   \
-  void cross_attention_items(const CrossAttentionParams& params, int64_t begin, int64_t end, \
-                             void* memory);                                                  \
-  int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions);            \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#endif
+namespace lmdecode::decoder {
 
 namespace {
 
 struct Level {
-  decltype(&default_::self_attention_items) self;
-  decltype(&default_::cross_attention_items) cross;
-  decltype(&default_::step_attention_scratch) scratch;
+  decltype(&default_::decoder::self_attention_items) self;
+  decltype(&default_::decoder::cross_attention_items) cross;
+  decltype(&default_::decoder::step_attention_scratch) scratch;
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> list = {{default_::self_attention_items, default_::cross_attention_items,
-                              default_::step_attention_scratch}};
+  std::vector<Level> list = {{default_::decoder::self_attention_items,
+                              default_::decoder::cross_attention_items,
+                              default_::decoder::step_attention_scratch}};
 #if defined(LMD_HAS_X86_KERNELS)
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
-    list.push_back(
-        {avx2::self_attention_items, avx2::cross_attention_items, avx2::step_attention_scratch});
+    list.push_back({avx2::decoder::self_attention_items, avx2::decoder::cross_attention_items,
+                    avx2::decoder::step_attention_scratch});
   }
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
-    list.push_back({avx512::self_attention_items, avx512::cross_attention_items,
-                    avx512::step_attention_scratch});
+    list.push_back({avx512::decoder::self_attention_items, avx512::decoder::cross_attention_items,
+                    avx512::decoder::step_attention_scratch});
   }
 #endif
   return list;
@@ -197,6 +185,6 @@ TEST(cross_attention_to_a_shared_memory) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::decoder
 
 CHECK_MAIN()

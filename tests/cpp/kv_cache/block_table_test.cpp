@@ -8,7 +8,7 @@
 #include "check.h"
 #include "reorder_case.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 struct Table {
@@ -119,6 +119,6 @@ TEST(random_histories) {
 }
 
 }  // namespace
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

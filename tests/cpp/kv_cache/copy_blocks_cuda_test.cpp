@@ -5,7 +5,7 @@
 #include "kv_cache/copy_blocks_kernel.cuh"
 #include "reorder_case.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 constexpr int64_t kBlocks = 7;
@@ -123,6 +123,6 @@ TEST(units_are_as_wide_as_the_layout_allows) {
 }
 
 }  // namespace
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

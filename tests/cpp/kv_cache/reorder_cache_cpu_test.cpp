@@ -5,24 +5,12 @@
 #include <string>
 
 #include "check.h"
+#include "kv_cache/reorder_cache_levels.h"
 #include "kv_cache/reorder_parts.h"
 #include "reorder_case.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                               \
-  namespace level {                                                            \
-  void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end); \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#endif
-#undef LMD_DECLARE_LEVEL
-
-namespace kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 std::vector<RowCopy> order(const Map& map) {
@@ -160,21 +148,21 @@ void run_cases(Parts parts, int count, bool large) {
 }
 
 TEST(kernel_default) {
-  run_cases(&default_::reorder_cache_parts, 3000, false);
-  run_cases(&default_::reorder_cache_parts, 100, true);
+  run_cases(&default_::kv_cache::reorder_cache_parts, 3000, false);
+  run_cases(&default_::kv_cache::reorder_cache_parts, 100, true);
 }
 
 #if defined(LMD_HAS_X86_KERNELS)
 TEST(kernel_avx2) {
   if (max_cpu_capability() < CpuCapability::kAvx2) return;
-  run_cases(&avx2::reorder_cache_parts, 3000, false);
-  run_cases(&avx2::reorder_cache_parts, 100, true);
+  run_cases(&avx2::kv_cache::reorder_cache_parts, 3000, false);
+  run_cases(&avx2::kv_cache::reorder_cache_parts, 100, true);
 }
 
 TEST(kernel_avx512) {
   if (max_cpu_capability() < CpuCapability::kAvx512) return;
-  run_cases(&avx512::reorder_cache_parts, 3000, false);
-  run_cases(&avx512::reorder_cache_parts, 100, true);
+  run_cases(&avx512::kv_cache::reorder_cache_parts, 3000, false);
+  run_cases(&avx512::kv_cache::reorder_cache_parts, 100, true);
 }
 #endif
 
@@ -278,7 +266,6 @@ TEST(keys_beside_values_share_nothing) {
 }
 
 }  // namespace
-}  // namespace kv_cache_test
-}  // namespace lmdecode
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

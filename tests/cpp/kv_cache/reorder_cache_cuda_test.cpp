@@ -7,7 +7,7 @@
 #include "kv_cache/reorder_cache_kernel.cuh"
 #include "reorder_case.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 int64_t launches_run = 0;
@@ -175,6 +175,6 @@ TEST(planted_fault_is_noticed) {
 #endif
 
 }  // namespace
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

@@ -14,7 +14,7 @@
 #include "kv_cache/reorder_cache.h"
 #include "kv_cache/strided_tensor.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 
 class Random {
  public:
@@ -144,4 +144,4 @@ inline std::string text(const Map& map) {
   return out.str();
 }
 
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test

@@ -6,7 +6,7 @@
 #include "kv_cache/ring_cache_append_kernel.cuh"
 #include "reorder_case.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 std::vector<unsigned char> random_bytes(Random& random, int64_t count) {
@@ -178,6 +178,6 @@ TEST(units_are_as_wide_as_the_layout_allows) {
 }
 
 }  // namespace
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

@@ -7,7 +7,7 @@
 #include "kv_cache/update_beam_indirection_kernel.cuh"
 #include "reorder_case.h"
 
-namespace lmdecode::kv_cache_test {
+namespace lmdecode::kv_cache::test {
 namespace {
 
 // A table between gaps, and lengths of either kind, in buffers of exactly their size.
@@ -155,6 +155,6 @@ TEST(planted_fault_is_noticed) {
 #endif
 
 }  // namespace
-}  // namespace lmdecode::kv_cache_test
+}  // namespace lmdecode::kv_cache::test
 
 CHECK_MAIN()

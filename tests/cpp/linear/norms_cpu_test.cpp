@@ -6,21 +6,10 @@
 
 #include "check.h"
 #include "linear/norms.h"
+#include "linear/norms_levels.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                              \
-  namespace level {                                                           \
-  void layer_norm_rows(const NormParams& params, int64_t begin, int64_t end); \
-  void rms_norm_rows(const NormParams& params, int64_t begin, int64_t end);   \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#endif
-#undef LMD_DECLARE_LEVEL
+namespace lmdecode::linear {
 
 namespace {
 
@@ -31,13 +20,13 @@ struct Level {
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all = {{&default_::layer_norm_rows, &default_::rms_norm_rows}};
+  std::vector<Level> all = {{&default_::linear::layer_norm_rows, &default_::linear::rms_norm_rows}};
 #if defined(LMD_HAS_X86_KERNELS)
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
-    all.push_back({&avx2::layer_norm_rows, &avx2::rms_norm_rows});
+    all.push_back({&avx2::linear::layer_norm_rows, &avx2::linear::rms_norm_rows});
   }
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
-    all.push_back({&avx512::layer_norm_rows, &avx512::rms_norm_rows});
+    all.push_back({&avx512::linear::layer_norm_rows, &avx512::linear::rms_norm_rows});
   }
 #endif
   return all;
@@ -101,6 +90,6 @@ TEST(every_level_normalises) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::linear
 
 CHECK_MAIN()

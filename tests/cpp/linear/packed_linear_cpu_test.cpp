@@ -11,7 +11,7 @@
 #include "check.h"
 #include "linear/packed_linear_kernels.h"
 
-namespace lmdecode {
+namespace lmdecode::linear {
 namespace {
 
 using std::size_t;
@@ -42,19 +42,19 @@ struct Level {
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all = {{"default", &default_::linear_kernels, {true, true, true}}};
+  std::vector<Level> all = {{"default", &default_::linear::linear_kernels, {true, true, true}}};
 #if defined(LMD_HAS_X86_KERNELS)
   const CpuCapability best = max_cpu_capability();
   if (best >= CpuCapability::kAvx2) {
-    all.push_back({"avx2", &avx2::linear_kernels, {true, true, true}});
+    all.push_back({"avx2", &avx2::linear::linear_kernels, {true, true, true}});
   }
   if (best >= CpuCapability::kAvx512) {
-    all.push_back({"avx512", &avx512::linear_kernels, {true, true, true}});
+    all.push_back({"avx512", &avx512::linear::linear_kernels, {true, true, true}});
     if (__builtin_cpu_supports("avx512bf16")) {
-      all.push_back({"avx512_bf16", &avx512_bf16::linear_kernels, {false, true, false}});
+      all.push_back({"avx512_bf16", &avx512_bf16::linear::linear_kernels, {false, true, false}});
     }
     if (__builtin_cpu_supports("avx512vnni")) {
-      all.push_back({"avx512_vnni", &avx512_vnni::linear_kernels, {false, false, true}});
+      all.push_back({"avx512_vnni", &avx512_vnni::linear::linear_kernels, {false, false, true}});
     }
   }
 #endif
@@ -223,7 +223,7 @@ TEST(int8_has_the_same_bits_at_every_level) {
   unsigned seed = 100;
   for (const Case& shape : kCases) {
     const Call call(shape, ++seed);
-    const std::vector<float> want = call.run(default_::linear_kernels, LinearFormat::kInt8);
+    const std::vector<float> want = call.run(default_::linear::linear_kernels, LinearFormat::kInt8);
     // Two roundings to a 127th of the largest magnitude, some 4 of which make a normal row.
     CHECK(call.error(want, LinearFormat::kInt8) < 0.05 / 1e-6);
     for (const Level& level : levels()) {
@@ -250,6 +250,6 @@ TEST(a_row_does_not_depend_on_what_is_computed_beside_it) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::linear
 
 CHECK_MAIN()

@@ -7,27 +7,22 @@
 #include "sample_case.h"
 #include "sampling/sampling_workspace.h"
 #include "sampling/top_k_top_p_sample_kernel.cuh"
+#include "sampling/top_k_top_p_sample_levels.h"
 
-namespace lmdecode {
-
-namespace default_ {
-void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end,
-                             void* workspace);
-}
-
-namespace sampling_test {
+namespace lmdecode::sampling::test {
 
 inline SampleResult run_cpu(const SampleCase& c) {
   SampleResult result = c.make_result();
   const size_t bytes = (sampling_workspace_bytes(c.params.vocab) + 63) / 64 * 64;
   std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, bytes), std::free);
-  default_::top_k_top_p_sample_rows(c.params_into(result), 0, c.params.batch, workspace.get());
+  default_::sampling::top_k_top_p_sample_rows(c.params_into(result), 0, c.params.batch,
+                                              workspace.get());
   return result;
 }
 
 template <class T>
 void launch(const TopKTopPSampleParams& params, const SamplingLaunchPlan& plan, uint64_t schedule) {
-  emulation::launch(sampling_cuda::top_k_top_p_sample_kernel<T>,
+  emulation::launch(cuda_kernels::top_k_top_p_sample_kernel<T>,
                     dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size)),
                     dim3(static_cast<unsigned>(plan.threads)),
                     static_cast<unsigned>(plan.cluster_size), plan.shared_bytes, schedule, params,
@@ -64,12 +59,11 @@ inline SamplingLaunchPlan random_plan(Random& random, const SampleCase& c) {
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
   plan.clusters = random.chance(0.5) ? c.params.batch : 1 + random.below(c.params.batch);
-  plan.rank_chunk = random.any_of({4, 32, sampling_cuda_tuning::kRankChunk});
+  plan.rank_chunk = random.any_of({4, 32, cuda_tuning::kRankChunk});
   const int element_bytes = c.params.dtype == DType::kFloat32 ? 4 : 2;
   plan.shared_bytes =
-      sizeof(sampling_cuda::RowStorage) + sampling_cache_bytes(plan.cached, element_bytes);
+      sizeof(cuda_kernels::RowStorage) + sampling_cache_bytes(plan.cached, element_bytes);
   return plan;
 }
 
-}  // namespace sampling_test
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling::test

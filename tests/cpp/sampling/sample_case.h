@@ -16,7 +16,7 @@
 
 #include "sampling/top_k_top_p_sample.h"
 
-namespace lmdecode::sampling_test {
+namespace lmdecode::sampling::test {
 
 class Random {
  public:
@@ -271,4 +271,4 @@ inline std::string difference(const SampleCase& c, const SampleResult& a, const 
   return text.str();
 }
 
-}  // namespace lmdecode::sampling_test
+}  // namespace lmdecode::sampling::test

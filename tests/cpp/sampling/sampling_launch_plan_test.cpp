@@ -3,7 +3,7 @@
 
 #include "check.h"
 
-namespace lmdecode {
+namespace lmdecode::sampling {
 namespace {
 
 constexpr size_t kFixed = 35 * 1024;
@@ -29,7 +29,7 @@ TEST(every_token_has_a_block_and_every_limit_holds) {
           CHECK(p.cached >= 0 && p.cached <= p.slice);
           CHECK(p.shared_bytes <= static_cast<size_t>(device.shared_bytes_per_block));
           CHECK_EQ(p.shared_bytes, kFixed + sampling_cache_bytes(p.cached, bytes));
-          CHECK(p.threads >= 32 && p.threads <= sampling_cuda_tuning::kMaxThreads);
+          CHECK(p.threads >= 32 && p.threads <= cuda_tuning::kMaxThreads);
           CHECK_EQ(p.threads & (p.threads - 1), 0);
           CHECK(p.clusters >= 1 && p.clusters <= batch);
           CHECK(p.clusters * p.cluster_size < int64_t{1} << 31);
@@ -79,6 +79,6 @@ TEST(empty_cache_takes_no_room) {
 }
 
 }  // namespace
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling
 
 CHECK_MAIN()

@@ -8,23 +8,10 @@
 #include "check.h"
 #include "sample_case.h"
 #include "sampling/sampling_workspace.h"
+#include "sampling/top_k_top_p_sample_levels.h"
 #include "simd/cpu_capability.h"
 
-namespace lmdecode {
-
-#define LMD_DECLARE_LEVEL(level)                                                               \
-  namespace level {                                                                            \
-  void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, \
-                               void* workspace);                                               \
-  }
-LMD_DECLARE_LEVEL(default_)
-#if defined(LMD_HAS_X86_KERNELS)
-LMD_DECLARE_LEVEL(avx2)
-LMD_DECLARE_LEVEL(avx512)
-#endif
-#undef LMD_DECLARE_LEVEL
-
-namespace sampling_test {
+namespace lmdecode::sampling::test {
 namespace {
 
 using Rows = void (*)(const TopKTopPSampleParams&, int64_t, int64_t, void*);
@@ -52,7 +39,7 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
     Random random(seed * 104729 + 1);
     const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
     const SampleCase c = random_case(seed, 1 + random.below(4), vocab);
-    const SampleResult expected = run(&default_::top_k_top_p_sample_rows, c, 0);
+    const SampleResult expected = run(&default_::sampling::top_k_top_p_sample_rows, c, 0);
     ++cases_run;
     const auto same = [&](const char* level, Rows rows) {
       const SampleResult result = run(rows, c, random.below(c.params.batch + 1));
@@ -62,10 +49,13 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
         std::cout << level << ": " << c.describe() << difference(c, expected, result) << std::endl;
       return equal;
     };
-    if (!same("default in two parts", &default_::top_k_top_p_sample_rows)) return;
+    if (!same("default in two parts", &default_::sampling::top_k_top_p_sample_rows)) return;
 #if defined(LMD_HAS_X86_KERNELS)
-    if (best >= CpuCapability::kAvx2 && !same("avx2", &avx2::top_k_top_p_sample_rows)) return;
-    if (best >= CpuCapability::kAvx512 && !same("avx512", &avx512::top_k_top_p_sample_rows)) return;
+    if (best >= CpuCapability::kAvx2 && !same("avx2", &avx2::sampling::top_k_top_p_sample_rows))
+      return;
+    if (best >= CpuCapability::kAvx512 &&
+        !same("avx512", &avx512::sampling::top_k_top_p_sample_rows))
+      return;
 #endif
   }
 }
@@ -84,7 +74,6 @@ TEST(more_than_3900_cases) {
 }
 
 }  // namespace
-}  // namespace sampling_test
-}  // namespace lmdecode
+}  // namespace lmdecode::sampling::test
 
 CHECK_MAIN()

@@ -5,7 +5,7 @@
 #include "check.h"
 #include "emulated_sample.h"
 
-namespace lmdecode::sampling_test {
+namespace lmdecode::sampling::test {
 namespace {
 
 // How many of the runs end in another result, and how many in a report of the emulation.
@@ -47,6 +47,6 @@ TEST(planted_fault_is_noticed) {
 }
 
 }  // namespace
-}  // namespace lmdecode::sampling_test
+}  // namespace lmdecode::sampling::test
 
 CHECK_MAIN()

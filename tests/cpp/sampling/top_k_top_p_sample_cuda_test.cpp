@@ -5,7 +5,7 @@
 #include "check.h"
 #include "emulated_sample.h"
 
-namespace lmdecode::sampling_test {
+namespace lmdecode::sampling::test {
 namespace {
 
 int64_t cases_run = 0, launches_run = 0;
@@ -17,7 +17,7 @@ bool compare(const SampleCase& c, const SamplingLaunchPlan& plan, uint64_t sched
   try {
     const SampleResult result = run_emulated(c, plan, schedule);
     if (result == expected) return true;
-    what = sampling_test::difference(c, expected, result);
+    what = test::difference(c, expected, result);
   } catch (const std::exception& error) {
     what = error.what();
   }
@@ -65,13 +65,13 @@ TEST(planned_launches) {
     const SampleCase c = random_case(seed, 2, 33000 + static_cast<int64_t>(seed % 7));
     const int element_bytes = c.params.dtype == DType::kFloat32 ? 4 : 2;
     const SamplingLaunchPlan plan = plan_sampling_launch(2, c.params.vocab, element_bytes,
-                                                         sizeof(sampling_cuda::RowStorage), device);
+                                                         sizeof(cuda_kernels::RowStorage), device);
     CHECK(plan.cluster_size > 1);
     CHECK(compare(c, plan, seed % 6, run_cpu(c)));
   }
 }
 
 }  // namespace
-}  // namespace lmdecode::sampling_test
+}  // namespace lmdecode::sampling::test
 
 CHECK_MAIN()

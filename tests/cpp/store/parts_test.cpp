@@ -25,6 +25,37 @@ std::string hex(const Digest& digest) {
   return text;
 }
 
+std::vector<int32_t> ids(size_t size) {
+  std::vector<int32_t> result(size);
+  for (size_t i = 0; i < size; ++i) result[i] = static_cast<int32_t>(31 * i % 97);
+  return result;
+}
+
+TEST(keys_of_prefixes_are_the_chain_in_any_order_of_asking) {
+  const Digest root = root_key("model", 4, {"tenant", "context"});
+  for (const size_t size : {0, 1, 3, 4, 5, 8, 11}) {
+    const std::vector<int32_t> tokens = ids(size);
+    std::vector<Digest> chain = {root};
+    for (size_t begin = 0; begin < size; begin += 4) {
+      const size_t count = std::min<size_t>(4, size - begin);
+      chain.push_back(chain_key(chain.back(), begin + count, {tokens.data() + begin, count}));
+    }
+    PrefixKeys forwards(root, tokens, 4), backwards(root, tokens, 4), last(root, tokens, 4);
+    CHECK_EQ(forwards.size(), chain.size() - 1);
+    CHECK(last.whole() == chain.back());
+    CHECK(prefix_key(root, tokens, 4) == chain.back());
+    size_t chunk_tokens = 0;
+    for (size_t i = 0; i < forwards.size(); ++i) {
+      CHECK(forwards.before(i) == chain[i]);
+      CHECK(forwards[i] == chain[i + 1]);
+      const size_t from_the_end = forwards.size() - 1 - i;
+      CHECK(backwards[from_the_end] == chain[from_the_end + 1]);
+      chunk_tokens += forwards.chunk(i).size();
+    }
+    CHECK_EQ(chunk_tokens, size);
+  }
+}
+
 std::vector<Sha256Compress> compressions() {
   std::vector<Sha256Compress> result = {sha256_compress_portable};
   if (sha256_compress_accelerated() != nullptr) result.push_back(sha256_compress_accelerated());

@@ -205,19 +205,19 @@ def test_calls_that_fail(
     with store_of(model, tmp_path / "store") as store:
         converse(model, store, "a", TURNS[:1])
     with store_of(model, tmp_path / "store") as store:
-        import lmdecode.store._engine as engine
+        right = store._engine.native
 
-        right = engine.call
+        class Failing:
+            def __getattr__(self, name: str) -> object:
+                return fail if name == call else getattr(right, name)
 
-        def fail(name: str, *arguments: object) -> None:
-            if name == call:
-                raise error
-            right(name, *arguments)
+        def fail(*arguments: object) -> None:
+            raise error
 
-        monkeypatch.setattr(engine, "call", fail)
+        monkeypatch.setattr(store._engine, "native", Failing())
         with pytest.warns(RuntimeWarning, match=f"goes on without the store: .*{error.args[-1]}"):
             assert converse(model, store, "a", TURNS[1:], expected[:46])[0] == expected
-        monkeypatch.setattr(engine, "call", right)
+        monkeypatch.setattr(store._engine, "native", right)
 
 
 def test_stores_that_cannot_be_opened(tmp_path: Path) -> None:

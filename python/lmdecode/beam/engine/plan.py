@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.slots import BeamSlots
 from lmdecode.beam.state import Rules
+from lmdecode.beam.token_rules import TokenRules
 
 __all__ = ["BeamPass", "BeamPlan", "RunningSearch"]
 
@@ -20,9 +21,10 @@ class RunningSearch:
     """A request that is being searched."""
 
     request: BeamRequest
-    request_id: object
+    request_id: Hashable
     slots: list[int]  # one for each group
     steps: int = 0
+    token_rules: TokenRules | None = None  # made when the vocabulary is known
 
     @property
     def num_rows(self) -> int:

@@ -28,9 +28,13 @@ def _integer(name: str, value: Any, at_least: int) -> int:
 
 
 def _number(name: str, value: object, most: float = sys.float_info.max) -> float:
-    converted = check_number("BeamRequest", name, value)
+    expected = f"a finite number of {64 if most > _MAX_FLOAT32 else 32} bits"
+    try:
+        converted = check_number("BeamRequest", name, value)
+    except ValueError:  # an int that no float64 holds
+        raise _fail(name, value, expected) from None
     if not abs(converted) <= most:
-        raise _fail(name, value, f"a finite number of {64 if most > _MAX_FLOAT32 else 32} bits")
+        raise _fail(name, value, expected)
     return converted
 
 
@@ -81,7 +85,7 @@ class BeamRequest:
     length_penalty : float
         A finished sequence scores ``sum of log-probs / length ** length_penalty``.
     early_stopping : bool or "never"
-        When the search is done, see docs/beam_ops.md.
+        When the search is done, see docs/reference/beam.md.
     eos_token_id : int, sequence of int or None
         End tokens.
     pad_token_id : int, optional

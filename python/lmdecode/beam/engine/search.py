@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -11,14 +10,19 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode.beam.engine.coverage import PassCoverage
+from lmdecode.beam.engine.first_step import all_beams
 from lmdecode.beam.engine.plan import BeamPass, BeamPlan, RunningSearch, make_plan
-from lmdecode.beam.engine.processors import all_beams, constant_processors, step_processors
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
+from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
+from lmdecode.beam.engine.request_rules import token_rules_of_request
+from lmdecode.beam.engine.results import beam_result
 from lmdecode.beam.engine.slots import BeamSlots
 from lmdecode.beam.engine.step_checks import check_step
 from lmdecode.beam.engine.trace import BeamTrace, trace_searches
 from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.state import BeamFinal, BeamStep
+from lmdecode.beam.token_rules import join_token_rules
 from lmdecode.beam.types import BeamCandidates
 
 __all__ = ["BeamSearch", "RowTokens", "StepOutput"]
@@ -71,36 +75,9 @@ class _Finished(NamedTuple):
 class _Tools(NamedTuple):
     """What goes with the layout of a pass."""
 
-    requests: list[BeamRequest]
-    processors: dict[str, Tensor]
+    widest: int  # of the requests' groups
+    rules: RuleArguments
     coverage: PassCoverage | None
-
-
-def _result(finished: _Finished) -> BeamResult:
-    """Cut a result to its size; waits for the device."""
-    search, final, status, num_hypotheses = finished
-    request, prompt = search.request, len(search.request.prompt_ids)
-    found = int((final.places[0] >= 0).sum())
-    lengths = final.lengths[0, :found]
-    longest = int(lengths.max()) if found else prompt
-    # transformers' scorer leaves room for the end token, if the maximum length does.
-    room = request.rules == "scorer" and bool(request.eos_token_id)
-    columns = min(longest + room, request.max_length)
-    bits = 0
-    for value in status.tolist():
-        bits |= value
-    return BeamResult(
-        request_id=search.request_id,
-        sequences=final.sequences[0, :found, :columns].clone(),
-        scores=final.scores[0, :found].clone(),
-        lengths=lengths.clone(),
-        log_probs=final.log_probs[0, :found, prompt:columns].clone(),
-        beam_indices=final.beam_indices[0, :found, prompt:columns].clone(),
-        groups=final.places[0, :found] // num_hypotheses,
-        prompt_length=prompt,
-        num_steps=search.steps,
-        status=bits,
-    )
 
 
 class BeamSearch:
@@ -166,8 +143,7 @@ class BeamSearch:
         self._store = BeamSlots(slots, num_beams, capacity, torch.device(device))
         self._running: list[RunningSearch] = []
         self._finished: list[_Finished] = []
-        self._ids: set[Hashable] = set()  # of both
-        self._numbers = itertools.count()
+        self._ids = RequestIds()  # of both
         self._plan: BeamPlan | None = None
         self._tools: list[_Tools] = []
 
@@ -194,17 +170,8 @@ class BeamSearch:
         RuntimeError
             There is no memory for it. The engine is as it was, and can go on.
         """
-        if not isinstance(request, BeamRequest):
-            kind = type(request).__name__
-            raise TypeError(f"{_OP}.insert: request is of type {kind}; expected a BeamRequest")
-        request_id = request.request_id
-        if request_id is None:
-            request_id = next(number for number in self._numbers if number not in self._ids)
-        elif request_id in self._ids:
-            raise ValueError(
-                f"{_OP}.insert: request_id {request_id!r} is that of a request which is running, "
-                "or waits for pop_finished; expected another"
-            )
+        self._ids.check(f"{_OP}.insert", request)
+        request_id = self._ids.new(request)
         self._plan = None  # even if there is an error, its numbers of beams may be out of date
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
         self._ids.add(request_id)
@@ -224,16 +191,11 @@ class BeamSearch:
         ValueError
             No such request is running.
         """
-        ids = [search.request_id for search in self._running]
-        if request_id not in ids:
-            raise ValueError(
-                f"{_OP}.cancel: request_id is {request_id!r}; expected one that is running: {ids}"
-            )
+        number = position_of_request(f"{_OP}.cancel", request_id, self.running)
         counts = [search.num_rows for search in self._running]
-        number = ids.index(request_id)
         first, last = sum(counts[:number]), sum(counts[: number + 1])
         search = self._running.pop(number)
-        self._ids.remove(request_id)
+        self._ids.discard(request_id)
         self._store.release(search.slots)
         self._plan = None
         rows = torch.arange(sum(counts), device=self._store.device)
@@ -349,11 +311,15 @@ class BeamSearch:
 
     def _tools_of(self, layout: BeamPass) -> _Tools:
         assert self._vocab_size is not None
-        requests = [search.request for search in layout.searches]
+        requests, rules = [search.request for search in layout.searches], []
+        for search in layout.searches:
+            if search.token_rules is None:
+                search.token_rules = token_rules_of_request(search.request, self._vocab_size)
+            rules.append(search.token_rules)
         covered = any(request.coverage_penalty for request in requests)
         return _Tools(
-            requests,
-            constant_processors(requests, layout.slots, self._store, self._vocab_size),
+            max(request.group_size for request in requests),
+            RuleArguments(join_token_rules(rules), self._store.device),
             PassCoverage(layout, self._store) if covered else None,
         )
 
@@ -366,14 +332,16 @@ class BeamSearch:
         token_bitmask: Tensor | None,
     ) -> BeamCandidates:
         """Return the candidates of a pass; tokens: all next rows', as far as they are chosen."""
-        longest = max(len(s.request.prompt_ids) + s.steps for s in layout.searches)
-        processors = step_processors(
-            tools.processors, tools.requests, layout.slots, layout.beams, longest, self._store
-        )
-        if layout.diversity is not None and "diversity_penalty" in processors:
-            processors["diversity_tokens"] = tokens[layout.diversity]
-        else:
-            processors.pop("diversity_penalty", None)
+        state, rules = self._store.state, tools.rules
+        lengths = sequences = None
+        if rules.needs_lengths:
+            lengths = state.lengths.index_select(0, layout.slots)
+        if rules.looks_back:
+            longest = max(len(s.request.prompt_ids) + s.steps for s in layout.searches)
+            flat = state.sequences.flatten(0, 1)[:, :longest]
+            sequences = flat.index_select(0, layout.beams)
+        diversity = None if layout.diversity is None else tokens[layout.diversity]
+        processors = rules.of_step(lengths, sequences, diversity)
         if layout.rows is not None:
             logits = logits.index_select(0, layout.rows)
         if token_bitmask is not None:
@@ -382,14 +350,13 @@ class BeamSearch:
             )
         candidates = log_softmax_top_k(
             logits,
-            self._store.state.scores.view(-1).index_select(0, layout.beams),
+            state.scores.view(-1).index_select(0, layout.beams),
             layout.num_candidates,
             num_beams=layout.widths,
             **processors,
         )
         if layout.first_widths is not None:
-            widest = max(request.group_size for request in tools.requests)
-            candidates = all_beams(candidates, layout.first_widths, widest)
+            candidates = all_beams(candidates, layout.first_widths, tools.widest)
         return candidates
 
     def _advance(
@@ -478,5 +445,16 @@ class BeamSearch:
     def pop_finished(self) -> list[BeamResult]:
         """Return the results of the requests that have finished since the last call, in order."""
         finished, self._finished = self._finished, []
-        self._ids -= {entry.search.request_id for entry in finished}
-        return [_result(entry) for entry in finished]
+        for entry in finished:
+            self._ids.discard(entry.search.request_id)
+        return [
+            beam_result(
+                entry.search.request,
+                entry.search.request_id,
+                entry.final,
+                entry.status,
+                entry.num_hypotheses,
+                entry.search.steps,
+            )
+            for entry in finished
+        ]

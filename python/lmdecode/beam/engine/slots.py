@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +15,45 @@ from lmdecode.beam.state import (
     beam_parameters,
     new_beam_state,
 )
+from lmdecode.beam.types import NO_WORST_SCORE, UNUSED_BEAM_SCORE
 
-__all__ = ["BeamSlots"]
+__all__ = ["BeamSlots", "begin_search"]
+
+
+def begin_search(
+    state: BeamState, parameters: BeamParameters, slot: int, request: BeamRequest
+) -> None:
+    """Begin the search of a request, or of one of its groups, in a slot that has room for it.
+
+    Nothing of the slot's last search is left that could be read.
+    """
+
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=state.done.device)
+
+    prompt, ends = len(request.prompt_ids), request.eos_token_id
+    state.sequences[slot, :, :prompt] = integers(request.prompt_ids)
+    state.log_probs[slot, :, :prompt] = 0.0
+    state.beam_indices[slot, :, :prompt] = -1
+    state.scores[slot] = UNUSED_BEAM_SCORE
+    state.scores[slot, 0] = 0.0
+    state.hypothesis_numbers[slot] = -1
+    for part, value in (
+        (state.lengths, prompt),
+        (state.worst_scores, NO_WORST_SCORE),
+        (state.done, 0),
+        (state.status, 0),
+        (parameters.num_beams, request.group_size),
+        (parameters.num_hypotheses, request.num_hypotheses),
+        (parameters.prompt_lengths, prompt),
+        (parameters.max_lengths, request.max_length),
+        (parameters.length_penalty, request.length_penalty),
+        (parameters.early_stopping, EARLY_STOPPING[request.early_stopping]),
+        (parameters.end_tokens, -1),
+        (parameters.pad_tokens, request.pad_token),
+    ):
+        part[slot] = value
+    parameters.end_tokens[slot, : len(ends)] = integers(ends)
 
 
 def _grown(old: Tensor, sizes: Sequence[int], fill: float) -> Tensor:
@@ -37,7 +73,7 @@ def _larger(have: int, need: int) -> int:
 
 
 class BeamSlots:
-    """The state, parameters and processors of all slots; a slot is one search or one group.
+    """The state and parameters of all slots; a slot is one search or one group.
 
     Attributes
     ----------
@@ -45,9 +81,6 @@ class BeamSlots:
         See there; with log-probabilities and beam indices.
     parameters : BeamParameters
         See there.
-    columns : dict of str to Tensor
-        [slots] or [slots, n]: what processors need of each slot, under the names that
-        ``log_softmax_top_k`` has for them; -1 where a list of tokens is shorter.
     coverage : Tensor
         [slots, beams, source] float32: how much attention each source position has had.
     """
@@ -58,21 +91,8 @@ class BeamSlots:
             slots, num_beams, capacity, keep_log_probs=True, keep_beam_indices=True, device=device
         )
         self.parameters: BeamParameters = beam_parameters(slots, 1, device=device)
-
-        def column(value: float, dtype: torch.dtype, *sizes: int) -> Tensor:
-            with torch.inference_mode(False):
-                return torch.full((slots, *sizes), value, dtype=dtype, device=device)
-
-        self.columns = {
-            "min_lengths": column(0, torch.int64),
-            "repetition_penalty": column(1.0, torch.float32),
-            "no_repeat_ngram_size": column(0, torch.int64),
-            "suppressed_tokens": column(-1, torch.int64, 0),
-            "diversity_penalty": column(0.0, torch.float32),
-            "forced_bos": column(-1, torch.int64),
-            "forced_eos": column(-1, torch.int64),
-        }
-        self.coverage = column(0.0, torch.float32, num_beams, 0)
+        with torch.inference_mode(False):
+            self.coverage = torch.zeros(slots, num_beams, 0, device=device)
         self._free = list(range(slots))[::-1]
 
     @property
@@ -94,6 +114,10 @@ class BeamSlots:
         del self._free[-request.num_beam_groups :]
         return slots
 
+    def _write(self, slot: int, request: BeamRequest) -> None:
+        begin_search(self.state, self.parameters, slot, request)
+        self.coverage[slot] = 0.0
+
     def release(self, slots: Sequence[int]) -> None:
         """Give slots back."""
         self._free += reversed(slots)
@@ -112,7 +136,6 @@ class BeamSlots:
         capacity = _larger(capacity, request.max_length)
         hypotheses = _larger(state.hypothesis_scores.shape[1], request.num_hypotheses)
         ends = max(self.parameters.end_tokens.shape[1], len(request.eos_token_id))
-        suppressed = max(self.columns["suppressed_tokens"].shape[1], len(request.suppress_tokens))
         if (slots, beams, capacity) != tuple(state.sequences.shape) or (
             hypotheses != state.hypothesis_scores.shape[1]
         ):
@@ -123,63 +146,12 @@ class BeamSlots:
             for new, old in zip(blank, state, strict=True):
                 new[tuple(slice(size) for size in old.shape)] = old
             state = blank
-        sizes = {"end_tokens": ends, "suppressed_tokens": suppressed}
-
-        def grown(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                name: _grown(old, (slots, sizes[name]) if name in sizes else (slots,), -1)
-                for name, old in columns.items()
-            }
-
-        parameters, columns = grown(self.parameters._asdict()), grown(self.columns)
+        parameters = {
+            name: _grown(old, (slots, ends) if name == "end_tokens" else (slots,), -1)
+            for name, old in self.parameters._asdict().items()
+        }
         coverage = _grown(self.coverage, (slots, beams, self.coverage.shape[2]), 0.0)
         # From here on nothing is allocated on the device, and nothing fails.
-        self.state, self.columns, self.coverage = state, columns, coverage
+        self.state, self.coverage = state, coverage
         self.parameters = BeamParameters(**parameters)
         self._free = list(range(have, slots))[::-1] + self._free
-
-    def _write(self, slot: int, request: BeamRequest) -> None:
-        """Begin a search: nothing of the slot's last one is left that could be read."""
-        state, prompt = self.state, request.prompt_ids
-        state.sequences[slot, :, : len(prompt)] = self.integers(prompt)
-        state.log_probs[slot, :, : len(prompt)] = 0.0
-        state.beam_indices[slot, :, : len(prompt)] = -1
-        state.lengths[slot] = len(prompt)
-        for part, value in (
-            (state.scores, 0.0),
-            (state.hypothesis_numbers, -1),
-            (state.worst_scores, 1e9),
-            (state.done, 0),
-            (state.status, 0),
-            (self.coverage, 0.0),
-        ):
-            part[slot] = value
-        ends = request.eos_token_id
-        values: dict[str, Any] = {
-            "num_beams": request.group_size,
-            "num_hypotheses": request.num_hypotheses,
-            "prompt_lengths": len(prompt),
-            "max_lengths": request.max_length,
-            "length_penalty": request.length_penalty,
-            "early_stopping": EARLY_STOPPING[request.early_stopping],
-            "end_tokens": ends,
-            "pad_tokens": request.pad_token,
-            "min_lengths": len(prompt) + request.min_new_tokens,
-            "repetition_penalty": request.repetition_penalty,
-            "no_repeat_ngram_size": request.no_repeat_ngram_size,
-            "suppressed_tokens": request.suppress_tokens,
-            "diversity_penalty": request.diversity_penalty,
-            "forced_bos": -1
-            if request.forced_bos_token_id is None
-            else request.forced_bos_token_id,
-            "forced_eos": -1
-            if request.forced_eos_token_id is None
-            else request.forced_eos_token_id,
-        }
-        for name, column in {**self.parameters._asdict(), **self.columns}.items():
-            value = values[name]
-            if isinstance(value, tuple):
-                column[slot] = -1
-                column[slot, : len(value)] = self.integers(value)
-            else:
-                column[slot] = value

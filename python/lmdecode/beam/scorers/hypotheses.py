@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lmdecode.beam.types import NO_WORST_SCORE
+
 __all__ = ["BeamHypotheses", "Hypothesis"]
 
 # Score, tokens [length] without the end token, and the beams they came from where that is known.
@@ -69,7 +71,7 @@ class BeamHypotheses:
 
     def _clear(self) -> None:
         self.beams = []
-        self.worst_score = 1e9
+        self.worst_score = NO_WORST_SCORE
 
     def __len__(self) -> int:
         """Return the number of hypotheses."""

@@ -11,12 +11,9 @@ from torch import Tensor
 from lmdecode.beam.scorers.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.beam.scorers.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
 from lmdecode.beam.types import UNUSED_BEAM_SCORE
-from lmdecode.integrations.transformers.beam.candidates import (
-    accumulate,
-    processed_log_probs,
-    top_k_candidates,
-)
-from lmdecode.integrations.transformers.beam.loop import SearchResult, Step
+from lmdecode.integrations.transformers.beam.candidates import top_k_candidates
+from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
+from lmdecode.integrations.transformers.beam.search import SearchBase
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
     raise_for_prompts,
@@ -91,21 +88,15 @@ def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
     )
 
 
-class ConstrainedSearch:
+class ConstrainedSearch(SearchBase):
     """One search for each prompt, all in step, whose results hold given phrases.
 
     Parameters
     ----------
-    settings
-        Of the search.
+    settings, input_ids, processors, criteria, recorder
+        See ``SearchBase``.
     constraints
         At least one.
-    input_ids
-        [batch * num_beams, prompt length] int64.
-    processors, criteria
-        As ``generate()`` prepares them.
-    recorder
-        Gets every step's scores.
     """
 
     def __init__(
@@ -117,11 +108,9 @@ class ConstrainedSearch:
         criteria: StoppingCriteriaList,
         recorder: Recorder,
     ) -> None:
-        self.settings, self.recorder = settings, recorder
-        self.processors, self.criteria = processors, criteria
+        super().__init__(settings, input_ids, processors, criteria, recorder)
         self.num_candidates = settings.candidates_per_beam * settings.num_beams
         device = input_ids.device
-        self.rows = torch.arange(len(input_ids), device=device)
         self.beam_scores = torch.zeros((settings.batch, settings.num_beams), device=device)
         self.beam_scores[:, 1:] = UNUSED_BEAM_SCORE
         self.beam_indices: tuple[tuple[int, ...], ...] = tuple(() for _ in input_ids)
@@ -142,11 +131,9 @@ class ConstrainedSearch:
             "decoder_prompt_len": settings.prompt_length,
         }
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
         settings, recorder, vocab_size = self.settings, self.recorder, logits.shape[1]
-        log_probs = processed_log_probs(logits, input_ids, self.processors)
-        recorder.record(outputs, log_probs, recorder.copy_of(logits))
-        accumulated = accumulate(log_probs, self.beam_scores)
+        accumulated = self.accumulated_scores(outputs, logits, input_ids, self.beam_scores)
         candidates = top_k_candidates(accumulated, self.num_candidates, vocab_size)
         status = candidates.status.masked_fill(self.scorer._done, 0)
         if status.any():
@@ -169,7 +156,7 @@ class ConstrainedSearch:
             self.beam_indices = tuple((*self.beam_indices[p], p) for p in parents.tolist())
         stopped = self.criteria(input_ids, recorder.scores).all()
         moved = (parents != self.rows).any()
-        return Step(
+        return NextBeams(
             input_ids, parents if moved else None, bool(self.scorer.is_done) or bool(stopped)
         )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers._typing import GenerativePreTrainedModel
 
 
-class Step(NamedTuple):
+class NextBeams(NamedTuple):
     """What follows from the logits of a step.
 
     Attributes
@@ -55,7 +55,7 @@ class SearchResult(NamedTuple):
 class Search(Protocol):
     """One kind of beam search."""
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
         """Choose the next beams.
 
         Parameters

@@ -9,24 +9,18 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
+from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.integrations.transformers.beam.candidates import (
     Candidates,
-    accumulate,
     drawn_candidates,
-    processed_log_probs,
     rank_drawn,
     take,
     top_k_candidates,
 )
-from lmdecode.integrations.transformers.beam.loop import SearchResult, Step
+from lmdecode.integrations.transformers.beam.loop import NextBeams
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
-from lmdecode.integrations.transformers.beam.settings import (
-    SearchSettings,
-    new_search,
-    raise_for_prompts,
-    rows_of_beams,
-)
+from lmdecode.integrations.transformers.beam.search import StateSearch
+from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 
 if TYPE_CHECKING:
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
     from lmdecode.integrations.transformers._recorder import Recorder
 
 
-def _end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
+def end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
     """Return the end tokens where there are no other criteria than these and the length."""
     if type(criteria) is not StoppingCriteriaList:  # its __call__ may do more
         return None
@@ -48,21 +42,15 @@ def _end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> 
     return tokens
 
 
-class PlainSearch:
+class PlainSearch(StateSearch):
     """One search for each prompt, all in step.
 
     Parameters
     ----------
-    settings
-        Of the search.
+    settings, input_ids, processors, criteria, recorder
+        See ``SearchBase``.
     do_sample
         Draw the candidates.
-    input_ids
-        [batch * num_beams, prompt length] int64.
-    processors, criteria
-        As ``generate()`` prepares them.
-    recorder
-        Gets every step's scores.
     """
 
     def __init__(
@@ -74,28 +62,17 @@ class PlainSearch:
         criteria: StoppingCriteriaList,
         recorder: Recorder,
     ) -> None:
-        self.settings, self.do_sample, self.recorder = settings, do_sample, recorder
-        self.processors, self.plan = processors, ProcessorPlan(processors)
-        self.num_candidates = settings.candidates_per_beam * settings.num_beams
-        device = input_ids.device
-        self.rows = torch.arange(len(input_ids), device=device)
-        self.prompts = input_ids.view(settings.batch, settings.num_beams, -1)
+        ends = end_tokens_of_criteria(criteria, settings.max_length)
+        super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends or [])
+        self.do_sample, self.plan = do_sample, ProcessorPlan(processors)
+        self.calls_criteria = ends is None
+        self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
 
-        end_tokens = _end_tokens_of_criteria(criteria, settings.max_length)
-        self.criteria = criteria if end_tokens is None else None
-        self.end_tokens = torch.tensor(end_tokens or [], dtype=torch.int64, device=device)
-        self.parameters, self.state = new_search(
-            settings,
-            input_ids,
-            end_tokens=end_tokens or [],
-            keep_beam_indices=recorder.returns_dict,
-        )
-
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
         length = input_ids.shape[1]
         candidates = self._candidates(outputs, logits, input_ids)
         stopped = None
-        if self.criteria is not None:
+        if self.calls_criteria:
             stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)
             stopped = stopped.view_as(candidates.tokens)
         if self.do_sample:
@@ -110,16 +87,7 @@ class PlainSearch:
         decided = beam_step(
             self.state, self.parameters, scores, tokens, beams, status=status, stopped=stopped
         )
-        state = self.state
-        # The one point of a step at which the host waits for the device.
-        failed, moved, finished = torch.stack(
-            [state.status.any(), (decided.parents != self.rows).any(), state.done.all()]
-        ).tolist()
-        if failed:
-            raise_for_prompts(state.status, length - self.settings.prompt_length)
-        # A copy: whoever was given sequences must not see them change.
-        input_ids = state.sequences[:, :, : length + 1].flatten(0, 1).clone()
-        return Step(input_ids, decided.parents if moved else None, bool(finished))
+        return self.next_beams(self.sequences(length + 1), decided.parents)
 
     def _candidates(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Candidates:
         recorder, vocab_size = self.recorder, logits.shape[1]
@@ -133,9 +101,7 @@ class PlainSearch:
                 **self.plan.arguments(input_ids, vocab_size),
             )
             return Candidates(best.scores, best.tokens, best.beams, best.status)
-        log_probs = processed_log_probs(logits, input_ids, self.processors)
-        recorder.record(outputs, log_probs, recorder.copy_of(logits))
-        accumulated = accumulate(log_probs, self.state.scores)
+        accumulated = self.accumulated_scores(outputs, logits, input_ids, self.state.scores)
         if self.do_sample:
             return drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
         return top_k_candidates(accumulated, self.num_candidates, vocab_size)
@@ -147,23 +113,3 @@ class PlainSearch:
         )
         rows = (candidates.beams + first[:, None]).flatten()
         return torch.cat((input_ids[rows], candidates.tokens.flatten()[:, None]), dim=1)
-
-    def finish(self, input_ids: Tensor) -> SearchResult:
-        settings = self.settings
-        final = beam_finalize(self.state, self.parameters, settings.num_return_sequences)
-        start = settings.prompt_length
-        lengths = final.lengths.clamp(min=start)
-        length = int(lengths.max())
-        positions = torch.arange(length, device=lengths.device)
-        sequences = torch.where(
-            positions < lengths[..., None], final.sequences[..., :length], settings.fill
-        )
-        sequences[..., :start] = self.prompts[:, :1]  # also where fewer were found
-        beam_indices = None
-        if self.recorder.returns_dict:
-            first_rows = self.rows[:: settings.num_beams, None, None]
-            beam_indices = rows_of_beams(final.beam_indices[..., start:length], first_rows)
-            beam_indices = beam_indices.flatten(0, 1)
-        return SearchResult(
-            sequences.flatten(0, 1), final.scores.flatten().to(torch.float32), beam_indices
-        )

@@ -1,8 +1,9 @@
-"""Which logits processors become arguments of ``log_softmax_top_k``."""
+"""Which logits processors are token rules, and which rules they are."""
 
 from __future__ import annotations
 
 import math
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
+from lmdecode.beam.rule_arguments import RuleArguments
+from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
 
 # Those that compute, in the order of the op. The others allow a token or give it -inf, so their
@@ -74,20 +77,24 @@ def _is_in_order(processors: LogitsProcessorList) -> bool:
 
 
 class ProcessorPlan:
-    """A list of processors as arguments of ``log_softmax_top_k``.
+    """A list of processors as token rules, and as arguments of ``log_softmax_top_k``.
 
     Attributes
     ----------
     is_fused : bool
-        Whether the op can do all that the list does. If not, every processor is called.
+        Whether rules can do all that the list does. If not, every processor is called.
+    ignores_prompt : bool
+        Whether the repetition penalty passes over a part of the prompts. Rules look back at the
+        whole of what they are given, so ``arguments`` gives them less.
     """
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         # Another class of list may do more when it is called.
         self.is_fused = type(processors) is LogitsProcessorList and _is_in_order(processors)
-        self._processors = processors
         self._ignored: int | Tensor = 0
-        self._bias: Tensor | None = None
+        self._processors = processors
+        self._settings: list[Any] = []
+        self._arguments: RuleArguments | None = None
         kinds = {type(processor) for processor in processors}
         for processor in processors if self.is_fused else ():
             if type(processor) is RepetitionPenaltyLogitsProcessor:
@@ -96,6 +103,7 @@ class ProcessorPlan:
                     self._ignored = ignored
                     # The op has one history for both: n-grams count the padding too.
                     self.is_fused = NoRepeatNGramLogitsProcessor not in kinds
+        self.ignores_prompt = isinstance(self._ignored, Tensor) or self._ignored > 0
 
     def fits(self, vocab_size: int) -> bool:
         """Tell whether the op's result is that of the processors for [rows, vocab_size] logits.
@@ -110,6 +118,34 @@ class ProcessorPlan:
             for token in tokens
         )
 
+    def token_rules(self, vocab_size: int, device: torch.device | None = None) -> TokenRules:
+        """Return the rules of one slot, of a list that ``fits``; their bias is on a device."""
+        rules: dict[str, Any] = {"bans": [], "forced": []}
+        for processor in self._processors:
+            kind = type(processor)
+            if kind is SequenceBiasLogitsProcessor:
+                bias, values = torch.zeros(vocab_size), processor.sequence_bias
+                bias[[tokens[0] for tokens in values]] = torch.tensor(
+                    list(values.values()), dtype=torch.float32
+                )
+                rules["bias"] = bias.to(device)
+            elif kind is HammingDiversityLogitsProcessor:
+                rules["diversity_penalty"] = processor.diversity_penalty
+            elif kind is RepetitionPenaltyLogitsProcessor:
+                rules["repetition_penalty"] = float(processor.penalty)
+            elif kind is NoRepeatNGramLogitsProcessor:
+                rules["no_repeat_ngram_size"] = int(processor.ngram_size)
+            elif kind is ForcedBOSTokenLogitsProcessor:
+                rules["forced"].append((1, int(processor.bos_token_id)))
+            elif kind is ForcedEOSTokenLogitsProcessor:
+                rules["forced"].append((processor.max_length - 1, int(processor.eos_token_id)))
+            else:
+                # What is forced overrules what is banned before it.
+                after_forcing = int(bool(rules["forced"]))
+                banned, first, last = _banned(processor)
+                rules["bans"] += [(token, first, last, after_forcing) for token in banned]
+        return one_slot(**rules)
+
     def arguments(
         self, input_ids: Tensor, vocab_size: int, earlier_tokens: Tensor | None = None
     ) -> dict[str, Any]:
@@ -120,85 +156,44 @@ class ProcessorPlan:
         input_ids
             [rows, length] int64: the beams.
         vocab_size
-            Of the logits.
+            Of the logits, the same in each step.
         earlier_tokens
             [requests, n] int64: what the request's earlier groups have chosen in this step.
         """
-        found: dict[str, Any] = {}
-        forced: int | None = None
-        banned: tuple[list[Tensor], list[Tensor]] = ([], [])  # before a token is forced, and after
-        after_forcing = False
-        for processor in self._processors:
-            kind = type(processor)
-            if kind is SequenceBiasLogitsProcessor:
-                found["bias"] = self._bias_of(processor, vocab_size, input_ids.device)
-            elif kind is HammingDiversityLogitsProcessor:
-                if earlier_tokens is not None and earlier_tokens.shape[1]:
-                    found["diversity_tokens"] = earlier_tokens
-                    found["diversity_penalty"] = processor.diversity_penalty
-            elif kind is RepetitionPenaltyLogitsProcessor:
-                found["repetition_penalty"] = float(processor.penalty)
-                found["sequences"] = self._counted_tokens(input_ids)
-            elif kind is NoRepeatNGramLogitsProcessor:
-                found["no_repeat_ngram_size"] = processor.ngram_size
-                found["sequences"] = self._counted_tokens(input_ids)
-            elif kind in _FORCING:
-                after_forcing = True
-                token = _forced_token(processor, input_ids.shape[1])
-                forced = forced if token is None else token
-            else:
-                tokens = _banned_tokens(processor, input_ids.shape[1])
-                if tokens is not None:
-                    banned[after_forcing].append(tokens.to(input_ids.device))
-        if forced is not None:
-            # It overrules what is banned before, so only what comes after is left.
-            requests_or_rows = input_ids.shape[0]
-            return {"forced_tokens": input_ids.new_full((requests_or_rows,), forced)} | (
-                {"suppressed_tokens": torch.cat(banned[1])} if banned[1] else {}
-            )
-        if banned[0] or banned[1]:
-            found["suppressed_tokens"] = torch.cat(banned[0] + banned[1])
-        return found
+        if not self._processors:
+            return {}
+        # Processors may be changed between steps, as Whisper does it.
+        settings = [value for processor in self._processors for value in vars(processor).values()]
+        if self._arguments is None or not (
+            len(settings) == len(self._settings) and all(map(is_, settings, self._settings))
+        ):
+            self._arguments = RuleArguments(self.token_rules(vocab_size, input_ids.device))
+            self._settings = settings
+        history = self._counted_tokens(input_ids) if self._arguments.looks_back else input_ids
+        return self._arguments.of_length(input_ids.shape[1], history, earlier_tokens)
 
     def _counted_tokens(self, input_ids: Tensor) -> Tensor:
         """Return the beams, -1 where the repetition penalty is not to look."""
-        if isinstance(self._ignored, int):
-            return input_ids[:, self._ignored :]
+        ignored = self._ignored
+        if isinstance(ignored, int):
+            return input_ids[:, ignored:]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        ignored = positions < self._ignored.to(input_ids.device)[:, None]
-        return input_ids.masked_fill(ignored, -1)
-
-    def _bias_of(
-        self, processor: SequenceBiasLogitsProcessor, vocab_size: int, device: torch.device
-    ) -> Tensor:
-        """Return [vocab_size] float32."""
-        if self._bias is None or len(self._bias) != vocab_size or self._bias.device != device:
-            self._bias = torch.zeros(vocab_size, device=device)
-            tokens = [ids[0] for ids in processor.sequence_bias]
-            self._bias[tokens] = torch.tensor(
-                list(processor.sequence_bias.values()), dtype=torch.float32, device=device
-            )
-        return self._bias
+        return input_ids.masked_fill(positions < ignored.to(input_ids.device)[:, None], -1)
 
 
-def _forced_token(processor: Any, length: int) -> int | None:
-    if type(processor) is ForcedBOSTokenLogitsProcessor:
-        return processor.bos_token_id if length == 1 else None
-    return int(processor.eos_token_id) if length == processor.max_length - 1 else None
-
-
-def _banned_tokens(processor: Any, length: int) -> Tensor | None:
-    """Return the tokens, [n] int64, that a processor bans for sequences of this length."""
+def _banned(processor: Any) -> tuple[list[int], int, int]:
+    """Return the tokens that a processor bans, and the first and last length where it does."""
     kind = type(processor)
     if kind is NoBadWordsLogitsProcessor:
-        return torch.tensor([ids[0] for ids in processor.sequence_bias])
+        return [tokens[0] for tokens in processor.sequence_bias], 0, ALWAYS
     if kind is SuppressTokensLogitsProcessor:
-        return processor.suppress_tokens
+        return processor.suppress_tokens.reshape(-1).tolist(), 0, ALWAYS
     if kind is SuppressTokensAtBeginLogitsProcessor:
-        return processor.begin_suppress_tokens if length == processor.begin_index else None
+        begin = int(processor.begin_index)
+        return processor.begin_suppress_tokens.reshape(-1).tolist(), begin, begin
     shortest = (
         processor.min_length
         if kind is MinLengthLogitsProcessor
         else processor.prompt_length_to_skip + processor.min_new_tokens
     )
-    return processor.eos_token_id.reshape(-1) if length < shortest else None
+    return processor.eos_token_id.reshape(-1).tolist(), 0, shortest - 1

@@ -72,6 +72,10 @@ class SearchSettings:
         ends, pad = config._eos_token_tensor, config._pad_token_tensor
         end_tokens: list[int] = [] if ends is None else ends.reshape(-1).tolist()
         pad_token = 0 if pad is None else int(pad)
+        # With beams transformers takes a pad token of 0 for none.
+        fill = (pad_token or end_tokens[0]) if end_tokens else -1
+        if config.num_beams == 1 and pad is not None:
+            fill = pad_token
         early_stopping = config.early_stopping
         return cls(
             batch=input_ids.shape[0] // config.num_beams,
@@ -81,8 +85,7 @@ class SearchSettings:
             max_length=config.max_length,
             end_tokens=end_tokens,
             pad_token=pad_token,
-            # transformers takes a pad token of 0 for none.
-            fill=(pad_token or end_tokens[0]) if end_tokens else -1,
+            fill=fill,
             length_penalty=config.length_penalty,
             early_stopping="never" if early_stopping == "never" else early_stopping is True,
         )

@@ -14,6 +14,7 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.beam.engine.trace import BeamTrace
 from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
+from lmdecode.integrations.transformers.beam.requests import request_options
 
 __all__ = ["BeamComparison", "compare_with_transformers"]
 
@@ -72,7 +73,7 @@ class _Entry(NamedTuple):
 
 
 @dataclass
-class _Step:
+class _RecordedStep:
     """What transformers did in a step: for each request, three lists of entries."""
 
     candidates: list[list[_Entry]] = field(default_factory=list)
@@ -84,7 +85,7 @@ class _Step:
 class _Recording:
     config: Any = None
     input_ids: Tensor | None = None
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_RecordedStep] = field(default_factory=list)
 
 
 def _entries(scores: Tensor, sequences: Tensor, beams: Tensor | None = None) -> list[list[_Entry]]:
@@ -117,7 +118,9 @@ def _recorded(model: Any) -> Iterator[_Recording]:
         length, prompt = kw["cur_len"], kw["decoder_prompt_len"]
         first = torch.arange(len(scores), device=scores.device)[:, None] * kw["num_beams"]
         beams = indices[:, :, length - prompt] - first
-        recording.steps.append(_Step(_entries(scores, sequences[:, :, length : length + 1], beams)))
+        recording.steps.append(
+            _RecordedStep(_entries(scores, sequences[:, :, length : length + 1], beams))
+        )
         return result
 
     def record_running(**kw: Any) -> Any:
@@ -169,30 +172,10 @@ def _requests(recording: _Recording) -> list[BeamRequest]:
             raise ValueError(f"{_OP}: {name} is {value!r}; expected none: it is not compared")
     if config.do_sample:
         raise ValueError(f"{_OP}: do_sample is True; expected beam search without sampling")
-    sequence_bias = getattr(config, "sequence_bias", None) or {}
-    items = sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias
-    bias = {tuple(tokens): value for tokens, value in items}
-    if any(len(tokens) != 1 for tokens in bias):
-        raise ValueError(f"{_OP}: sequence_bias has sequences; expected single tokens")
-    ends = getattr(config, "_eos_token_tensor", None)
-    pad = getattr(config, "_pad_token_tensor", None)
-    prompt = input_ids.shape[1]
-    options = {
-        "max_new_tokens": config.max_length - prompt,
-        "num_beams": config.num_beams,
-        "num_return_sequences": config.num_return_sequences,
-        "length_penalty": config.length_penalty,
-        "early_stopping": config.early_stopping,
-        "eos_token_id": None if ends is None else ends.tolist(),
-        "pad_token_id": None if pad is None or int(pad) < 0 else int(pad),
-        "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),
-        "repetition_penalty": config.repetition_penalty or 1.0,
-        "no_repeat_ngram_size": config.no_repeat_ngram_size or 0,
-        "suppress_tokens": config.suppress_tokens or (),
-        "forced_bos_token_id": config.forced_bos_token_id,
-        "forced_eos_token_id": config.forced_eos_token_id,
-        "logit_bias": {tokens[0]: value for tokens, value in bias.items()},
-    }
+    try:
+        options = request_options(config, input_ids.shape[1])
+    except ValueError as error:
+        raise ValueError(f"{_OP}: {error}") from None
     return [BeamRequest(row, **options) for row in input_ids[:: config.num_beams]]
 
 
@@ -216,7 +199,7 @@ def _first_difference(
     return None
 
 
-def _compare(trace: BeamTrace, step: _Step, request: int, tolerance: float) -> str | None:
+def _compare(trace: BeamTrace, step: _RecordedStep, request: int, tolerance: float) -> str | None:
     """Compare a step of one request."""
     best = sorted(trace.hypotheses, key=lambda ended: -ended.score)
     ours = {

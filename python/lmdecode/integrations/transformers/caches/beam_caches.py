@@ -85,10 +85,8 @@ class BeamEncoderDecoderCache(EncoderDecoderCache):
     request: the rows that ``beam_idx`` exchanges are equal in the cross-attention cache. A map
     that leads from one request to another would break this, and no beam search makes one.
 
-    Parameters
-    ----------
-    *caches
-        As of ``EncoderDecoderCache``: the cache of self-attention and that of cross-attention.
+    The arguments are those of ``EncoderDecoderCache``: the cache of self-attention and that of
+    cross-attention.
     """
 
     @classmethod

@@ -12,8 +12,9 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from lmdecode.beam.ops import beam_finalize
-from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
+from lmdecode.beam.state import Rules
+from lmdecode.beam.token_rules import repeat_token_rules
+from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers._generate_call import (
@@ -21,22 +22,25 @@ from lmdecode.integrations.transformers._generate_call import (
     refuse_assistance,
     with_stop_strings,
 )
-from lmdecode.integrations.transformers.beam.plain_search import _end_tokens_of_criteria
+from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
+from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
     new_search,
     raise_for_prompts,
 )
-from lmdecode.integrations.transformers.decoding.rules import has_token_rules, token_rules
+from lmdecode.integrations.transformers.decoding.rules import (
+    raise_for_processors,
+    token_rules_of_processors,
+)
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
-from lmdecode.integrations.transformers.decoding.step_outputs import StepOutputs
+from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 __all__ = ["decode", "memory_of"]
 
-_NOT_REAL = -1.0e25  # transformers' -inf, as GroupSearch has it
 # What generate() hands on and is of no account here; inputs_embeds are the encoder's.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", "past_key_values",
@@ -160,7 +164,7 @@ def decode(
     -------
     Tensor or GenerateBeamEncoderDecoderOutput or GenerateEncoderDecoderOutput
         [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are as
-        ``StepOutputs`` has them.
+        ``StepLogits`` has them.
 
     Raises
     ------
@@ -178,11 +182,12 @@ def decode(
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
     _check_max_length(decoder, settings)
+    search_rules: Rules = "scorer" if (config.num_beam_groups or 1) > 1 else "generate"
     greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
     is_on_cpu = isinstance(decoder, PackedDecoder)
     if not is_on_cpu:
         _refuse_on_device(config)
-    ends = _end_tokens_of_criteria(stopping_criteria, settings.max_length)
+    ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
         mask = None  # Whisper's is one of input features: its decoder looks at all of the memory
@@ -193,25 +198,31 @@ def decode(
         memory, lengths = memory[:: config.num_beams].clone(), lengths[:: config.num_beams]
         if isinstance(encoder_outputs, dict) and "last_hidden_state" in encoder_outputs:
             encoder_outputs["last_hidden_state"] = memory
-    if isinstance(decoder, PackedDecoder) and (
-        ends is None or not has_token_rules(logits_processor, decoder.config.vocab_size)
-    ):
-        return decode_with_any_rules(
-            decoder,
-            model,
-            settings,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            config,
-            memory,
-            lengths,
-        )
-    if ends is None:
-        names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
-        raise ValueError(
-            f"stopping_criteria: expected a maximum length and end tokens on a device, got {names}"
-        )
+    rules, vocab_size = None, decoder.config.vocab_size
+    if ends is not None:
+        rules = token_rules_of_processors(logits_processor, vocab_size)
+    if ends is None or rules is None:
+        if isinstance(decoder, PackedDecoder):
+            return decode_with_any_rules(
+                decoder,
+                model,
+                settings,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                config,
+                memory,
+                lengths,
+            )
+        if ends is None:
+            names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
+            raise ValueError(
+                "stopping_criteria: expected a maximum length and end tokens on a device, got "
+                f"{names}"
+            )
+        raise_for_processors(logits_processor, vocab_size, greedy)
+    if groups > 1:
+        rules.diversity_penalty.fill_(config.diversity_penalty or 0.0)
     parameters, state = new_search(
         settings,
         input_ids,
@@ -221,28 +232,22 @@ def decode(
     )
     if groups == 1:
         # Beams that go on where too few candidates do are run with it; results are filled below.
-        parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
+        parameters.pad_tokens.clamp_(0, vocab_size - 1)
     if greedy:
         parameters.early_stopping.fill_(1)
     searches = new_searches(
         decoder,
         state,
         parameters,
-        token_rules(
-            logits_processor,
-            decoder.config.vocab_size,
-            len(state.done),
-            (config.diversity_penalty or 0.0) if groups > 1 else 0.0,
-            greedy=greedy,
-        ),
+        repeat_token_rules(rules, len(state.done)),
         memory.shape[1],
         num_groups=groups,
         num_candidates=max(2, 1 + len(ends)) * state.scores.shape[1],
-        rules="scorer" if groups > 1 else "generate",
+        rules=search_rules,
         greedy=greedy,
     )
     searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
-    outputs = StepOutputs(config, logits_processor, is_kept=is_on_cpu)
+    outputs = StepLogits(config, logits_processor, is_kept=is_on_cpu)
     outputs.run(searches)
     state = searches.state
     failed = state.status != 0
@@ -250,13 +255,12 @@ def decode(
         # The step that failed has counted.
         step = int(state.lengths[failed].min()) - settings.prompt_length - 1
         raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), step)
-    if groups > 1:
-        sequences, scores, indices = _group_result(settings, groups, searches)
-    else:
-        sequences, scores, indices = _plain_result(settings, input_ids, searches, greedy, config)
+    found = search_result(
+        settings, searches.parameters, state, input_ids, num_groups=groups, rules=search_rules
+    )
     if isinstance(searches, DecodingSearches):
         searches.release()
-    sequences, scores, indices = sequences.to(device), scores.to(device), indices.to(device)
+    sequences = found.sequences.to(device)
     if not config.return_dict_in_generate:
         return sequences
     result: dict[str, Any] = {"sequences": sequences}
@@ -264,62 +268,7 @@ def decode(
         result[name] = None if kept is None else tuple(tensor.to(device) for tensor in kept)
     if greedy:
         return GenerateEncoderDecoderOutput(**result)
-    result["sequences_scores"] = scores if config.output_scores else None
-    result["beam_indices"] = indices
+    result["sequences_scores"] = found.scores.to(device) if config.output_scores else None
+    assert found.beam_indices is not None
+    result["beam_indices"] = found.beam_indices.to(device)
     return GenerateBeamEncoderDecoderOutput(**result)
-
-
-def _plain_result(
-    settings: SearchSettings,
-    input_ids: Tensor,
-    searches: DecodingSearches | DeviceSearches,
-    greedy: bool,
-    config: GenerationConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sequences, scores and beam indices, as ``PlainSearch.finish`` does."""
-    final = beam_finalize(searches.state, searches.parameters, settings.num_return_sequences)
-    start = settings.prompt_length
-    lengths = final.lengths.clamp(min=start)
-    length = int(lengths.max())
-    fill = settings.fill
-    if greedy and config._pad_token_tensor is not None:
-        fill = int(config._pad_token_tensor)
-    sequences = torch.where(
-        torch.arange(length) < lengths[..., None], final.sequences[..., :length], fill
-    )
-    sequences[..., :start] = input_ids.view(settings.batch, settings.num_beams, -1)[:, :1]
-    first_rows = torch.arange(0, len(input_ids), settings.num_beams, dtype=torch.int32)
-    beams = final.beam_indices[..., start:length]
-    indices = torch.where(beams < 0, beams, beams + first_rows[:, None, None])
-    return (
-        sequences.flatten(0, 1),
-        final.scores.flatten().to(torch.float32),
-        indices.flatten(0, 1),
-    )
-
-
-def _group_result(
-    settings: SearchSettings, groups: int, searches: DecodingSearches | DeviceSearches
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sequences, scores and beam indices, as ``GroupSearch.finish`` does."""
-    size = settings.num_beams // groups
-    final = beam_finalize(
-        searches.state,
-        searches.parameters,
-        settings.num_return_sequences,
-        num_groups=groups,
-        rules="scorer",
-    )
-    length = int(final.lengths.max())
-    if settings.end_tokens:
-        length = min(length + 1, settings.max_length)
-    first_rows = torch.arange(settings.batch)[:, None] * settings.num_beams
-    first_rows = first_rows + torch.div(final.places, size, rounding_mode="floor") * size
-    beams = final.beam_indices[..., settings.prompt_length : length]
-    indices = torch.where(beams < 0, beams, beams + first_rows[..., None].to(torch.int32))
-    scores = final.scores.masked_fill(final.scores < _NOT_REAL, -torch.inf)
-    return (
-        final.sequences[..., :length].flatten(0, 1),
-        scores.flatten().to(torch.float32),
-        indices.flatten(0, 1),
-    )

@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
+from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.state import new_token_rules
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
-from lmdecode.integrations.transformers.beam.loop import SearchResult, Step
+from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
-from lmdecode.integrations.transformers.beam.settings import (
-    SearchSettings,
-    new_search,
-    raise_for_prompts,
-)
+from lmdecode.integrations.transformers.beam.search import StateSearch
+from lmdecode.integrations.transformers.beam.settings import SearchSettings, raise_for_prompts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -29,19 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["decode_with_any_rules"]
 
 
-class GreedySearch:
+class GreedySearch(StateSearch):
     """The most probable token of each prompt, after any processors, until any criteria.
 
     Parameters
     ----------
-    settings
-        Of the search, with one beam.
-    input_ids
-        [batch, prompt length] int64.
-    processors, criteria
-        As ``generate()`` prepares them.
-    recorder
-        Gets every step's scores.
+    settings, input_ids, processors, criteria, recorder
+        See ``SearchBase``; one beam.
     """
 
     def __init__(
@@ -52,33 +43,29 @@ class GreedySearch:
         criteria: StoppingCriteriaList,
         recorder: Recorder,
     ) -> None:
-        self.processors, self.criteria, self.recorder = processors, criteria, recorder
-        self.prompt_length = settings.prompt_length
-        self.pad_token = settings.pad_token
+        ends = settings.end_tokens
+        super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends)
         self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
         # As in transformers: without end tokens prompts go on until all have ended.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.parameters, self.state = new_search(
-            settings, input_ids, end_tokens=settings.end_tokens, keep_beam_indices=False
-        )
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Step:
+    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
         state, length, raw = self.state, input_ids.shape[1], self.recorder.copy_of(logits)
         scores: Tensor = self.processors(input_ids, logits)  # type: ignore[arg-type]
         self.recorder.record(outputs, scores, raw)
         best, tokens = scores.max(dim=1)
         failed = (best.isnan() * STATUS_NAN + (best == -torch.inf) * STATUS_EMPTY) * ~self.ended
         if bool(failed.any()):
-            raise_for_prompts(failed, length - self.prompt_length)
+            raise_for_prompts(failed, length - self.settings.prompt_length)
         if self.pads:
-            tokens = tokens.masked_fill(self.ended, self.pad_token)
+            tokens = tokens.masked_fill(self.ended, self.settings.pad_token)
         state.sequences[:, 0, length] = tokens
         state.lengths.add_(1)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         self.ended |= self.criteria(input_ids, self.recorder.scores)
         if self.pads:
             state.done[self.ended] = 1
-        return Step(input_ids, None, bool(self.ended.all()))
+        return NextBeams(input_ids, None, bool(self.ended.all()))
 
     def finish(self, input_ids: Tensor) -> SearchResult:
         return SearchResult(input_ids, torch.zeros(len(input_ids)), None)

@@ -1,0 +1,110 @@
+# What csrc is compiled from, and how its kernels are compiled for each level: the one list, which the build of the
+# libraries (CMakeLists.txt) and that of the C++ tests (tests/cpp/CMakeLists.txt) both include. Not here: the
+# bindings and the CUDA kernels, which only the libraries have.
+
+# ---- CPU kernels: each file compiled once for each level (csrc/simd/vec.h)
+
+set(KERNEL_SOURCES
+  attention/merge_attention_states_cpu_kernel.cpp
+  attention/sliding_window_attention_cpu_kernel.cpp
+  attention/sliding_window_decode_cpu_kernel.cpp
+  beam/log_softmax_top_k_cpu_kernel.cpp
+  beam/processor_rows_cpu_kernel.cpp
+  decoder/greedy_choice_cpu_kernel.cpp
+  decoder/step_attention_cpu_kernel.cpp
+  kv_cache/reorder_cache_cpu_kernel.cpp
+  linear/norms_cpu_kernel.cpp
+  linear/packed_linear_cpu_kernel.cpp
+  sampling/top_k_top_p_sample_cpu_kernel.cpp)
+# Those that also multiply bfloat16 pairs, where the processor can.
+set(BF16_KERNEL_SOURCES
+  attention/sliding_window_attention_cpu_kernel.cpp
+  attention/sliding_window_decode_cpu_kernel.cpp
+  linear/packed_linear_cpu_kernel.cpp)
+# Those that also multiply quads of bytes, where the processor can.
+set(VNNI_KERNEL_SOURCES linear/packed_linear_cpu_kernel.cpp)
+
+# ---- everything else of the CPU, but for the store: rows to threads, plans, the loop of decoding
+
+set(CPU_SOURCES
+  attention/mask_window.cpp
+  attention/merge_attention_states_cpu.cpp
+  attention/sliding_window_attention_cpu.cpp
+  attention/sliding_window_decode_cpu.cpp
+  beam/beam_finalize_cpu.cpp
+  beam/beam_step_cpu.cpp
+  beam/log_softmax_top_k_cpu.cpp
+  beam/processor_edits.cpp
+  decoder/decoder_forward.cpp
+  decoder/decoder_layer_cpu.cpp
+  decoder/decoding_cpu.cpp
+  decoder/faster_transformer_search.cpp
+  decoder/greedy_choice.cpp
+  decoder/step_attention_cpu.cpp
+  kv_cache/block_table.cpp
+  kv_cache/copy_blocks_cpu.cpp
+  kv_cache/reorder_cache_cpu.cpp
+  kv_cache/ring_cache_append_cpu.cpp
+  kv_cache/update_beam_indirection_cpu.cpp
+  linear/norms_cpu.cpp
+  linear/packed_linear_cpu.cpp
+  sampling/top_k_top_p_sample_cpu.cpp
+  simd/cpu_capability.cpp)
+
+# ---- the persistent KV store: no torch, but SQLite
+
+set(STORE_SOURCES
+  store/address_map.cpp
+  store/crc32c.cpp
+  store/free_areas.cpp
+  store/group_commit.cpp
+  store/index_database.cpp
+  store/plane_copy.cpp
+  store/posix_file_system.cpp
+  store/prefix_index.cpp
+  store/sha256.cpp
+  store/slab_files.cpp
+  store/slot_layout.cpp
+  store/store_engine.cpp
+  store/store_eviction.cpp
+  store/store_images.cpp
+  store/store_load.cpp
+  store/store_lookup.cpp
+  store/store_put.cpp
+  store/store_sessions.cpp
+  store/store_transfer.cpp
+  store/token_chain.cpp)
+
+foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES CPU_SOURCES STORE_SOURCES)
+  list(TRANSFORM ${list} PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
+endforeach()
+
+# ---- the levels that this processor family has: of each, its kernel files and its flags
+
+set(LEVELS default_)
+set(LEVEL_SOURCES_default_ ${KERNEL_SOURCES})
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND LEVELS avx2 avx512 avx512_bf16 avx512_vnni)
+  set(LEVEL_SOURCES_avx2 ${KERNEL_SOURCES})
+  set(LEVEL_SOURCES_avx512 ${KERNEL_SOURCES})
+  set(LEVEL_SOURCES_avx512_bf16 ${BF16_KERNEL_SOURCES})
+  set(LEVEL_SOURCES_avx512_vnni ${VNNI_KERNEL_SOURCES})
+  set(avx2 -mavx2 -mfma -mbmi -mbmi2 -mf16c)
+  # gcc 12 takes the undefined operand inside its own AVX-512 intrinsics for an uninitialised variable.
+  set(avx512 -DLMD_SIMD_AVX512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl
+             -Wno-maybe-uninitialized -Wno-uninitialized)
+  set(LEVEL_FLAGS_avx2 -DLMD_SIMD_AVX2 ${avx2})
+  set(LEVEL_FLAGS_avx512 ${avx512})
+  set(LEVEL_FLAGS_avx512_bf16 ${avx512} -DLMD_SIMD_AVX512_BF16 -mavx512bf16)
+  set(LEVEL_FLAGS_avx512_vnni ${avx512} -DLMD_SIMD_AVX512_VNNI -mavx512vnni)
+  # Of what is linked with all levels (csrc/simd/kernel_levels.h).
+  set(LEVEL_DEFINITIONS LMD_HAS_X86_KERNELS)
+endif()
+
+# An object library of kernel files compiled for a level.
+#   sources: a list; ARGN: more options of the compiler
+function(add_level_kernels name level sources)
+  add_library(${name} OBJECT ${sources})
+  target_compile_definitions(${name} PRIVATE LMD_SIMD=${level})
+  target_compile_options(${name} PRIVATE ${LEVEL_FLAGS_${level}} ${ARGN})
+endfunction()

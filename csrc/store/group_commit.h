@@ -1,0 +1,80 @@
+// How changes become durable: they gather in one open batch; a thread that needs it durable writes
+// it for all. First the slots are flushed, then the durable index is told in one transaction.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/index_database.h"
+#include "store/slab_files.h"
+
+namespace lmdecode::store {
+
+// All under a mutex of the owner's, which commit() and wait() let go of meanwhile.
+class GroupCommit {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+  // Times of use that go with a transaction.
+  using TakeUses = std::function<std::vector<UseTime>()>;
+  // Areas whose deletion is durable: they may be written again.
+  using Release = std::function<void(const std::vector<uint32_t>& areas)>;
+
+  GroupCommit(TakeUses take_uses, Release release)
+      : take_uses_(std::move(take_uses)), release_(std::move(release)) {}
+
+  void start(SlabFiles& slabs, IndexDatabase& index) { slabs_ = &slabs, index_ = &index; }
+  void stop() { index_ = nullptr; }  // every commit fails from now on
+
+  // --- the open batch
+
+  void add(AreaRow row) { open_.changes.areas.push_back(std::move(row)); }
+  void add(SessionRow row) { open_.changes.sessions.push_back(std::move(row)); }
+  // Nobody writes into the area before the batch is durable.
+  void free(uint32_t area) { open_.freed.push_back(area); }
+  uint64_t open_number() const { return open_number_; }
+  bool has_changes() const { return !open_.changes.empty(); }
+  const std::vector<uint32_t>& freed() const { return open_.freed; }
+
+  // --- durability
+
+  // Waits until a batch is durable; writes it where nobody else does. False: it could not be
+  // written, and nothing of it may be acknowledged.
+  bool commit(Lock& lock, uint64_t batch);
+  bool commit(Lock& lock) { return commit(lock, open_number_); }
+  bool is_durable(uint64_t batch) const { return batch <= committed_; }
+  // Nobody writes to the durable index when it returns.
+  void wait(Lock& lock) {
+    changed_.wait(lock, [&] { return !is_committing_; });
+  }
+  bool is_committing() const { return is_committing_; }
+  uint64_t commits() const { return commits_; }
+  // Why nothing is written any more, after a flush that failed; empty: it is.
+  const std::string& failure() const { return failure_; }
+
+ private:
+  struct Batch {
+    IndexBatch changes;
+    std::vector<uint32_t> freed;
+  };
+  void take_back(Batch batch);
+
+  const TakeUses take_uses_;
+  const Release release_;
+  SlabFiles* slabs_ = nullptr;
+  IndexDatabase* index_ = nullptr;  // the committing thread's while it commits
+  Batch open_;
+  uint64_t open_number_ = 1;
+  uint64_t committed_ = 0;
+  uint64_t failed_ = 0;
+  uint64_t commits_ = 0;
+  bool is_committing_ = false;
+  std::string failure_;
+  std::condition_variable changed_;
+};
+
+}  // namespace lmdecode::store

@@ -1,0 +1,123 @@
+// Making room: what has expired goes, and what was used least recently.
+#include <algorithm>
+
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+namespace {
+constexpr uint64_t kReserveFraction = 64;  // of all areas
+}  // namespace
+
+// The entry, which nothing continues, leaves the map; its area waits for the deletion to be
+// durable.
+void StoreEngine::free_entry(EntryId id) {
+  const uint32_t area = prefixes_[id].area;
+  prefixes_.remove(id);
+  if (options_.readonly) return;
+  AreaRow row;
+  row.area = area;
+  row.sequence = ++sequence_;
+  row.used_ms = now();
+  commits_.add(row);
+#if defined(LMD_PLANT_NO_QUARANTINE)  // tests plant it to see that it is noticed
+  free_areas_.add_freed(area, row.used_ms, row.used_ms);
+#else
+  commits_.free(area);
+#endif
+}
+
+void StoreEngine::drop_subtree(EntryId id) {
+  while (prefixes_[id].first_child != kNoEntry) drop_subtree(prefixes_[id].first_child);
+  free_entry(id);
+}
+
+bool StoreEngine::is_evictable(const Entry& entry) const {
+  return entry.first_child == kNoEntry && !entry.pinned && entry.leases == 0 &&
+         commits_.is_durable(entry.batch);
+}
+
+// The least recently used leaves, of one tenant if one is named. Returns how many it freed.
+uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant) {
+  uint64_t freed = 0;
+  for (EntryId id = prefixes_.oldest(); id != kNoEntry && freed < wanted;) {
+    const Entry& entry = prefixes_[id];
+    const EntryId newer = entry.newer;
+    if (is_evictable(entry) && (tenant == nullptr || entry.tenant == *tenant)) {
+      free_entry(id);
+      ++freed;
+    }
+    id = newer;
+  }
+  stats_.evicted += freed;
+  return freed;
+}
+
+// Entries past their time that nothing continues, and then what they continued.
+uint64_t StoreEngine::drop_expired() {
+  uint64_t dropped = 0;
+  const int64_t time = now();
+  const auto& expiry = prefixes_.expiry();
+  for (auto next = expiry.begin(); next != expiry.end() && next->first <= time;) {
+    const EntryId id = next->second;
+    const Entry& entry = prefixes_[id];
+    // A child may not outlive its parent: its time was carried up when it was made.
+    if (entry.leases > 0 || entry.pinned || entry.first_child != kNoEntry) {
+      ++next;
+      continue;
+    }
+    free_entry(id);
+    ++dropped;
+    next = expiry.begin();
+  }
+  stats_.expired += dropped;
+  return dropped;
+}
+
+// Free areas that a store likes to have: not every put of a full one should wait for a flush before
+// its own, which makes the deletions durable.
+uint64_t StoreEngine::reserve() const { return capacity_areas() / kReserveFraction; }
+
+// The deletions go with the next commit, the caller's.
+void StoreEngine::keep_reserve() {
+  const uint64_t coming = free_areas_.total() + commits_.freed().size() + held_.size();
+  if (coming < reserve()) evict(reserve() - coming, nullptr);
+}
+
+// Up to `wanted` free areas; evicts what it must, and waits until that is durable.
+std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_t tenant,
+                                            uint64_t quota) {
+  const uint64_t allowed = quota / slot_bytes_;
+  const auto owned = [&] { return prefixes_.areas_of(tenant); };
+  if (const uint64_t needed = owned() + wanted; needed > allowed) evict(needed - allowed, &tenant);
+  wanted = std::min(wanted, allowed - std::min(allowed, owned()));
+  // Twice: the first commit makes entries evictable that were not durable before.
+  for (int attempt = 0; attempt < 2 && free_areas_.total() < wanted; ++attempt) {
+    drop_expired();
+    const uint64_t coming = free_areas_.total() + commits_.freed().size();
+    if (coming < wanted) evict(wanted - coming + reserve(), nullptr);
+    if (!commits_.has_changes() || !commits_.commit(lock)) break;
+  }
+  std::vector<uint32_t> areas;
+  while (areas.size() < wanted) {
+    const uint32_t area = free_areas_.take(now());
+    if (area == kNoArea) break;
+    areas.push_back(area);
+  }
+  return areas;
+}
+
+uint64_t StoreEngine::collect() {
+  Lock lock(mutex_);
+  require_writer();
+  const uint64_t dropped = drop_expired();
+  if (commits_.has_changes() && !commits_.commit(lock)) return dropped;
+  wait_for_commit(lock);
+  // Areas that a put has taken, but not published, are in neither list: they stay.
+  const uint64_t known = prefixes_.size() + free_areas_.listed().size() + held_.size();
+  if (known == free_areas_.used()) slabs_->truncate(prefixes_.areas_end());
+  index_->compact();
+  return dropped;
+}
+
+}  // namespace lmdecode::store

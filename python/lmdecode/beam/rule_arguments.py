@@ -1,0 +1,125 @@
+"""Token rules as arguments of ``log_softmax_top_k``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.beam.token_rules import ALWAYS, TokenRules
+
+__all__ = ["RuleArguments"]
+
+
+class RuleArguments:
+    """The arguments that rules are in each step.
+
+    Which rules are on is found out here, once, so that steps look at nothing on the device and do
+    the same each time.
+
+    Parameters
+    ----------
+    rules : TokenRules
+        On the CPU.
+    device
+        Where steps run; by default every tensor stays where it is.
+
+    Attributes
+    ----------
+    ngram_sizes : list of int
+        All that are in use.
+    looks_back : bool
+        Whether a step needs the sequences.
+    needs_lengths : bool
+        Whether it needs their lengths.
+    """
+
+    def __init__(self, rules: TokenRules, device: torch.device | None = None) -> None:
+        self._bans, self._forced = rules.bans.to(device), rules.forced.to(device)
+        self._diversity_penalty = rules.diversity_penalty.to(device)
+        self._constant: dict[str, Any] = {}
+        if bool((rules.repetition_penalty != 1.0).any()):
+            self._constant["repetition_penalty"] = rules.repetition_penalty.to(device)
+        self.ngram_sizes = sorted(set(rules.no_repeat_ngram_size.tolist()) - {0})
+        if self.ngram_sizes:
+            self._constant["no_repeat_ngram_size"] = rules.no_repeat_ngram_size.to(device)
+        self.looks_back = bool(self._constant)
+        if rules.bias.numel():
+            self._constant["bias"] = rules.bias.to(device)
+        self._is_diverse = bool(rules.diversity_penalty.any())
+        self._forces = bool((rules.forced[..., 0] >= 0).any())
+        token, first, last, with_forced = rules.bans.unbind(-1)
+        always = (first <= 0) & (last == ALWAYS) & ((with_forced != 0) | (not self._forces))
+        self._bans_change = not bool((always | (token < 0)).all())
+        if token.numel() and not self._bans_change:
+            self._constant["suppressed_tokens"] = token.to(device)
+        self.needs_lengths = self.looks_back or self._forces or self._bans_change
+
+    def of_step(
+        self,
+        lengths: Tensor | None,
+        sequences: Tensor | None,
+        diversity_tokens: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of a step, one row a slot for each.
+
+        Parameters
+        ----------
+        lengths, sequences : Tensor
+            [slots] and [rows, capacity] int64; None where the attributes say so.
+        diversity_tokens : Tensor, optional
+            [slots, n] int64: what earlier groups chose in this step.
+        """
+        arguments = dict(self._constant)
+        if self.looks_back:
+            arguments["sequences"], arguments["lengths"] = sequences, lengths
+        forced = None
+        if self._forces:
+            assert lengths is not None
+            forced = torch.full_like(lengths, -1)
+            for column in self._forced.unbind(1):
+                forced = torch.where(column[:, 0] == lengths, column[:, 1], forced)
+            arguments["forced_tokens"] = forced
+        if self._bans_change:
+            assert lengths is not None
+            token, first, last, with_forced = self._bans.unbind(-1)
+            holds = (first <= lengths[:, None]) & (lengths[:, None] <= last)
+            if forced is not None:
+                holds &= (forced[:, None] < 0) | (with_forced != 0)
+            arguments["suppressed_tokens"] = token.masked_fill(~holds, -1)
+        if self._is_diverse and diversity_tokens is not None and diversity_tokens.shape[1]:
+            arguments["diversity_tokens"] = diversity_tokens
+            arguments["diversity_penalty"] = self._diversity_penalty
+        return arguments
+
+    def of_length(
+        self, length: int, sequences: Tensor, diversity_tokens: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a step in which the rules of the one slot hold for all rows.
+
+        The host knows the length, so what does nothing in this step is left out.
+
+        Parameters
+        ----------
+        length
+            Of the sequences that the rules go by.
+        sequences : Tensor
+            [rows, n] int64, on any device: all of it is looked back at.
+        diversity_tokens : Tensor, optional
+            [requests, n] int64.
+        """
+        found = self.of_step(torch.tensor([length]), sequences, diversity_tokens)
+        found.pop("lengths", None)
+        for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty"):
+            if name in found:
+                found[name] = found[name].item()
+        forced, banned = found.pop("forced_tokens", None), found.pop("suppressed_tokens", None)
+        if forced is not None and int(forced) >= 0:
+            # It overrules what comes before it, so only bans are left.
+            found = {"forced_tokens": sequences.new_full((len(sequences),), int(forced))}
+        if banned is not None:
+            banned = banned[banned >= 0]
+            if len(banned):
+                found["suppressed_tokens"] = banned.to(sequences.device)
+        return found

@@ -1,0 +1,136 @@
+"""Token rules: what is done to log-probabilities before tokens are chosen, in one form for all.
+
+Requests of ``BeamSearch`` and the logits processors of transformers become ``TokenRules``;
+``RuleArguments`` makes arguments of ``log_softmax_top_k`` of them, and the decoder in C++ reads
+them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ALWAYS",
+    "TokenRules",
+    "join_token_rules",
+    "new_token_rules",
+    "one_slot",
+    "repeat_token_rules",
+    "write_token_rules",
+]
+
+ALWAYS = (1 << 62) - 1  # a length that no sequence has
+
+
+class TokenRules(NamedTuple):
+    """What is done to log-probabilities before tokens are chosen, slot by slot.
+
+    Without beams it is done to the logits, as in transformers.
+
+    Attributes
+    ----------
+    repetition_penalty : Tensor
+        [slots] float32 > 0; 1 is off.
+    no_repeat_ngram_size : Tensor
+        [slots] int64; 0 is off.
+    diversity_penalty : Tensor
+        [slots] float32, for each time that an earlier group of the request chose the token.
+    bans : Tensor
+        [slots, n, 4] int64: a token (-1: none), the first and the last length of a sequence that it
+        cannot be added to, and 1 where that also holds for a forced token.
+    forced : Tensor
+        [slots, n, 2] int64: a length (-1: none), and the token that follows there. The last one of
+        a length holds.
+    bias : Tensor
+        [V] float32, added to all rows, or empty; [slots, V] where slots differ, which the decoder
+        in C++ does not take.
+    """
+
+    repetition_penalty: Tensor
+    no_repeat_ngram_size: Tensor
+    diversity_penalty: Tensor
+    bans: Tensor
+    forced: Tensor
+    bias: Tensor
+
+    def of_slots(self, slots: Tensor) -> TokenRules:
+        """Return those of some slots, [n] int64."""
+        bias = self.bias[slots] if self.bias.dim() == 2 else self.bias
+        return TokenRules._make([*(tensor[slots] for tensor in self[:5]), bias])
+
+
+def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> TokenRules:
+    """Return rules that do nothing."""
+    with torch.inference_mode(False):
+        return TokenRules(
+            torch.ones(slots),
+            torch.zeros(slots, dtype=torch.int64),
+            torch.zeros(slots),
+            torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
+            torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
+            torch.empty(0),
+        )
+
+
+def one_slot(
+    *,
+    repetition_penalty: float = 1.0,
+    no_repeat_ngram_size: int = 0,
+    diversity_penalty: float = 0.0,
+    bans: Sequence[Sequence[int]] = (),
+    forced: Sequence[Sequence[int]] = (),
+    bias: Tensor | None = None,
+) -> TokenRules:
+    """Return the rules of one slot, from numbers; see ``TokenRules``."""
+    rules = new_token_rules(1, len(bans), len(forced))
+    rules.repetition_penalty.fill_(repetition_penalty)
+    rules.no_repeat_ngram_size.fill_(no_repeat_ngram_size)
+    rules.diversity_penalty.fill_(diversity_penalty)
+    if bans:
+        rules.bans[0] = torch.tensor(bans)
+    if forced:
+        rules.forced[0] = torch.tensor(forced)
+    return rules if bias is None else rules._replace(bias=bias)
+
+
+def write_token_rules(rules: TokenRules, slot: int, one: TokenRules) -> None:
+    """Write the rules of one slot, without a bias, in place of those that a slot had."""
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty"):
+        getattr(rules, name)[slot] = getattr(one, name)[0]
+    for name in ("bans", "forced"):
+        table, rows = getattr(rules, name)[slot], getattr(one, name)[0]
+        table.fill_(-1)
+        table[: len(rows)] = rows
+
+
+def repeat_token_rules(one: TokenRules, slots: int) -> TokenRules:
+    """Return the rules of one slot for each of many."""
+    repeated = (tensor.repeat(slots, *[1] * (tensor.dim() - 1)) for tensor in one[:5])
+    return TokenRules._make([*repeated, one.bias])
+
+
+def join_token_rules(rules: Sequence[TokenRules]) -> TokenRules:
+    """Return rules of one slot each, at least one, as those of slot after slot."""
+    bias = torch.empty(0)
+    sizes = {one.bias.numel() for one in rules} - {0}
+    if sizes:
+        (vocab_size,) = sizes
+        bias = torch.stack(
+            [one.bias if one.bias.numel() else one.bias.new_zeros(vocab_size) for one in rules]
+        )
+
+    def padded(tables: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
+
+    return TokenRules(
+        torch.cat([one.repetition_penalty for one in rules]),
+        torch.cat([one.no_repeat_ngram_size for one in rules]),
+        torch.cat([one.diversity_penalty for one in rules]),
+        padded([one.bans[0] for one in rules]),
+        padded([one.forced[0] for one in rules]),
+        bias,
+    )

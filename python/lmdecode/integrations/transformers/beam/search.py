@@ -1,0 +1,187 @@
+"""What the kinds of beam search share: their numbers, their state, and how they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.beam.engine.results import final_columns
+from lmdecode.beam.ops import beam_finalize
+from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.types import REAL_CANDIDATE_SCORE_BOUND
+from lmdecode.integrations.transformers.beam.candidates import accumulate, processed_log_probs
+from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
+from lmdecode.integrations.transformers.beam.settings import (
+    SearchSettings,
+    new_search,
+    raise_for_prompts,
+    rows_of_beams,
+)
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList, StoppingCriteriaList
+
+    from lmdecode.integrations.transformers._recorder import Recorder
+
+
+class SearchBase:
+    """Searches of all prompts, in step.
+
+    Parameters
+    ----------
+    settings
+        Of the search.
+    input_ids
+        [batch * num_beams, prompt length] int64.
+    processors, criteria
+        As ``generate()`` prepares them.
+    recorder
+        Gets every step's scores.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        recorder: Recorder,
+    ) -> None:
+        self.settings, self.recorder = settings, recorder
+        self.processors, self.criteria = processors, criteria
+        self.rows = torch.arange(len(input_ids), device=input_ids.device)
+
+    def accumulated_scores(
+        self, outputs: Any, logits: Tensor, input_ids: Tensor, beam_scores: Tensor
+    ) -> Tensor:
+        """Return the scores of all candidates, [batch, num_beams * V], and record the step."""
+        log_probs = processed_log_probs(logits, input_ids, self.processors)
+        self.recorder.record(outputs, log_probs, self.recorder.copy_of(logits))
+        return accumulate(log_probs, beam_scores)
+
+
+class StateSearch(SearchBase):
+    """Searches that ``beam_step`` works on, in ``state`` by ``parameters``.
+
+    Parameters
+    ----------
+    settings, input_ids, processors, criteria, recorder
+        See ``SearchBase``.
+    end_tokens
+        That ``beam_step`` is to know.
+    num_groups
+        Of a prompt.
+    """
+
+    rules: Rules = "generate"
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        recorder: Recorder,
+        *,
+        end_tokens: list[int],
+        num_groups: int = 1,
+    ) -> None:
+        super().__init__(settings, input_ids, processors, criteria, recorder)
+        self.num_groups, self.group_size = num_groups, settings.num_beams // num_groups
+        self.num_candidates = settings.candidates_per_beam * self.group_size
+        self.prompts = input_ids
+        self.parameters, self.state = new_search(
+            settings,
+            input_ids,
+            num_groups=num_groups,
+            end_tokens=end_tokens,
+            keep_beam_indices=recorder.returns_dict,
+        )
+
+    def sequences(self, length: int) -> Tensor:
+        """Return the beams, [rows, length].
+
+        A copy: whoever was given sequences must not see them change.
+        """
+        return self.state.sequences[:, :, :length].flatten(0, 1).clone()
+
+    def next_beams(self, input_ids: Tensor, parents: Tensor, *stopped: Tensor) -> NextBeams:
+        """Return what a step has led to; here alone the host waits for the device.
+
+        Parameters
+        ----------
+        input_ids, parents
+            [rows, length] and [rows] int64: the next beams.
+        *stopped
+            bool: each ends the search.
+
+        Raises
+        ------
+        RuntimeError
+            The search of a prompt has failed.
+        """
+        state, settings = self.state, self.settings
+        failed, moved, *finished = torch.stack(
+            [state.status.any(), (parents != self.rows).any(), state.done.all(), *stopped]
+        ).tolist()
+        if failed:
+            status = state.status.view(settings.batch, self.num_groups).amax(dim=1)
+            raise_for_prompts(status, input_ids.shape[1] - 1 - settings.prompt_length)
+        return NextBeams(input_ids, parents if moved else None, any(finished))
+
+    def finish(self, input_ids: Tensor) -> SearchResult:
+        return search_result(
+            self.settings,
+            self.parameters,
+            self.state,
+            self.prompts,
+            num_groups=self.num_groups,
+            rules=self.rules,
+        )
+
+
+def search_result(
+    settings: SearchSettings,
+    parameters: BeamParameters,
+    state: BeamState,
+    prompts: Tensor,
+    *,
+    num_groups: int = 1,
+    rules: Rules = "generate",
+) -> SearchResult:
+    """Return the best sequences of a search that ``new_search`` began.
+
+    Parameters
+    ----------
+    settings, parameters, state, num_groups, rules
+        Of the search.
+    prompts
+        [batch * num_beams, prompt length] int64.
+    """
+    final = beam_finalize(
+        state, parameters, settings.num_return_sequences, num_groups=num_groups, rules=rules
+    )
+    start, is_scorer = settings.prompt_length, rules == "scorer"
+    room_for_end = is_scorer and bool(settings.end_tokens)  # the first of them follows
+    length = final_columns(final.lengths, start, settings.max_length, room_for_end=room_for_end)
+    sequences, scores = final.sequences[..., :length], final.scores
+    if is_scorer:
+        scores = scores.masked_fill(scores < REAL_CANDIDATE_SCORE_BOUND, -torch.inf)
+    else:
+        positions = torch.arange(length, device=sequences.device)
+        is_token = positions < final.lengths.clamp(min=start)[..., None]
+        sequences = torch.where(is_token, sequences, settings.fill)
+        # Also where fewer were found.
+        sequences[..., :start] = prompts.view(settings.batch, settings.num_beams, -1)[:, :1]
+    beam_indices = None
+    if state.beam_indices.shape[2]:
+        group_size = settings.num_beams // num_groups
+        groups = torch.div(final.places, group_size, rounding_mode="floor")
+        first_rows = torch.arange(0, len(prompts), settings.num_beams, device=groups.device)
+        beam_indices = rows_of_beams(
+            final.beam_indices[..., start:length],
+            (first_rows[:, None] + groups * group_size)[..., None],
+        ).flatten(0, 1)
+    return SearchResult(sequences.flatten(0, 1), scores.flatten().to(torch.float32), beam_indices)

@@ -1,0 +1,153 @@
+"""A ``GenerationConfig`` as a request of ``DecodingBatch``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.integrations.transformers.beam.requests import request_options, tokens_of
+
+__all__ = ["request_of_config"]
+
+_OP = "generation_config"
+# What generate() takes where neither its config nor the model's says anything.
+_DEFAULTS: dict[str, Any] = {
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+}
+_DEFAULT_NEW_TOKENS = 20
+_TRANSLATED = frozenset(
+    ("bad_words_ids", "bos_token_id", "decoder_start_token_id", "eos_token_id",
+     "forced_bos_token_id", "forced_eos_token_id", "max_length", "pad_token_id", "suppress_tokens",
+     *_DEFAULTS)
+)  # fmt: skip
+# Without sampling, or a model that assists, generate() does not look at these either; the cache is
+# the batch's own.
+_WITHOUT_EFFECT = frozenset(
+    ("assistant_confidence_threshold", "assistant_lookbehind", "compile_config", "disable_compile",
+     "epsilon_cutoff", "eta_cutoff", "max_matching_ngram_size", "min_p", "num_assistant_tokens",
+     "num_assistant_tokens_schedule", "target_lookbehind", "temperature", "top_h", "top_k", "top_p",
+     "transformers_version", "typical_p", "use_cache")
+)  # fmt: skip
+_OFF: dict[str, object] = {
+    "diversity_penalty": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "guidance_scale": 1.0,
+    "num_beam_groups": 1,
+}
+
+
+def _is_off(name: str, value: object) -> bool:
+    if value is None or value is False:
+        return True
+    if name in _OFF:
+        return value == _OFF[name]
+    return isinstance(value, (int, float, list, tuple, dict)) and not value
+
+
+def _effective(config: Any, model: Any) -> SimpleNamespace:
+    """Return the config's values, the model's where it has None; refuse what is not translated."""
+    values: dict[str, Any] = {}
+    for source in (config, getattr(model, "generation_config", None)):
+        for name, value in ({} if source is None else vars(source)).items():
+            if not name.startswith("_") and values.get(name) is None:
+                values[name] = value
+    for name, value in values.items():
+        if name in _TRANSLATED or name in _WITHOUT_EFFECT or _is_off(name, value):
+            continue
+        raise ValueError(f"{_OP}: {name} is {value!r}; expected none: a batch does nothing of it")
+    for name in _TRANSLATED:
+        if values.get(name) is None:
+            values[name] = _DEFAULTS.get(name)
+    return SimpleNamespace(**values)
+
+
+def _bad_words(config: SimpleNamespace) -> list[int]:
+    """Return the bad words, each of one token; an end token is none, as in ``generate()``."""
+    words = config.bad_words_ids or []
+    if any(len(word) != 1 for word in words):
+        raise ValueError(f"{_OP}: bad_words_ids is {words}; expected words of one token in a batch")
+    ends = tokens_of(config.eos_token_id)
+    tokens = [word[0] for word in words if word[0] not in ends]
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if getattr(config, name) in tokens:
+            raise ValueError(
+                f"{_OP}: {name} is {getattr(config, name)}; expected no token of bad_words_ids"
+            )
+    return tokens
+
+
+def _set_lengths(config: SimpleNamespace, prompt: int, model: Any) -> None:
+    """Let lengths count the prompt, as ``generate()`` prepares them."""
+    if config.max_new_tokens is not None:
+        config.max_length = config.max_new_tokens + prompt
+    elif config.max_length is None:
+        config.max_length = _DEFAULT_NEW_TOKENS + prompt
+        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if most is not None:
+            config.max_length = min(config.max_length, most)
+    if config.max_length <= prompt:
+        raise ValueError(
+            f"{_OP}: max_length is {config.max_length}; expected more than the {prompt} tokens of "
+            "the prompt"
+        )
+    if config.min_new_tokens is not None:
+        config.min_length = config.min_new_tokens + prompt
+
+
+def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None) -> BeamRequest:
+    """Return the request that searches as ``generate()`` does with a config.
+
+    Parameters
+    ----------
+    prompt_ids : sequence of int, Tensor or None
+        [length] of the decoder; None: ``decoder_start_token_id``, or else ``bos_token_id``.
+    generation_config : transformers.GenerationConfig
+        What is None in it is taken from the model's.
+    model
+        Of transformers, or None.
+
+    Returns
+    -------
+    BeamRequest
+        With one beam, greedy decoding.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names a value that a request cannot express; nothing is ignored.
+    """
+    if not hasattr(generation_config, "max_new_tokens"):
+        kind = type(generation_config).__name__
+        raise TypeError(f"{_OP} is of type {kind}; expected a GenerationConfig of transformers")
+    config = _effective(generation_config, model)
+    if prompt_ids is None:
+        start = config.decoder_start_token_id
+        prompt_ids = tokens_of(config.bos_token_id if start is None else start)
+        if not prompt_ids:
+            raise ValueError(
+                f"{_OP}: decoder_start_token_id is None; expected a token where there is no prompt"
+            )
+    prompt_ids = tokens_of(prompt_ids)
+    _set_lengths(config, len(prompt_ids), model)
+    if config.num_beams == 1:
+        # Greedy: the first end token ends it. Its penalty would be of logits, a request's is not.
+        config.early_stopping = True
+        if config.repetition_penalty != 1.0:
+            raise ValueError(
+                f"{_OP}: repetition_penalty is {config.repetition_penalty}; expected 1 with one "
+                "beam in a batch, which penalises log-probabilities and not logits"
+            )
+    if config.early_stopping is None:
+        config.early_stopping = False
+    options = request_options(config, len(prompt_ids))
+    options["suppress_tokens"] += _bad_words(config)
+    return BeamRequest(prompt_ids, **options)

@@ -1,0 +1,51 @@
+"""Files beside the compiled store's: what a directory is for, and how an exported file begins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmdecode.store.fingerprint import Fingerprint
+
+_EXPORT_MAGIC = b"LMDKVEXP"
+
+
+def describe(directory: Path, fingerprint: Fingerprint) -> None:
+    """Say in readable form what a directory is for; the index has the same."""
+    path = directory / "fingerprint.json"
+    content = fingerprint.encoded()
+    if path.exists() and path.read_bytes() == content:
+        return
+    partial = directory / "fingerprint.json.partial"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class ExportHead:
+    """What an exported file says of itself."""
+
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    by_column: bool
+
+
+def read_export_head(path: str | os.PathLike[str]) -> ExportHead | None:
+    """Return what a file that ``export`` wrote begins with; None: it is none."""
+    with open(path, "rb") as file:
+        head = file.read(20)
+        size = int.from_bytes(head[12:20], "little")
+        if head[:8] != _EXPORT_MAGIC or size > 1 << 20:
+            return None
+        try:
+            fingerprint = Fingerprint.decoded(file.read(size))
+        except (ValueError, TypeError):
+            return None
+        numbers = file.read(8)
+        return ExportHead(
+            fingerprint, int.from_bytes(numbers[:4], "little"), numbers[4:] != bytes(4)
+        )

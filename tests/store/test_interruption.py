@@ -1,0 +1,225 @@
+"""Ctrl-C and callbacks that raise in long calls, and threads that outlive the interpreter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from store_cases import KV, Open, cache, fingerprint, same
+
+from lmdecode.store import KVStore
+
+TOKENS = list(range(30))
+
+# So much that a call lasts for several of the store's looks at signals: 128 slots of 1 MiB.
+LARGE = fingerprint(num_layers=4, num_kv_heads=8, head_size=64, dtype="float32")
+LARGE_CHUNK = 64
+LARGE_TOKENS = [n % 1000 for n in range(128 * LARGE_CHUNK)]
+
+
+def large_cache() -> KV:
+    shape = (LARGE.num_kv_heads, len(LARGE_TOKENS), LARGE.head_size)
+    plane = torch.arange(shape[0] * shape[1] * shape[2], dtype=torch.float32).view(shape)
+    return [(plane, plane) for _ in range(LARGE.num_layers)]
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[KVStore]:
+    with open_large(tmp_path / "large") as store:
+        assert store.put(LARGE_TOKENS, large_cache()) == len(LARGE_TOKENS)
+        yield store
+
+
+def open_large(path: Path) -> KVStore:
+    return KVStore(
+        path, fingerprint=LARGE, capacity_bytes=1 << 30, chunk_tokens=LARGE_CHUNK, io_threads=1,
+        durability="relaxed", flush_interval=3600.0,
+    )  # fmt: skip
+
+
+def interrupted(call: Callable[[], object]) -> None:
+    """Make a call, in which a signal arrives; another thread, which needs the lock, sends it."""
+    begun = threading.Event()
+
+    def send() -> None:
+        begun.wait()
+        time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begun.set()
+            call()
+            sender.join()  # at the latest here; each test sees that the call did not end
+            time.sleep(10)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def use(store: KVStore) -> None:
+    """The store is as good as before."""
+    tokens = [2000, 2001, 2002]
+    kv = [(k[:, :3], v[:, :3]) for k, v in large_cache()]
+    assert store.put(tokens, kv) == 3
+    assert same(store.load(store.lookup(tokens)), kv)
+    assert store.flush()
+
+
+def test_an_interrupted_verify(large: KVStore) -> None:
+    large.flush()
+    entries = large.entries()
+    slab = Path(large._engine.directory) / "slab-00000"
+    with slab.open("r+b") as file:  # where an uninterrupted one comes last
+        file.seek(entries[-1]["area"] * large.slot_bytes)
+        file.write(b"x")
+    interrupted(large.verify)
+    assert large.stats()["damaged"] == 0
+    use(large)
+    assert len(large.verify().damage) == 1
+
+
+def test_an_interrupted_backup(large: KVStore, tmp_path: Path) -> None:
+    interrupted(lambda: large.backup(tmp_path / "copy"))
+    assert not (tmp_path / "copy" / LARGE.name).exists()
+    use(large)
+    large.backup(tmp_path / "copy")
+    with open_large(tmp_path / "copy") as copy:
+        assert copy.lookup(LARGE_TOKENS).num_tokens == len(LARGE_TOKENS)
+
+
+def test_an_interrupted_export_and_import(large: KVStore, tmp_path: Path) -> None:
+    interrupted(lambda: large.export(tmp_path / "file"))
+    assert not (tmp_path / "file").exists()
+    use(large)
+    large.export(tmp_path / "file")
+    with open_large(tmp_path / "other") as other:
+        interrupted(lambda: other.import_(tmp_path / "file"))
+        assert other.stats()["entries"] < large.stats()["entries"]
+        assert not other.verify().damage
+        assert other.import_(tmp_path / "file") > 0
+        assert other.lookup(LARGE_TOKENS).num_tokens == len(LARGE_TOKENS)
+
+
+def test_an_interrupted_put(tmp_path: Path) -> None:
+    kv = large_cache()
+    with open_large(tmp_path / "large") as store:
+        interrupted(lambda: store.put(LARGE_TOKENS, kv))
+        assert store.lookup(LARGE_TOKENS).num_tokens < len(LARGE_TOKENS)
+        assert not store.verify().damage
+        use(store)
+        assert store.put(LARGE_TOKENS, kv) == len(LARGE_TOKENS)
+        assert same(store.load(store.lookup(LARGE_TOKENS)), kv)
+
+
+def test_an_interrupted_commit(tmp_path: Path) -> None:
+    kv = large_cache()
+    with open_large(tmp_path / "large") as store:
+        session = store.session("a")
+        session.step(LARGE_TOKENS)
+        interrupted(lambda: session.commit(kv))
+        assert store.lookup(LARGE_TOKENS).num_tokens < len(LARGE_TOKENS)
+        assert session.commit(kv) == len(LARGE_TOKENS)
+
+
+def test_an_interrupted_load(large: KVStore) -> None:
+    hit = large.lookup(LARGE_TOKENS)
+    interrupted(lambda: large.load(hit))
+    stats = large.stats()
+    assert (stats["bytes_read"], stats["damaged"]) == (0, 0)
+    use(large)
+    assert same(large.load(hit), large_cache())
+
+
+def test_what_a_callback_raises_comes_out(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    store.put(TOKENS, cache(TOKENS))
+    store.export(tmp_path / "file")
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise LookupError(f"at {done} of {total}")
+
+    for call in (
+        lambda: store.verify(stop),
+        lambda: store.backup(tmp_path / "copy", stop),
+        lambda: store.export(tmp_path / "none", progress=stop),
+        lambda: open_store(path=tmp_path / "other").import_(tmp_path / "file", stop),
+    ):
+        with pytest.raises(LookupError, match=r"at \d+ of"):
+            call()
+    assert not (tmp_path / "none").exists()
+    assert not store.verify().damage
+    assert same(store.load(store.lookup(TOKENS)), cache(TOKENS))
+
+
+def test_a_hit_is_released_under_a_load(large: KVStore) -> None:
+    expected = large_cache()
+    for _ in range(5):
+        hit = large.lookup(LARGE_TOKENS)
+        pending = large.load(hit, background=True)
+        hit.release()
+        kv = pending.result()
+        assert kv is None or same(kv, expected)
+
+
+def test_threads_in_calls_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """They are neither killed within a call nor do they hold up the end."""
+    code = f"""
+import sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from store_cases import cache, fingerprint
+from lmdecode.store import KVStore, StoreError
+store = KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 24,
+                chunk_tokens=8, durability="relaxed")
+tokens = list(range(30))
+kv = cache(tokens)
+store.put(tokens, kv)
+calls = (store.verify, lambda: store.lookup(tokens), lambda: store.put(tokens, kv), store.entries)
+
+def work(call):
+    try:
+        while True:
+            call()
+    except StoreError as error:
+        assert "closed" in str(error)
+
+for call in 2 * calls:
+    threading.Thread(target=work, args=(call,), daemon=True).start()
+time.sleep(float(sys.argv[1]))
+"""
+    for seconds in (0.0, 0.001, 0.01, 0.02, 0.05):
+        command = [sys.executable, "-c", code, str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_does_not_wait_for_the_parents_calls(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_interruption import LARGE_TOKENS, large_cache, open_large
+from pathlib import Path
+store = open_large(Path({str(tmp_path / "large")!r}))
+thread = threading.Thread(target=store.put, args=(LARGE_TOKENS, large_cache()))
+thread.start()
+time.sleep(0.005)
+if os.fork() == 0:
+    sys.exit(0)
+_, status = os.wait()
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 0

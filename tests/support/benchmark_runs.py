@@ -1,0 +1,35 @@
+"""Runs of ``python -m benchmarks`` in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+__all__ = ["needs_benchmarks", "run_benchmarks", "table_rows"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+needs_benchmarks = pytest.mark.skipif(
+    not (_ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+def run_benchmarks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the program with these arguments, and collect what it prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        timeout=600,
+        check=False,
+    )
+
+
+def table_rows(*arguments: object) -> list[str]:
+    """Run the program and return the lines of its tables; what fails is shown."""
+    done = run_benchmarks(*arguments)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("|")]

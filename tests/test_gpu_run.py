@@ -1,0 +1,192 @@
+"""What ``make gpu`` runs: the report of its stages, and the whole plan with the CPU standing in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(
+    not (_ROOT / "benchmarks").is_dir(), reason="benchmarks are in source checkouts only"
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return ``run(*stages, seconds=60)``: whether all passed, and the report."""
+    monkeypatch.syspath_prepend(str(_ROOT))
+    from benchmarks.gpu.report import Stage, run_stages
+
+    def run(*stages: dict, seconds: float = 60) -> tuple[bool, str]:
+        report = tmp_path / "gpu.md"
+        made = [
+            Stage(
+                name=f"stage{number}",
+                title=f"Stage {number}",
+                command=[sys.executable, "-c", stage["code"].replace("REPORT", str(report))],
+                seconds=stage.get("seconds", 30),
+                required=stage.get("required", False),
+            )
+            for number, stage in enumerate(stages)
+        ]
+        return run_stages("Title", made, report, tmp_path / "logs", seconds), report.read_text()
+
+    return run
+
+
+PRINT = "print('| a figure |', flush=True); "
+
+
+def test_a_crash_leaves_what_was_measured_and_the_stages_after_it(run) -> None:
+    crash = PRINT + "import os, sys; print('the reason', file=sys.stderr, flush=True); os.abort()"
+    passed, report = run({"code": crash}, {"code": "print('| another |')"})
+    assert not passed
+    assert "- Stage 0: FAILED: ended by SIGABRT" in report
+    assert "- Stage 1: passed" in report
+    assert "| a figure |" in report
+    assert "| another |" in report
+    assert "the reason" in report
+
+
+def test_the_report_is_there_while_later_stages_run(run) -> None:
+    passed, report = run({"code": PRINT}, {"code": "print(open('REPORT').read())"})
+    assert passed
+    seen = report.partition("## Stage 1")[2]
+    assert "- Stage 0: passed" in seen
+    assert "- Stage 1: not run" in seen
+    assert "| a figure |" in seen
+
+
+def test_a_stage_that_hangs_is_stopped_with_what_it_started(run, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    hang = (
+        PRINT + "import subprocess, sys, time; "
+        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']); "
+        f"open({str(child)!r}, 'w').write(str(p.pid)); time.sleep(300)"
+    )
+    passed, report = run({"code": hang, "seconds": 3}, {"code": PRINT})
+    assert not passed
+    assert "- Stage 0: STOPPED: its time was up" in report
+    assert "- Stage 1: passed" in report
+    assert not Path(f"/proc/{child.read_text()}/cmdline").exists() or (
+        b"sleep" not in Path(f"/proc/{child.read_text()}/cmdline").read_bytes()
+    )
+
+
+def test_what_the_time_does_not_suffice_for_is_named(run) -> None:
+    passed, report = run({"code": "import time; time.sleep(30)"}, {"code": PRINT}, seconds=1)
+    assert not passed
+    assert "- Stage 1: NOT RUN: the time was up" in report
+
+
+def test_nothing_runs_after_a_required_stage_failed(run) -> None:
+    passed, report = run({"code": "raise SystemExit(3)", "required": True}, {"code": PRINT})
+    assert not passed
+    assert "- Stage 1: NOT RUN: Stage 0: FAILED: status 3" in report
+    assert "a figure" not in report
+
+
+# --- The plan -------------------------------------------------------------------------------------
+
+
+def plan(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the program; return how it ended, and its report."""
+    report = tmp_path / "gpu.md"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.gpu", *arguments),
+            *("--output", str(report), "--logs", str(tmp_path / "logs"), "--seconds", "900"),
+        ],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done, report.read_text()
+
+
+LOST = """
+import os
+import pytest
+from benchmarks.gpu import pytest_device
+
+pytest_device.is_lost = lambda: "LOST" in os.environ
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_on_cpu(number: int) -> None:
+    if number == 3:
+        os.environ["LOST"] = "1"
+    assert number != 3 and "LOST" not in os.environ
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_device_fails_one_test_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xdist")
+    monkeypatch.syspath_prepend(str(_ROOT))
+    from benchmarks.gpu import tests
+    from benchmarks.gpu.machine import Machine
+
+    (tmp_path / "test_lost.py").write_text(LOST)
+    monkeypatch.setattr(tests, "_batches", lambda machine, in_parallel: [[str(tmp_path)]])
+    machine = Machine("cpu")
+    lines = list(tests.run(machine))
+    assert machine.found_fault
+    failed = [line for line in lines if "FAILED" in line]
+    assert failed and all("test_on_cpu[3]" in line for line in failed), lines
+    assert "7 passed" in lines[-1]
+
+
+@pytest.mark.slow
+def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done, report = plan(tmp_path, "--device", "cpu")
+    assert done.returncode == 0, report
+    assert report.startswith("# A rehearsal on the CPU: no figure counts")
+    from benchmarks.gpu.__main__ import STAGES
+
+    for _, title, _ in STAGES:
+        assert f"- {title}: passed" in report
+        assert f"## {title}" in report
+    assert "DIFFERS" not in report
+    for op in (
+        "reorder_cache_", "update_beam_indirection_", "beam_step", "beam_finalize",
+        "log_softmax_top_k", "merge of", "k 50, p 0.9", "CUDA graph", "2 x 1000 bfloat16",
+    ):  # fmt: skip
+        assert op in report, op
+
+
+@pytest.mark.slow
+def test_without_a_device_the_run_says_so_and_stops(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    done, report = plan(tmp_path)
+    assert done.returncode == 1
+    assert "lmdecode: its CUDA kernels are not loaded" in report
+    assert "- Tests: NOT RUN: The device, and a first call: FAILED" in report
+
+
+def test_make_gpu_without_nvcc_says_so() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    pytest.importorskip("scikit_build_core")
+    done = subprocess.run(
+        ["make", "gpu", f"PYTHON={sys.executable}", "NVCC=no-such-nvcc"],
+        cwd=_ROOT,
+        env={**os.environ, "MAKEFLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "lmdecode: make gpu needs nvcc" in done.stdout

@@ -1,0 +1,122 @@
+"""The oldest torch that lmdecode runs with: all that includes torch compiles against its headers.
+
+The build machine has a newer torch. The headers come from a wheel of macOS: the smallest one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = "2.11.0"
+WHEEL = ("--platform", "macosx_11_0_arm64", "--python-version", "3.11", f"torch=={VERSION}")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="in source checkouts only"),
+]
+
+
+def fetch_headers(folder: Path) -> None:
+    """Write ``include/`` of the wheel to a folder."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--only-binary=:all:", "--dest", folder, *WHEEL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        pytest.skip(f"the wheel of torch {VERSION} could not be had: {reason}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        prefix = "torch/include/"
+        for name in archive.namelist():
+            if name.startswith(prefix) and not name.endswith("/"):
+                target = folder / "include" / name.removeprefix(prefix)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="session")
+def include() -> Path:
+    """Return the folder of the headers, kept in build/ from run to run."""
+    cached = ROOT / "build" / f"torch-{VERSION}" / "include"
+    if not cached.is_dir():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+            fetch_headers(Path(folder))
+            try:
+                (Path(folder) / "include").rename(cached)
+            except OSError:  # another process was faster
+                assert cached.is_dir()
+    return cached
+
+
+@pytest.fixture(scope="session")
+def commands(include: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return source file to the command that the build compiles it with, with these headers."""
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool, path=search_path()) is None:
+            pytest.skip(f"needs {tool}")
+    torch = tmp_path_factory.mktemp("torch")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    (torch / "include").symlink_to(include)
+    (torch / "lib").symlink_to(Path(spec.origin).parent / "lib")
+    build = torch / "build"
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    subprocess.run(
+        [*configure, f"-DLMDECODE_TORCH_DIR={torch}", f"-DPython3_EXECUTABLE={sys.executable}"],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PATH": search_path()},
+    )
+    found = {}
+    for entry in json.loads((build / "compile_commands.json").read_text()):
+        words = shlex.split(entry["command"])
+        if entry["file"].endswith(".cpp") and str(torch / "include") in words:
+            while not Path(words[0]).name.startswith(("c++", "g++", "clang++")):
+                words.pop(0)  # ccache
+            output = words.index("-o")
+            found[os.path.relpath(entry["file"], ROOT)] = [
+                *words[:output],
+                *words[output + 2 :],
+                "-fsyntax-only",
+            ]
+    return found
+
+
+def search_path() -> str:
+    """Return where programs are: beside Python, then elsewhere."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def test_all_that_includes_torch_compiles(commands: dict[str, list[str]]) -> None:
+    paths = {path for path in ROOT.glob("csrc/bindings/**/*.cpp") if "store" not in path.name}
+    if shutil.which("nvcc") is None:
+        paths = {path for path in paths if not path.name.endswith("_cuda.cpp")}
+    bindings = {str(path.relative_to(ROOT)) for path in paths}
+    assert bindings
+    assert bindings <= set(commands)
+
+    def compile_one(name: str) -> str:
+        done = subprocess.run(commands[name], capture_output=True, text=True, check=False)
+        return "" if done.returncode == 0 else f"{name}:\n{done.stderr}"
+
+    with ThreadPoolExecutor(2) as pool:
+        failures = [text for text in pool.map(compile_one, sorted(commands)) if text]
+    assert not failures, "\n".join(failures)
