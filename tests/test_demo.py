@@ -359,7 +359,8 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
     done = _run("--plot", tmp_path / "x.png", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert _error_line(done) == (
-        f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]'"
+        f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]', "
+        "or in its source folder pip install '.[demo]'"
     )
 
 

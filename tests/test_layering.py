@@ -176,7 +176,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "__main__": {""},
 }
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.
-WINDOWS = {"": {"system", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
+WINDOWS = {"": {"system", "store", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
 SUBAREAS = {area for area in PYTHON_ALLOWED if "/" in area}
 
 

@@ -5,8 +5,13 @@
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
 that come and go. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window of
 keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed once.
+``KVStore`` keeps KV caches on disk, and ``Session`` follows a conversation in it.
 ``lmdecode.reference`` holds every op again in plain torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from lmdecode.attention import (
     RingKVCache,
@@ -68,6 +73,9 @@ from lmdecode.linear import PackedLinear, layer_norm, rms_norm
 from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
+if TYPE_CHECKING:
+    from lmdecode.store import KVStore, Session
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -95,6 +103,7 @@ __all__ = [
     "Decoding",
     "DecodingBatch",
     "DisjunctiveConstraint",
+    "KVStore",
     "LayerWeights",
     "OutOfBlocksError",
     "PackedLinear",
@@ -103,6 +112,7 @@ __all__ = [
     "RingSnapshot",
     "RowTokens",
     "SampleOutput",
+    "Session",
     "StepOutput",
     "beam_finalize",
     "beam_parameters",
@@ -128,3 +138,15 @@ __all__ = [
     "top_k_top_p_sample",
     "update_beam_indirection_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("KVStore", "Session"):  # when they are asked for: only they need SQLite
+        import lmdecode.store
+
+        return getattr(lmdecode.store, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

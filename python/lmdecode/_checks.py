@@ -25,6 +25,7 @@ __all__ = [
     "check_no_gradient",
     "check_number",
     "dtype_name",
+    "install_hint",
     "is_int",
     "type_error",
 ]
@@ -41,6 +42,11 @@ def type_error(op: str, name: str, value: object, expected: str) -> TypeError:
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype, as in an error."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def install_hint(extra: str) -> str:
+    """Return what installs an extra of lmdecode, as an error says it."""
+    return f"pip install 'lmdecode[{extra}]', or in its source folder pip install '.[{extra}]'"
 
 
 def is_int(value: object) -> bool:

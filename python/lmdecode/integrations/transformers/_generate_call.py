@@ -61,8 +61,9 @@ def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
     if caller is None or not _is_generate(caller):
         return CallerArguments()
     given = {name: caller.f_locals.get(name) for name in CallerArguments._fields}
-    if caller.f_back is not None:
-        given["tokenizer"] = caller.f_back.f_locals.get("kwargs", {}).get("tokenizer")
+    kwargs = None if caller.f_back is None else caller.f_back.f_locals.get("kwargs")
+    if isinstance(kwargs, dict):
+        given["tokenizer"] = kwargs.get("tokenizer")
     return CallerArguments(**given)
 
 
