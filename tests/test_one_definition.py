@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layering import CSRC, cpp_files, includes, name, own_header
+
+from tests.test_layering import CSRC, cpp_files, includes, name, own_header
 
 ROOT = CSRC.parent
 TORCH = Path(torch.__file__).parent / "include"
