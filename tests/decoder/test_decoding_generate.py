@@ -399,7 +399,7 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
         ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
         ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
     _, decoding = pair("marian")
