@@ -1,4 +1,4 @@
-// The state and the parameters of beam searches as plain pointers; python/lmdecode/beam_state.py
+// The state and the parameters of beam searches as plain pointers; python/lmdecode/beam/state.py
 // says what each tensor holds. A slot is one search. Every tensor is contiguous.
 #pragma once
 

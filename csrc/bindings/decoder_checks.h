@@ -1,5 +1,5 @@
-// Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder_weights.py and
-// python/lmdecode/decoder_state.py make the lists of tensors and numbers that come here.
+// Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder/weights.py and
+// python/lmdecode/decoder/state.py make the lists of tensors and numbers that come here.
 #pragma once
 
 #include <vector>

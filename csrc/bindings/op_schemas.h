@@ -1,4 +1,4 @@
-// The schema of every op, and which of them have CPU kernels alone. python/lmdecode/_fakes.py has a
+// The schema of every op, and which of them have CPU kernels alone. python/lmdecode/_fakes has a
 // fake for each, tests/test_registration.py checks that.
 #pragma once
 

@@ -8,7 +8,7 @@
 
 namespace lmdecode::sampling {
 
-// The numbers are the op's `dialect` argument; python/lmdecode/sampling.py holds the names.
+// The numbers are the op's `dialect` argument; python/lmdecode/sampling/types.py holds the names.
 enum class Dialect : int64_t {
   kLmdecode = 0,
   kTransformers = 1,
