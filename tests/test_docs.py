@@ -189,6 +189,10 @@ def test_the_store_names_tests_that_exist() -> None:
         tests = re.findall(r"^(?:def |TEST\()(\w+)", text, re.MULTILINE)
         for part in re.findall(r"\w+", names):
             assert any(part in test for test in tests), f"{file}: {part}"
+    sources = {path.name for folder in ("csrc", "python") for path in (ROOT / folder).rglob("*.*")}
+    code = re.findall(r"`(\w+\.(?:cpp|h|py))`", page)
+    assert len(code) > 40
+    assert [file for file in code if file not in sources | set(files)] == []
 
 
 def prose(page: Path) -> list[str]:
