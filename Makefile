@@ -1,5 +1,6 @@
 # make demo      set up, then run the main job on the shipped model
 # make test      set up, then every test, Python and C++
+# make setup     the virtual environment and the build alone
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
