@@ -10,7 +10,7 @@ from transformers.generation import beam_constraints as oracle_constraints
 from transformers.generation import beam_search as oracle
 
 import lmdecode
-from lmdecode import beam_constraints
+from lmdecode.beam.scorers import constraints as beam_constraints
 from tests.support.scorer_walks import random_constraints, scorer_cases, walk
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.generation import beam_constraints as oracle
 
-from lmdecode import beam_constraints as ours
+from lmdecode.beam.scorers import constraints as ours
 from tests.support.scorer_walks import random_constraints
 
 VOCAB = 6
