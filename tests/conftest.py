@@ -14,10 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# The processes of xdist share the cores; a test that is about threads sets their number.
-torch.set_num_threads(
-    max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+# The processes of xdist share the cores; tests of ops still run on two threads.
+SHARED_THREADS = max(
+    1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 )
+AREAS = {"sampling", "beam", "kv_cache", "attention", "linear", "decoder", "compat"}
 
 CAPABILITIES = ("default", "avx2", "avx512")
 
@@ -34,6 +35,15 @@ CAPABILITIES = ("default", "avx2", "avx512")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that an op runs on."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def shared_cores(request: pytest.FixtureRequest) -> None:
+    """Set the number of threads that a test begins with."""
+    in_area = request.path.is_relative_to(ROOT / "tests") and (
+        request.path.relative_to(ROOT / "tests").parts[0] in AREAS
+    )
+    torch.set_num_threads(max(2, SHARED_THREADS) if in_area else SHARED_THREADS)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def _table(text: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+@pytest.mark.slow
 def test_quick_run_writes_table_json_and_plot(tmp_path: Path) -> None:
     page, figures, chart = tmp_path / "page.md", tmp_path / "figures.json", tmp_path / "chart.png"
     page.write_text(
@@ -70,6 +71,7 @@ def _has_matplotlib() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_quick_run_of_the_cache_benchmark() -> None:
     done = run_benchmarks("reorder_cache_/[B, H, S, D] ", "--quick")
     assert done.returncode == 0, done.stderr
@@ -266,6 +268,7 @@ def build_allocation(before: int, during: int) -> Callable[[], None]:
     return call
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_call_alone() -> None:
     ours = torch.ones(200 << 20, dtype=torch.uint8)  # nor that of this process
     for before, during in ((300 << 20, 50 << 20), (1, 100 << 20)):

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
+pytestmark = pytest.mark.slow
+
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _SHIPPED = _EXAMPLES / "kjv_mistral" / "model"
 

@@ -76,6 +76,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_wheel_contents(wheel: Path) -> None:
     """The package, its libraries, its types and its licence; no sources of C++, no tests."""
     names = zipfile.ZipFile(wheel).namelist()
@@ -91,6 +92,7 @@ def test_wheel_contents(wheel: Path) -> None:
     assert suffixes <= {".py", ".pyi", ".typed", ".so"}
 
 
+@pytest.mark.slow
 def test_report(installed: Path, tmp_path: Path) -> None:
     """``python -m lmdecode`` from an unrelated folder."""
     done = run_installed(installed, "-m", "lmdecode", cwd=tmp_path)
@@ -104,12 +106,14 @@ def test_report(installed: Path, tmp_path: Path) -> None:
     assert {"cpu_capability", "top_k_top_p_sample", "top_k_top_p_sample.out"} <= set(ops)
 
 
+@pytest.mark.slow
 def test_op_call(installed: Path, tmp_path: Path) -> None:
     done = run_installed(installed, "-c", OP_CALL, str(installed), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[1] [[-inf, 3.0, 2.0]]"
 
 
+@pytest.mark.slow
 def test_the_version_is_one(wheel: Path, installed: Path, tmp_path: Path) -> None:
     code = "import lmdecode; print(lmdecode.__version__)"
     done = run_installed(installed, "-c", code, cwd=tmp_path)

@@ -1,7 +1,7 @@
 """``log_softmax_top_k``: equal to the reference bit by bit, close to torch, and to itself."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -216,14 +216,6 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
 
 
 # --- Invariance -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

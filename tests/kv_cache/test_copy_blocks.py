@@ -1,7 +1,7 @@
 """``copy_blocks_`` against one copy after the other: all memory behind the pools."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,14 +59,6 @@ def test_many_pools_and_none(device: torch.device) -> None:
     check([], copies, device)
     check([filled((BLOCKS, 2, 8, 4), torch.float16)], copies[:0], device)
     check([filled((0, 2, 8, 4), torch.float16)], copies[:0], device)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

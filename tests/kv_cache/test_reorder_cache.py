@@ -243,14 +243,6 @@ def test_large(device: torch.device) -> None:
         check(tensors, parents, device, **options)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_thread_count(count: int) -> None:

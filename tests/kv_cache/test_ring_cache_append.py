@@ -1,7 +1,7 @@
 """``ring_cache_append_`` against tokens written one by one: all memory behind the tensors."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -101,14 +101,6 @@ def test_keys_and_values_side_by_side_in_one_buffer(device: torch.device) -> Non
     for run, both in ((lmdecode.ring_cache_append_, buffer), (reference, want)):
         run(both[..., :4], both[..., 4:], chunk[..., :4], chunk[..., 4:], 3)
     assert torch.equal(buffer, want)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

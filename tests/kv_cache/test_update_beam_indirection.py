@@ -1,7 +1,6 @@
 """``update_beam_indirection_``: a cache read through the index is the one that was reordered."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -65,14 +64,6 @@ def test_what_lies_around_the_table_stays(device: torch.device) -> None:
     buffer = buffer.to(device)
     lmdecode.update_beam_indirection_(buffer[1:5, 7:30], parents.to(device), 20)
     assert torch.equal(buffer.cpu(), expected)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restore the thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

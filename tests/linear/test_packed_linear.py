@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ from lmdecode.reference import quantize_rows
 FORMATS = ["float32", "bfloat16", "int8"]
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor, weight: torch.Tensor):
