@@ -13,8 +13,9 @@ from transformers.generation import logits_process
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from lmdecode.reference.beam import log_softmax_row
-from tests.support.cases import BeamCase, assert_same_bits, beam_cases
+from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.random_cases import beam_cases
 
 INF, NAN = float("inf"), float("nan")
 

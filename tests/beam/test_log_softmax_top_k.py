@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
-from tests.support.cases import BeamCase, assert_same_bits, beam_cases
+from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.random_cases import beam_cases
 
 INF, NAN = float("inf"), float("nan")
 ALL_VOCABS = (1, 2, 5, 63, 64, 65, 200, 1000, 1025, 4099)

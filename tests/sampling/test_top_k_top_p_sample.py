@@ -10,13 +10,11 @@ import torch
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import DIALECTS
-from tests.support.cases import (
+from tests.support.cases import SamplingCase, assert_same_bits, bits
+from tests.support.random_cases import (
     LARGE_VOCAB_SIZES,
     MEDIUM_VOCAB_SIZES,
     SMALL_VOCAB_SIZES,
-    SamplingCase,
-    assert_same_bits,
-    bits,
     sampling_cases,
 )
 
