@@ -17,6 +17,7 @@ from tests.support.random_cases import (
     SMALL_VOCAB_SIZES,
     sampling_cases,
 )
+from tests.support.random_tensors import randn
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF = math.inf
@@ -27,10 +28,6 @@ def check(case: SamplingCase, device: torch.device) -> None:
     actual = case.to(device).call(lmdecode.top_k_top_p_sample)
     assert actual.index.device.type == device.type
     assert_same_bits(actual, expected, case)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- Random calls ---------------------------------------------------------------------------------
