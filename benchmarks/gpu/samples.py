@@ -1,9 +1,9 @@
 """The random calls of the tests, for the stages: the one place that knows where they are."""
 
-from tests.support.cases import (
+from tests.support.cases import assert_same_bits
+from tests.support.random_cases import (
     LARGE_VOCAB_SIZES,
     MEDIUM_VOCAB_SIZES,
-    assert_same_bits,
     beam_cases,
     sampling_cases,
 )

@@ -10,6 +10,7 @@
 #include "sampling/row_passes.h"
 #include "sampling/row_plan.h"
 #include "sampling/token_choice.h"
+#include "sampling/top_p_cut.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
@@ -226,12 +227,6 @@ class RowSampler {
     finish_list();
   }
 
-  struct ListCut {
-    KeptSet set;
-    int64_t kept;
-    uint64_t mass;
-  };
-
   // The prefix of the list whose mass reaches target. Needs keys and masses.
   ListCut cut_list(uint64_t target) {
     const MassCut cut = find_mass_cut(list_, target);
@@ -295,14 +290,6 @@ class RowSampler {
     finish_list();
   }
 
-  // What top-p keeps of the row.
-  struct RowCut {
-    KeptSet set;
-    int64_t kept;   // tokens, -1 where not counted
-    uint64_t mass;  // of the kept tokens, 0 where not summed
-    bool listed;    // the list holds all of them
-  };
-
   // Draws from a kept set too large to be listed.
   void finish_row(RowCut cut) {
     int64_t index;
@@ -332,11 +319,6 @@ class RowSampler {
   float logprob(float value, uint64_t kept_mass) const {
     return log_probability(rule_.weight(value), kept_mass, plan_.fraction_bits);
   }
-
-  struct Band {
-    float lower, upper;
-    bool bounded;
-  };
 
   RowCut cut_row() {
     using namespace tuning;

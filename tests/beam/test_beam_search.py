@@ -1,4 +1,4 @@
-"""The engine: rows and their order, requests that come and go, results, traces, wrong calls."""
+"""The engine: rows and their order, requests that come and go, processors, coverage, results."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ import math
 
 import pytest
 import torch
+from small_requests import VOCAB
+from small_requests import small_request as _request
+from small_requests import step_of as _step
 
 import lmdecode
-from lmdecode import BeamRequest, BeamSearch, BeamTrace, format_trace
+from lmdecode import BeamRequest, BeamSearch, BeamTrace
 from tests.support.beam_searches import TableModel, assert_same_result, run_requests
-
-VOCAB = 13
-
-
-def _request(*prompt: int, **arguments: object) -> BeamRequest:
-    return BeamRequest(prompt or (1, 2), **{"max_new_tokens": 6, "num_beams": 3, **arguments})
-
-
-def _step(engine: BeamSearch, model: TableModel) -> lmdecode.StepOutput:
-    return engine.step(model(*engine.input_ids()))
 
 
 def _log_softmax_total(model: TableModel, tokens: list[int], prompt: int) -> float:
@@ -448,155 +441,3 @@ def test_coverage_penalty_needs_attention() -> None:
         engine.step(torch.zeros(1, VOCAB), attention=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"coverage_penalty is 0\.5; expected 0 with"):
         _request(coverage_penalty=0.5, rules="scorer")
-
-
-# ---- traces
-
-
-def _traces(request: BeamRequest, model: TableModel) -> tuple[list[BeamTrace], lmdecode.BeamResult]:
-    traces: list[BeamTrace] = []
-    result = run_requests(BeamSearch(on_step=traces.append), model, [(0, request)])[0]
-    return traces, result
-
-
-def test_trace_holds_every_candidate_and_decision() -> None:
-    model = TableModel(VOCAB, 13)
-    request = _request(num_beams=3, num_return_sequences=3, eos_token_id=[2, 5], max_new_tokens=8)
-    traces, result = _traces(request, model)
-    assert [trace.step for trace in traces] == list(range(result.num_steps))
-    assert [trace.done for trace in traces] == [False] * (result.num_steps - 1) + [True]
-    sequences = [(1, 2)]
-    scores = [0.0]
-    for trace in traces:
-        assert len(trace.candidates) == 9  # (1 + 2 end tokens) * 3
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        log_probs = model(torch.tensor(sequences), lengths).double().log_softmax(1)
-        for candidate in trace.candidates:
-            log_prob = float(log_probs[candidate.beam, candidate.token])
-            assert math.isclose(candidate.log_prob, log_prob, rel_tol=1e-5)
-            assert math.isclose(candidate.score, scores[candidate.beam] + log_prob, rel_tol=1e-5)
-            if candidate.decision == "closed":
-                tokens = (*sequences[candidate.beam][2:], candidate.token)
-                held = {ended.place: ended.tokens for ended in trace.hypotheses}
-                later = [c.place for c in trace.candidates if c.decision == "closed"]
-                if later.count(candidate.place) == 1:
-                    assert held[candidate.place] == tokens
-        going = [c for c in trace.candidates if c.decision == "continued"]
-        if not trace.done:
-            assert [c.place for c in going] == [0, 1, 2]
-            assert [beam.parent for beam in trace.beams] == [c.beam for c in going]
-            sequences = [(*sequences[c.beam], c.token) for c in going]
-            assert [(1, 2, *beam.tokens) for beam in trace.beams] == sequences
-            scores = [beam.score for beam in trace.beams]
-    best = sorted((ended.score for ended in traces[-1].hypotheses), reverse=True)
-    assert best == result.scores.tolist()
-
-
-def test_trace_is_that_of_the_request_alone() -> None:
-    model = TableModel(VOCAB, 14)
-    request = _request(num_beams=2, eos_token_id=3)
-    alone, _ = _traces(request, model)
-    together: list[BeamTrace] = []
-    engine = BeamSearch(on_step=together.append)
-    run_requests(
-        engine, model, [(0, _request(7, num_beams=5, eos_token_id=[1, 2, 4])), (1, request)]
-    )
-    mine = [trace._replace(request_id=0) for trace in together if trace.request_id == 1]
-    assert mine == alone
-
-
-def test_format_trace() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    traces: list[BeamTrace] = []
-    engine = BeamSearch(on_step=traces.append)
-    engine.insert(_request(num_beams=2, eos_token_id=1, request_id="r"))
-    engine.step(logits)
-    assert format_trace(traces[0]).splitlines() == [
-        "request r, step 0, group 0: goes on",
-        "  rank  beam    token     log-prob        score  decision",
-        "     0     0        0    -0.693147    -0.693147  continued, beam 0",
-        "     1     0        1    -1.203973    -1.203973  closed, place 0",
-        "     2     0        2    -1.897120    -1.897120  continued, beam 1",
-        "     3     0        3    -2.995732    -2.995732  unused",
-        "  beam     0    -0.693147  from 0: 0",
-        "  beam     1    -1.897120  from 0: 2",
-        "  ended    0    -1.203973: 1",
-    ]
-    text = format_trace(traces[0], lambda tokens: "".join("abcd"[token] for token in tokens))
-    assert text.splitlines()[2].endswith("continued, beam 0  'a'")
-    assert text.splitlines()[-1].endswith("-1.203973: 'b'")
-
-
-# ---- wrong calls
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"num_beams": 0}, ValueError, "num_beams is 0; expected an int of 64 bits, at least 1"),
-        ({"num_beams": 2.0}, TypeError, "num_beams is of type float; expected an int"),
-        ({"num_beams": True}, TypeError, "num_beams is of type bool"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"num_return_sequences": 4}, ValueError, "num_return_sequences is 4; expected at most"),
-        ({"num_beam_groups": 2}, ValueError, "num_beam_groups is 2; expected a divisor"),
-        ({"diversity_penalty": 1.0}, ValueError, "diversity_penalty is 1.0; expected 0 where"),
-        ({"length_penalty": math.nan}, ValueError, "length_penalty is nan; expected a finite"),
-        ({"length_penalty": "1"}, TypeError, "length_penalty is of type str; expected a number"),
-        ({"early_stopping": "always"}, ValueError, "early_stopping is 'always'; expected True"),
-        ({"early_stopping": 1}, ValueError, "early_stopping is 1; expected True, False"),
-        ({"eos_token_id": -1}, ValueError, "eos_token_id is -1"),
-        ({"eos_token_id": [1.5]}, TypeError, "eos_token_id is of type float; expected an int"),
-        ({"pad_token_id": -1}, ValueError, "pad_token_id is -1"),
-        ({"min_new_tokens": -1}, ValueError, "min_new_tokens is -1"),
-        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; expected a number"),
-        ({"patience": 0.0}, ValueError, "patience is 0.0; expected a number above 0"),
-        ({"patience": 0.3, "num_return_sequences": 3}, ValueError, "patience is 0.3; expected m"),
-        ({"logit_bias": [1]}, TypeError, "logit_bias is of type list; expected a mapping"),
-        ({"logit_bias": {1: math.inf}}, ValueError, "a value of logit_bias is inf"),
-        ({"rules": "beam"}, ValueError, "rules is 'beam'; expected one of generate, scorer, fair"),
-        ({"rules": "fairseq", "early_stopping": True}, ValueError, "early_stopping is True"),
-        ({"prompt_ids": []}, ValueError, "prompt_ids is empty; expected at least one token"),
-        ({"prompt_ids": "ab"}, TypeError, "prompt_ids is of type str; expected token ids"),
-        ({"prompt_ids": torch.zeros(1, 2).long()}, ValueError, r"tensor of shape \[1, 2\]"),
-        ({"prompt_ids": torch.zeros(2)}, ValueError, "prompt_ids is a float32 tensor"),
-    ],
-)  # fmt: skip
-def test_wrong_requests(arguments: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^BeamRequest: .*{message}"):
-        BeamRequest(**{"prompt_ids": [1], "max_new_tokens": 2, "num_beams": 3, **arguments})
-
-
-def test_prompts_of_any_kind() -> None:
-    for prompt in ([3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4], dtype=torch.int32)):
-        assert BeamRequest(prompt, max_new_tokens=1).prompt_ids == (3, 4)
-
-
-def test_wrong_calls_change_nothing() -> None:
-    model = TableModel(VOCAB, 15)
-    expected = run_requests(BeamSearch(), model, [(0, _request())])[0]
-    engine = BeamSearch()
-    engine.insert(_request())
-    _step(engine, model)
-    good = model(*engine.input_ids())
-    calls = [
-        ({"logits": good[:2]}, ValueError, r"logits has shape \[2, 13\]; expected \[3, 13\]: one"),
-        ({"logits": good[:, :5]}, ValueError, r"logits has shape \[3, 5\]; expected \[3, 13\]"),
-        ({"logits": good[0]}, ValueError, r"logits has shape \[13\]; expected \[3, 13\]"),
-        ({"logits": good.double()}, ValueError, "logits has dtype float64; expected float32 or"),
-        ({"logits": good.tolist()}, TypeError, "logits is of type list; expected a tensor"),
-        ({"token_bitmask": torch.zeros(3, 2, dtype=torch.int32)}, ValueError,
-         r"token_bitmask has shape \[3, 2\]; expected \[3, 1\]"),
-        ({"token_bitmask": torch.zeros(3, 1)}, ValueError, "token_bitmask has dtype float32"),
-    ]  # fmt: skip
-    for arguments, error, message in calls:
-        with pytest.raises(error, match=message):
-            engine.step(**{"logits": good, **arguments})
-    while engine.num_rows:
-        _step(engine, model)
-    assert_same_result(engine.pop_finished()[0], expected)
-    with pytest.raises(TypeError, match="request is of type dict; expected a BeamRequest"):
-        engine.insert({})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="BeamSearch: slots is 0; expected at least 1"):
-        BeamSearch(slots=0)
-    with pytest.raises(TypeError, match="BeamSearch: vocab_size is of type str"):
-        BeamSearch("13")  # type: ignore[arg-type]

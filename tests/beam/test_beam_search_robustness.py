@@ -7,20 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_requests import VOCAB
+from small_requests import small_request as _request
+from small_requests import step_of as _step
 
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch, BeamTrace
 from tests.support.beam_searches import TableModel, assert_same_result
-
-VOCAB = 13
-
-
-def _request(*prompt: int, **arguments: Any) -> BeamRequest:
-    return BeamRequest(prompt or (1, 2), **{"max_new_tokens": 6, "num_beams": 3, **arguments})
-
-
-def _step(engine: BeamSearch, model: TableModel) -> lmdecode.StepOutput:
-    return engine.step(model(*engine.input_ids()))
 
 
 def _finish(engine: BeamSearch, model: TableModel) -> dict[Any, BeamResult]:

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
-from tests.support.cases import BeamCase, assert_same_bits, beam_cases
+from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.random_cases import beam_cases
+from tests.support.random_tensors import randn
 
 INF, NAN = float("inf"), float("nan")
 ALL_VOCABS = (1, 2, 5, 63, 64, 65, 200, 1000, 1025, 4099)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- Against the reference ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+
+import lmdecode
 
 VOCAB, END, PAD = 64, 2, 1
 
@@ -137,3 +140,10 @@ def make_inputs(kind: str, batch: int = 3, seed: int = 1) -> dict[str, torch.Ten
     ids = torch.randint(3, VOCAB, (batch, 12), generator=generator)
     mask = (torch.arange(12) < lengths[:, None]).long()
     return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+@functools.cache
+def pair(kind: str, seed: int = 0) -> tuple[Any, lmdecode.Decoding]:
+    """Return a model, and what decodes it; tests share them."""
+    model = make_model(kind, seed)
+    return model, lmdecode.Decoding.from_pretrained(model)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lmdecode
-from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.decoder_models import (
     END,
     MODELS,
@@ -21,26 +17,19 @@ from tests.decoder.decoder_models import (
     make_inputs,
     make_model,
     make_whisper_with_timestamps,
+    pair,
 )
 from tests.support.word_tokenizer import word_tokenizer
 
 pytest.importorskip("transformers")
 from transformers import (
     GenerationConfig,
-    GPT2Config,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TextStreamer,
 )
 from transformers.generation import utils as generation_utils
-
-
-@functools.cache
-def pair(kind: str, seed: int = 0) -> tuple[Any, lmdecode.Decoding]:
-    model = make_model(kind, seed)
-    return model, lmdecode.Decoding.from_pretrained(model)
 
 
 def check(kind: str, batch: int = 3, seed: int = 0, **arguments: Any) -> torch.Tensor:
@@ -383,65 +372,6 @@ def test_a_result_does_not_depend_on_batch_or_threads(num_beams: int) -> None:
             torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"do_sample": True}, "do_sample"),
-        ({"num_beams": 0}, "^num_beams: expected at least 1, got 0"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
-        ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
-        ({"custom_generate": "here"}, "custom_generate is given"),
-        ({"streamer": TextStreamer(None), "num_beams": 2}, "streamer is given; .* stay in C"),
-        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
-        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
-        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
-        ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
-        ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else ",".join(value),
-)
-def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
-    _, decoding = pair("marian")
-    with pytest.raises(ValueError, match=message):
-        decoding.generate(**make_inputs("marian"), **{"max_new_tokens": 5, **arguments})
-
-
-@pytest.mark.parametrize("kind", ["marian", "t5", "whisper"])
-def test_a_model_is_loaded_from_its_folder(kind: str, tmp_path: Path) -> None:
-    model = make_model(kind).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    inputs = make_inputs(kind)
-    given = lmdecode.Decoding.from_pretrained(model.float())
-    expected = given.generate(**inputs, num_beams=2, max_new_tokens=8)
-    for name in (tmp_path, str(tmp_path)):
-        decoding = lmdecode.Decoding.from_pretrained(name)
-        assert {tensor.dtype for tensor in decoding.model.parameters()} == {torch.float32}
-        assert not decoding.model.training
-        got = decoding.generate(**inputs, num_beams=2, max_new_tokens=8)
-        assert got.tolist() == expected.tolist()
-
-
-def test_a_folder_of_another_model(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has a model of type 'gpt2'; expected .* marian"):
-        lmdecode.Decoding.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
-def test_spellings_of_a_format(dtype: Any) -> None:
-    model = make_model("marian")
-    decoder = lmdecode.Decoding.from_pretrained(model, dtype=dtype).decoder
-    expected = lmdecode.Decoding.from_pretrained(model, "bfloat16").decoder
-    assert isinstance(decoder, PackedDecoder) and isinstance(expected, PackedDecoder)
-    assert decoder.weight_format == "bfloat16"
-    assert all(map(torch.equal, decoder.tensors, expected.tensors))
-    config, weights = _config_and_weights()
-    layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype=dtype)
-    expected_layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype="bfloat16")
-    assert all(map(torch.equal, layer._tensors, expected_layer._tensors))
-
-
 def test_a_generation_config_brings_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """generate() does not want arguments beside it, and this adds none of its own."""
     model, decoding = pair("marian")
@@ -479,38 +409,6 @@ def test_stop_strings(num_beams: int) -> None:
     whole = check("marian", num_beams=num_beams)
     stop = {"stop_strings": [f"w{int(whole[0, 4])}"], "tokenizer": word_tokenizer(VOCAB)}
     assert not check("marian", num_beams=num_beams, **stop).equal(whole)
-
-
-def test_other_models_and_formats_are_refused() -> None:
-    with pytest.raises(ValueError, match="model is a Linear of type None"):
-        lmdecode.Decoding.from_pretrained(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="dtype is 'float16'"):
-        lmdecode.Decoding.from_pretrained(make_model("marian"), dtype="float16")
-    with pytest.raises(ValueError, match="there is no model"):
-        lmdecode.Decoding(*_config_and_weights()).generate(torch.zeros(1, 1, dtype=torch.int64))
-
-
-def _config_and_weights() -> tuple[Any, Any]:
-    from lmdecode.integrations.transformers.decoding.models import decoder_of
-
-    return decoder_of(make_model("marian"))
-
-
-def test_nan_is_an_error_of_its_prompt() -> None:
-    model = make_model("marian")
-    decoding = lmdecode.Decoding.from_pretrained(model)
-    inputs = make_inputs("marian")
-    memory = model.get_encoder()(**inputs)
-    memory.last_hidden_state[1, 0] = torch.nan
-    for num_beams, bad_words_ids in itertools.product((1, 3), (None, [[3, 4]])):
-        with pytest.raises(RuntimeError, match=r"step 0: .*prompt 1 has NaN in its logits$"):
-            decoding.generate(
-                encoder_outputs=memory,
-                attention_mask=inputs["attention_mask"],
-                num_beams=num_beams,
-                max_new_tokens=5,
-                bad_words_ids=bad_words_ids,
-            )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1)])

@@ -20,7 +20,8 @@ import torch
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import SampleOutput
-from tests.support.cases import SamplingCase, assert_same_bits, sampling_cases
+from tests.support.cases import SamplingCase, assert_same_bits
+from tests.support.random_cases import sampling_cases
 
 MARGIN = 1e-6
 COMPARED = 20_000  # rows that float64 decides, over the three dtypes

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import DIALECTS, SampleOutput
-from tests.support.cases import SamplingCase, assert_same_bits, sampling_cases
+from tests.support.cases import SamplingCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.random_cases import sampling_cases
 
 OUTPUTS = {"return_logits": True, "return_logprob": True}
 

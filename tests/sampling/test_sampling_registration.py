@@ -12,8 +12,9 @@ from torch.library import opcheck
 import lmdecode
 import lmdecode.reference
 from lmdecode.sampling.types import DIALECTS
-from tests.support.cases import SamplingCase, assert_same_bits, bits, sampling_cases
+from tests.support.cases import SamplingCase, assert_same_bits, bits
 from tests.support.compiling import BATCH, VOCAB, check_compiled, logits
+from tests.support.random_cases import sampling_cases
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -10,15 +10,14 @@ import torch
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import DIALECTS
-from tests.support.cases import (
+from tests.support.cases import SamplingCase, assert_same_bits, bits
+from tests.support.random_cases import (
     LARGE_VOCAB_SIZES,
     MEDIUM_VOCAB_SIZES,
     SMALL_VOCAB_SIZES,
-    SamplingCase,
-    assert_same_bits,
-    bits,
     sampling_cases,
 )
+from tests.support.random_tensors import randn
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF = math.inf
@@ -29,10 +28,6 @@ def check(case: SamplingCase, device: torch.device) -> None:
     actual = case.to(device).call(lmdecode.top_k_top_p_sample)
     assert actual.index.device.type == device.type
     assert_same_bits(actual, expected, case)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- Random calls ---------------------------------------------------------------------------------

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from redis_server import Server
 
 if importlib.util.find_spec("lmdecode._store") is None:  # built without SQLite
     collect_ignore_glob = ["test_*.py"]
 else:
     from store_cases import CHUNK, Open, fingerprint
 
-    from lmdecode.store import KVStore
+    from lmdecode.store import KVStore, Remote
 
 
 @pytest.fixture
@@ -32,3 +36,27 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
     yield open_
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    from redis_server import Server
+
+    server = Server(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def host(open_store: Open, tmp_path: Path) -> Callable[..., KVStore]:
+    """Stores in directories of their own: as on different machines."""
+    count = 0
+
+    def open_host(url: str, *, settings: dict[str, object] | None = None, **options: object
+                  ) -> KVStore:  # fmt: skip
+        nonlocal count
+        count += 1
+        remote = Remote(url=url, **{"timeout": 5.0, "cool_down": 0.05, **(settings or {})})  # type: ignore[arg-type]
+        return open_store(path=tmp_path / f"host{count}", remote=remote, **options)
+
+    return open_host

@@ -1,64 +1,18 @@
-"""The second tier against a real redis-server: shared entries, and every way in which it fails."""
+"""The second tier against a real redis-server: shared entries, and what a server may do to them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from redis_server import Proxy, Server, redis
-from store_cases import CHUNK, Open, cache, fingerprint, same
+from redis_server import Server, redis
+from remote_cases import TOKENS, entry_names, filled, remote_stats, wait_for
+from store_cases import CHUNK, cache, fingerprint, same
 
-from lmdecode.store import KVStore, Remote
-from lmdecode.store.__main__ import main
-
-TOKENS = list(range(30))  # three chunks of eight and a tail of six
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "redis")
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def host(open_store: Open, tmp_path: Path) -> Callable[..., KVStore]:
-    """Stores in directories of their own: as on different machines."""
-    count = 0
-
-    def open_host(url: str, *, settings: dict[str, object] | None = None, **options: object
-                  ) -> KVStore:  # fmt: skip
-        nonlocal count
-        count += 1
-        remote = Remote(url=url, **{"timeout": 5.0, "cool_down": 0.05, **(settings or {})})  # type: ignore[arg-type]
-        return open_store(path=tmp_path / f"host{count}", remote=remote, **options)
-
-    return open_host
-
-
-def remote_stats(store: KVStore) -> dict[str, int]:
-    prefix = "remote_"
-    return {k.removeprefix(prefix): v for k, v in store.stats().items() if k.startswith(prefix)}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen")
-
-
-def filled(host: Callable[..., KVStore], url: str, **options: object) -> KVStore:
-    store = host(url, **options)
-    assert store.put(TOKENS, cache(TOKENS, store.fingerprint)) == len(TOKENS)
-    assert store.flush_remote(20)
-    return store
-
+from lmdecode.store import KVStore
 
 # --- sharing --------------------------------------------------------------------------------------
 
@@ -230,10 +184,6 @@ def swap(client: redis.Redis, name: bytes) -> None:
     client.mset({name: second, other: first})
 
 
-def entry_names(client: redis.Redis) -> list[bytes]:
-    return sorted(name for name in client.keys() if not name.endswith(b":tails"))
-
-
 @pytest.mark.parametrize(
     "damage", [damage_first_byte, damage_payload, truncate, empty, lengthen, swap]
 )
@@ -379,215 +329,3 @@ def test_the_local_time_to_live_goes_along(host: Callable[..., KVStore], server:
     other.lookup(TOKENS)
     expiry = {entry["expires_ms"] for entry in other.entries()}
     assert all(abs(at - store.entries()[0]["expires_ms"]) < 1000 for at in expiry)
-
-
-# --- servers that go ------------------------------------------------------------------------------
-
-
-def test_a_server_that_was_never_there(host: Callable[..., KVStore], server: Server) -> None:
-    server.kill()
-    store = host(server.url, settings={"cool_down": 1000.0})
-    assert store.put(TOKENS, cache(TOKENS)) == 30
-    assert store.lookup([*TOKENS, 1]).num_tokens == 30
-    wait_for(lambda: remote_stats(store)["available"] == 0)
-    for n in range(50):
-        assert not store.lookup([500 + n])
-        assert store.put([n], cache([n])) == 1
-    # Of the first put and lookup, which may have asked at the same time; nobody asked again.
-    assert 1 <= remote_stats(store)["errors"] <= 2
-    assert remote_stats(store)["dropped"] >= 50
-
-
-def test_killed_midway_and_back_empty(host: Callable[..., KVStore], server: Server) -> None:
-    store = host(server.url, capacity_bytes=1 << 24)
-    for n in range(30):
-        tokens = [n] * 50
-        if n == 10:
-            server.kill()
-        if n == 20:
-            server.start()
-            wait_for(lambda: remote_stats(store)["available"] == 1)
-        assert store.put(tokens, cache(tokens)) == 50
-        assert same(store.load(store.lookup([*tokens, 77])), cache(tokens))
-    assert store.flush_remote(20)
-    other = host(server.url, capacity_bytes=1 << 24)
-    assert not other.lookup([5] * 50)  # it was there, and went with the server
-    assert same(other.load(other.lookup([25] * 50)), cache([25] * 50))
-    store.put([5] * 50, cache([5] * 50))
-    store.flush_remote(20)
-    assert other.lookup([5] * 50).num_tokens == 50
-
-
-@pytest.mark.parametrize("mode", ["stall", "drip"])
-def test_a_server_that_stalls_is_waited_for_once(
-    host: Callable[..., KVStore], server: Server, mode: str
-) -> None:
-    filled(host, server.url)
-    proxy = Proxy(server.port)
-    try:
-        other = host(proxy.url, settings={"timeout": 0.3, "cool_down": 0.2})
-        proxy.mode = mode
-        assert not other.lookup(TOKENS)
-        stats = remote_stats(other)
-        assert stats["available"] == 0 and stats["errors"] >= 1
-        assert other.put([1, 2], cache([1, 2])) == 2
-        proxy.mode = "pass"
-        wait_for(lambda: remote_stats(other)["available"] == 1)
-        assert same(other.load(other.lookup(TOKENS)), cache(TOKENS))
-    finally:
-        proxy.close()
-
-
-def test_writes_to_a_server_that_stalls_are_dropped(
-    host: Callable[..., KVStore], server: Server
-) -> None:
-    proxy = Proxy(server.port)
-    try:
-        store = host(
-            proxy.url,
-            settings={"timeout": 60.0, "max_pending": 3, "max_wait": 0.1, "cool_down": 1000.0},
-            capacity_bytes=1 << 24,
-        )
-        proxy.mode = "stall"
-        for n in range(20):
-            assert store.put([n] * 20, cache([n] * 20)) == 20
-        stats = remote_stats(store)
-        assert stats["dropped"] >= 20 - 3 - 1 and stats["pending"] <= 4
-        assert not store.flush_remote(0.01)
-        store.close()  # for max_wait, and no longer
-    finally:
-        proxy.close()
-
-
-def test_a_server_that_talks_nonsense(host: Callable[..., KVStore], tmp_path: Path) -> None:
-    import socket
-    import threading
-
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            client.recv(1 << 16)
-            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n$-7\r\n*9999999999\r\n")
-            client.close()
-
-    threading.Thread(target=answer, daemon=True).start()
-    try:
-        store = host(
-            f"redis://127.0.0.1:{listener.getsockname()[1]}", settings={"cool_down": 1000.0}
-        )
-        assert store.put(TOKENS, cache(TOKENS)) == 30
-        assert store.lookup([*TOKENS, 1]).num_tokens == 30
-        wait_for(lambda: remote_stats(store)["errors"] > 0)
-    finally:
-        listener.close()
-
-
-# --- passwords, TLS, clusters, tools --------------------------------------------------------------
-
-
-def test_passwords(
-    host: Callable[..., KVStore], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = Server(tmp_path / "redis", password="hunter2")
-    try:
-        url = server.url.replace("//", "//:{}@")
-        store = filled(host, url.format("hunter2"))
-        assert host(url.format("hunter2")).lookup(TOKENS).num_tokens == 30
-        wrong = host(url.format("swordfish"))
-        assert wrong.put(TOKENS, cache(TOKENS)) == 30
-        wait_for(lambda: remote_stats(wrong)["errors"] > 0)
-        assert "swordfish" not in wrong._engine.remote.last_error
-        folder = str(Path(store._engine.directory).parent)
-        for password in ("hunter2", "swordfish"):
-            assert main(["stat", folder, "--remote", url.format(password)]) == 0
-        captured = capsys.readouterr()
-        assert "remote entries        4 of 4" in captured.out
-        assert "remote error          AuthenticationError" in captured.out
-        assert f"redis://127.0.0.1:{server.port}/0" in captured.out
-        assert "hunter2" not in captured.out + captured.err
-        assert "swordfish" not in captured.out + captured.err
-        assert main(["stat", folder, "--remote", "redis://:hunter2@host:port/0"]) == 1
-        captured = capsys.readouterr()
-        assert "Remote" in captured.err and "hunter2" not in captured.out + captured.err
-    finally:
-        server.kill()
-
-
-def test_tls(host: Callable[..., KVStore], tmp_path: Path) -> None:
-    from shutil import which
-
-    if which("openssl") is None:
-        pytest.skip("openssl is not installed: apt-get install openssl")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key,
-         "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    from redis_server import free_port
-
-    port = free_port()
-    server = Server(
-        tmp_path / "redis", "--tls-port", str(port), "--tls-cert-file", str(certificate),
-        "--tls-key-file", str(key), "--tls-auth-clients", "no",
-    )  # fmt: skip
-    try:
-        url = f"rediss://localhost:{port}/0"
-        filled(host, f"{url}?ssl_ca_certs={certificate}")
-        assert host(f"{url}?ssl_ca_certs={certificate}").lookup(TOKENS).num_tokens == 30
-        distrustful = host(url, settings={"cool_down": 1000.0})  # the certificate is nobody's
-        assert not distrustful.lookup(TOKENS)
-        assert "certificate" in distrustful._engine.remote.last_error.lower()
-    finally:
-        server.kill()
-
-
-def test_a_unix_socket(host: Callable[..., KVStore], tmp_path: Path) -> None:
-    server = Server(tmp_path / "redis", "--unixsocket", str(tmp_path / "socket"))
-    try:
-        filled(host, f"unix://{tmp_path / 'socket'}")
-        assert host(server.url).lookup(TOKENS).num_tokens == 30
-    finally:
-        server.kill()
-
-
-def test_a_cluster(host: Callable[..., KVStore], tmp_path: Path) -> None:
-    """One node has all slots; it refuses what would be of several."""
-    server = Server(tmp_path / "redis", "--cluster-enabled", "yes")
-    try:
-        client = server.client()
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_for(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO")))
-        url = f"redis://127.0.0.1:{server.port}"
-        store = filled(host, url, settings={"cluster": True})
-        assert remote_stats(store)["entries_written"] == 4 and remote_stats(store)["errors"] == 0
-        other = host(url, settings={"cluster": True})
-        assert same(other.load(other.lookup(TOKENS)), cache(TOKENS))
-        slots = {client.execute_command("CLUSTER", "KEYSLOT", n) for n in entry_names(client)}
-        assert slots == {redis.crc.key_slot(name) for name in entry_names(client)}
-        server.kill()
-        assert other.put([7] * 9, cache([7] * 9)) == 9
-        assert not other.lookup([8] * 9)
-        wait_for(lambda: remote_stats(other)["available"] == 0)
-    finally:
-        server.kill()
-
-
-def test_without_redis_py_the_extra_is_named(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ImportError, match=r"lmdecode\[redis\]"):
-        open_store(remote="redis://host")
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_reader_has_no_second_tier(open_store: Open) -> None:
-    open_store().put(TOKENS, cache(TOKENS))
-    with pytest.raises(ValueError, match="readonly"):
-        open_store(readonly=True, remote="redis://host")

@@ -1,4 +1,4 @@
-"""Fixtures of these tests: the tiny models, prompts, and a spy on transformers' warpers."""
+"""Fixtures of these tests: the tiny models, prompts, and spies on warpers and on reorders."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
+from cache_cases import MORE_MODELS, build_cache_model
 from tiny_models import BEAM_MODELS, DECODER_ONLY, ENCODER_DECODER, PAD, VOCAB, build_model
 from transformers import PreTrainedModel
 from window_models import build_window_model
@@ -28,6 +29,11 @@ def make_model():
         return build_model(name, vocab_size, dtype)
 
     return make
+
+
+@pytest.fixture
+def any_model(make_model) -> Callable[[str], Any]:
+    return lambda name: build_cache_model(name) if name in MORE_MODELS else make_model(name)
 
 
 @pytest.fixture
@@ -125,3 +131,20 @@ def _counted_call(seen: WarperSpy, original):
         return original(self, input_ids, scores)
 
     return call
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[list[torch.Tensor]]:
+    """The tensors of each call of reorder_cache_ by a cache for beam search."""
+    import lmdecode
+    from lmdecode.integrations.transformers.caches import beam_caches, beam_layers
+
+    seen: list[list[torch.Tensor]] = []
+
+    def counted(tensors, parents, **options):
+        seen.append(list(tensors))
+        lmdecode.reorder_cache_(tensors, parents, **options)
+
+    monkeypatch.setattr(beam_caches, "reorder_cache_", counted)
+    monkeypatch.setattr(beam_layers, "reorder_cache_", counted)
+    return seen

@@ -1,0 +1,54 @@
+"""Decoding.generate(): what it cannot do is refused, and NaN is an error of its prompt."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import TextStreamer
+
+import lmdecode
+from tests.decoder.decoder_models import VOCAB, make_inputs, make_model, pair
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"do_sample": True}, "do_sample"),
+        ({"num_beams": 0}, "^num_beams: expected at least 1, got 0"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
+        ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
+        ({"custom_generate": "here"}, "custom_generate is given"),
+        ({"streamer": TextStreamer(None), "num_beams": 2}, "streamer is given; .* stay in C"),
+        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
+        ({"max_new_tokens": 97}, "max_length: expected at most 97, .* 96 positions, got 98"),
+        ({"decoder_attention_mask": torch.tensor([[0], [1], [1]])}, "decoder_attention_mask"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+    _, decoding = pair("marian")
+    with pytest.raises(ValueError, match=message):
+        decoding.generate(**make_inputs("marian"), **{"max_new_tokens": 5, **arguments})
+
+
+def test_nan_is_an_error_of_its_prompt() -> None:
+    model = make_model("marian")
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    inputs = make_inputs("marian")
+    memory = model.get_encoder()(**inputs)
+    memory.last_hidden_state[1, 0] = torch.nan
+    for num_beams, bad_words_ids in itertools.product((1, 3), (None, [[3, 4]])):
+        with pytest.raises(RuntimeError, match=r"step 0: .*prompt 1 has NaN in its logits$"):
+            decoding.generate(
+                encoder_outputs=memory,
+                attention_mask=inputs["attention_mask"],
+                num_beams=num_beams,
+                max_new_tokens=5,
+                bad_words_ids=bad_words_ids,
+            )

@@ -1,0 +1,64 @@
+"""Decoding.from_pretrained(): models and their folders, formats of weights, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+import lmdecode
+from lmdecode.decoder.weights import PackedDecoder
+from tests.decoder.decoder_models import make_inputs, make_model
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "whisper"])
+def test_a_model_is_loaded_from_its_folder(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    inputs = make_inputs(kind)
+    given = lmdecode.Decoding.from_pretrained(model.float())
+    expected = given.generate(**inputs, num_beams=2, max_new_tokens=8)
+    for name in (tmp_path, str(tmp_path)):
+        decoding = lmdecode.Decoding.from_pretrained(name)
+        assert {tensor.dtype for tensor in decoding.model.parameters()} == {torch.float32}
+        assert not decoding.model.training
+        got = decoding.generate(**inputs, num_beams=2, max_new_tokens=8)
+        assert got.tolist() == expected.tolist()
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a model of type 'gpt2'; expected .* marian"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
+def test_spellings_of_a_format(dtype: Any) -> None:
+    model = make_model("marian")
+    decoder = lmdecode.Decoding.from_pretrained(model, dtype=dtype).decoder
+    expected = lmdecode.Decoding.from_pretrained(model, "bfloat16").decoder
+    assert isinstance(decoder, PackedDecoder) and isinstance(expected, PackedDecoder)
+    assert decoder.weight_format == "bfloat16"
+    assert all(map(torch.equal, decoder.tensors, expected.tensors))
+    config, weights = _config_and_weights()
+    layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype=dtype)
+    expected_layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype="bfloat16")
+    assert all(map(torch.equal, layer._tensors, expected_layer._tensors))
+
+
+def test_other_models_and_formats_are_refused() -> None:
+    with pytest.raises(ValueError, match="model is a Linear of type None"):
+        lmdecode.Decoding.from_pretrained(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="dtype is 'float16'"):
+        lmdecode.Decoding.from_pretrained(make_model("marian"), dtype="float16")
+    with pytest.raises(ValueError, match="there is no model"):
+        lmdecode.Decoding(*_config_and_weights()).generate(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def _config_and_weights() -> tuple[Any, Any]:
+    from lmdecode.integrations.transformers.decoding.models import decoder_of
+
+    return decoder_of(make_model("marian"))
