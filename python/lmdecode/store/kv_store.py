@@ -121,10 +121,6 @@ class KVStore(Prefixes):
             raise ValueError(f"KVStore: durability is {durability!r}; expected 'strict', 'relaxed'")
         if v_layout not in ("column", "row"):
             raise ValueError(f"KVStore: v_layout is {v_layout!r}; expected 'column' or 'row'")
-        if not isinstance(fingerprint, Fingerprint):
-            raise TypeError(
-                f"KVStore: fingerprint is {type(fingerprint).__name__}; expected a Fingerprint"
-            )
         if not readonly and (
             not isinstance(capacity_bytes, int) or not 1 <= capacity_bytes <= _MAX_CAPACITY
         ):
