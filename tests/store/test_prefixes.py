@@ -356,6 +356,9 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             open_store(path=tmp_path / "other", **wrong)
+    for wrong in (dict(capacity_bytes=True), dict(chunk_tokens=True), dict(chunk_tokens=8.0)):
+        with pytest.raises(TypeError, match=f"KVStore: {next(iter(wrong))} is of type .*an int"):
+            open_store(path=tmp_path / "other", **wrong)
     assert store.stats()["entries"] == 0
 
 
@@ -394,7 +397,8 @@ def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:
     "wrong",
     [
         dict(dtype="int8"), dict(num_layers=0), dict(head_size=True), dict(window=(1, 2)),
-        dict(window=0), dict(num_kv_heads=1.0),
+        dict(window=0), dict(num_kv_heads=1.0), dict(window=True), dict(window=2.5),
+        dict(window=(2, True, None)),
     ],
 )  # fmt: skip
 def test_wrong_fingerprints(wrong: dict[str, object]) -> None:
