@@ -284,17 +284,6 @@ def test_the_reference_uses_no_op(path: Path) -> None:
     assert "torch.ops" not in path.read_text()
 
 
-def test_no_circle_of_imports_in_the_store() -> None:
-    """Not within functions either, nor for types alone."""
-    files = {f"lmdecode.store.{path.stem}": path for path in (PACKAGE / "store").glob("*.py")}
-    imports = {module: set(imported_modules(path)) & set(files) for module, path in files.items()}
-    assert sum(map(len, imports.values())) > 20
-    while imports:
-        leaves = {module for module, others in imports.items() if not others & set(imports)}
-        assert leaves, f"a circle among {sorted(imports)}"
-        imports = {module: others for module, others in imports.items() if module not in leaves}
-
-
 # --- Size -----------------------------------------------------------------------------------------
 
 

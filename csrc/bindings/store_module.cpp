@@ -7,7 +7,10 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -81,7 +84,12 @@ class Buffer {
     return {static_cast<uint8_t*>(view_.buf), static_cast<size_t>(view_.len)};
   }
   std::span<const int32_t> tokens() const {
-    return {static_cast<const int32_t*>(view_.buf), static_cast<size_t>(view_.len) / 4};
+    if (view_.len % sizeof(int32_t) != 0) {
+      throw std::invalid_argument("KVStore: tokens has " + std::to_string(view_.len) +
+                                  " bytes; expected int32 token ids, 4 bytes each");
+    }
+    return {static_cast<const int32_t*>(view_.buf),
+            static_cast<size_t>(view_.len) / sizeof(int32_t)};
   }
 
  private:

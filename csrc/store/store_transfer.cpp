@@ -156,6 +156,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   }
   if (!options_.readonly && commits_.has_changes()) commits_.commit(lock);
   lock.unlock();
+  if (!goes_on) throw StoreError(ErrorKind::kUnusable, "verify: interrupted");
   progress(rows.size(), rows.size());
   return report;
 }
@@ -344,17 +345,18 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
   require_writer();
   const Activity activity(*this, lock);
   uint64_t added = 0;
+  bool goes_on = true;
   std::vector<uint8_t> content;
   for (uint64_t records = 0;; ++records) {
     lock.unlock();
-    const bool go_on = progress(in.offset(), in.size());
-    const uint32_t kind = go_on ? in.record(slot_bytes_, &content) : 0;
+    goes_on = progress(in.offset(), in.size());
+    const uint32_t kind = goes_on ? in.record(slot_bytes_, &content) : 0;
     lock.lock();
     require_writer();
     if (const std::string& failure = commits_.failure(); !failure.empty()) {
       throw StoreError(ErrorKind::kUnusable, "import: the store no longer writes: " + failure);
     }
-    if (!go_on) break;
+    if (!goes_on) break;
     if (kind == kEndRecord) {
       if (content.size() != 8 || ByteReader(content, "record").u64() != records) {
         damaged("import: " + path + " lacks records");
@@ -371,6 +373,7 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
   if (commits_.has_changes() && !commits_.commit(lock)) {
     throw StoreError(ErrorKind::kInputOutput, "import: cannot be made durable", EIO);
   }
+  if (!goes_on) throw StoreError(ErrorKind::kUnusable, "import: interrupted");
   return added;
 }
 

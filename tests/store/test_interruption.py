@@ -193,7 +193,7 @@ def work(call):
         while True:
             call()
     except StoreError as error:
-        assert "closed" in str(error)
+        assert "closed" in str(error) or str(error) == "verify: interrupted"
 
 for call in 2 * calls:
     threading.Thread(target=work, args=(call,), daemon=True).start()
@@ -203,6 +203,157 @@ time.sleep(float(sys.argv[1]))
         command = [sys.executable, "-c", code, str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+# A program with a store, atexit handlers on both sides of the store's own, and threads that wait
+# until the interpreter ends.
+AT_EXIT = """
+import atexit, os, sys, threading, time, weakref
+
+keep = threading.Event()
+weakref.finalize(keep, lambda: None)  # its handler, which closes stores, is the last one to run
+last = []
+atexit.register(lambda: [handler() for handler in last])
+
+sys.path.insert(0, {folder!r})
+from store_cases import cache, fingerprint, same
+from lmdecode.store import KVStore, StoreError
+
+def open_store(path):
+    return KVStore(path, fingerprint=fingerprint(), capacity_bytes=1 << 24, chunk_tokens=8)
+
+path = {path!r}
+store = open_store(path + "/store")
+tokens = list(range(24))
+kv = cache(tokens)
+
+ending = threading.Event()
+atexit.register(ending.set)  # the first one to run, before the store's
+
+def at_exit(function):
+    def run():
+        ending.wait()
+        time.sleep(0.1)  # the store's handler has begun
+        function()
+    threading.Thread(target=run, daemon=True).start()
+
+def wait_until_exit(done, total):
+    begun.set()
+    ending.wait()
+    time.sleep(0.5)
+
+begun = threading.Event()
+"""
+
+
+def end_of(code: str, path: Path, timeout: float = 60.0) -> tuple[int, str, str]:
+    begin = AT_EXIT.format(folder=str(Path(__file__).parent), path=str(path))
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], capture_output=True, text=True, check=False,
+        timeout=timeout,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_calls_of_an_exit_handler_are_whole(tmp_path: Path) -> None:
+    """Of one that is older than the store, and so runs after the store's own."""
+    code = """
+store.put(tokens[:8], [(k[:, :8], v[:, :8]) for k, v in kv])
+other = open_store(path + "/other")
+other.put(tokens, kv)
+other.export(path + "/file")
+third = open_store(path + "/third")
+session = third.session("a")
+
+def work():
+    print(store.put(tokens, kv), store.lookup(tokens).num_tokens)
+    print(same(store.load(store.lookup(tokens)), kv))
+    print(store.verify().entries)
+    session.step(tokens)
+    print(session.commit(kv))
+    print(open_store(path + "/fourth").import_(path + "/file"))
+    seen = []
+    store.verify(lambda done, total: seen.append(done))
+    print(seen)
+
+last.append(work)
+"""
+    expected = "24 24\nTrue\n3\n24\n3\n[0, 1, 2, 3]\n"
+    assert end_of(code, tmp_path) == (0, expected, "")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("store.verify(wait_until_exit)", "verify: interrupted"),
+        ("open_store(path + '/other').import_(path + '/file', wait_until_exit)",
+         "import: interrupted"),
+    ],
+)  # fmt: skip
+def test_a_call_that_the_end_stops_says_so(tmp_path: Path, call: str, message: str) -> None:
+    code = f"""
+store.put(tokens, kv)
+store.export(path + "/file")
+
+def work():
+    try:
+        print({call})
+    except StoreError as error:
+        print(error)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+begun.wait()
+last.append(thread.join)
+"""
+    assert end_of(code, tmp_path) == (0, message + "\n", "")
+
+
+def test_a_close_at_the_end_waits_without_the_lock(tmp_path: Path) -> None:
+    """It waits for a call whose callback needs the lock."""
+    code = """
+store.put(tokens, kv)
+threading.Thread(target=lambda: store.verify(wait_until_exit), daemon=True).start()
+begun.wait()
+at_exit(store.close)
+threading.excepthook = lambda raised: print(raised.exc_value)
+last.append(lambda: time.sleep(0.1))
+"""
+    assert end_of(code, tmp_path) == (0, "verify: interrupted\n", "")
+
+
+def test_threads_that_go_on_calling_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    code = """
+store.put(tokens, kv)
+
+def work():
+    while True:
+        store.stats()
+
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+last.append(lambda: os._exit(7))
+"""
+    assert end_of(code, tmp_path) == (7, "", "")
+
+
+def test_a_signal_ends_the_wait_at_the_end(tmp_path: Path) -> None:
+    code = """
+import signal
+
+def for_ever(done, total):
+    begun.set()
+    threading.Event().wait()
+
+store.put(tokens, kv)
+threading.Thread(target=store.verify, args=(for_ever,), daemon=True).start()
+begun.wait()
+at_exit(lambda: os.kill(os.getpid(), signal.SIGINT))
+last.append(lambda: os._exit(7))
+"""
+    status, _, raised = end_of(code, tmp_path)
+    assert status == 7
+    assert "KeyboardInterrupt" in raised
 
 
 def test_a_forked_child_does_not_wait_for_the_parents_calls(tmp_path: Path) -> None:

@@ -356,7 +356,18 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             open_store(path=tmp_path / "other", **wrong)
+    for wrong in (dict(capacity_bytes=True), dict(chunk_tokens=True), dict(chunk_tokens=8.0)):
+        with pytest.raises(TypeError, match=f"KVStore: {next(iter(wrong))} is of type .*an int"):
+            open_store(path=tmp_path / "other", **wrong)
     assert store.stats()["entries"] == 0
+
+
+def test_token_ids_of_half_a_number(open_store: Open) -> None:
+    store = open_store()
+    native, scope = store._engine.native, store._scope(b"")
+    for call in (native.lookup, native.peek, native.key):
+        with pytest.raises(ValueError, match="tokens has 5 bytes; expected int32"):
+            call(scope, memoryview(b"\0" * 5))
 
 
 def test_what_is_printed(open_store: Open, tmp_path: Path) -> None:
@@ -394,7 +405,8 @@ def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:
     "wrong",
     [
         dict(dtype="int8"), dict(num_layers=0), dict(head_size=True), dict(window=(1, 2)),
-        dict(window=0), dict(num_kv_heads=1.0),
+        dict(window=0), dict(num_kv_heads=1.0), dict(window=True), dict(window=2.5),
+        dict(window=(2, True, None)),
     ],
 )  # fmt: skip
 def test_wrong_fingerprints(wrong: dict[str, object]) -> None:

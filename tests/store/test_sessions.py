@@ -192,5 +192,8 @@ def test_wrong_tokens_leave_a_session_as_it_was(open_store: Open) -> None:
     for count in (-1, 4, 2**64):
         with pytest.raises(ValueError, match=f"commit: keys and values of {count} tokens"):
             session.commit(cache([1, 2, 3]), num_tokens=count)
+    for wrong in (True, 2.0):
+        with pytest.raises(TypeError, match="commit: num_tokens is of type"):
+            session.commit(cache([1, 2, 3]), num_tokens=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="resume: max_tokens is -1"):
         session.resume(-1)

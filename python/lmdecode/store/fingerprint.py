@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lmdecode._checks import check_int
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Of a configuration: names of places and versions, what is written when a model is saved, and what
 # a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
@@ -77,6 +79,13 @@ def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
         digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
 
 
+def _at_least_1(name: str, value: object) -> int:
+    try:
+        return check_int("Fingerprint", name, value, 1)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
     """The configuration of a model, as far as its keys and values depend on it.
@@ -106,7 +115,7 @@ class Fingerprint:
     Raises
     ------
     ValueError
-        A number below 1, an unknown dtype, or windows that are not one a layer.
+        A number that is no int or below 1, an unknown dtype, or windows that are not one a layer.
     """
 
     model_id: str
@@ -127,14 +136,13 @@ class Fingerprint:
         if dtype not in _DTYPES:
             raise ValueError(f"Fingerprint: dtype is {dtype}; expected one of {sorted(_DTYPES)}")
         for name in ("num_layers", "num_kv_heads", "head_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Fingerprint: {name} is {value!r}; expected an int of 1 or more")
-        if isinstance(self.window, Iterable):
-            object.__setattr__(self, "window", tuple(self.window))
-        for window in self.windows or ():
-            if window is not None and (not isinstance(window, int) or window < 1):
-                raise ValueError(f"Fingerprint: window {window!r}; expected None, or 1 or more")
+            object.__setattr__(self, name, _at_least_1(name, getattr(self, name)))
+        window = self.window
+        if isinstance(window, Iterable):
+            window = tuple(None if one is None else _at_least_1("window", one) for one in window)
+        elif window is not None:
+            window = _at_least_1("window", window)
+        object.__setattr__(self, "window", window)
         if self.windows is not None and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"Fingerprint: window has {len(self.windows)} numbers; expected one for each of "

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from lmdecode._checks import check_int
 from lmdecode.store._engine import Engine
 from lmdecode.store._files import describe, read_export_head
 from lmdecode.store._remote_tier import RemoteTier
@@ -23,6 +24,7 @@ __all__ = ["KV", "Hit", "KVStore", "VerifyReport"]
 Progress = Callable[[int, int], object]
 
 _MAX_CAPACITY = 2**64 - 1
+_CAPACITIES = "an int of 1 to 2**64 - 1"
 _MAX_CHUNK_TOKENS = 1 << 20
 _GIB = 1 << 30
 
@@ -90,7 +92,8 @@ class KVStore(Prefixes):
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
-        ``fingerprint`` is no ``Fingerprint``; ``remote`` is neither a URL nor a ``Remote``.
+        ``fingerprint`` is no ``Fingerprint``; ``remote`` is neither a URL nor a ``Remote``;
+        ``capacity_bytes`` or ``chunk_tokens`` is no int.
     ImportError
         ``remote`` without redis-py.
     """
@@ -121,20 +124,14 @@ class KVStore(Prefixes):
             raise ValueError(f"KVStore: durability is {durability!r}; expected 'strict', 'relaxed'")
         if v_layout not in ("column", "row"):
             raise ValueError(f"KVStore: v_layout is {v_layout!r}; expected 'column' or 'row'")
-        if not isinstance(fingerprint, Fingerprint):
-            raise TypeError(
-                f"KVStore: fingerprint is {type(fingerprint).__name__}; expected a Fingerprint"
+        if not readonly:
+            if capacity_bytes is None:
+                raise ValueError("KVStore: capacity_bytes is None; a store that writes needs it")
+            capacity_bytes = check_int(
+                "KVStore", "capacity_bytes", capacity_bytes, 1, _MAX_CAPACITY, limits=_CAPACITIES
             )
-        if not readonly and (
-            not isinstance(capacity_bytes, int) or not 1 <= capacity_bytes <= _MAX_CAPACITY
-        ):
-            raise ValueError(
-                f"KVStore: capacity_bytes is {capacity_bytes!r}; expected an int of 1 to 2**64 - 1"
-            )
-        if chunk_tokens is not None and not 1 <= chunk_tokens <= _MAX_CHUNK_TOKENS:
-            raise ValueError(
-                f"KVStore: chunk_tokens is {chunk_tokens}; expected 1 to {_MAX_CHUNK_TOKENS}"
-            )
+        if chunk_tokens is not None:
+            chunk_tokens = check_int("KVStore", "chunk_tokens", chunk_tokens, 1, _MAX_CHUNK_TOKENS)
         if readonly and remote is not None:
             raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
         if isinstance(remote, str):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from lmdecode._checks import install_hint
+from lmdecode._checks import check_int, check_number, install_hint
 
 _SCHEMES = ("redis", "rediss", "unix")
 
@@ -64,13 +64,9 @@ class Remote:
             value = getattr(self, name)
             if name == "ttl" and value is None:
                 continue
-            kinds = (int,) if name == "max_pending" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                expected = " or ".join(kind.__name__ for kind in kinds)
-                raise TypeError(
-                    f"Remote: {name} is of type {type(value).__name__}; expected {expected}"
-                )
-            if not value > 0:
+            if name == "max_pending":
+                check_int("Remote", name, value, 1, kind="int", limits="a positive number")
+            elif not check_number("Remote", name, value, kind="int or float") > 0:
                 raise ValueError(f"Remote: {name} is {value}; expected a positive number")
 
     @property

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from lmdecode._checks import is_int, type_error
 from lmdecode.store._native import PutOptions
 from lmdecode.store._tensors import Planes, token_ids
 from lmdecode.store.prefixes import KV, Prefixes, checked_bytes
@@ -140,8 +141,10 @@ class Session:
     ) -> int | Future[int]:
         """Commit with the tokens that the keys and values are of, whatever another thread did."""
         planes = Planes.checked(kv, self._store.fingerprint, "commit")
-        computed = planes.max_tokens if num_tokens is None else num_tokens
-        if not isinstance(computed, int) or not 0 <= computed <= len(tokens):
+        if num_tokens is not None and not is_int(num_tokens):
+            raise type_error("commit", "num_tokens", num_tokens, "an int or None")
+        computed = planes.max_tokens if num_tokens is None else int(num_tokens)
+        if not 0 <= computed <= len(tokens):
             raise ValueError(
                 f"commit: keys and values of {computed} tokens; expected at most the session's "
                 f"{len(tokens)}"
