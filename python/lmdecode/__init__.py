@@ -11,6 +11,7 @@ keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weig
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lmdecode.attention import (
@@ -141,10 +142,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("KVStore", "Session"):  # when they are asked for: only they need SQLite
-        import lmdecode.store
-
-        return getattr(lmdecode.store, name)
+    # When they are asked for: only the store needs SQLite.
+    if name in ("KVStore", "Session"):
+        return getattr(import_module("lmdecode.store"), name)
+    if name in ("compat", "reference", "store"):
+        return import_module(f"lmdecode.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

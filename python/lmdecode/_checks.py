@@ -27,6 +27,7 @@ __all__ = [
     "dtype_name",
     "install_hint",
     "is_int",
+    "is_real",
     "type_error",
 ]
 
@@ -50,13 +51,25 @@ def install_hint(extra: str) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, numpy's, a symbolic one or a tensor of one too; no bool."""
+    """Whether a value is an integer, a symbolic one too, or what converts to one by ``__index__``.
+
+    Bools are none, and neither are tensors of bools.
+    """
     if isinstance(value, (int, torch.SymInt)):
         return not isinstance(value, bool)
     if isinstance(value, Tensor):
         is_number = value.dtype.is_floating_point or value.dtype.is_complex
         return value.dim() == 0 and value.dtype != torch.bool and not is_number
-    return isinstance(value, numbers.Integral)
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # numpy's bools too
+        return False
+    return True
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number, numpy's too; no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_int(
@@ -86,10 +99,10 @@ def check_int(
     return value
 
 
-def check_count(op: str, name: str, value: Any, least: int = 1) -> int:
+def check_count(op: str, name: str, value: Any, least: int = 1, *, kind: str = "an int") -> int:
     """Return an integer of 64 bits, ``least`` or more; raise for what is none."""
     limits = f"an int of 64 bits, at least {least}"
-    return check_int(op, name, value, least, limits=limits)
+    return check_int(op, name, value, least, kind=kind, limits=limits)
 
 
 def check_number(
@@ -109,7 +122,7 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return value  # type: ignore[return-value]
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's too
+        if not is_real(value):
             raise type_error(op, name, value, kind)
     try:
         number = float(value)
@@ -154,10 +167,10 @@ def check_format(op: str, dtype: object, formats: Collection[str], where: str = 
     return name
 
 
-def check_bool(op: str, name: str, value: object) -> bool:
+def check_bool(op: str, name: str, value: object, *, kind: str = "a bool") -> bool:
     """Return a bool; raise TypeError for what is none."""
     if not isinstance(value, bool):
-        raise type_error(op, name, value, "a bool")
+        raise type_error(op, name, value, kind)
     return value
 
 

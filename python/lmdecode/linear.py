@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_format, check_no_gradient, check_number
+from lmdecode._checks import (
+    check_dense_tensors,
+    check_format,
+    check_no_gradient,
+    check_number,
+    type_error,
+)
 from lmdecode._ops import ops
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
@@ -23,7 +29,7 @@ _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 def _choice(op: str, name: str, value: object, choices: dict) -> int:
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a str")
+        raise type_error(op, name, value, "a str")
     if value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{op}: {name} is {value!r}; expected one of {expected}")
@@ -198,16 +204,17 @@ class PackedLinear:
         )
 
 
-def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> Tensor:
+def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> tuple[Tensor, float]:
+    """``x`` as [rows, size], and ``eps`` as a float."""
     check_dense_tensors(op, x=x)
     for name, other in others.items():
         if other is not None:
             check_dense_tensors(op, **{name: other})
     check_no_gradient(op, x=x, **others)
-    check_number(op, "eps", eps)
+    eps = check_number(op, "eps", eps)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape []; expected [..., size]")
-    return _rows(op, "x", x, x.shape[-1])
+    return _rows(op, "x", x, x.shape[-1]), eps
 
 
 def layer_norm(
@@ -240,7 +247,7 @@ def layer_norm(
         An argument of another dtype, shape, device or value than expected, or that requires a
         gradient.
     """
-    rows = _norm_rows("layer_norm", x, weight=weight, bias=bias, eps=eps)
+    rows, eps = _norm_rows("layer_norm", x, weight=weight, bias=bias, eps=eps)
     return _layer_norm(rows, weight, bias, eps).view(x.shape)
 
 
@@ -272,5 +279,5 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
         An argument of another dtype, shape, device or value than expected, or that requires a
         gradient.
     """
-    rows = _norm_rows("rms_norm", x, weight=weight, eps=eps)
+    rows, eps = _norm_rows("rms_norm", x, weight=weight, eps=eps)
     return _rms_norm(rows, weight, eps).view(x.shape)

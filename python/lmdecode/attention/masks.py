@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_count
+from lmdecode._checks import check_count, type_error
 
 __all__ = ["compressed_swa_mask", "expand_compressed_swa_mask", "swa_mask"]
 
@@ -64,8 +64,8 @@ def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:
         Names the argument, what came and what was expected.
     """
     op = "swa_mask"
-    check_count(op, "seq_len", seq_len, 0)
-    check_count(op, "window", window)
+    seq_len = check_count(op, "seq_len", seq_len, 0)
+    window = check_count(op, "window", window)
     _check_form(op, form)
     return _band(seq_len, window, form)
 
@@ -115,8 +115,8 @@ def compressed_swa_mask(
         Names the argument, what came and what was expected.
     """
     op = "compressed_swa_mask"
-    check_count(op, "window", window)
-    check_count(op, "head_size", head_size)
+    window = check_count(op, "window", window)
+    head_size = check_count(op, "head_size", head_size)
     _check_form(op, form)
     if variant not in _VARIANTS:
         raise ValueError(f"{op}: variant is {variant!r}; expected None, 'python' or 'cpp'")
@@ -159,15 +159,15 @@ def expand_compressed_swa_mask(mask: Tensor, seq_len: int, window: int, head_siz
     """
     op = "expand_compressed_swa_mask"
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{op}: mask is of type {type(mask).__name__}; expected a tensor")
+        raise type_error(op, "mask", mask, "a tensor")
     if mask.shape != (COMPRESSED_SIZE, COMPRESSED_SIZE):
         raise ValueError(
             f"{op}: mask has shape {list(mask.shape)}; "
             f"expected [{COMPRESSED_SIZE}, {COMPRESSED_SIZE}]"
         )
-    check_count(op, "seq_len", seq_len, 0)
-    check_count(op, "window", window)
-    check_count(op, "head_size", head_size)
+    seq_len = check_count(op, "seq_len", seq_len, 0)
+    window = check_count(op, "window", window)
+    head_size = check_count(op, "head_size", head_size)
     tile = tile_size(head_size)
     tiles, last = -(-seq_len // tile), -(-window // tile)
     # The first row sees itself alone: mask[0, 1] is what stands for masked.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int
+from lmdecode._checks import check_dense_tensors, check_int, type_error
 from lmdecode.attention.pieces import Piece, attend_pieces
 from lmdecode.attention.ring_append import ring_cache_append_
 from lmdecode.kv_cache.reorder import reorder_cache_
@@ -88,24 +88,18 @@ class RingKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         op = "RingKVCache"
+        window = check_int(op, "window", window, 1)
+        batch = check_int(op, "batch", batch, 0)
+        num_kv_heads = check_int(op, "num_kv_heads", num_kv_heads, 0)
+        head_size = check_int(op, "head_size", head_size, 0)
         value_size = head_size if value_size is None else value_size
-        check_int(op, "window", window, 1)
+        value_size = check_int(op, "value_size", value_size, 0)
+        num_sink_tokens = check_int(op, "num_sink_tokens", num_sink_tokens, 0)
         capacity = window + _SPARE if capacity is None else capacity
-        sizes = dict(
-            batch=batch, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size,
-            num_sink_tokens=num_sink_tokens,
-        )  # fmt: skip
-        for name, value in sizes.items():
-            check_int(op, name, value, 0)
-        if isinstance(capacity, int) and capacity < window:
-            raise ValueError(
-                f"{op}: capacity is {capacity}; expected at least {window}, the window"
-            )
-        check_int(op, "capacity", capacity, 1)
+        limits = f"at least {window}, the window"
+        capacity = check_int(op, "capacity", capacity, window, limits=limits)
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"{op}: dtype is of type {type(dtype).__name__}; expected a torch.dtype"
-            )
+            raise type_error(op, "dtype", dtype, "a torch.dtype")
         self.window = window
         self.capacity = capacity
         self.num_sink_tokens = num_sink_tokens
@@ -177,7 +171,7 @@ class RingKVCache:
         ValueError
             If the window is not held any more; nothing has been changed.
         """
-        check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
+        num_tokens = check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
         if self._window_start(self.num_tokens - num_tokens) < self._first_held:
             most = self.num_tokens - self.window - self._first_held
             raise ValueError(
@@ -214,11 +208,9 @@ class RingKVCache:
             If it is no ``RingSnapshot``.
         """
         if not isinstance(snapshot, RingSnapshot):
-            raise TypeError(
-                f"restore: snapshot is of type {type(snapshot).__name__}; expected a RingSnapshot"
-            )
+            raise type_error("restore", "snapshot", snapshot, "a RingSnapshot")
         total, keys, values = snapshot
-        check_int("restore", "num_tokens", total, 0)
+        total = check_int("restore", "num_tokens", total, 0)
         sinks = min(total, self.num_sink_tokens)
         held = min(total - sinks, self.window)
         if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == sinks + held - 1:
@@ -273,7 +265,7 @@ class RingKVCache:
             the last tokens.
         """
         length = self.window if length is None else length
-        check_int("ordered", "length", length, 0, self.capacity)
+        length = check_int("ordered", "length", length, 0, self.capacity)
         first = max(self._first_held, self.num_tokens - length)
         pieces = self._pieces(first) or [self._piece(0, 0, 0)]
         return (

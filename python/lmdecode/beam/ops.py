@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_count, check_int, check_layout, check_number, type_error
+from lmdecode._checks import (
+    MAX_INT,
+    check_bool,
+    check_count,
+    check_int,
+    check_layout,
+    check_number,
+    type_error,
+)
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam.types import BeamCandidates
@@ -70,8 +78,7 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
         return torch.cat((ends.new_zeros(1), ends))
     offsets = [0]
     for beams in num_beams:
-        check_count(_OP, "num_beams", beams)
-        offsets.append(offsets[-1] + beams)
+        offsets.append(offsets[-1] + check_count(_OP, "num_beams", beams))
     if offsets[-1] > MAX_INT:
         raise ValueError(
             f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits"
@@ -218,10 +225,14 @@ def log_softmax_top_k(
         raise type_error(_OP, "logits", logits, "a tensor")
     if not isinstance(beam_scores, Tensor):
         raise type_error(_OP, "beam_scores", beam_scores, "a tensor")
-    check_count(_OP, "num_candidates", num_candidates)
+    num_candidates = check_count(_OP, "num_candidates", num_candidates)
     offsets = None
-    if isinstance(num_beams, (int, torch.SymInt)):
-        check_count(_OP, "num_beams", num_beams)
+    if isinstance(num_beams, (Tensor, Sequence)) and not isinstance(num_beams, (str, bytes)):
+        offsets = _row_offsets(num_beams, logits.device)
+        num_beams = 1
+    else:
+        kind = "an int, a sequence of ints or a tensor"
+        num_beams = check_count(_OP, "num_beams", num_beams, kind=kind)
         if beam_scores.dim() == 2:
             check_layout(_OP, "beam_scores", beam_scores)
             if beam_scores.shape[1] != num_beams:
@@ -230,11 +241,6 @@ def log_softmax_top_k(
                     f"expected [rows] or [requests, {num_beams}]"
                 )
             beam_scores = beam_scores.reshape(-1)
-    elif isinstance(num_beams, (Tensor, Sequence)) and not isinstance(num_beams, (str, bytes)):
-        offsets = _row_offsets(num_beams, logits.device)
-        num_beams = 1
-    else:
-        raise type_error(_OP, "num_beams", num_beams, "an int, a sequence of ints or a tensor")
     if (
         sequences is None
         and lengths is None
@@ -355,7 +361,7 @@ def beam_step(
         Names the argument, what came and what was expected; nothing has been changed then.
     """
     if rows is not None:
-        check_count("beam_step", "rows", rows, 0)
+        rows = check_count("beam_step", "rows", rows, 0)
     try:
         step = _beam_step(
             state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
@@ -418,8 +424,12 @@ def beam_finalize(
     ValueError, TypeError
         Names the argument, what came and what was expected; nothing has been changed then.
     """
+    op = "beam_finalize"
+    num_return_sequences = check_count(op, "num_return_sequences", num_return_sequences)
+    num_groups = check_count(op, "num_groups", num_groups)
     if add_open is None:
         add_open = rules == "scorer"
+    check_bool(op, "add_open", add_open, kind="a bool or None")
     try:
         final = _beam_finalize(
             state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
@@ -427,10 +437,6 @@ def beam_finalize(
         )  # fmt: skip
     except _WRONG_TYPE:
         optional = dict(slots=slots, sequences=sequences, scores=scores)
-        _check_types("beam_finalize", state, parameters, rules, {}, optional)
-        check_count("beam_finalize", "num_return_sequences", num_return_sequences)
-        check_count("beam_finalize", "num_groups", num_groups)
-        if not isinstance(add_open, bool):
-            raise type_error("beam_finalize", "add_open", add_open, "a bool or None") from None
+        _check_types(op, state, parameters, rules, {}, optional)
         raise
     return BeamFinal(*final)

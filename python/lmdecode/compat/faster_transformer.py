@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int
+from lmdecode._checks import check_int, type_error
 from lmdecode._ops import ops
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.layer import gather_tree
@@ -36,7 +36,7 @@ _NAMES = (
 def _check(op: str, name: str, tensor: object, shape: Sequence[int | None]) -> Tensor:
     """Return a float32 or integer CPU tensor of this shape; None stands for any size."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} is of type {type(tensor).__name__}; expected a tensor")
+        raise type_error(op, name, tensor, "a tensor")
     if tensor.layout != torch.strided:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; expected a dense tensor")
     fits = tensor.dim() == len(shape) and all(
@@ -72,14 +72,13 @@ def _lengths(op: str, tensor: object, rows: int, source: int) -> Tensor:
     return lengths.to(torch.int64)
 
 
-def _sizes(op: str, **sizes: object) -> None:
-    for name, size in sizes.items():
-        check_int(op, name, size, 1)
+def _sizes(op: str, **sizes: object) -> tuple[int, ...]:
+    return tuple(check_int(op, name, size, 1) for name, size in sizes.items())
 
 
 def _layer(op: str, weights: Sequence[Tensor], size: int, memory_size: int) -> LayerWeights:
     if not isinstance(weights, Sequence):
-        raise TypeError(f"{op}: weights is of type {type(weights).__name__}; expected a sequence")
+        raise type_error(op, "weights", weights, "a sequence")
     if len(weights) != len(_NAMES):
         raise ValueError(f"{op}: weights has {len(weights)} tensors; expected {len(_NAMES)}")
     given = dict(zip(_NAMES, weights, strict=True))
@@ -212,7 +211,7 @@ def decoder(
         Names the argument, what came and what was expected.
     """
     op = "decoder"
-    _sizes(op, head_num=head_num, size_per_head=size_per_head)
+    head_num, size_per_head = _sizes(op, head_num=head_num, size_per_head=size_per_head)
     size = head_num * size_per_head
     x = _floats(op, "from_tensor", from_tensor, (None, 1, size))
     rows = x.shape[0]
@@ -314,18 +313,21 @@ def decoding(
         Names the argument, what came and what was expected; or logits are NaN.
     """
     op = "decoding"
-    _sizes(
+    (
+        batch_size, beam_width, max_seq_len, head_num, size_per_head, num_layer, memory_hidden_dim,
+        vocab_size,
+    ) = _sizes(
         op, batch_size=batch_size, beam_width=beam_width, max_seq_len=max_seq_len,
         head_num=head_num, size_per_head=size_per_head, num_layer=num_layer,
         memory_hidden_dim=memory_hidden_dim, vocab_size=vocab_size,
     )  # fmt: skip
-    for name, token in (("start_id", start_id), ("end_id", end_id)):
-        check_int(op, name, token, 0, vocab_size - 1)
+    start_id = check_int(op, "start_id", start_id, 0, vocab_size - 1)
+    end_id = check_int(op, "end_id", end_id, 0, vocab_size - 1)
     size, rows = head_num * size_per_head, batch_size * beam_width
     memory = _floats(op, "memory_tensor", memory_tensor, (rows, None, memory_hidden_dim))
     lengths = _lengths(op, memory_sequence_length, rows, memory.shape[1])
     if not isinstance(weights, Sequence):
-        raise TypeError(f"{op}: weights is of type {type(weights).__name__}; expected a sequence")
+        raise type_error(op, "weights", weights, "a sequence")
     if len(weights) != num_layer:
         raise ValueError(
             f"{op}: weights has {len(weights)} layers; expected num_layer, {num_layer}"

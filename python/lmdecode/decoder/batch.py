@@ -71,12 +71,12 @@ class DecodingBatch:
         generation_config: Any = None,
         request_of_config: Callable[[Any, Any], BeamRequest] | None = None,
     ) -> None:
-        _size("max_requests", max_requests)
-        _size("num_beams", num_beams)
-        _size("capacity", capacity, 2)
-        _size("source", source)
-        _size("max_end_tokens", max_end_tokens, 0)
-        _size("max_suppressed", max_suppressed, 0)
+        max_requests = _size("max_requests", max_requests)
+        num_beams = _size("num_beams", num_beams)
+        capacity = _size("capacity", capacity, 2)
+        source = _size("source", source)
+        max_end_tokens = _size("max_end_tokens", max_end_tokens, 0)
+        max_suppressed = _size("max_suppressed", max_suppressed, 0)
         for limit, name in (
             (decoder.num_positions, "positions"),
             (decoder.num_distances, "distances of the relative bias"),
@@ -237,7 +237,7 @@ class DecodingBatch:
         tuple
             The requests that have ended; their results are in ``pop_finished``.
         """
-        _size("max_steps", max_steps)
+        max_steps = _size("max_steps", max_steps)
         steps = self._searches.run(max_steps, stop_when_done=True)
         state, ended = self._searches.state, []
         for slot, search in list(self._running.items()):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors
+from lmdecode._checks import check_dense_tensors, type_error
 from lmdecode.decoder.config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
 
 __all__ = ["check_floats", "check_layer", "check_weights", "indices"]
@@ -75,8 +75,7 @@ def _check_fields(
 def check_layer(config: DecoderConfig, layer: LayerWeights) -> None:
     """Raise TypeError or ValueError for the first tensor of a layer that does not fit."""
     if not isinstance(layer, LayerWeights):
-        kind = type(layer).__name__
-        raise TypeError(f"{_OP}: a layer is of type {kind}; expected LayerWeights")
+        raise type_error(_OP, "a layer", layer, "LayerWeights")
     fields = layer._asdict()
     if (layer.ffn_gate is None) == config.gated:
         raise ValueError(
@@ -93,13 +92,9 @@ def check_layer(config: DecoderConfig, layer: LayerWeights) -> None:
 def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
     """Raise TypeError or ValueError for the first tensor that does not fit."""
     if not isinstance(config, DecoderConfig):
-        raise TypeError(
-            f"Decoding: config is of type {type(config).__name__}; expected a DecoderConfig"
-        )
+        raise type_error("Decoding", "config", config, "a DecoderConfig")
     if not isinstance(weights, DecoderWeights):
-        raise TypeError(
-            f"Decoding: weights is of type {type(weights).__name__}; expected DecoderWeights"
-        )
+        raise type_error("Decoding", "weights", weights, "DecoderWeights")
     if len(weights.layers) != config.num_layers:
         raise ValueError(
             f"{_OP}: layers has {len(weights.layers)} entries; "

@@ -107,6 +107,7 @@ class DecoderConfig:
                     f"DecoderConfig: {name} is {number}; "
                     f"expected a finite number{' of at least 0' if is_epsilon else ''}"
                 )
+            object.__setattr__(self, name, number)
 
     @property
     def attention_size(self) -> int:

@@ -272,7 +272,8 @@ class DeviceSearches:
         slot_numbers = torch.arange(slots, device=device).view(requests, num_groups)
         self._group_slots = [slot_numbers[:, group].contiguous() for group in range(num_groups)]
         self._rules = [
-            RuleArguments(token_rules.of_slots(slots.cpu()), device) for slots in self._group_slots
+            RuleArguments(token_rules.of_slots(numbers.cpu()), device)
+            for numbers in self._group_slots
         ]
         self._parents = rows.flatten().clone()
         ends = parameters.end_tokens.tolist()

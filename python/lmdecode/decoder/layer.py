@@ -7,7 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_format, check_int, check_no_gradient
+from lmdecode._checks import (
+    check_dense_tensors,
+    check_format,
+    check_int,
+    check_no_gradient,
+    type_error,
+)
 from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_floats, indices
 from lmdecode.decoder.config import FORMATS, DecoderConfig, LayerWeights, float32
@@ -47,9 +53,7 @@ class DecoderLayer:
     ) -> None:
         op = "DecoderLayer"
         if not isinstance(config, DecoderConfig):
-            raise TypeError(
-                f"{op}: config is of type {type(config).__name__}; expected a DecoderConfig"
-            )
+            raise type_error(op, "config", config, "a DecoderConfig")
         weight_format = check_format(op, dtype, FORMATS)
         if relative_bias is not None:
             check_floats(op, "relative_bias", relative_bias)
@@ -94,8 +98,9 @@ class DecoderLayer:
                 f"{op}: memory has shape {list(memory.shape)}; "
                 f"expected [requests, source, {config.memory_size}]"
             )
-        for name, size in (("rows", rows), ("capacity", capacity)):
-            check_int(op, name, size, 0, (1 << 31) - 1, limits="0 to 2^31 - 1")
+        limits = "0 to 2^31 - 1"
+        rows = check_int(op, "rows", rows, 0, (1 << 31) - 1, limits=limits)
+        capacity = check_int(op, "capacity", capacity, 0, (1 << 31) - 1, limits=limits)
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
         ops.decoding_read_memory_(
@@ -148,8 +153,7 @@ class DecoderLayer:
         check_dense_tensors(op, from_tensor=from_tensor)
         check_no_gradient(op, from_tensor=from_tensor)
         if not isinstance(caches, DecodingCaches):
-            kind = type(caches).__name__
-            raise TypeError(f"{op}: caches is of type {kind}; expected DecodingCaches")
+            raise type_error(op, "caches", caches, "DecodingCaches")
         if from_tensor.dim() != 2:
             shape = list(from_tensor.shape)
             raise ValueError(
@@ -207,7 +211,7 @@ def gather_tree(
     check_dense_tensors(
         op, step_ids=step_ids, parent_ids=parent_ids, max_sequence_lengths=max_sequence_lengths
     )
-    check_int(op, "end_token", end_token, limits="an int64")
+    end_token = check_int(op, "end_token", end_token, limits="an int64")
     return ops.gather_tree(
         step_ids.contiguous(), parent_ids.contiguous(), max_sequence_lengths.contiguous(), end_token
     )

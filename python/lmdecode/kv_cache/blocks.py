@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, is_int
+from lmdecode._checks import check_int, is_int, type_error
 from lmdecode._ops import ops
 
 __all__ = ["BlockSlots", "BlockTable", "OutOfBlocksError", "copy_blocks_"]
@@ -63,22 +63,18 @@ def copy_blocks_(pools: Sequence[Tensor], copies: Tensor) -> None:
         Names the argument, what came and what was expected; nothing has been written.
     """
     if not isinstance(pools, (list, tuple)):
-        raise TypeError(
-            f"copy_blocks_: pools is of type {type(pools).__name__}; expected a list of tensors"
-        )
+        raise type_error("copy_blocks_", "pools", pools, "a list of tensors")
     for name, value in (("copies", copies), *((f"pools[{i}]", p) for i, p in enumerate(pools))):
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"copy_blocks_: {name} is of type {type(value).__name__}; expected a tensor"
-            )
+            raise type_error("copy_blocks_", name, value, "a tensor")
     _copy(pools, copies)
 
 
-def _check_int(name: str, value: object, lowest: int, highest: int = 2**31 - 1) -> None:
+def _check_int(name: str, value: object, lowest: int, highest: int = 2**31 - 1) -> int:
     limits = f"an int, {lowest} to {highest}"
     if not is_int(value):
         raise ValueError(f"BlockTable: {name} is {value}; expected {limits}")
-    check_int("BlockTable", name, value, lowest, highest, limits=limits)
+    return check_int("BlockTable", name, value, lowest, highest, limits=limits)
 
 
 class BlockTable:
@@ -126,10 +122,10 @@ class BlockTable:
     def __init__(
         self, num_blocks: int, max_rows: int, max_blocks_per_row: int, *, block_size: int = 64
     ) -> None:
-        _check_int("num_blocks", num_blocks, 0)
-        _check_int("max_rows", max_rows, 0)
-        _check_int("max_blocks_per_row", max_blocks_per_row, 0)
-        _check_int("block_size", block_size, 1)
+        num_blocks = _check_int("num_blocks", num_blocks, 0)
+        max_rows = _check_int("max_rows", max_rows, 0)
+        max_blocks_per_row = _check_int("max_blocks_per_row", max_blocks_per_row, 0)
+        block_size = _check_int("block_size", block_size, 1)
         self.block_size = block_size
         self.num_rows = 0
         # Tensors made under inference_mode could not be written to outside of it.
@@ -196,8 +192,8 @@ class BlockTable:
             If there are too few rows, or the request is longer than a row may be.
         """
         first, max_rows = self.num_rows, len(self._lengths)
-        _check_int("length", length, 0, self._table.shape[1] * self.block_size)
-        _check_int("num_beams", num_beams, 1)
+        length = _check_int("length", length, 0, self._table.shape[1] * self.block_size)
+        num_beams = _check_int("num_beams", num_beams, 1)
         if first + num_beams > max_rows:
             raise ValueError(
                 f"BlockTable: num_beams is {num_beams}; expected at most {max_rows - first}, with "
@@ -229,7 +225,7 @@ class BlockTable:
         ValueError
             If a row would become longer than it may be; nothing has been changed.
         """
-        _check_int("num_tokens", num_tokens, 0)
+        num_tokens = _check_int("num_tokens", num_tokens, 0)
         before = self.lengths[:, None].clone()
         copies = self._make_room("append", 0, self.num_rows, num_tokens)
         positions = before + torch.arange(num_tokens, dtype=torch.int32)
@@ -238,11 +234,11 @@ class BlockTable:
 
     def slots(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Return blocks and offsets, [positions] int32 each, of a row's positions start to stop."""
-        _check_int("row", row, 0, self.num_rows - 1)
+        row = _check_int("row", row, 0, self.num_rows - 1)
         length = int(self.lengths[row])
         stop = length if stop is None else stop
-        _check_int("stop", stop, 0, length)
-        _check_int("start", start, 0, stop)
+        stop = _check_int("stop", stop, 0, length)
+        start = _check_int("start", start, 0, stop)
         positions = torch.arange(start, stop, dtype=torch.int32)
         return self.table[row][positions // self.block_size], positions % self.block_size
 
@@ -265,9 +261,7 @@ class BlockTable:
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows, such as those of a request; the rows behind them close up, in order."""
-        removed = set(rows)
-        for row in removed:
-            _check_int("rows", row, 0, self.num_rows - 1)
+        removed = {_check_int("rows", row, 0, self.num_rows - 1) for row in rows}
         self.reorder_([row for row in range(self.num_rows) if row not in removed])
 
     def gather(self, pool: Tensor, length: int | None = None) -> Tensor:
@@ -291,7 +285,7 @@ class BlockTable:
             If ``pool`` has other blocks than the table, or ``length`` is more than a row can have.
         """
         if not isinstance(pool, Tensor):
-            raise TypeError(f"BlockTable: pool is of type {type(pool).__name__}; expected a tensor")
+            raise type_error("BlockTable", "pool", pool, "a tensor")
         blocks = (len(self.ref_counts), self.block_size)
         if pool.dim() != 4 or (pool.shape[0], pool.shape[2]) != blocks:
             raise ValueError(
@@ -300,7 +294,7 @@ class BlockTable:
             )
         if length is None:
             length = int(self.lengths.max()) if self.num_rows else 0
-        _check_int("length", length, 0, self.table.shape[1] * self.block_size)
+        length = _check_int("length", length, 0, self.table.shape[1] * self.block_size)
         count = -(-length // self.block_size)
         numbers = self.table[:, :count].clamp(min=0).to(pool.device)
         return pool[numbers].transpose(1, 2).flatten(2, 3)[:, :, :length]

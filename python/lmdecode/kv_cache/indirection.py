@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, check_layout
+from lmdecode._checks import check_dense_tensors, check_int, check_layout, is_int
 from lmdecode._ops import ops
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
@@ -88,14 +88,19 @@ def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = No
     most = min(capacity, indirection.shape[1])
     if length is None:
         length = most
-    if not 0 <= length <= most:
-        raise ValueError(f"gather_indirect: length is {length}; expected 0 to {most}")
+    length = check_int("gather_indirect", "length", length, 0, most)
     device = states.device
     return states[
         indirection[:, None, :length].long(),
         torch.arange(heads, device=device)[:, None],
         torch.arange(length, device=device),
     ]
+
+
+def _size(name: str, value: object) -> int:
+    if not is_int(value):
+        raise ValueError(f"BeamIndirection: {name} is {value}; expected an int >= 0")
+    return check_int("BeamIndirection", name, value, 0, limits="an int >= 0")
 
 
 class BeamIndirection:
@@ -131,9 +136,7 @@ class BeamIndirection:
     """
 
     def __init__(self, rows: int, capacity: int, *, device: torch.device | str = "cpu") -> None:
-        for name, value in (("rows", rows), ("capacity", capacity)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"BeamIndirection: {name} is {value}; expected an int >= 0")
+        rows, capacity = _size("rows", rows), _size("capacity", capacity)
         # Tensors made under inference_mode could not be written to outside of it.
         with torch.inference_mode(False):
             own = torch.arange(rows, dtype=torch.int32, device=device)
@@ -147,13 +150,14 @@ class BeamIndirection:
         forgets what the row held.
         """
         count, capacity = self.table.shape
+        rows = [check_int("begin", "rows", row) for row in rows]
+        prompt_row = check_int("begin", "prompt_row", prompt_row)
         if not rows or not all(0 <= row < count for row in (*rows, prompt_row)):
             raise ValueError(
                 f"begin: rows are {list(rows)}, prompt_row is {prompt_row}; expected 0 to "
                 f"{count - 1}"
             )
-        if not 0 <= length <= capacity:
-            raise ValueError(f"begin: length is {length}; expected 0 to {capacity}")
+        length = check_int("begin", "length", length, 0, capacity)
         chosen = torch.tensor(list(rows), dtype=torch.int64, device=self.table.device)
         self.table[chosen, :length] = prompt_row
         self.table[chosen, length:] = chosen[:, None].int()
@@ -161,6 +165,7 @@ class BeamIndirection:
 
     def advance(self, num_tokens: int = 1) -> None:
         """Count tokens that were written, ``num_tokens`` to each row."""
+        num_tokens = check_int("advance", "num_tokens", num_tokens)
         capacity = self.table.shape[1]
         # Elsewhere the lengths would have to be waited for.
         if self.lengths.device.type == "cpu" and len(self.lengths):

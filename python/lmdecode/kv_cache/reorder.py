@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lmdecode._checks import check_int
+from lmdecode._checks import check_int, type_error
 from lmdecode._ops import ops
 
 __all__ = ["reorder_cache_"]
@@ -51,16 +51,12 @@ def reorder_cache_(
         Names the argument, what came and what was expected; nothing has been written.
     """
     if not isinstance(tensors, (list, tuple)):
-        raise TypeError(
-            f"{_OP}: tensors is of type {type(tensors).__name__}; expected a list of tensors"
-        )
+        raise type_error(_OP, "tensors", tensors, "a list of tensors")
     for number, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{_OP}: tensors[{number}] is of type {type(tensor).__name__}; expected a tensor"
-            )
+            raise type_error(_OP, f"tensors[{number}]", tensor, "a tensor")
     if not isinstance(parents, Tensor):
-        raise TypeError(f"{_OP}: parents is of type {type(parents).__name__}; expected a tensor")
+        raise type_error(_OP, "parents", parents, "a tensor")
     batch_dim = check_int(_OP, "batch_dim", batch_dim)
     if length_dim is not None:
         length_dim = check_int(_OP, "length_dim", length_dim, kind="an int or None")

@@ -25,9 +25,8 @@ class RequestIds:
         request_id = request.request_id
         if request_id is not None and request_id in self._taken:
             raise ValueError(
-                f"{op}: request_id {request_id!r} is in use; expected another: "
-                f"request_id {request_id!r} is that of a request which is running, or waits for "
-                "pop_finished"
+                f"{op}: request_id {request_id!r} is in use, as request_id {request_id!r} is that "
+                "of a request which is running, or waits for pop_finished; expected another"
             )
 
     def new(self, request: BeamRequest) -> Hashable:

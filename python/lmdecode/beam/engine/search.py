@@ -132,11 +132,11 @@ class BeamSearch:
         num_beams: int = 4,
         capacity: int = 128,
     ) -> None:
-        sizes = {"slots": slots, "num_beams": num_beams, "capacity": capacity}
-        for name, size in {"vocab_size": vocab_size, **sizes}.items():
-            if size is None and name == "vocab_size":
-                continue
-            check_int(_OP, name, size, 1)
+        if vocab_size is not None:
+            vocab_size = check_int(_OP, "vocab_size", vocab_size, 1)
+        slots = check_int(_OP, "slots", slots, 1)
+        num_beams = check_int(_OP, "num_beams", num_beams, 1)
+        capacity = check_int(_OP, "capacity", capacity, 1)
         self.on_step = on_step
         self.last_output: StepOutput | None = None
         self._vocab_size = vocab_size

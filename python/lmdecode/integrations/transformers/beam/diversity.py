@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from transformers import LogitsProcessor
 
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+from lmdecode._checks import is_int, is_real
 
 
 class HammingDiversityLogitsProcessor(LogitsProcessor):
@@ -34,15 +30,11 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, diversity_penalty: float, num_beams: int, num_beam_groups: int) -> None:
-        if (
-            not isinstance(diversity_penalty, numbers.Real)
-            or isinstance(diversity_penalty, bool)
-            or not diversity_penalty > 0
-        ):
+        if not is_real(diversity_penalty) or not diversity_penalty > 0:
             raise ValueError(f"diversity_penalty: expected a number > 0, got {diversity_penalty!r}")
-        if not _is_int(num_beams) or num_beams < 2:
+        if not is_int(num_beams) or num_beams < 2:
             raise ValueError(f"num_beams: expected an int >= 2, got {num_beams!r}")
-        if not _is_int(num_beam_groups) or num_beam_groups < 2 or num_beams % num_beam_groups:
+        if not is_int(num_beam_groups) or num_beam_groups < 2 or num_beams % num_beam_groups:
             raise ValueError(
                 f"num_beam_groups: expected an int >= 2 that divides num_beams = {num_beams}, "
                 f"got {num_beam_groups!r}"

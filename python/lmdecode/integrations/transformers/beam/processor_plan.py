@@ -94,6 +94,7 @@ class ProcessorPlan:
         self._ignored: int | Tensor = 0
         self._processors = processors
         self._settings: list[Any] = []
+        self._contents: list[Any] = []
         self._arguments: RuleArguments | None = None
         kinds = {type(processor) for processor in processors}
         for processor in processors if self.is_fused else ():
@@ -164,11 +165,14 @@ class ProcessorPlan:
             return {}
         # Processors may be changed between steps, as Whisper does it.
         settings = [value for processor in self._processors for value in vars(processor).values()]
+        contents = [_content(value) for value in settings if isinstance(value, Tensor)]
         if self._arguments is None or not (
-            len(settings) == len(self._settings) and all(map(is_, settings, self._settings))
+            len(settings) == len(self._settings)
+            and all(map(is_, settings, self._settings))
+            and contents == self._contents
         ):
             self._arguments = RuleArguments(self.token_rules(vocab_size, input_ids.device))
-            self._settings = settings
+            self._settings, self._contents = settings, contents
         history = self._counted_tokens(input_ids) if self._arguments.looks_back else input_ids
         return self._arguments.of_length(input_ids.shape[1], history, earlier_tokens)
 
@@ -179,6 +183,11 @@ class ProcessorPlan:
             return input_ids[:, ignored:]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return input_ids.masked_fill(positions < ignored.to(input_ids.device)[:, None], -1)
+
+
+def _content(tensor: Tensor) -> Any:
+    """Return what differs after a change in place; torch counts none of an inference tensor's."""
+    return tensor.tolist() if tensor.is_inference() else tensor._version
 
 
 def _banned(processor: Any) -> tuple[list[int], int, int]:

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from lmdecode._checks import type_error
 from lmdecode.integrations.transformers.caches.beam_layers import (
     BeamLayer,
     BeamSlidingWindowLayer,
@@ -162,9 +163,7 @@ def reorder_beams(cache: Any, beam_idx: Tensor) -> None:
         If the cache does not have B rows, or ``beam_idx`` is out of range.
     """
     if not isinstance(beam_idx, Tensor):
-        raise TypeError(
-            f"reorder_beams: beam_idx is of type {type(beam_idx).__name__}; expected a tensor"
-        )
+        raise type_error("reorder_beams", "beam_idx", beam_idx, "a tensor")
     tensors: list[Tensor] = []
     others: list[Any] = []
     _find_states(cache, tensors, others)
@@ -283,7 +282,7 @@ def expand_beams(cache: Any, num_beams: int | Sequence[int]) -> None:
     uniform = len(set(widths)) == 1
     method = "batch_repeat_interleave" if uniform else "batch_select_indices"
     if not isinstance(cache, Cache):
-        raise TypeError(f"expand_beams: cache is of type {type(cache).__name__}; expected a Cache")
+        raise type_error("expand_beams", "cache", cache, "a Cache")
     halves: list[Cache] = (
         [cache.self_attention_cache, cache.cross_attention_cache]
         if isinstance(cache, EncoderDecoderCache)

@@ -279,7 +279,7 @@ class StaticRingCache(Cache):
 
     def __init__(self, config: Any, max_cache_len: int) -> None:
         _check_config("StaticRingCache", config)
-        check_int("StaticRingCache", "max_cache_len", max_cache_len, 1)
+        max_cache_len = check_int("StaticRingCache", "max_cache_len", max_cache_len, 1)
         layers = StaticCache(config, max_cache_len).layers
         super().__init__(layers=[_as_ring_layer(layer, max_cache_len) for layer in layers])
 

@@ -22,6 +22,7 @@ from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
+from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     )
 
 
-class _Step(NamedTuple):
+class _ChosenTokens(NamedTuple):
     """The tokens of one step.
 
     tokens and status are [B] int64 and uint8 (see ``top_k_top_p_sample``); scores, the processed
@@ -56,10 +57,8 @@ def _sample_from(
     position: int | torch.Tensor,
     keep_scores: bool,
     keep_logits: bool,
-) -> _Step:
+) -> _ChosenTokens:
     """Choose a token for every row of ``logits`` [B, V], a view of the model's in its dtype."""
-    from lmdecode.sampling.ops import top_k_top_p_sample
-
     if plan.processors is not None or keep_logits or (keep_scores and not plan.stages):
         # Processors expect float32 of their own, and what is kept must not keep the whole prompt's
         # logits alive. In every other case the op reads the model's logits where they are.
@@ -79,7 +78,7 @@ def _sample_from(
             dialect="transformers",
         )
     processed = drawn.kept_logits if plan.stages else scores
-    return _Step(
+    return _ChosenTokens(
         drawn.index,
         drawn.status,
         processed if keep_scores else None,
@@ -203,8 +202,6 @@ def _seeds(
     generation_config: GenerationConfig,
 ) -> int | torch.Tensor | None:
     """Return the noise as the op takes it; raise ValueError for what does not fit the rows."""
-    from lmdecode.sampling.ops import row_tensor
-
     if isinstance(seed, int) and seed < 0:
         raise ValueError(f"seed: expected an int >= 0, got {seed}")
     if isinstance(seed, (list, tuple)):

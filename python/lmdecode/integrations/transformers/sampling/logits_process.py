@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
+from lmdecode._checks import is_int, is_real
+from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.sampling.types import STATUS_NAN
 
 # The stages of the op in the order in which it, and generate(), applies them.
@@ -28,12 +29,8 @@ def is_valid_temperature(temperature: float) -> bool:
     return 0.0 < rounded < math.inf
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _check_probability(name: str, value: float | None) -> None:
-    if value is not None and not (_is_number(value) and 0 <= value <= 1):
+    if value is not None and not (is_real(value) and 0 <= value <= 1):
         raise ValueError(f"{name}: expected a number from 0 to 1 or None, got {value!r}")
 
 
@@ -84,14 +81,12 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         min_p: float | None = None,
         temperature: float | None = None,
     ) -> None:
-        if top_k is not None:
-            is_int = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
-            if not is_int or top_k <= 0:
-                raise ValueError(f"top_k: expected an int >= 1 or None, got {top_k!r}")
+        if top_k is not None and not (is_int(top_k) and int(top_k) > 0):
+            raise ValueError(f"top_k: expected an int >= 1 or None, got {top_k!r}")
         _check_probability("top_p", top_p)
         _check_probability("min_p", min_p)
         if temperature is not None and not (
-            _is_number(temperature) and is_valid_temperature(temperature)
+            is_real(temperature) and is_valid_temperature(temperature)
         ):
             raise ValueError(
                 "temperature: expected a number that is > 0 and finite in float32, or None, "
@@ -135,8 +130,6 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         ValueError
             If ``scores`` is not [B, V].
         """
-        from lmdecode.sampling.ops import top_k_top_p_sample
-
         filtered = top_k_top_p_sample(
             as_op_logits(scores), **self.stages(), return_logits=True, dialect="transformers"
         )
