@@ -171,6 +171,8 @@ class RingKVCache:
         ValueError
             If the window is not held any more; nothing has been changed.
         """
+        if isinstance(num_tokens, Tensor):  # nothing waits for a device to know it
+            raise type_error("rollback", "num_tokens", num_tokens, "an int")
         num_tokens = check_int("rollback", "num_tokens", num_tokens, 0, self.num_tokens)
         if self._window_start(self.num_tokens - num_tokens) < self._first_held:
             most = self.num_tokens - self.window - self._first_held
