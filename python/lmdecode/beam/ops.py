@@ -425,8 +425,11 @@ def beam_finalize(
         Names the argument, what came and what was expected; nothing has been changed then.
     """
     op = "beam_finalize"
-    num_return_sequences = check_count(op, "num_return_sequences", num_return_sequences)
-    num_groups = check_count(op, "num_groups", num_groups)
+    limits = "an int of 64 bits, at least 1"  # the op has narrower ones
+    num_return_sequences = check_int(
+        op, "num_return_sequences", num_return_sequences, limits=limits
+    )
+    num_groups = check_int(op, "num_groups", num_groups, limits=limits)
     if add_open is None:
         add_open = rules == "scorer"
     check_bool(op, "add_open", add_open, kind="a bool or None")
