@@ -215,6 +215,10 @@ def _assert_same(given: object, expected: object) -> None:
 @pytest.mark.parametrize("name", _ARGUMENTS)
 def test_every_integer_has_the_result_of_the_int(name: str, kind: Callable[[int], Any]) -> None:
     number, call = _ARGUMENTS[name]
+    if name == "rollback.num_tokens" and kind is torch.tensor:
+        with pytest.raises(TypeError, match="rollback: num_tokens is of type Tensor"):
+            call(kind(number))
+        return
     _assert_same(call(kind(number)), call(number))
 
 

@@ -435,8 +435,7 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
         r"rollback: num_tokens is 4; expected at most 3", ValueError, lambda c: c.rollback(4),
     ),
     "rollback: a tensor": (
-        r"rollback: num_tokens is of type Tensor", TypeError,
-        lambda c: c.rollback(torch.tensor(1.0)),
+        r"rollback: num_tokens is of type Tensor", TypeError, lambda c: c.rollback(torch.tensor(1)),
     ),
     "restore: another window": (
         r"restore: keys of the snapshot are .*\[3, 2, 9, 4\]; expected .*\[3, 2, 8, 4\]",

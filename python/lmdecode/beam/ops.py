@@ -362,13 +362,15 @@ def beam_step(
     """
     if rows is not None:
         rows = check_count("beam_step", "rows", rows, 0)
+    required = dict(scores=scores, tokens=tokens, beams=beams)
+    if scores is None or tokens is None or beams is None:  # the op takes it for an undefined tensor
+        _check_types("beam_step", state, parameters, rules, required, {})
     try:
         step = _beam_step(
             state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
             parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
         )  # fmt: skip
     except _WRONG_TYPE:
-        required = dict(scores=scores, tokens=tokens, beams=beams)
         optional = dict(
             log_probs=log_probs, status=status, slots=slots, row_offsets=row_offsets,
             parent_offsets=parent_offsets, sequences=sequences, stopped=stopped, bonus=bonus,

@@ -88,9 +88,7 @@ class Planes:
                         f"{what}: {name} of layer {layer} is a {tensor.layout} tensor on "
                         f"{tensor.device}; expected one whose elements lie in memory"
                     )
-                # No tensor is made where none is needed: a daemon thread in which torch frees one
-                # while the interpreter ends aborts the process.
-                plane = tensor.detach() if tensor.requires_grad else tensor
+                plane = tensor.detach()
                 if plane.dim() == 4 and plane.shape[0] == 1:
                     plane = plane[0]
                 if plane.dim() != 3 or plane.shape[0] != heads or plane.shape[2] != size:
