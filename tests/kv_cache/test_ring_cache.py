@@ -434,6 +434,10 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
     "rollback: past the ring": (
         r"rollback: num_tokens is 4; expected at most 3", ValueError, lambda c: c.rollback(4),
     ),
+    "restore: too far": (
+        r"restore: num_tokens is 1099511627777; expected 0 to 2\^40", ValueError,
+        lambda c: c.restore(c.snapshot()._replace(num_tokens=2**40 + 1)),
+    ),
     "rollback: a tensor": (
         r"rollback: num_tokens is of type Tensor", TypeError, lambda c: c.rollback(torch.tensor(1)),
     ),

@@ -212,7 +212,7 @@ class RingKVCache:
         if not isinstance(snapshot, RingSnapshot):
             raise type_error("restore", "snapshot", snapshot, "a RingSnapshot")
         total, keys, values = snapshot
-        total = check_int("restore", "num_tokens", total, 0)
+        total = check_int("restore", "num_tokens", total, 0, 1 << 40, limits="0 to 2^40")
         sinks = min(total, self.num_sink_tokens)
         held = min(total - sinks, self.window)
         if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == sinks + held - 1:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmdecode._checks import type_error
 from lmdecode.store.fingerprint import Fingerprint
 
 _EXPORT_MAGIC = b"LMDKVEXP"
@@ -32,6 +33,15 @@ class ExportHead:
     fingerprint: Fingerprint
     chunk_tokens: int
     by_column: bool
+
+
+def checked_path(op: str, name: str, path: object) -> Path:
+    """Return a path; raise TypeError or ValueError for what is none, before anything is opened."""
+    if not isinstance(path, (str, os.PathLike)):  # a number would be an open file's
+        raise type_error(op, name, path, "a path")
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{op}: {name} is {path!r}; expected a path without a null byte")
+    return Path(path)
 
 
 def read_export_head(path: str | os.PathLike[str]) -> ExportHead | None:

@@ -46,9 +46,14 @@ def token_ids(tokens: Sequence[int] | Tensor, what: str) -> memoryview:
 
 
 def _plane(tensor: Tensor) -> Plane:
-    size = tensor.element_size()
+    size, address = tensor.element_size(), tensor.data_ptr()
+    if not address and tensor.numel():  # a fake tensor, or one whose memory was given back
+        raise ValueError(
+            f"keys or values of shape {list(tensor.shape)} have no memory; expected tensors that "
+            "hold their elements"
+        )
     head, token, element = tensor.stride()
-    return Plane(tensor.data_ptr(), head * size, token * size, element * size, tensor.shape[1])
+    return Plane(address, head * size, token * size, element * size, tensor.shape[1])
 
 
 class Planes:

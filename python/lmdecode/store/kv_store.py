@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lmdecode._checks import check_int
 from lmdecode.store._engine import Engine
-from lmdecode.store._files import describe, read_export_head
+from lmdecode.store._files import checked_path, describe, read_export_head
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
@@ -254,7 +254,7 @@ class KVStore(Prefixes):
 
         A copy of the files of a closed store is as good.
         """
-        folder = Path(dst)
+        folder = checked_path("backup", "dst", dst)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = (folder / self.fingerprint.name).absolute()
         self._engine.native.backup(os.fsencode(directory), progress)
@@ -269,9 +269,10 @@ class KVStore(Prefixes):
         progress: Progress | None = None,
     ) -> None:
         """Write all entries and sessions, or one session of this tenant, to one file."""
+        file = checked_path("export", "path", path).absolute()
         scope = None if session is None else self._scope(context)
         name = (session or "").encode()
-        self._engine.native.export_to(os.fsencode(Path(path).absolute()), scope, name, progress)
+        self._engine.native.export_to(os.fsencode(file), scope, name, progress)
 
     def import_(self, path: str | os.PathLike[str], progress: Progress | None = None) -> int:
         """Take over what ``export`` wrote; the number of entries that are new.
@@ -285,13 +286,14 @@ class KVStore(Prefixes):
         StoreDamagedError
             The file is damaged; entries before the damage have been taken over.
         """
-        head = read_export_head(path)
+        file = checked_path("import", "path", path).absolute()
+        head = read_export_head(file)
         if head is not None and head.fingerprint != self.fingerprint:
             raise FingerprintMismatchError(
                 f"import: {path} was made with another fingerprint; this store's and the file's:\n"
                 + self.fingerprint.difference(head.fingerprint)
             )
-        return self._engine.native.import_from(os.fsencode(Path(path).absolute()), progress)
+        return self._engine.native.import_from(os.fsencode(file), progress)
 
     def close(self) -> None:
         """Make everything durable and let go of the directory; done again it does nothing."""

@@ -102,10 +102,12 @@ def spy(monkeypatch) -> WarperSpy:
     """Watch the fused op, ``torch.multinomial`` and the four warpers."""
     from transformers.generation import logits_process
 
-    import lmdecode.sampling.ops
+    import lmdecode
+    from lmdecode.integrations.transformers.sampling import generation
+    from lmdecode.integrations.transformers.sampling import logits_process as ours
 
     seen = WarperSpy()
-    op, multinomial = lmdecode.sampling.ops.top_k_top_p_sample, torch.multinomial
+    op, multinomial = lmdecode.top_k_top_p_sample, torch.multinomial
 
     def counted_op(logits, *args, **kwargs):
         assert not args
@@ -116,7 +118,8 @@ def spy(monkeypatch) -> WarperSpy:
         seen.multinomial_calls += 1
         return multinomial(*args, **kwargs)
 
-    monkeypatch.setattr(lmdecode.sampling.ops, "top_k_top_p_sample", counted_op)
+    for module in (generation, ours):
+        monkeypatch.setattr(module, "top_k_top_p_sample", counted_op)
     monkeypatch.setattr(torch, "multinomial", counted_multinomial)
     for name in ("Temperature", "TopK", "TopP", "MinP"):
         warper = getattr(logits_process, f"{name}LogitsWarper")

@@ -287,6 +287,8 @@ def test_a_streamers_consumer_does_not_wait(llama, prompts):
         (around, {}),
         (sample, {"logits_processor": LogitsProcessorList([Overwrite(0, math.nan, 8)])}),
         (sample, {"seed": -1}),
+        (sample, {"seed": torch.tensor(-1)}),
+        (sample, {"seed": [1, -1]}),
         (sample, {"num_beams": 0}),
     ):
         streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=60)

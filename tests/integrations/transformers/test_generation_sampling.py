@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers import sample
+from lmdecode.integrations.transformers.sampling import generation
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
@@ -340,7 +341,6 @@ def test_one_op_call_a_step_replaces_the_warpers(model, prompts, spy):
 
 def test_softmax_is_not_called(llama, prompts, monkeypatch):
     """With the op replaced by its index, no softmax of torch runs between two forward passes."""
-    import lmdecode.sampling.ops
     from lmdecode.sampling.types import SampleOutput
 
     def op(logits, **arguments):
@@ -350,7 +350,7 @@ def test_softmax_is_not_called(llama, prompts, monkeypatch):
     def no_softmax(*args, **kwargs):
         raise AssertionError("softmax was called")
 
-    monkeypatch.setattr(lmdecode.sampling.ops, "top_k_top_p_sample", op)
+    monkeypatch.setattr(generation, "top_k_top_p_sample", op)
     monkeypatch.setattr(torch, "softmax", no_softmax)
     monkeypatch.setattr(torch.nn.functional, "softmax", no_softmax)
     monkeypatch.setattr(torch.Tensor, "softmax", no_softmax)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lmdecode._checks import is_int
 from lmdecode.integrations.transformers._generate_call import (
     arguments_of_generate,
     ending,
@@ -202,8 +203,9 @@ def _seeds(
     generation_config: GenerationConfig,
 ) -> int | torch.Tensor | None:
     """Return the noise as the op takes it; raise ValueError for what does not fit the rows."""
-    if isinstance(seed, int) and seed < 0:
-        raise ValueError(f"seed: expected an int >= 0, got {seed}")
+    for number in seed if isinstance(seed, (list, tuple)) else [seed]:
+        if is_int(number) and int(number) < 0:  # type: ignore[arg-type]
+            raise ValueError(f"seed: expected an int >= 0, got {int(number)}")  # type: ignore[arg-type]
     if isinstance(seed, (list, tuple)):
         seed = row_tensor("seed", seed, torch.int64, input_ids.device)
     rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
