@@ -252,3 +252,11 @@ def test_kept_by_continuous_batching():
     batched = processors(torch.zeros(4, dtype=torch.int64), scores, torch.empty(0))
     alone = [processor(None, scores[row : row + 1]) for row in range(4)]
     assert torch.equal(batched, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_scores_that_cannot_be_minus_infinity_come_back_as_float32(dtype):
+    scores = torch.tensor([[1, 5, 3, 4]]).to(dtype)
+    got = TopKTopPLogitsProcessor(top_k=2)(None, scores)
+    assert got.dtype == torch.float32
+    assert got.tolist() == [[-math.inf, 5.0, -math.inf, 4.0]]

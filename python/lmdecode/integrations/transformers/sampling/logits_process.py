@@ -16,6 +16,7 @@ from lmdecode.sampling.types import STATUS_NAN
 STAGES = ("temperature", "top_k", "top_p", "min_p")
 
 _OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_RESULT_DTYPES = (*_OP_DTYPES, torch.float64)  # -inf is one of their values
 
 
 def as_op_logits(scores: torch.Tensor) -> torch.Tensor:
@@ -120,10 +121,11 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         Returns
         -------
         torch.Tensor
-            [B, V] of the dtype of ``scores``, a new tensor. What is kept is decided in float32,
-            where the kept scores are divided too; the result is rounded once. A row with NaN has
-            NaN in its first entry, so that the softmax of it is NaN as after the warpers, and
-            sampling from it fails instead of passing over the NaN.
+            [B, V] of the dtype of ``scores``, a new tensor; float32 where that is another one than
+            float16, bfloat16, float32 and float64, which may have no -inf. What is kept is decided
+            in float32, where the kept scores are divided too; the result is rounded once. A row
+            with NaN has NaN in its first entry, so that the softmax of it is NaN as after the
+            warpers, and sampling from it fails instead of passing over the NaN.
 
         Raises
         ------
@@ -137,4 +139,4 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         assert kept_logits is not None  # it was asked for
         has_nan = (filtered.status & STATUS_NAN).to(torch.bool)
         kept_logits[:, 0].masked_fill_(has_nan, math.nan)
-        return kept_logits.to(scores.dtype)
+        return kept_logits.to(scores.dtype) if scores.dtype in _RESULT_DTYPES else kept_logits
