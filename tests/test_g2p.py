@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmdecode.demo._cmudict import (
+from lmdecode.demo.cmudict_words import (
     SAMPLE,
     ErrorRates,
     Pronunciations,
@@ -20,7 +20,7 @@ from lmdecode.demo._cmudict import (
     read_cmudict,
     split_of,
 )
-from lmdecode.demo._g2p_engines import our_engine, transformers_engine
+from lmdecode.demo.g2p_engines import our_engine, transformers_engine
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "g2p"
 MODEL = EXAMPLE / "model"

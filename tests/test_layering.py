@@ -241,6 +241,23 @@ def test_private_modules_belong_to_their_folder(path: Path) -> None:
                 assert folder[:depth] == parts[:depth], f"imports {module}"
 
 
+def outside_files() -> list[Path]:
+    folders = (ROOT / folder for folder in ("tests", "benchmarks", "examples"))
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", outside_files(), ids=name)
+def test_private_modules_stay_within_the_package(path: Path) -> None:
+    """But for the checks of arguments, which have a test of their own."""
+    modules = python_modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+            for module in {node.module or "", *names}:
+                is_private = is_in(module, "lmdecode") and re.search(r"\._(?!_)", module)
+                assert not is_private or module == "lmdecode._checks", f"imports {module}"
+
+
 def test_no_circle_of_imports() -> None:
     """Not even one that closes within a function, or for types alone."""
     modules = python_modules()

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from lmdecode.demo._cmudict import (
+from lmdecode.demo.cmudict_words import (
     SAMPLE,
     Pronunciations,
     error_rates,

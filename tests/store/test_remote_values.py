@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from store_cases import Open, fingerprint
 
 from lmdecode.store import Remote
-from lmdecode.store._remote_values import (
+from lmdecode.store.remote_values import (
     MAX_VALUE_BYTES,
     DamagedValueError,
     RemoteEntry,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmdecode.demo._cmudict import ErrorRates
 from lmdecode.demo._output import require
+from lmdecode.demo.cmudict_words import ErrorRates
 
 __all__ = ["draw_error_rates", "draw_pronunciations"]
 

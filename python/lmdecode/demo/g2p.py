@@ -11,16 +11,6 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import install_hint
-from lmdecode.demo._cmudict import (
-    SAMPLE,
-    ErrorRates,
-    Pronunciations,
-    error_rates,
-    parse_cmudict,
-    read_cmudict,
-    split_of,
-)
-from lmdecode.demo._g2p_engines import Engine, ctranslate2_engine, our_engine, transformers_engine
 from lmdecode.demo._g2p_plots import draw_error_rates, draw_pronunciations
 from lmdecode.demo._model import load_model
 from lmdecode.demo._output import (
@@ -30,6 +20,16 @@ from lmdecode.demo._output import (
     readable_path,
     require,
 )
+from lmdecode.demo.cmudict_words import (
+    SAMPLE,
+    ErrorRates,
+    Pronunciations,
+    error_rates,
+    parse_cmudict,
+    read_cmudict,
+    split_of,
+)
+from lmdecode.demo.g2p_engines import Engine, ctranslate2_engine, our_engine, transformers_engine
 
 MODEL = Path("examples", "g2p", "model")
 WIDTHS = {"greedy": 1, "beam 4": 4, "beam 8": 8}

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmdecode.store._local_prefix import LocalPrefix
 from lmdecode.store._native import PutOptions, Scope, Store
-from lmdecode.store._remote_values import (
+from lmdecode.store.remote_values import (
     ROUND_TRIP_BYTES,
     DamagedValueError,
     RemoteEntry,

@@ -21,10 +21,10 @@ from typing import Any
 from lmdecode.store._local_prefix import local_prefix
 from lmdecode.store._native import PutOptions, Scope, Store
 from lmdecode.store._remote_fetch import Fetch, Progress
-from lmdecode.store._remote_values import RemoteEntry
 from lmdecode.store._remote_write import Write
 from lmdecode.store.errors import StoreError
 from lmdecode.store.remote import Remote
+from lmdecode.store.remote_values import RemoteEntry
 
 _FETCHING_THREADS = 4
 _JOIN_SECONDS = 5.0

@@ -359,7 +359,7 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
 
 def test_needs_synced_gpus_without_a_process_group(llama):
-    from lmdecode.integrations.transformers._generate_call import needs_synced_gpus
+    from lmdecode.integrations.transformers.generate_call import needs_synced_gpus
 
     assert needs_synced_gpus(llama) is False
 

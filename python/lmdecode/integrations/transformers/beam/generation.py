@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmdecode.integrations.transformers._generate_call import (
-    arguments_of_generate,
-    ending,
-    needs_synced_gpus,
-    refuse_assistance,
-    refuse_dropped_streamer,
-    with_stop_strings,
-)
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.constrained_search import (
     ConstrainedSearch,
@@ -26,6 +18,14 @@ from lmdecode.integrations.transformers.beam.group_search import GroupSearch
 from lmdecode.integrations.transformers.beam.loop import Search, decode
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
+from lmdecode.integrations.transformers.generate_call import (
+    arguments_of_generate,
+    ending,
+    needs_synced_gpus,
+    refuse_assistance,
+    refuse_dropped_streamer,
+    with_stop_strings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

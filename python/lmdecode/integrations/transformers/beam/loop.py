@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from lmdecode.integrations.transformers._generate_call import next_inputs, prefill
 from lmdecode.integrations.transformers.caches.beam_caches import beam_cache, reorder_beams
+from lmdecode.integrations.transformers.generate_call import next_inputs, prefill
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

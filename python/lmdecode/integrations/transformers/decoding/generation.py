@@ -17,11 +17,6 @@ from lmdecode.beam.token_rules import repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, new_searches
 from lmdecode.decoder.weights import PackedDecoder
-from lmdecode.integrations.transformers._generate_call import (
-    arguments_of_generate,
-    refuse_assistance,
-    with_stop_strings,
-)
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
@@ -35,6 +30,11 @@ from lmdecode.integrations.transformers.decoding.rules import (
 )
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
+from lmdecode.integrations.transformers.generate_call import (
+    arguments_of_generate,
+    refuse_assistance,
+    with_stop_strings,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

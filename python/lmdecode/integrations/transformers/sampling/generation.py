@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lmdecode._checks import is_int
-from lmdecode.integrations.transformers._generate_call import (
+from lmdecode.integrations.transformers._recorder import Recorder
+from lmdecode.integrations.transformers._status import raise_for_status
+from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     ending,
     needs_synced_gpus,
@@ -19,8 +21,6 @@ from lmdecode.integrations.transformers._generate_call import (
     refuse_other_modes,
     with_stop_strings,
 )
-from lmdecode.integrations.transformers._recorder import Recorder
-from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
