@@ -1,6 +1,7 @@
 """Who may include and import whom, read from the sources: docs/internals/architecture.md."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -186,6 +187,7 @@ def area_of(parts: Sequence[str]) -> str:
     return subarea if subarea in SUBAREAS else "".join(parts[:1])
 
 
+@functools.cache
 def python_modules() -> dict[str, Path]:
     """Every file by the name of its module."""
     modules = {}
@@ -249,13 +251,8 @@ def outside_files() -> list[Path]:
 @pytest.mark.parametrize("path", outside_files(), ids=name)
 def test_private_modules_stay_within_the_package(path: Path) -> None:
     """But for the checks of arguments, which have a test of their own."""
-    modules = python_modules()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
-            for module in {node.module or "", *names}:
-                is_private = is_in(module, "lmdecode") and re.search(r"\._(?!_)", module)
-                assert not is_private or module == "lmdecode._checks", f"imports {module}"
+    private = {module for module in imported_files(path) if re.search(r"\._(?!_)", module)}
+    assert private <= {"lmdecode._checks"}, f"imports {private}"
 
 
 def test_no_circle_of_imports() -> None:

@@ -58,8 +58,8 @@ def is_int(value: object) -> bool:
     if isinstance(value, (int, torch.SymInt)):
         return not isinstance(value, bool)
     if isinstance(value, Tensor):
-        is_number = value.dtype.is_floating_point or value.dtype.is_complex
-        return value.dim() == 0 and value.dtype != torch.bool and not is_number
+        is_inexact = value.dtype.is_floating_point or value.dtype.is_complex
+        return value.dim() == 0 and value.dtype != torch.bool and not is_inexact
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:  # numpy's bools too

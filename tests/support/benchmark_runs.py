@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["needs_benchmarks", "run_benchmarks", "table_rows"]
+__all__ = ["needs_benchmarks", "run_benchmarks"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 needs_benchmarks = pytest.mark.skipif(
@@ -26,10 +26,3 @@ def run_benchmarks(*arguments: object) -> subprocess.CompletedProcess[str]:
         timeout=600,
         check=False,
     )
-
-
-def table_rows(*arguments: object) -> list[str]:
-    """Run the program and return the lines of its tables; what fails is shown."""
-    done = run_benchmarks(*arguments)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("|")]

@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, check_no_gradient, check_number
+from lmdecode._checks import (
+    check_dense_tensors,
+    check_int,
+    check_no_gradient,
+    check_number,
+    dtype_name,
+)
 from lmdecode._ops import ops
 from lmdecode.attention.masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
@@ -49,8 +55,7 @@ def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor 
         return None
     check_dense_tensors(op, **{name: value})
     if value.dtype not in (torch.int64, torch.int32):
-        dtype = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{op}: {name} has dtype {dtype}; expected int64 or int32")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected int64 or int32")
     if value.device != like.device:
         raise ValueError(
             f"{op}: {name} is on {value.device}; expected the device of q, {like.device}"
@@ -64,8 +69,7 @@ def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
         return None
     check_dense_tensors(op, **{name: value})
     if not value.dtype.is_floating_point:
-        dtype = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{op}: {name} has dtype {dtype}; expected a floating dtype")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected a floating dtype")
     return value.to(torch.float32).contiguous()
 
 

@@ -15,6 +15,7 @@ from lmdecode._checks import (
     check_int,
     check_layout,
     check_number,
+    dtype_name,
     type_error,
 )
 from lmdecode._ops import ops
@@ -63,8 +64,9 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
     if isinstance(num_beams, Tensor):
         check_layout(_OP, "num_beams", num_beams)
         if num_beams.dtype not in (torch.int64, torch.int32):
-            dtype = str(num_beams.dtype).removeprefix("torch.")
-            raise ValueError(f"{_OP}: num_beams has dtype {dtype}; expected int64 or int32")
+            raise ValueError(
+                f"{_OP}: num_beams has dtype {dtype_name(num_beams)}; expected int64 or int32"
+            )
         if num_beams.dim() != 1:
             raise ValueError(
                 f"{_OP}: num_beams has shape {list(num_beams.shape)}; expected [requests]"

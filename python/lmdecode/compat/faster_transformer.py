@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, type_error
+from lmdecode._checks import check_int, dtype_name, type_error
 from lmdecode._ops import ops
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.layer import gather_tree
@@ -55,8 +55,7 @@ def _check(op: str, name: str, tensor: object, shape: Sequence[int | None]) -> T
 def _floats(op: str, name: str, tensor: object, shape: Sequence[int | None]) -> Tensor:
     checked = _check(op, name, tensor, shape)
     if checked.dtype != torch.float32:
-        dtype = str(checked.dtype).removeprefix("torch.")
-        raise ValueError(f"{op}: {name} has dtype {dtype}; expected float32")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(checked)}; expected float32")
     return checked
 
 

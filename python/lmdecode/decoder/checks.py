@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, type_error
+from lmdecode._checks import check_dense_tensors, dtype_name, type_error
 from lmdecode.decoder.config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
 
 __all__ = ["check_floats", "check_layer", "check_weights", "indices"]
@@ -21,8 +21,7 @@ def check_floats(op: str, name: str, value: object) -> None:
     check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if not value.is_floating_point():
-        dtype = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{op}: {name} has dtype {dtype}; expected floats")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected floats")
     if value.device.type == "meta":
         raise ValueError(f"{op}: {name} is on meta; expected a tensor with values")
 
@@ -126,8 +125,7 @@ def indices(op: str, name: str, value: object, rows: int) -> Tensor:
     check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        dtype = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{op}: {name} has dtype {dtype}; expected integers")
+        raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected integers")
     if tuple(value.shape) != (rows,):
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected [{rows}]")
     if value.device.type != "cpu":

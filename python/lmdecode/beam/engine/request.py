@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_count, check_number
+from lmdecode._checks import MAX_INT, check_count, check_number, dtype_name
 from lmdecode.beam.state import EARLY_STOPPING, RULES, EarlyStopping, Rules
 
 __all__ = ["BeamRequest", "BeamResult"]
@@ -44,10 +44,9 @@ def _tokens(name: str, value: object) -> tuple[int, ...]:
         return ()
     if isinstance(value, Tensor):
         if value.dim() > 1 or value.is_floating_point() or value.dtype == torch.bool:
-            dtype = str(value.dtype).removeprefix("torch.")
             raise ValueError(
-                f"BeamRequest: {name} is a {dtype} tensor of shape {list(value.shape)}; "
-                "expected integers in one dimension"
+                f"BeamRequest: {name} is a {dtype_name(value)} tensor of shape "
+                f"{list(value.shape)}; expected integers in one dimension"
             )
         value = value.tolist()
     elif hasattr(value, "__array__") and hasattr(value, "tolist"):
