@@ -1,0 +1,223 @@
+"""What a decoder-only model is made of: its sizes and switches, and its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lmdecode._checks import check_bool, check_int, check_number
+from lmdecode.decoder.config import ACTIVATIONS, NORMS, ActivationName, Norm
+
+__all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights"]
+
+
+@dataclass(frozen=True)
+class CausalConfig:
+    """Sizes and switches of a decoder-only model.
+
+    A layer is ``x += attention(norm(x))``, then ``x += ffn(norm(x))``. A norm before a sublayer,
+    and one of what the sublayer gives, are there where the weights have them.
+
+    Parameters
+    ----------
+    num_layers, model_size, num_heads, num_kv_heads, head_size, ffn_size, vocab_size : int
+        Sizes, each at least 1; ``num_kv_heads`` divides ``num_heads``, ``head_size`` is even where
+        it is rotated. ``num_heads * head_size`` need not be ``model_size``.
+    windows : tuple of (int or None)
+        Of each layer: how many keys a query sees, its own among them. None: all.
+    rotary : tuple of (int or None)
+        Of each layer: which of the weights' ``rotary`` turns its queries and keys. None: none.
+    rotary_size : int
+        Features of a head that are turned, even, the first ones; feature i with feature
+        ``i + rotary_size / 2``. ``head_size`` by default, 0 where no layer is turned.
+    rotary_scales : tuple of float
+        What cosines and sines are multiplied by, for each of the weights' ``rotary``.
+    norm : {"rms_norm", "layer_norm"}
+        Of every norm, those of queries and keys too.
+    norm_epsilon : float
+        Added to the variance, or to the mean square.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+        Of the feed-forward layer.
+    gated : bool
+        ``activation(gate(x)) * up(x)`` instead of ``activation(up(x))``.
+    attention_scale : float, optional
+        What scores are multiplied by; ``head_size ** -0.5`` by default.
+    attention_softcap, logits_softcap : float
+        ``cap * tanh(x / cap)`` of scores, of logits. 0: none.
+    embedding_scale, logits_scale : float
+        What embeddings, and logits before their cap, are multiplied by.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+
+    num_layers: int
+    model_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    rotary: tuple[int | None, ...]
+    rotary_size: int | None = None
+    rotary_scales: tuple[float, ...] = ()
+    norm: Norm = "rms_norm"
+    norm_epsilon: float = 1e-6
+    activation: ActivationName = "silu"
+    gated: bool = True
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "CausalConfig"
+        sizes = ("num_layers", "model_size", "num_heads", "num_kv_heads", "head_size", "ffn_size",
+                 "vocab_size")  # fmt: skip
+        for name in sizes:
+            limits = "1 to 2^31 - 1"
+            size = check_int(op, name, getattr(self, name), 1, (1 << 31) - 1, limits=limits)
+            object.__setattr__(self, name, size)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{op}: num_kv_heads is {self.num_kv_heads}; "
+                f"expected a divisor of num_heads = {self.num_heads}"
+            )
+        if (self.num_heads + 2 * self.num_kv_heads) * self.head_size >= 1 << 31:
+            raise ValueError(
+                f"{op}: {self.num_heads} heads of {self.head_size}; expected fewer than 2^31 in all"
+            )
+        for name in ("windows", "rotary"):
+            entries = tuple(getattr(self, name))
+            if len(entries) != self.num_layers:
+                raise ValueError(
+                    f"{op}: {name} has {len(entries)} entries; expected num_layers, "
+                    f"{self.num_layers}"
+                )
+            object.__setattr__(self, name, entries)
+        for window in self.windows:
+            if window is not None:
+                check_int(op, "windows", window, 1, (1 << 31) - 1, limits="1 to 2^31 - 1, or None")
+        object.__setattr__(self, "rotary_scales", tuple(map(float, self.rotary_scales)))
+        for rotary in self.rotary:
+            if rotary is not None:
+                most = len(self.rotary_scales) - 1
+                limits = f"0 to {most}, an entry of rotary_scales, or None"
+                check_int(op, "rotary", rotary, 0, most, limits=limits)
+        is_turned = any(rotary is not None for rotary in self.rotary)
+        if self.rotary_size is None:
+            object.__setattr__(self, "rotary_size", self.head_size if is_turned else 0)
+        size = check_int(
+            op, "rotary_size", self.rotary_size, 0, self.head_size, limits="0 to head_size"
+        )
+        if size % 2 or (is_turned and size == 0):
+            raise ValueError(f"{op}: rotary_size is {size}; expected an even number above 0")
+        check_bool(op, "gated", self.gated)
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
+        for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in tuple(choices):
+                raise ValueError(
+                    f"{op}: {name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}"
+                )
+        for name in ("norm_epsilon", "attention_scale", "attention_softcap", "logits_softcap",
+                     "embedding_scale", "logits_scale"):  # fmt: skip
+            number = check_number(op, name, getattr(self, name))
+            at_least_0 = name.endswith(("_epsilon", "_softcap"))
+            if not math.isfinite(number) or (at_least_0 and number < 0):
+                raise ValueError(
+                    f"{op}: {name} is {number}; "
+                    f"expected a finite number{' of at least 0' if at_least_0 else ''}"
+                )
+            object.__setattr__(self, name, number)
+
+    @property
+    def query_size(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Features of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_size
+
+
+class CausalLayerWeights(NamedTuple):
+    """One layer's weights; linear ones are [out, in], as ``torch.nn.Linear`` has them.
+
+    D is ``model_size``, Q ``query_size``, K ``key_size``, F ``ffn_size``. None: no norm, no bias,
+    no gate.
+
+    Attributes
+    ----------
+    attention_norm_gamma, attention_norm_beta, ffn_norm_gamma, ffn_norm_beta : Tensor or None
+        [D]: of what the sublayer reads.
+    attention_out_norm_gamma, ffn_out_norm_gamma : Tensor or None
+        [D]: of what the sublayer gives, before it is added.
+    qkv, qkv_bias : Tensor
+        [Q + 2 K, D], [Q + 2 K]: queries, keys and values.
+    query_norm_gamma, key_norm_gamma : Tensor or None
+        [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
+    attention_out : Tensor
+        [D, Q], with bias [D].
+    ffn_up, ffn_gate : Tensor
+        [F, D], with bias [F].
+    ffn_down : Tensor
+        [D, F], with bias [D].
+    """
+
+    attention_norm_gamma: Tensor | None
+    attention_norm_beta: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm_gamma: Tensor | None
+    key_norm_gamma: Tensor | None
+    attention_out: Tensor
+    attention_out_bias: Tensor | None
+    attention_out_norm_gamma: Tensor | None
+    ffn_norm_gamma: Tensor | None
+    ffn_norm_beta: Tensor | None
+    ffn_up: Tensor
+    ffn_up_bias: Tensor | None
+    ffn_gate: Tensor | None
+    ffn_gate_bias: Tensor | None
+    ffn_down: Tensor
+    ffn_down_bias: Tensor | None
+    ffn_out_norm_gamma: Tensor | None
+
+
+class CausalWeights(NamedTuple):
+    """The weights of a decoder-only model, floats of any dtype.
+
+    Attributes
+    ----------
+    embedding : Tensor
+        [V, D].
+    positions : Tensor or None
+        [P, D], added to the embeddings: the model has P positions.
+    rotary : tuple of Tensor
+        Each [rotary_size / 2] float32: by how much each pair of features turns from one position to
+        the next, in radians.
+    final_norm_gamma, final_norm_beta : Tensor or None
+        [D].
+    logits, logits_bias : Tensor or None
+        [V, D], the projection to the vocabulary, None where it is ``embedding``; [V].
+    layers : tuple of CausalLayerWeights
+    """
+
+    embedding: Tensor
+    positions: Tensor | None
+    rotary: tuple[Tensor, ...]
+    final_norm_gamma: Tensor | None
+    final_norm_beta: Tensor | None
+    logits: Tensor | None
+    logits_bias: Tensor | None
+    layers: tuple[CausalLayerWeights, ...]
