@@ -10,6 +10,7 @@ set(KERNEL_SOURCES
   attention/sliding_window_decode_cpu_kernel.cpp
   beam/log_softmax_top_k_cpu_kernel.cpp
   beam/processor_rows_cpu_kernel.cpp
+  decoder/causal_rows_cpu_kernel.cpp
   decoder/greedy_choice_cpu_kernel.cpp
   decoder/step_attention_cpu_kernel.cpp
   kv_cache/reorder_cache_cpu_kernel.cpp
@@ -35,6 +36,7 @@ set(CPU_SOURCES
   beam/beam_step_cpu.cpp
   beam/log_softmax_top_k_cpu.cpp
   beam/processor_edits.cpp
+  decoder/causal_forward.cpp
   decoder/decoder_forward.cpp
   decoder/decoder_layer_cpu.cpp
   decoder/decoding_cpu.cpp

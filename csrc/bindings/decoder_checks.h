@@ -53,7 +53,7 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   DecoderConfig c;
   c.layers = list.next("num_layers", 1);
   c.model_size = list.next("model_size", 1);
-  c.heads = list.next("num_heads", 1);
+  c.heads = c.kv_heads = list.next("num_heads", 1);
   c.head_size = list.next("head_size", 1);
   c.ffn_size = list.next("ffn_size", 1);
   c.vocab = list.next("vocab_size", 1);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bindings/decoder_checks.h"
+#include "decoder/step_layer_attention.h"
 
 namespace lmdecode::decoder {
 namespace {
@@ -90,7 +91,10 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
                                  cache.caches.self_values, cache.caches.table,
                                  cache.caches.source,      cache.cross_keys,
                                  cache.cross_values,       cache.memory_lengths};
-  if (rows > 0) decoder_layer_cpu(c, layer, step, layer_caches, bias, distances, buffers, to);
+  if (rows > 0) {
+    const StepLayerAttention attention(c, step, layer_caches, bias, distances);
+    decoder_layer_cpu(c, layer, attention, buffers, rows, to);
+  }
   return y;
 }
 

@@ -123,6 +123,21 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] "
      "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
      Devices::kCpuOnly},
+    // A step of a decoder-only model. weights: one memory, and layout [layers + 1, 22] int64 where
+    // its parts lie; caches: six tensors for each of windows (csrc/bindings/causal_checks.h).
+    // tokens [n]; entries [m, 4]: sequence, count of tokens, is_prompt, num_logits. Returns
+    // [num_logits, vocab].
+    {"causal_forward_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
+     "caches, int[] windows, Tensor(b!) workspace, Tensor tokens, Tensor entries, int "
+     "num_logits, int max_rows) -> Tensor",
+     Devices::kCpuOnly},
+    // sizes: max_rows, sequences, blocks of a sequence
+    {"causal_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
+    // parents [sequences]; lengths [n, 2]: sequences, and what they go back to.
+    {"causal_caches_reorder_(Tensor(a!)[] caches, int[] windows, Tensor parents) -> ()",
+     Devices::kCpuOnly},
+    {"causal_caches_truncate_(Tensor(a!)[] caches, int[] windows, Tensor lengths) -> ()",
+     Devices::kCpuOnly},
     // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
     // and [rows].
     {"faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "

@@ -1,5 +1,5 @@
-// A transformer decoder with cross-attention: its sizes and switches, and where its weights are.
-// docs/reference/decoder.md is the user's page.
+// A transformer decoder, with cross-attention or without: its sizes and switches, and where its
+// weights are. docs/reference/decoder.md is the user's page.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,11 @@ struct DecoderConfig {
   int64_t layers = 0;
   int64_t model_size = 0;
   int64_t heads = 0;
+  int64_t kv_heads = 0;  // divides heads
   int64_t head_size = 0;
   int64_t ffn_size = 0;
   int64_t vocab = 0;
-  int64_t memory_size = 0;      // features of what the encoder gives
+  int64_t memory_size = 0;      // features of what the encoder gives; 0: no cross-attention
   int64_t position_offset = 0;  // row of the position table that position 0 has
   NormKind norm = NormKind::kLayerNorm;
   bool norm_first = false;  // before each sublayer, or behind its residual
@@ -30,6 +31,8 @@ struct DecoderConfig {
   float embedding_scale = 1.0f;
 
   int64_t attention_size() const { return heads * head_size; }
+  int64_t key_size() const { return kv_heads * head_size; }
+  int64_t qkv_size() const { return attention_size() + 2 * key_size(); }
 };
 
 struct NormWeights {
@@ -46,6 +49,7 @@ struct LayerWeights {
   NormWeights self_norm;
   LinearWeights qkv;  // queries, keys, values one behind the other
   LinearWeights self_out;
+  NormWeights self_out_norm;  // of what self-attention gives, before it is added
   NormWeights cross_norm;
   LinearWeights cross_query;
   LinearWeights cross_key_value;  // of the memory, once a request
@@ -54,6 +58,7 @@ struct LayerWeights {
   LinearWeights ffn_up;
   LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
   LinearWeights ffn_down;
+  NormWeights ffn_out_norm;  // of what the feed-forward layer gives, before it is added
 };
 
 struct DecoderWeights {

@@ -4,6 +4,7 @@
 #include "common/parallel.h"
 #include "common/split_memory.h"
 #include "decoder/decoder_tuning.h"
+#include "decoder/step_layer_attention.h"
 
 namespace lmdecode::decoder {
 
@@ -90,8 +91,9 @@ void DecoderForward::run(bool to_logits) {
                              caches_.cross_keys + layer * cross_layer,
                              caches_.cross_values + layer * cross_layer,
                              caches_.memory_lengths};
-    decoder_layer_cpu(config_, weights_.layers[layer], rows_, caches, weights_.relative_bias,
-                      weights_.num_distances, buffers_, x_);
+    const StepLayerAttention attention(config_, rows_, caches, weights_.relative_bias,
+                                       weights_.num_distances);
+    decoder_layer_cpu(config_, weights_.layers[layer], attention, buffers_, rows_.count, x_);
   }
   if (!to_logits) return;
   const float* last = x_;

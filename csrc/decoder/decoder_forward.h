@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decoder/decoder_layer.h"
+#include "decoder/step_attention.h"
 
 namespace lmdecode::decoder {
 

@@ -2,26 +2,26 @@
 #pragma once
 
 #include "decoder/decoder_config.h"
-#include "decoder/step_attention.h"
 
 namespace lmdecode::decoder {
 
-// Caches of one layer; shapes in step_attention.h.
-struct LayerCaches {
-  int64_t capacity = 0;
-  float* self_keys = nullptr;
-  float* self_values = nullptr;
-  const int32_t* table = nullptr;
-  int64_t source = 0;
-  const float* cross_keys = nullptr;
-  const float* cross_values = nullptr;
-  const int64_t* memory_lengths = nullptr;
+// What a layer's rows attend to, wherever keys and values are kept.
+class LayerAttention {
+ public:
+  // Keys and values of qkv [rows, qkv_size], which may be overwritten, to the cache; out [rows,
+  // attention_size].
+  virtual void self(float* qkv, float* out) const = 0;
+  // Where the layer has cross-attention: queries and out [rows, attention_size].
+  virtual void cross(const float* queries, float* out) const = 0;
+
+ protected:
+  ~LayerAttention() = default;
 };
 
 // Scratch for so many rows; each part aligned to 64.
 struct LayerBuffers {
   float* normed = nullptr;   // [rows, model_size]
-  float* qkv = nullptr;      // [rows, 3 * attention_size]
+  float* qkv = nullptr;      // [rows, qkv_size]
   float* context = nullptr;  // [rows, attention_size]
   float* ffn = nullptr;      // [rows, ffn_size]
   void* linear_input = nullptr;
@@ -40,10 +40,9 @@ void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, vo
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
                 float* to, int64_t rows);
 
-// x [rows, model_size], in place. rows: whose keys and values have been written for every earlier
-// position. bias: see SelfAttentionParams.
+// x [rows, model_size], in place.
 void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
-                       const StepRows& rows, const LayerCaches& caches, const float* relative_bias,
-                       int64_t num_distances, const LayerBuffers& buffers, float* x);
+                       const LayerAttention& attention, const LayerBuffers& buffers, int64_t rows,
+                       float* x);
 
 }  // namespace lmdecode::decoder

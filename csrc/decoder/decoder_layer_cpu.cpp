@@ -10,7 +10,7 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
                            LayerBuffers* buffers) {
   SplitMemory split(memory);
   split.take(&buffers->normed, rows * config.model_size);
-  split.take(&buffers->qkv, rows * 3 * config.attention_size());
+  split.take(&buffers->qkv, rows * config.qkv_size());
   split.take(&buffers->context, rows * config.attention_size());
   split.take(&buffers->ffn, rows * config.ffn_size);
   size_t bytes = 0;
@@ -45,24 +45,33 @@ namespace {
 
 class Layer {
  public:
-  Layer(const DecoderConfig& config, const StepRows& rows, const LayerBuffers& buffers, float* x)
-      : config_(config), rows_(rows), buffers_(buffers), x_(x) {}
+  Layer(const DecoderConfig& config, const LayerBuffers& buffers, int64_t rows, float* x)
+      : config_(config), buffers_(buffers), rows_(rows), x_(x) {}
 
   // What a sublayer reads.
   const float* input(const NormWeights& norm) const {
-    if (!config_.norm_first) return x_;
-    apply_norm(config_, norm, x_, buffers_.normed, rows_.count);
+    if (!config_.norm_first || norm.gamma == nullptr) return x_;
+    apply_norm(config_, norm, x_, buffers_.normed, rows_);
     return buffers_.normed;
   }
 
-  // x += from W^T + bias, and the norm behind it, where there is one.
-  void add(const LinearWeights& weights, const NormWeights& norm, const float* from) const {
+  // x += from W^T + bias, normed by out_norm where there is one; then the norm behind it.
+  void add(const LinearWeights& weights, const NormWeights& out_norm, const NormWeights& norm,
+           const float* from) const {
     linear::LinearOutput output;
-    output.y = x_;
-    output.residual = x_;
-    output.residual_stride = config_.model_size;
-    apply_linear(weights, from, rows_.count, buffers_.linear_input, output);
-    if (!config_.norm_first) apply_norm(config_, norm, x_, x_, rows_.count);
+    if (out_norm.gamma != nullptr) {
+      output.y = buffers_.normed;
+      apply_linear(weights, from, rows_, buffers_.linear_input, output);
+      apply_norm(config_, out_norm, buffers_.normed, buffers_.normed, rows_);
+      const int64_t size = rows_ * config_.model_size;
+      for (int64_t i = 0; i < size; ++i) x_[i] += buffers_.normed[i];
+    } else {
+      output.y = x_;
+      output.residual = x_;
+      output.residual_stride = config_.model_size;
+      apply_linear(weights, from, rows_, buffers_.linear_input, output);
+    }
+    if (!config_.norm_first) apply_norm(config_, norm, x_, x_, rows_);
   }
 
   void project(const LinearWeights& weights, const float* from, float* to,
@@ -73,52 +82,32 @@ class Layer {
     output.activation = activation;
     output.multiplier = multiplier;
     output.multiplier_stride = weights.matrix.shape.out_features;
-    apply_linear(weights, from, rows_.count, buffers_.linear_input, output);
+    apply_linear(weights, from, rows_, buffers_.linear_input, output);
   }
 
  private:
   const DecoderConfig& config_;
-  const StepRows& rows_;
   const LayerBuffers& buffers_;
+  const int64_t rows_;
   float* const x_;
 };
 
 }  // namespace
 
 void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
-                       const StepRows& rows, const LayerCaches& caches, const float* relative_bias,
-                       int64_t num_distances, const LayerBuffers& buffers, float* x) {
-  const Layer layer(config, rows, buffers, x);
-  const AttentionShape shape{config.heads, config.head_size, config.attention_scale,
-                             config.denominator_epsilon};
+                       const LayerAttention& attention, const LayerBuffers& buffers, int64_t rows,
+                       float* x) {
+  const Layer layer(config, buffers, rows, x);
 
   layer.project(weights.qkv, layer.input(weights.self_norm), buffers.qkv);
-  SelfAttentionParams self;
-  self.shape = shape;
-  self.rows = rows;
-  self.capacity = caches.capacity;
-  self.qkv = buffers.qkv;
-  self.out = buffers.context;
-  self.keys = caches.self_keys;
-  self.values = caches.self_values;
-  self.table = caches.table;
-  self.bias = relative_bias;
-  self.bias_stride = num_distances;
-  self_attention_step_cpu(self);
-  layer.add(weights.self_out, weights.self_norm, buffers.context);
+  attention.self(buffers.qkv, buffers.context);
+  layer.add(weights.self_out, weights.self_out_norm, weights.self_norm, buffers.context);
 
-  layer.project(weights.cross_query, layer.input(weights.cross_norm), buffers.qkv);
-  CrossAttentionParams cross;
-  cross.shape = shape;
-  cross.rows = rows;
-  cross.source = caches.source;
-  cross.queries = buffers.qkv;
-  cross.out = buffers.context;
-  cross.keys = caches.cross_keys;
-  cross.values = caches.cross_values;
-  cross.lengths = caches.memory_lengths;
-  cross_attention_step_cpu(cross);
-  layer.add(weights.cross_out, weights.cross_norm, buffers.context);
+  if (config.memory_size > 0) {
+    layer.project(weights.cross_query, layer.input(weights.cross_norm), buffers.qkv);
+    attention.cross(buffers.qkv, buffers.context);
+    layer.add(weights.cross_out, NormWeights{}, weights.cross_norm, buffers.context);
+  }
 
   const float* const input = layer.input(weights.ffn_norm);
   if (config.gated) {
@@ -127,7 +116,7 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
   } else {
     layer.project(weights.ffn_up, input, buffers.ffn, config.activation);
   }
-  layer.add(weights.ffn_down, weights.ffn_norm, buffers.ffn);
+  layer.add(weights.ffn_down, weights.ffn_out_norm, weights.ffn_norm, buffers.ffn);
 }
 
 }  // namespace lmdecode::decoder

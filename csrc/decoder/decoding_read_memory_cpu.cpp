@@ -5,6 +5,7 @@
 #include "decoder/decoder_layer.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/decoding_read_memory.h"
+#include "decoder/step_attention.h"
 #include "linear/packed_linear.h"
 
 namespace lmdecode::decoder {

@@ -75,6 +75,18 @@ struct CrossCacheParams {
   float* values = nullptr;           // [heads, source, padded head]
 };
 
+// Caches of one layer, shapes as above.
+struct LayerCaches {
+  int64_t capacity = 0;
+  float* self_keys = nullptr;
+  float* self_values = nullptr;
+  const int32_t* table = nullptr;
+  int64_t source = 0;
+  const float* cross_keys = nullptr;
+  const float* cross_values = nullptr;
+  const int64_t* memory_lengths = nullptr;
+};
+
 // On torch's threads. The indices have been checked.
 void self_attention_step_cpu(const SelfAttentionParams& params);
 void cross_attention_step_cpu(const CrossAttentionParams& params);

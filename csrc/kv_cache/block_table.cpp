@@ -1,6 +1,7 @@
 #include "kv_cache/block_table.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "kv_cache/host_row_copies.h"
@@ -15,6 +16,7 @@ int32_t take_block(const BlockTable& table) {
 }
 
 void release_block(const BlockTable& table, int32_t block) {
+  if (block == kNoBlock) return;  // dropped before
   // The second condition holds in every table that these functions alone have changed.
   if (--table.ref_counts[block] == 0 && table.counters[kFreeBlocks] < table.num_blocks) {
     table.free_blocks[table.counters[kFreeBlocks]++] = block;
@@ -68,6 +70,46 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
   }
 }
 
+int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens) {
+  // Rows that share an open block leave it to the last of them, as append_to_block_table() does.
+  std::vector<std::pair<int32_t, int32_t>> shared;  // block, rows that left it
+  int64_t needed = 0;
+  for (int64_t row = 0; row < table.rows; ++row) {
+    const int64_t tokens = num_tokens.at(row);
+    if (tokens == 0) continue;
+    const int64_t length = table.lengths[row];
+    needed += table.blocks_for(length + tokens) - table.blocks_for(length);
+    const int32_t* const open = open_block(table, row);
+    if (open == nullptr || table.ref_counts[*open] == 1) continue;
+    auto left = std::find_if(shared.begin(), shared.end(),
+                             [&](const auto& entry) { return entry.first == *open; });
+    if (left == shared.end()) left = shared.insert(shared.end(), {*open, 0});
+    if (left->second + 1 < table.ref_counts[*open]) {
+      ++left->second;
+      ++needed;
+    }
+  }
+  return std::max<int64_t>(needed - table.counters[kFreeBlocks], 0);
+}
+
+void drop_leading_blocks(const BlockTable& table, int64_t row, int64_t first_block) {
+  int32_t* const blocks = table.row(row);
+  // What was dropped before lies before all that was not.
+  for (int64_t b = first_block - 1; b >= 0 && blocks[b] != kNoBlock; --b) {
+    release_block(table, blocks[b]);
+    blocks[b] = kNoBlock;
+  }
+}
+
+void truncate_row(const BlockTable& table, int64_t row, int64_t length) {
+  int32_t* const blocks = table.row(row);
+  for (int64_t b = table.blocks_for(length); b < table.blocks_for(table.lengths[row]); ++b) {
+    release_block(table, blocks[b]);
+    blocks[b] = kNoBlock;
+  }
+  table.lengths[row] = static_cast<int32_t>(length);
+}
+
 void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows& parents) {
   const size_t all = static_cast<size_t>(std::max<int64_t>(rows, parents.rows));
   std::vector<int32_t> heirs(all);
@@ -85,7 +127,7 @@ void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows
   for (size_t row = 0; row < all; ++row) {
     const int32_t* const blocks = table.row(static_cast<int64_t>(row));
     for (int64_t b = 0; heirs[row] > 1 && b < used[row]; ++b) {
-      table.ref_counts[blocks[b]] += heirs[row] - 1;
+      if (blocks[b] != kNoBlock) table.ref_counts[blocks[b]] += heirs[row] - 1;
     }
   }
   for (size_t row = 0; row < all; ++row) {

@@ -49,6 +49,16 @@ struct BlockCopy {
 void append_to_block_table(const BlockTable& table, const IntegerRows& num_tokens,
                            BlockCopy* copies);
 
+// Free blocks that append_to_block_table() would take beyond those that there are; 0: it succeeds.
+int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens);
+
+// A row lets go of its blocks before the first_block-th, which nobody will ask it for again:
+// kNoBlock stands in their places. What they held still counts in its length.
+void drop_leading_blocks(const BlockTable& table, int64_t row, int64_t first_block);
+
+// A row goes back to a length, at most its own.
+void truncate_row(const BlockTable& table, int64_t row, int64_t length);
+
 // Row i of the first parents.rows becomes what row parents.at(i) of the first `rows` was, without a
 // block being copied; the rows behind become empty. Blocks that nobody uses any more become free.
 void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows& parents);

@@ -52,6 +52,10 @@ size_t packed_linear_bytes(const PackedLinearShape& shape);
 void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                  int64_t in_stride, void* packed);
 
+// row [in_features] = row `output` of W as it is held, kFloat32 or kBFloat16: for an embedding that
+// is the projection to the vocabulary as well.
+void read_packed_row(const PackedLinear& linear, int64_t output, float* row);
+
 // Rows of x in the form that the products of a format read, made once for every weight of the same
 // format and in_features that they meet, such as those of queries, keys and values.
 struct LinearInput {

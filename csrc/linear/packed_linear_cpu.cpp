@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "common/float_mode.h"
+#include "common/half.h"
 #include "common/parallel.h"
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
@@ -70,6 +71,25 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
                  const ScopedIeeeMode ieee;
                  kernels.pack(shape, weight, out_stride, in_stride, packed, begin, end);
                });
+}
+
+void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
+  const LinearFormat format = linear.shape.format;
+  const LinearTile tile = linear_kernels_of(format).tile(format);
+  const PackedLayout layout = PackedLayout::of(linear.shape, tile);
+  const char* const panel = static_cast<const char*>(linear.packed) + sizeof(PackedHeader) +
+                            output / tile.width * layout.panel_bytes;
+  const int64_t first = output % tile.width * tile.values, step = tile.width * tile.values;
+  const auto read = [&](const auto* values) {
+    for (int64_t i = 0; i < linear.shape.in_features; ++i) {
+      row[i] = to_float(values[i / tile.values * step + first + i % tile.values]);
+    }
+  };
+  if (format == LinearFormat::kFloat32) {
+    read(reinterpret_cast<const float*>(panel));
+  } else {
+    read(reinterpret_cast<const BFloat16*>(panel));
+  }
 }
 
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,

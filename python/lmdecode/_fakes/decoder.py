@@ -94,3 +94,40 @@ def _decoder_embed(tokens, positions, embedding, position_table, scale, position
 @fake("decoder_activate_")
 def _decoder_activate_(up, gate, activation):
     check_devices("decoder_activate_", "up", up, dict(gate=gate))
+
+
+@fake("causal_forward_")
+def _causal_forward(
+    weights,
+    layout,
+    config,
+    numbers,
+    caches,
+    windows,
+    workspace,
+    tokens,
+    entries_,
+    num_logits,
+    max_rows,
+):
+    others = dict(weights=weights, layout=layout, tokens=tokens, entries=entries_)
+    check_devices("causal_forward_", "workspace", workspace, others | entries(caches=caches))
+    return workspace.new_empty((num_logits, config[6]), dtype=torch.float32)
+
+
+@fake("causal_caches_reorder_")
+def _causal_caches_reorder(caches, windows, parents):
+    check_devices("causal_caches_reorder_", "parents", parents, entries(caches=caches))
+
+
+@fake("causal_caches_truncate_")
+def _causal_caches_truncate(caches, windows, lengths):
+    check_devices("causal_caches_truncate_", "lengths", lengths, entries(caches=caches))
+
+
+@fake("causal_workspace_bytes")
+def _causal_workspace_bytes(config, numbers, sizes):
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # no tensors: the size is that of the op itself
+        return torch.ops.lmdecode.causal_workspace_bytes(config, numbers, sizes)

@@ -1,0 +1,275 @@
+#include "bindings/causal_checks.h"
+
+#include <cmath>
+#include <limits>
+
+#include "bindings/packed_weight_checks.h"
+
+namespace lmdecode::decoder {
+namespace {
+
+constexpr size_t kConfigEntries = 16, kNumbers = 6;
+
+// Parts of one memory.
+class WeightParts {
+ public:
+  WeightParts(const char* op, const Tensor& memory, const int64_t* row)
+      : op_(op),
+        memory_(static_cast<const char*>(memory.const_data_ptr())),
+        bytes_(memory.numel()),
+        row_(row) {}
+
+  // Null where there is none.
+  template <class T>
+  const T* next(const char* name, int64_t count) {
+    return static_cast<const T*>(take(name, count * static_cast<int64_t>(sizeof(T))));
+  }
+
+  NormWeights norm(const char* gamma, const char* beta, int64_t size) {
+    NormWeights norm;
+    norm.gamma = next<float>(gamma, size);
+    if (beta != nullptr) norm.beta = next<float>(beta, size);
+    return norm;
+  }
+
+  LinearWeights linear(const char* name, const char* bias, linear::LinearFormat format,
+                       int64_t in_features, int64_t out_features) {
+    LinearWeights weights;
+    weights.matrix.shape = {in_features, out_features, format};
+    const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(weights.matrix.shape));
+    weights.matrix.packed = take(name, bytes);
+    if (weights.matrix.packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
+    check_packed_weight(op_, std::string("weights.") + name, weights.matrix.packed, bytes,
+                        weights.matrix.shape, ", from config");
+    weights.bias = next<float>(bias, out_features);
+    return weights;
+  }
+
+  void skip() { ++row_; }
+
+ private:
+  const void* take(const char* name, int64_t bytes) {
+    const int64_t at = *row_++;
+    if (at == -1) return nullptr;
+    if (at < 0 || at % 64 != 0 || at > bytes_ - bytes) {
+      fail(op_, "layout has ", name, " at byte ", at, "; expected a multiple of 64, and ", bytes,
+           " bytes behind it in a memory of ", bytes_);
+    }
+    return memory_ + at;
+  }
+
+  const char* const op_;
+  const char* const memory_;
+  const int64_t bytes_;
+  const int64_t* row_;
+};
+
+void check_bytes(const char* op, const char* name, const Tensor& tensor) {
+  check_dtype(op, name, tensor, ScalarType::Byte);
+  if (tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu() &&
+      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 64 == 0) {
+    return;
+  }
+  fail(op, name, " has shape ", shape_text(tensor), " on ", device_name(tensor),
+       "; expected [bytes], contiguous, on cpu, aligned to 64");
+}
+
+}  // namespace
+
+CausalModel causal_model_sizes(const char* op, const Integers& config, const Numbers& numbers,
+                               std::vector<float>* rotary_scales) {
+  IntegerList list(op, "config", config, kConfigEntries);
+  CausalModel m;
+  DecoderConfig& c = m.config;
+  c.layers = list.next("num_layers", 1);
+  c.model_size = list.next("model_size", 1);
+  c.heads = list.next("num_heads", 1);
+  c.kv_heads = list.next("num_kv_heads", 1);
+  c.head_size = list.next("head_size", 1);
+  c.ffn_size = list.next("ffn_size", 1);
+  c.vocab = list.next("vocab_size", 1);
+  m.rotary_size = list.next("rotary_size", 0);
+  m.num_rotary = list.next("num_rotary", 0, 1 << 10);
+  m.weights.num_positions = list.next("num_positions", 0);
+  m.norms_all_heads = list.next_flag("norms_all_heads");
+  c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
+  c.gated = list.next_flag("gated");
+  c.activation = static_cast<linear::Activation>(list.next("activation", 1, 4));
+  c.format = static_cast<linear::LinearFormat>(
+      list.next("format", 0, static_cast<int64_t>(linear::LinearFormat::kInt8)));
+  m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 2));
+  c.norm_first = true;
+  if (c.heads % c.kv_heads != 0) {
+    fail(op, "config.num_kv_heads is ", c.kv_heads, "; expected a divisor of num_heads, ", c.heads);
+  }
+  if (c.qkv_size() >= kMaxDecoderSize) {
+    fail(op, "config has ", c.heads, " heads of ", c.head_size,
+         "; expected fewer than 2^31 in all");
+  }
+  if (m.rotary_size % 2 != 0 || m.rotary_size > c.head_size) {
+    fail(op, "config.rotary_size is ", m.rotary_size, "; expected an even number up to ",
+         c.head_size);
+  }
+  const size_t rotary = static_cast<size_t>(m.num_rotary);
+  if (numbers.size() != kNumbers + rotary) {
+    fail(op, "numbers has ", numbers.size(), " entries; expected ", kNumbers + rotary);
+  }
+  c.norm_epsilon = static_cast<float>(numbers[0]);
+  c.attention_scale = static_cast<float>(numbers[1]);
+  m.attention_softcap = static_cast<float>(numbers[2]);
+  m.logits_softcap = static_cast<float>(numbers[3]);
+  c.embedding_scale = static_cast<float>(numbers[4]);
+  m.logits_scale = static_cast<float>(numbers[5]);
+  for (size_t i = 0; i < rotary; ++i) {
+    rotary_scales->push_back(static_cast<float>(numbers[kNumbers + i]));
+  }
+  return m;
+}
+
+CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, const Tensor& layout,
+                                       const Integers& config, const Numbers& numbers)
+    : model(causal_model_sizes(op, config, numbers, &rotary_scales)) {
+  const DecoderConfig& c = model.config;
+  check_bytes(op, "weights", memory);
+  check_dtype(op, "layout", layout, ScalarType::Long);
+  if (!layout.is_cpu() || layout.dim() != 2 || layout.size(0) != c.layers + 1 ||
+      layout.size(1) != kLayoutColumns || !layout.is_contiguous()) {
+    fail(op, "layout has shape ", shape_text(layout), "; expected [", c.layers + 1, ", ",
+         kLayoutColumns, "], contiguous, on cpu");
+  }
+  model.rotary_scales = rotary_scales.data();
+  const int64_t* const rows = static_cast<const int64_t*>(layout.const_data_ptr());
+  WeightParts parts(op, memory, rows);
+  switch (model.embedding_format) {
+    case EmbeddingFormat::kLogits:
+      if (c.format != linear::LinearFormat::kFloat32 &&
+          c.format != linear::LinearFormat::kBFloat16) {
+        fail(op, "config.embedding_format is 0 with format ", linear::format_name(c.format),
+             "; expected float32 or bfloat16, of which a row of the projection can be read");
+      }
+      parts.skip();
+      break;
+    case EmbeddingFormat::kFloat32:
+      model.embedding = parts.next<float>("embedding", c.vocab * c.model_size);
+      break;
+    case EmbeddingFormat::kBFloat16:
+      model.embedding = parts.next<BFloat16>("embedding", c.vocab * c.model_size);
+      break;
+  }
+  if (model.embedding == nullptr && model.embedding_format != EmbeddingFormat::kLogits) {
+    fail(op, "weights have no embedding; expected it");
+  }
+  model.weights.positions =
+      parts.next<float>("positions", model.weights.num_positions * c.model_size);
+  if ((model.weights.positions == nullptr) != (model.weights.num_positions == 0)) {
+    fail(op, "config.num_positions is ", model.weights.num_positions,
+         "; expected 0 just where weights have no positions");
+  }
+  model.frequencies = parts.next<float>("rotary", model.num_rotary * model.rotary_size / 2);
+  if (model.frequencies == nullptr && model.num_rotary > 0) {
+    fail(op, "weights have no rotary; expected it");
+  }
+  model.weights.final_norm = parts.norm("final_norm_gamma", "final_norm_beta", c.model_size);
+  model.weights.logits = parts.linear("logits", "logits_bias", c.format, c.model_size, c.vocab);
+
+  const int64_t head = model.norms_all_heads ? c.attention_size() : c.head_size;
+  const int64_t key_head = model.norms_all_heads ? c.key_size() : c.head_size;
+  for (int64_t i = 1; i <= c.layers; ++i) {
+    const int64_t* const row = rows + i * kLayoutColumns;
+    const auto number = [&](const char* name, int64_t at, int64_t low, int64_t high) {
+      if (row[at] >= low && row[at] <= high) return row[at];
+      fail(op, "layout[", i, "].", name, " is ", row[at], "; expected ", low, " to ", high);
+    };
+    CausalLayer layer;
+    const int64_t window = number("window", 0, 0, kMaxDecoderSize - 1);
+    layer.window = window == 0 ? attention::kUnlimited : window;
+    layer.rotary = number("rotary", 1, -1, model.num_rotary - 1);
+    layer.cache = number("cache", 2, 0, kMaxPagedCaches - 1);
+    layer.cache_layer = number("cache_layer", 3, 0, c.layers - 1);
+    WeightParts of_layer(op, memory, row + 4);
+    LayerWeights& w = layer.weights;
+    w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);
+    w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, c.qkv_size());
+    layer.query_norm = of_layer.next<float>("query_norm_gamma", head);
+    layer.key_norm = of_layer.next<float>("key_norm_gamma", key_head);
+    w.self_out = of_layer.linear("attention_out", "attention_out_bias", c.format,
+                                 c.attention_size(), c.model_size);
+    w.self_out_norm = of_layer.norm("attention_out_norm_gamma", nullptr, c.model_size);
+    w.ffn_norm = of_layer.norm("ffn_norm_gamma", "ffn_norm_beta", c.model_size);
+    w.ffn_up = of_layer.linear("ffn_up", "ffn_up_bias", c.format, c.model_size, c.ffn_size);
+    if (c.gated) {
+      w.ffn_gate = of_layer.linear("ffn_gate", "ffn_gate_bias", c.format, c.model_size, c.ffn_size);
+    } else {
+      of_layer.skip();
+      of_layer.skip();
+    }
+    w.ffn_down = of_layer.linear("ffn_down", "ffn_down_bias", c.format, c.ffn_size, c.model_size);
+    w.ffn_out_norm = of_layer.norm("ffn_out_norm_gamma", nullptr, c.model_size);
+    layers.push_back(layer);
+  }
+  model.layers = layers.data();
+}
+
+int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,
+                     PagedCache* caches) {
+  const int64_t count = static_cast<int64_t>(windows.size());
+  if (count < 1 || count > kMaxPagedCaches) {
+    fail(op, "windows has ", count, " entries; expected 1 to ", kMaxPagedCaches);
+  }
+  TensorList list(op, "caches", tensors, kCacheTensors * windows.size());
+  for (int64_t i = 0; i < count; ++i) {
+    PagedCache& cache = caches[i];
+    cache.window = windows[static_cast<size_t>(i)];
+    if (cache.window < 0 || cache.window >= kMaxDecoderSize) {
+      fail(op, "windows[", i, "] is ", cache.window, "; expected 0 to ", kMaxDecoderSize - 1);
+    }
+    const Tensor& pool = list.next_tensor();
+    const ScalarType type = dtype_of(pool);
+    if (type != ScalarType::Float && type != ScalarType::BFloat16) {
+      fail(op, "caches.pool has dtype ", dtype_name(type), "; expected float32 or bfloat16");
+    }
+    check_rank(op, "caches.pool", pool, 6,
+               "[num_blocks, layers, 2, kv_heads, block_size, head_size]");
+    cache.dtype = float_dtype(op, "caches.pool", pool);
+    cache.pool = list.next<unsigned char>("pool", type, {-1, -1, 2, -1, -1, -1});
+    const int64_t num_blocks = pool.size(0);
+    cache.layers = pool.size(1);
+    cache.kv_heads = pool.size(3);
+    cache.head_size = pool.size(5);
+    if (pool.size(4) < 1 || pool.size(4) > (1 << 20) || num_blocks >= kMaxDecoderSize) {
+      fail(op, "caches.pool has shape ", shape_text(pool),
+           "; expected blocks of 1 to 2^20 positions, fewer than 2^31");
+    }
+    kv_cache::BlockTable& table = cache.table;
+    table.block_size = static_cast<int32_t>(pool.size(4));
+    table.num_blocks = static_cast<int32_t>(num_blocks);
+    const Tensor& blocks = list.next_tensor();
+    table.blocks = list.next<int32_t>("blocks", ScalarType::Int, {-1, -1});
+    table.rows = blocks.size(0);
+    table.max_blocks = table.row_stride = blocks.size(1);
+    table.lengths = list.next<int32_t>("lengths", ScalarType::Int, {table.rows});
+    table.ref_counts = list.next<int32_t>("ref_counts", ScalarType::Int, {num_blocks});
+    table.free_blocks = list.next<int32_t>("free_blocks", ScalarType::Int, {num_blocks});
+    table.counters = list.next<int32_t>("counters", ScalarType::Int, {kv_cache::kBlockCounters});
+    const int32_t free = table.counters[kv_cache::kFreeBlocks];
+    if (free < 0 || free > num_blocks) {
+      fail(op, "caches.counters[0] is ", free, "; expected 0 to ", num_blocks, " free blocks");
+    }
+    const kv_cache::BlockTable& first = caches[0].table;
+    if (table.rows != first.rows || table.max_blocks != first.max_blocks) {
+      fail(op, "caches.blocks has shape ", shape_text(blocks), "; expected [", first.rows, ", ",
+           first.max_blocks, "], as the first cache has");
+    }
+    for (int64_t row = 0; row < table.rows; ++row) {
+      const int32_t length = table.lengths[row];
+      if (length < 0 || length > table.max_blocks * table.block_size ||
+          length != first.lengths[row]) {
+        fail(op, "caches.lengths[", row, "] is ", length, "; expected 0 to ",
+             table.max_blocks * table.block_size, ", the same in each cache");
+      }
+    }
+  }
+  return count;
+}
+
+}  // namespace lmdecode::decoder

@@ -1,0 +1,39 @@
+// Arguments of the ops of decoder-only models to kernel parameters.
+// python/lmdecode/decoder/causal_weights.py and causal_caches.py make the tensors that come here.
+#pragma once
+
+#include <vector>
+
+#include "bindings/decoder_checks.h"
+#include "decoder/causal_forward.h"
+
+namespace lmdecode::decoder {
+
+// Columns of `layout`, a row for the model and one for each layer: where in the weights' memory
+// each part lies, in bytes, -1 where there is none; and for layers four numbers before these.
+constexpr int64_t kModelParts = 7;
+constexpr int64_t kLayoutColumns = 22;
+
+// The weights, in one memory, with the layers that they refer to.
+struct CausalModelTensors {
+  std::vector<CausalLayer> layers;
+  std::vector<float> rotary_scales;
+  CausalModel model;
+
+  // Checked against num_caches, and the layers that each of these has.
+  CausalModelTensors(const char* op, const Tensor& memory, const Tensor& layout,
+                     const Integers& config, const Numbers& numbers);
+  CausalModelTensors(const CausalModelTensors&) = delete;
+  CausalModelTensors& operator=(const CausalModelTensors&) = delete;
+};
+
+// config and numbers alone.
+CausalModel causal_model_sizes(const char* op, const Integers& config, const Numbers& numbers,
+                               std::vector<float>* rotary_scales);
+
+// Six tensors a cache: pool, blocks, lengths, ref_counts, free_blocks, counters. windows: of each.
+constexpr size_t kCacheTensors = 6;
+int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,
+                     PagedCache* caches);
+
+}  // namespace lmdecode::decoder

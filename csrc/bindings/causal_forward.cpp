@@ -1,0 +1,164 @@
+// causal_forward_ and causal_workspace_bytes, on CPU tensors alone.
+#include "decoder/causal_forward.h"
+
+#include "bindings/causal_checks.h"
+
+namespace lmdecode::decoder {
+namespace {
+
+constexpr const char* kForwardOp = "causal_forward_";
+constexpr const char* kBytesOp = "causal_workspace_bytes";
+
+// Blocks that sequences name, and those that would be taken: whatever is followed is a block.
+void check_blocks(const PagedCache& cache) {
+  const kv_cache::BlockTable& table = cache.table;
+  for (int64_t row = 0; row < table.rows; ++row) {
+    const int64_t used = table.blocks_for(table.lengths[row]);
+    const int64_t kept = cache.first_kept_block(table.lengths[row]);
+    for (int64_t b = 0; b < used; ++b) {
+      const int32_t block = table.row(row)[b];
+      if (table.has_block(block) && table.ref_counts[block] > 0) continue;
+      if (block == kv_cache::kNoBlock && b < kept) continue;
+      fail(kForwardOp, "caches.blocks[", row, ", ", b, "] is ", block,
+           "; expected a block in use, 0 to ", table.num_blocks - 1);
+    }
+  }
+  for (int32_t i = 0; i < table.counters[kv_cache::kFreeBlocks]; ++i) {
+    if (table.has_block(table.free_blocks[i])) continue;
+    fail(kForwardOp, "caches.free_blocks[", i, "] is ", table.free_blocks[i], "; expected 0 to ",
+         table.num_blocks - 1);
+  }
+}
+
+// Entries and their tokens; returns how many logits are wanted.
+int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
+  const CausalModel& m = *p.model;
+  const kv_cache::BlockTable& table = p.caches[0].table;
+  const int64_t most = table.max_blocks * table.block_size;
+  std::vector<int64_t> added(static_cast<size_t>(table.rows), 0);
+  int64_t tokens = 0, logits = 0;
+  for (int64_t i = 0; i < p.num_entries; ++i) {
+    const CausalEntry& entry = p.entries[i];
+    const auto check = [&](const char* name, int64_t value, int64_t low, int64_t high) {
+      if (value >= low && value <= high) return;
+      fail(kForwardOp, "entries[", i, "].", name, " is ", value, "; expected ", low, " to ", high);
+    };
+    check("sequence", entry.sequence, 0, table.rows - 1);
+    const int64_t length = table.lengths[entry.sequence];
+    check("count", entry.count, 1, most - length);
+    check("is_prompt", entry.is_prompt, 0, 1);
+    check("num_logits", entry.num_logits, 0, entry.count);
+    if (added[static_cast<size_t>(entry.sequence)] != 0) {
+      fail(kForwardOp, "entries[", i, "].sequence is ", entry.sequence,
+           " once more; expected each at most once");
+    }
+    added[static_cast<size_t>(entry.sequence)] = entry.count;
+    if (m.weights.positions != nullptr && length + entry.count > m.weights.num_positions) {
+      fail(kForwardOp, "entries[", i, "] ends at position ", length + entry.count,
+           "; expected at most ", m.weights.num_positions, ", what the model has");
+    }
+    tokens += entry.count;
+    logits += entry.num_logits;
+  }
+  if (tokens != num_tokens) {
+    fail(kForwardOp, "tokens has ", num_tokens, " entries; expected ", tokens, ", as entries say");
+  }
+  for (int64_t i = 0; i < tokens; ++i) {
+    if (p.tokens[i] >= 0 && p.tokens[i] < m.config.vocab) continue;
+    fail(kForwardOp, "tokens[", i, "] is ", p.tokens[i], "; expected 0 to ", m.config.vocab - 1);
+  }
+  kv_cache::IntegerRows counts;
+  counts.data = added.data();
+  for (int64_t cache = 0; cache < p.num_caches; ++cache) {
+    if (p.caches[cache].window != 0) continue;  // those let go of blocks meanwhile
+    const int64_t missing = missing_blocks(p.caches[cache].table, counts);
+    if (missing == 0) continue;
+    fail(kForwardOp, "caches.pool has ", p.caches[cache].table.num_blocks, " blocks; expected ",
+         missing, " more for ", tokens, " tokens");
+  }
+  return logits;
+}
+
+void check_layers(const CausalForwardParams& p) {
+  const DecoderConfig& c = p.model->config;
+  for (int64_t i = 0; i < p.num_caches; ++i) {
+    const PagedCache& cache = p.caches[i];
+    if (cache.kv_heads == c.kv_heads && cache.head_size == c.head_size) continue;
+    fail(kForwardOp, "caches.pool has ", cache.kv_heads, " heads of ", cache.head_size,
+         "; expected ", c.kv_heads, " of ", c.head_size);
+  }
+  for (int64_t i = 0; i < c.layers; ++i) {
+    const CausalLayer& layer = p.model->layers[i];
+    const bool is_there =
+        layer.cache < p.num_caches && layer.cache_layer < p.caches[layer.cache].layers;
+    const int64_t kept = is_there ? p.caches[layer.cache].window : 0;
+    const bool fits = kept == 0 || (layer.window != attention::kUnlimited && layer.window <= kept);
+    if (is_there && fits) continue;
+    fail(kForwardOp, "layout[", i + 1, "] has layer ", layer.cache_layer, " of cache ", layer.cache,
+         "; expected one that caches have, with its window at least");
+  }
+}
+
+Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers& config,
+                      const Numbers& numbers, const Tensors& caches, const Integers& windows,
+                      const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
+                      int64_t num_logits, int64_t max_rows) {
+  const char* const op = kForwardOp;
+  const CausalModelTensors model(op, memory, layout, config, numbers);
+  CausalForwardParams p;
+  p.model = &model.model;
+  p.num_caches = paged_caches(op, caches, windows, p.caches);
+  check_layers(p);
+  for (int64_t i = 0; i < p.num_caches; ++i) check_blocks(p.caches[i]);
+  check_rank(op, "entries", entries, 2, "[entries, 4]");
+  const Tensors work_tensors{tokens, entries};
+  TensorList work(op, "work", work_tensors, 2);
+  p.tokens = work.next<const int64_t>("tokens", ScalarType::Long, {-1});
+  static_assert(sizeof(CausalEntry) == 4 * sizeof(int64_t));
+  p.entries = reinterpret_cast<const CausalEntry*>(
+      work.next<const int64_t>("entries", ScalarType::Long, {-1, 4}));
+  p.num_entries = entries.size(0);
+  const int64_t logits = check_entries(p, tokens.numel());
+  if (num_logits != logits) {
+    fail(op, "num_logits is ", num_logits, "; expected ", logits, ", as entries say");
+  }
+  if (max_rows < 1 || max_rows > (1 << 20)) {
+    fail(op, "max_rows is ", max_rows, "; expected 1 to 2^20");
+  }
+  p.max_rows = max_rows;
+  check_dtype(op, "workspace", workspace, ScalarType::Byte);
+  const int64_t bytes = static_cast<int64_t>(
+      causal_workspace_bytes(model.model, max_rows, p.sequences(), p.caches[0].table.max_blocks));
+  if (!workspace.is_cpu() || !workspace.is_contiguous() || workspace.numel() < bytes ||
+      reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % 64 != 0) {
+    fail(op, "workspace has ", workspace.numel(), " bytes on ", device_name(workspace),
+         "; expected at least ", bytes, " on cpu, aligned to 64");
+  }
+  p.workspace = workspace.mutable_data_ptr();
+  Tensor out = new_tensor(workspace, {num_logits, model.model.config.vocab}, ScalarType::Float);
+  p.logits = static_cast<float*>(out.mutable_data_ptr());
+  causal_forward_cpu(p);
+  return out;
+}
+
+// sizes: max_rows, sequences, blocks of a sequence.
+int64_t workspace_bytes(const Integers& config, const Numbers& numbers, const Integers& sizes) {
+  std::vector<float> scales;
+  const CausalModel model = causal_model_sizes(kBytesOp, config, numbers, &scales);
+  IntegerList list(kBytesOp, "sizes", sizes, 3);
+  const int64_t max_rows = list.next("max_rows", 1, 1 << 20);
+  const int64_t sequences = list.next("sequences", 1, 1 << 20);
+  const int64_t max_blocks = list.next("max_blocks", 1, 1 << 24);
+  return static_cast<int64_t>(causal_workspace_bytes(model, max_rows, sequences, max_blocks));
+}
+
+}  // namespace
+}  // namespace lmdecode::decoder
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
+  m.impl("causal_forward_", TORCH_BOX(&lmdecode::decoder::causal_forward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
+  m.impl("causal_workspace_bytes", TORCH_BOX(&lmdecode::decoder::workspace_bytes));
+}

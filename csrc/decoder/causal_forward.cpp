@@ -1,0 +1,437 @@
+#include "decoder/causal_forward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "attention/sliding_window_decode.h"
+#include "common/float_mode.h"
+#include "common/parallel.h"
+#include "common/split_memory.h"
+#include "decoder/causal_rows_levels.h"
+#include "decoder/decoder_tuning.h"
+#include "linear/norms.h"
+
+namespace lmdecode::decoder {
+namespace {
+
+using attention::SlidingWindowAttentionParams;
+
+template <class Body>
+void for_rows(int64_t rows, double nanoseconds, const Body& body) {
+  parallel_for(rows, 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds),
+               [&](int64_t begin, int64_t end) {
+                 const ScopedIeeeMode ieee;
+                 body(begin, end);
+               });
+}
+
+// Tokens of one entry that are computed together: rows side by side.
+struct Segment {
+  int64_t entry;
+  int64_t first_token;  // of the call's
+  int64_t position;     // of the first
+  int64_t count;
+  int64_t row;
+};
+
+// Some rows for one attention op: either prompts, with rows side by side for a sequence, or
+// generated tokens, each of which is a sequence to the op.
+struct AttentionGroup {
+  int64_t first_row;
+  int64_t rows;
+  int64_t sequences;
+  int64_t* query_ends;               // [sequences + 1], of prompts
+  int64_t* lengths;                  // [sequences]: keys that there are, with the rows' own
+  int32_t* tables[kMaxPagedCaches];  // [sequences, max_blocks]
+};
+
+struct CausalWorkspace {
+  Segment* segments;                 // [max_rows]
+  int64_t* tokens;                   // [max_rows]
+  int64_t* positions;                // [max_rows]
+  int64_t* logit_rows;               // [max_rows]
+  int64_t* places[kMaxPagedCaches];  // [max_rows]: see CausalRowsParams
+  float* cosines;                    // [num_rotary, max_rows, rotary_size / 2]
+  float* sines;                      // likewise
+  float* x;                          // [max_rows, model_size]
+  uint16_t* queries;                 // [max_rows, attention_size], where caches are not float32
+  uint16_t* context;                 // likewise
+  int64_t* num_tokens;               // [sequences]
+  kv_cache::BlockCopy* copies;       // [sequences]
+  AttentionGroup prompts, generated;
+  unsigned char* layer;
+
+  // With null for the memory it only counts. Returns the bytes.
+  size_t split(const CausalModel& m, int64_t max_rows, int64_t sequences, int64_t max_blocks,
+               void* memory, LayerBuffers* buffers) {
+    const DecoderConfig& c = m.config;
+    SplitMemory block(memory);
+    block.take(&segments, max_rows);
+    block.take(&tokens, max_rows);
+    block.take(&positions, max_rows);
+    block.take(&logit_rows, max_rows);
+    const int64_t angles = m.num_rotary * max_rows * m.rotary_size / 2;
+    block.take(&cosines, angles);
+    block.take(&sines, angles);
+    block.take(&x, max_rows * c.model_size);
+    block.take(&queries, max_rows * c.attention_size());
+    block.take(&context, max_rows * c.attention_size());
+    block.take(&num_tokens, sequences);
+    block.take(&copies, sequences);
+    const int64_t most_prompts = std::min(sequences, max_rows);
+    block.take(&prompts.query_ends, most_prompts + 1);
+    block.take(&prompts.lengths, most_prompts);
+    block.take(&generated.lengths, max_rows);
+    for (int64_t cache = 0; cache < kMaxPagedCaches; ++cache) {
+      block.take(&places[cache], max_rows);
+      block.take(&prompts.tables[cache], most_prompts * max_blocks);
+      block.take(&generated.tables[cache], max_rows * max_blocks);
+    }
+    block.take(&layer, static_cast<int64_t>(split_layer_buffers(c, max_rows, nullptr, buffers)));
+    if (layer != nullptr) split_layer_buffers(c, max_rows, layer, buffers);
+    return block.used();
+  }
+};
+
+class CausalForward {
+ public:
+  explicit CausalForward(const CausalForwardParams& p) : p_(p), m_(*p.model), c_(m_.config) {
+    max_blocks_ = p.caches[0].table.max_blocks;
+    w_.split(m_, p.max_rows, p.sequences(), max_blocks_, p.workspace, &buffers_);
+  }
+
+  void run() {
+    while (collect() > 0) {
+      append_blocks();
+      place_rows();
+      list_sequences(&w_.prompts, /*is_prompt=*/true);
+      list_sequences(&w_.generated, /*is_prompt=*/false);
+      embed();
+      compute_angles();
+      for (int64_t layer = 0; layer < c_.layers; ++layer) run_layer(m_.layers[layer]);
+      drop_blocks();
+      write_logits();
+    }
+  }
+
+  // Of a layer.
+  void attend(const CausalLayer& layer, float* qkv, float* out) const;
+
+ private:
+  const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
+
+  // The next tokens of entries, max_rows at most: their segments, in the order of entries, with
+  // prompts first among the rows. Returns how many rows.
+  int64_t collect() {
+    num_segments_ = rows_ = 0;
+    w_.prompts.rows = w_.generated.rows = 0;
+    while (entry_ < p_.num_entries && rows_ < p_.max_rows) {
+      const CausalEntry& entry = p_.entries[entry_];
+      const int64_t count = std::min(entry.count - taken_, p_.max_rows - rows_);
+      const int64_t position = p_.caches[0].table.lengths[entry.sequence];
+      w_.segments[num_segments_++] = {entry_, token_, position, count, 0};
+      (entry.is_prompt ? w_.prompts : w_.generated).rows += count;
+      rows_ += count;
+      token_ += count;
+      taken_ += count;
+      if (taken_ == entry.count) {
+        ++entry_;
+        taken_ = 0;
+      }
+    }
+    w_.prompts.first_row = 0;
+    w_.generated.first_row = w_.prompts.rows;
+    int64_t next_prompt = 0, next_generated = w_.prompts.rows;
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      Segment& segment = w_.segments[i];
+      int64_t& next = entry_of(segment).is_prompt ? next_prompt : next_generated;
+      segment.row = next;
+      next += segment.count;
+    }
+    return rows_;
+  }
+
+  // Room for the rows in every cache, and the copies of blocks that this takes.
+  void append_blocks() {
+    std::fill_n(w_.num_tokens, p_.sequences(), int64_t{0});
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      w_.num_tokens[entry_of(w_.segments[i]).sequence] = w_.segments[i].count;
+    }
+    kv_cache::IntegerRows num_tokens;
+    num_tokens.data = w_.num_tokens;
+    for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
+      if (missing_blocks(p_.caches[cache].table, num_tokens) == 0) continue;
+      throw std::runtime_error("causal_forward_: a cache with a window has too few blocks");
+    }
+    for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
+      const PagedCache& paged = p_.caches[cache];
+      append_to_block_table(paged.table, num_tokens, w_.copies);
+      const kv_cache::BlockPool pool = paged.block_pool();
+      kv_cache::copy_blocks_cpu(
+          {&pool, 1, w_.copies, paged.table.counters[kv_cache::kBlockCopies]});
+    }
+  }
+
+  // Token, position and place in the caches of each row.
+  void place_rows() {
+    num_logits_ = 0;
+    int64_t entry_begin = token_begin_;  // of the tokens of the segment's entry
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      const Segment& segment = w_.segments[i];
+      const CausalEntry& entry = entry_of(segment);
+      const int64_t first_logits = entry_begin + entry.count - entry.num_logits;
+      for (int64_t t = 0; t < segment.count; ++t) {
+        const int64_t row = segment.row + t, position = segment.position + t;
+        w_.tokens[row] = p_.tokens[segment.first_token + t];
+        w_.positions[row] = position;
+        for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
+          const PagedCache& paged = p_.caches[cache];
+          const int64_t size = paged.table.block_size;
+          w_.places[cache][row] =
+              paged.table.row(entry.sequence)[position / size] * paged.block_stride() +
+              position % size * paged.head_size;
+        }
+        if (segment.first_token + t >= first_logits) w_.logit_rows[num_logits_++] = row;
+      }
+      if (segment.first_token + segment.count == entry_begin + entry.count) {
+        entry_begin += entry.count;
+      }
+    }
+    token_begin_ = entry_begin;
+  }
+
+  void list_sequences(AttentionGroup* group, bool is_prompt) {
+    group->sequences = 0;
+    if (is_prompt) group->query_ends[0] = 0;
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      const Segment& segment = w_.segments[i];
+      const CausalEntry& entry = entry_of(segment);
+      if ((entry.is_prompt != 0) != is_prompt) continue;
+      for (int64_t t = is_prompt ? segment.count : 1; t <= segment.count; ++t) {
+        const int64_t at = group->sequences++;
+        group->lengths[at] = segment.position + t;
+        for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
+          const kv_cache::BlockTable& table = p_.caches[cache].table;
+          std::copy_n(table.row(entry.sequence), table.blocks_for(group->lengths[at]),
+                      group->tables[cache] + at * max_blocks_);
+        }
+        if (is_prompt) group->query_ends[at + 1] = group->query_ends[at] + segment.count;
+      }
+    }
+  }
+
+  void embed() const {
+    const int64_t size = c_.model_size;
+    for_rows(rows_, tuning::kNanosecondsPerCopy * static_cast<double>(size),
+             [&](int64_t begin, int64_t end) {
+               for (int64_t row = begin; row < end; ++row) embed_row(row, w_.x + row * size);
+             });
+  }
+
+  void embed_row(int64_t row, float* x) const {
+    const int64_t size = c_.model_size, token = w_.tokens[row];
+    if (m_.embedding_format == EmbeddingFormat::kLogits) {
+      read_packed_row(m_.weights.logits.matrix, token, x);
+    } else if (m_.embedding_format == EmbeddingFormat::kFloat32) {
+      std::copy_n(static_cast<const float*>(m_.embedding) + token * size, size, x);
+    } else {
+      const BFloat16* const from = static_cast<const BFloat16*>(m_.embedding) + token * size;
+      for (int64_t i = 0; i < size; ++i) x[i] = to_float(from[i]);
+    }
+    for (int64_t i = 0; i < size; ++i) x[i] *= c_.embedding_scale;
+    if (m_.weights.positions == nullptr) return;
+    const float* const position = m_.weights.positions + w_.positions[row] * size;
+    for (int64_t i = 0; i < size; ++i) x[i] += position[i];
+  }
+
+  // Angles in float32, as transformers has them; their sines and cosines rounded once.
+  void compute_angles() const {
+    const int64_t half = m_.rotary_size / 2;
+    for (int64_t rotary = 0; rotary < m_.num_rotary; ++rotary) {
+      const float* const frequencies = m_.frequencies + rotary * half;
+      const float scale = m_.rotary_scales[rotary];
+      for_rows(rows_, 1.0 + 40.0 * static_cast<double>(half), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t at = (rotary * p_.max_rows + row) * half;
+          const float position = static_cast<float>(w_.positions[row]);
+          for (int64_t i = 0; i < half; ++i) {
+            const double angle = static_cast<double>(frequencies[i] * position);
+            w_.cosines[at + i] = static_cast<float>(std::cos(angle)) * scale;
+            w_.sines[at + i] = static_cast<float>(std::sin(angle)) * scale;
+          }
+        }
+      });
+    }
+  }
+
+  void run_layer(const CausalLayer& layer);
+
+  void norm_heads(const float* gamma, float* first, int64_t heads) const {
+    if (gamma == nullptr) return;
+    linear::NormParams params;
+    params.x_stride = params.y_stride = c_.qkv_size();
+    params.rows = rows_;
+    params.size = m_.norms_all_heads ? heads * c_.head_size : c_.head_size;
+    params.gamma = gamma;
+    params.eps = c_.norm_epsilon;
+    for (int64_t at = 0; at < heads * c_.head_size; at += params.size) {
+      params.x = params.y = first + at;
+      c_.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
+    }
+  }
+
+  SlidingWindowAttentionParams attention_params(const CausalLayer& layer,
+                                                const AttentionGroup& group, const float* qkv,
+                                                float* out) const {
+    const PagedCache& cache = p_.caches[layer.cache];
+    SlidingWindowAttentionParams a;
+    a.dtype = cache.dtype;
+    a.sequences = group.sequences;
+    a.q_heads = c_.heads;
+    a.kv_heads = c_.kv_heads;
+    a.head_size = a.value_size = c_.head_size;
+    a.kv_len = max_blocks_ * cache.table.block_size;
+    const bool is_float = cache.dtype == DType::kFloat32;
+    const int64_t q_stride = is_float ? c_.qkv_size() : c_.attention_size();
+    a.q_strides = {q_stride, c_.head_size, q_stride, 1};
+    a.out_strides = {c_.attention_size(), c_.head_size, c_.attention_size(), 1};
+    if (is_float) {
+      a.q = qkv + group.first_row * q_stride;
+      a.out = out + group.first_row * c_.attention_size();
+    } else {
+      a.q = w_.queries + group.first_row * q_stride;
+      a.out = w_.context + group.first_row * c_.attention_size();
+    }
+    a.k = cache.keys(layer.cache_layer);
+    a.v = cache.values(layer.cache_layer);
+    a.k_strides = a.v_strides = cache.strides();
+    a.places.block_table = group.tables[layer.cache];
+    a.places.sequence_stride = max_blocks_;
+    a.places.block_size = cache.table.block_size;
+    a.places.rows = cache.table.num_blocks;
+    a.kv_lengths = group.lengths;
+    a.window = layer.window;
+    a.scale = c_.attention_scale;
+    a.softcap = m_.attention_softcap;
+    return a;
+  }
+
+  void drop_blocks() const {
+    for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
+      const PagedCache& paged = p_.caches[cache];
+      for (int64_t i = 0; i < num_segments_; ++i) {
+        const int64_t sequence = entry_of(w_.segments[i]).sequence;
+        drop_leading_blocks(paged.table, sequence,
+                            paged.first_kept_block(paged.table.lengths[sequence]));
+      }
+    }
+  }
+
+  void write_logits() {
+    if (num_logits_ == 0) return;
+    const int64_t size = c_.model_size, vocab = c_.vocab;
+    for (int64_t i = 0; i < num_logits_; ++i) {
+      std::copy_n(w_.x + w_.logit_rows[i] * size, size, buffers_.normed + i * size);
+    }
+    if (m_.weights.final_norm.gamma != nullptr) {
+      apply_norm(c_, m_.weights.final_norm, buffers_.normed, buffers_.normed, num_logits_);
+    }
+    linear::LinearOutput output;
+    output.y = p_.logits + logits_written_ * vocab;
+    apply_linear(m_.weights.logits, buffers_.normed, num_logits_, buffers_.linear_input, output);
+    if (m_.logits_scale != 1.0f || m_.logits_softcap != 0.0f) {
+      const auto cap = LMD_SELECT_KERNEL(decoder, soft_cap);
+      for_rows(num_logits_, 0.5 * static_cast<double>(vocab), [&](int64_t begin, int64_t end) {
+        cap(output.y + begin * vocab, (end - begin) * vocab, m_.logits_scale, m_.logits_softcap);
+      });
+    }
+    logits_written_ += num_logits_;
+  }
+
+  const CausalForwardParams& p_;
+  const CausalModel& m_;
+  const DecoderConfig& c_;
+  CausalWorkspace w_;
+  LayerBuffers buffers_;
+  int64_t max_blocks_ = 0;
+  int64_t entry_ = 0, taken_ = 0, token_ = 0;  // what is collected next: of an entry, of the call
+  int64_t token_begin_ = 0;                    // of the entry that is placed next
+  int64_t rows_ = 0, num_segments_ = 0, num_logits_ = 0, logits_written_ = 0;
+};
+
+void CausalForward::attend(const CausalLayer& layer, float* qkv, float* out) const {
+  norm_heads(layer.query_norm, qkv, c_.heads);
+  norm_heads(layer.key_norm, qkv + c_.attention_size(), c_.kv_heads);
+  const PagedCache& cache = p_.caches[layer.cache];
+  const bool is_float = cache.dtype == DType::kFloat32;
+  CausalRowsParams rows;
+  rows.heads = c_.heads;
+  rows.kv_heads = c_.kv_heads;
+  rows.head_size = c_.head_size;
+  rows.qkv = qkv;
+  if (layer.rotary >= 0) {
+    rows.half = m_.rotary_size / 2;
+    rows.cosines = w_.cosines + layer.rotary * p_.max_rows * rows.half;
+    rows.sines = w_.sines + layer.rotary * p_.max_rows * rows.half;
+  }
+  rows.dtype = cache.dtype;
+  rows.queries = is_float ? nullptr : w_.queries;
+  rows.keys = cache.keys(layer.cache_layer);
+  rows.values = cache.values(layer.cache_layer);
+  rows.places = w_.places[layer.cache];
+  rows.head_stride = cache.table.block_size * c_.head_size;
+  const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
+  const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
+  for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
+
+  if (w_.prompts.rows > 0) {
+    SlidingWindowAttentionParams a = attention_params(layer, w_.prompts, qkv, out);
+    a.cu_seqlens_q = w_.prompts.query_ends;
+    a.ragged_queries = w_.prompts.rows;
+    a.q_strides.sequence = a.out_strides.sequence = 0;
+    sliding_window_attention_cpu(a);
+  }
+  if (w_.generated.rows > 0) {
+    SlidingWindowAttentionParams a = attention_params(layer, w_.generated, qkv, out);
+    a.q_len = 1;
+    sliding_window_decode_cpu(a);
+  }
+  if (is_float) return;
+  const ConvertRowsParams converted{w_.context, out, cache.dtype, c_.attention_size()};
+  const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
+  for_rows(rows_, row_nanoseconds,
+           [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
+}
+
+class CausalLayerAttention final : public LayerAttention {
+ public:
+  CausalLayerAttention(const CausalForward& forward, const CausalLayer& layer)
+      : forward_(forward), layer_(layer) {}
+  void self(float* qkv, float* out) const override { forward_.attend(layer_, qkv, out); }
+  void cross(const float*, float*) const override {}  // config.memory_size is 0: never called
+
+ private:
+  const CausalForward& forward_;
+  const CausalLayer& layer_;
+};
+
+void CausalForward::run_layer(const CausalLayer& layer) {
+  decoder_layer_cpu(c_, layer.weights, CausalLayerAttention(*this, layer), buffers_, rows_, w_.x);
+}
+
+}  // namespace
+
+size_t causal_workspace_bytes(const CausalModel& model, int64_t max_rows, int64_t sequences,
+                              int64_t max_blocks) {
+  LayerBuffers buffers;
+  return CausalWorkspace{}.split(model, max_rows, sequences, max_blocks, nullptr, &buffers);
+}
+
+void causal_forward_cpu(const CausalForwardParams& params) {
+  const ScopedIeeeMode ieee;
+  CausalForward(params).run();
+}
+
+}  // namespace lmdecode::decoder

@@ -1,0 +1,78 @@
+// A decoder-only model on rows of many sequences: from tokens to logits, with keys and values in
+// paged caches. docs/reference/decoder.md is the user's page.
+//
+// A step takes entries: some tokens of a sequence, which are read behind those that it has. Those
+// of a prompt attend by the tiles of sliding_window_attention, generated ones by
+// sliding_window_decode: which of them is a matter of the entry alone. So a sequence's logits are
+// the same bits whatever other entries there are, in whatever parts its prompt is read, on any
+// number of threads.
+#pragma once
+
+#include "decoder/decoder_layer.h"
+#include "decoder/paged_cache.h"
+
+namespace lmdecode::decoder {
+
+// What a layer has beside LayerWeights.
+struct CausalLayer {
+  LayerWeights weights;
+  const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
+  const float* key_norm = nullptr;
+  int64_t window = attention::kUnlimited;
+  int64_t rotary = -1;  // which of the frequencies; -1: queries and keys are not turned
+  int64_t cache = 0;    // which of the caches
+  int64_t cache_layer = 0;
+};
+
+// How the embedding is held.
+enum class EmbeddingFormat : int32_t { kLogits = 0, kFloat32 = 1, kBFloat16 = 2 };
+
+struct CausalModel {
+  DecoderConfig config;
+  DecoderWeights weights;  // embedding and layers are these instead:
+  EmbeddingFormat embedding_format = EmbeddingFormat::kFloat32;
+  const void* embedding = nullptr;      // [vocab, model_size]; kLogits: read from weights.logits
+  const CausalLayer* layers = nullptr;  // [config.layers]
+  int64_t rotary_size = 0;              // features of a head that are turned
+  int64_t num_rotary = 0;
+  const float* frequencies = nullptr;    // [num_rotary, rotary_size / 2]
+  const float* rotary_scales = nullptr;  // [num_rotary]
+  bool norms_all_heads = false;          // norms of queries and keys are of [heads * head_size]
+  float attention_softcap = 0.0f;
+  float logits_softcap = 0.0f;
+  float logits_scale = 1.0f;
+};
+
+struct CausalEntry {
+  int64_t sequence;
+  int64_t count;       // of tokens, at least 1
+  int64_t is_prompt;   // or generated
+  int64_t num_logits;  // that are wanted: of the last so many tokens
+};
+
+constexpr int64_t kMaxPagedCaches = 2;
+
+struct CausalForwardParams {
+  const CausalModel* model = nullptr;
+  PagedCache caches[kMaxPagedCaches];
+  int64_t num_caches = 0;
+  const CausalEntry* entries = nullptr;  // [num_entries], each sequence at most once
+  int64_t num_entries = 0;
+  const int64_t* tokens = nullptr;  // of the entries, one behind the other
+  int64_t max_rows = 0;             // that are computed together: longer steps are cut
+  void* workspace = nullptr;        // causal_workspace_bytes(), aligned to 64
+  float* logits = nullptr;          // [sum of num_logits, vocab]
+
+  int64_t sequences() const { return caches[0].table.rows; }
+};
+
+// model needs its config and its sizes alone.
+size_t causal_workspace_bytes(const CausalModel& model, int64_t max_rows, int64_t sequences,
+                              int64_t max_blocks);
+
+// Reads the entries; lengths of the caches' tables grow. On torch's threads; the arguments have
+// been checked, and blocks are there. Throws std::runtime_error where a cache with a window runs
+// out of blocks, with the parts read so far in the caches.
+void causal_forward_cpu(const CausalForwardParams& params);
+
+}  // namespace lmdecode::decoder

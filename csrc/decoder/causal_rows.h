@@ -1,0 +1,40 @@
+// Between the projection of a layer and its attention: queries and keys are turned by their
+// positions, keys and values go to the cache.
+//
+//   y[i] = x[i] cos - x[i + half] sin,  y[i + half] = x[i + half] cos + x[i] sin,  i < half
+//
+// for the first 2 half features of a head; the others stay. The same bits at every level.
+#pragma once
+
+#include <cstdint>
+
+#include "common/half.h"
+
+namespace lmdecode::decoder {
+
+struct CausalRowsParams {
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_size = 0;
+  int64_t half = 0;                // pairs of features that are turned
+  float* qkv = nullptr;            // [rows, (heads + 2 kv_heads) * head_size]; queries in place
+  const float* cosines = nullptr;  // [rows, half]
+  const float* sines = nullptr;    // [rows, half]
+  DType dtype = DType::kFloat32;   // of the cache
+  // [rows, heads * head_size], where the cache is not float32: the queries in its dtype
+  void* queries = nullptr;
+  unsigned char* keys = nullptr;    // of block 0 of the cache
+  unsigned char* values = nullptr;  // likewise
+  const int64_t* places = nullptr;  // [rows]: elements from there to head 0 of a row's position
+  int64_t head_stride = 0;          // elements from a head of the cache to the next
+};
+
+// out [rows, size] = from, in another dtype.
+struct ConvertRowsParams {
+  const void* from = nullptr;
+  float* to = nullptr;
+  DType dtype = DType::kBFloat16;  // of from
+  int64_t size = 0;
+};
+
+}  // namespace lmdecode::decoder

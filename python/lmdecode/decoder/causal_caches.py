@@ -1,0 +1,126 @@
+"""Keys and values of a decoder-only model's sequences, in blocks that sequences share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.huge_memory import new_memory
+
+__all__ = ["CausalCaches"]
+
+BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
+CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class CausalCaches:
+    """The caches of some sequences, and the steps that a model does on them.
+
+    Memory is reserved for the longest sequences, and taken from the system as they grow. Layers
+    with a window keep what it needs alone. Sequences that go on from the same one share what they
+    have in common.
+
+    Parameters
+    ----------
+    model : PackedCausalModel
+        What reads tokens.
+    sequences : int
+        Places of sequences; each starts empty.
+    max_length : int
+        The most positions of one.
+    dtype : {"float32", "bfloat16"}
+        Of keys and values.
+    max_rows : int
+        Tokens that are computed together: longer steps are cut into these.
+
+    Attributes
+    ----------
+    lengths : Tensor
+        [sequences] int32: the positions that each has. To be read.
+    """
+
+    def __init__(
+        self,
+        model: PackedCausalModel,
+        sequences: int,
+        max_length: int,
+        *,
+        dtype: str = "float32",
+        max_rows: int = 512,
+    ) -> None:
+        c = self._config = model.config
+        self.model, self.max_rows = model, max_rows
+        self.sequences, self.max_length = sequences, max_length
+        max_blocks = -(-max_length // BLOCK_SIZE)
+        self._tensors: list[Tensor] = []
+        kind = CACHE_DTYPES[dtype]
+        for window, layers in zip(model.cache_windows, model.cache_layers, strict=True):
+            of_sequence = max_blocks
+            if window:  # a step's rows beside the window, each end anywhere within a block
+                of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
+            num_blocks = sequences * of_sequence
+            shape = (num_blocks, layers, 2, c.num_kv_heads, BLOCK_SIZE, c.head_size)
+            bytes_ = torch.Size(shape).numel() * kind.itemsize
+            counters = torch.zeros(3, dtype=torch.int32)
+            counters[0] = num_blocks
+            self._tensors += [
+                new_memory(bytes_).view(kind).view(shape),
+                torch.full((sequences, max_blocks), -1, dtype=torch.int32),
+                torch.zeros(sequences, dtype=torch.int32),
+                torch.zeros(num_blocks, dtype=torch.int32),
+                # The first ones are taken first.
+                torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32),
+                counters,
+            ]
+        self.lengths = self._tensors[2]
+        size = ops.causal_workspace_bytes(
+            model.sizes, model.numbers, [max_rows, sequences, max_blocks]
+        )
+        self._workspace = new_memory(size)
+
+    def forward(self, tokens: Tensor, entries: Tensor, num_logits: int) -> Tensor:
+        """Read tokens of some sequences, behind those that they have.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            [n] int64: those of the entries, one behind the other.
+        entries : Tensor
+            [m, 4] int64: the sequence, how many tokens, whether they are of a prompt, and of how
+            many of them, the last ones, logits are wanted. Each sequence at most once.
+        num_logits : int
+            Of all entries.
+
+        Returns
+        -------
+        Tensor
+            [num_logits, V] float32.
+        """
+        model = self.model
+        logits: Tensor = ops.causal_forward_(
+            model.memory,
+            model.layout,
+            model.sizes,
+            model.numbers,
+            self._tensors,
+            model.cache_windows,
+            self._workspace,
+            tokens,
+            entries,
+            num_logits,
+            self.max_rows,
+        )
+        return logits
+
+    def reorder(self, parents: Tensor) -> None:
+        """Let sequence i go on as sequence ``parents[i]``, [sequences] int64; nothing is copied."""
+        ops.causal_caches_reorder_(self._tensors, self.model.cache_windows, parents)
+
+    def truncate(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let sequences go back to lengths; 0 frees a place."""
+        changes = torch.tensor([sequences, lengths], dtype=torch.int64).T.contiguous()
+        ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
