@@ -27,7 +27,7 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **more}}
 
 
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"factor": 8.0, "original_max_position_embeddings": 32}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
 _GEMMA3 = {
     **_GEMMA,
@@ -44,7 +44,7 @@ _GPT2 = {
 }  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
-    "logits_scaling": 0.3,
+    "logits_scaling": 1.7,
 }  # fmt: skip
 
 # What each variant of an architecture sets, beside the sizes above.
@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "group of 7, gelu": {**_GROUP_OF_7, "hidden_act": "gelu"},
         "linear": _rope("linear", factor=2.5),
-        "proportional": _rope("proportional", partial_rotary_factor=0.5, factor=2.0),
+        "proportional": _rope("proportional", partial_rotary_factor=0.5),
         "llama3": _rope(
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=32,
@@ -160,8 +160,9 @@ def random_config(architecture: str, variant: str, **more: Any) -> Any:
 def model_of(config: Any, seed: int = 0) -> Any:
     """Return a float32 model with eager attention, none of whose parameters is 0 or 1 throughout.
 
-    Products keep the size of what they are given, so logits have a spread of some units: they are
-    neither flat nor peaked.
+    Products keep the size of what they are given, and logits have a spread of some units: they are
+    neither flat nor peaked. The last norm has factors of either sign: else models whose head is
+    their embedding would repeat their last token.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -169,11 +170,14 @@ def model_of(config: Any, seed: int = 0) -> Any:
         model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if id(parameter) in embeddings:
                     parameter.normal_(std=0.5)
                 elif parameter.dim() == 2:
-                    parameter.normal_(std=min(parameter.shape) ** -0.5)
+                    size = 3.0 if name == "lm_head.weight" else 1.5
+                    parameter.normal_(std=size * min(parameter.shape) ** -0.5)
+                elif name.endswith(("model.norm.weight", "ln_f.weight")):
+                    parameter.normal_().sub_(1.0 if "gemma" in config.model_type else 0.0)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

@@ -198,6 +198,9 @@ def test_models_of_other_types() -> None:
         vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
     )
     _refused(transformers.T5ForConditionalGeneration(source), "of type 't5'")
+    wrapped = torch.nn.Module()
+    wrapped.config = random_config("llama", "plain")  # as adapters do
+    _refused(wrapped, "model is a Module of type 'llama'; expected a causal language model of")
     _refused(random_model("llama", "plain").model, "a LlamaModel, which has no logits")
     classifier = transformers.LlamaForSequenceClassification(random_config("llama", "plain"))
     _refused(classifier, "LlamaForSequenceClassification, which has no logits")
@@ -280,6 +283,12 @@ def test_models_that_were_changed(change: Callable[[Any], None], match: str) -> 
     model = model_of(random_config("llama", "plain"))
     change(model)
     _refused(model, match)
+
+
+def test_a_norm_of_heads_with_a_bias() -> None:
+    model = model_of(random_config("qwen3", "plain"))
+    model.model.layers[1].self_attn.k_norm.bias = torch.nn.Parameter(torch.zeros(12))
+    _refused(model, "model.layers.1.self_attn.k_norm has a bias; expected none")
 
 
 def test_a_head_with_a_bias_and_a_convolution_in_place_of_a_linear_layer() -> None:

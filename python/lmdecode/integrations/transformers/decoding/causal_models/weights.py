@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
@@ -46,12 +47,12 @@ def causal_model_of(model: Any) -> tuple[CausalConfig, CausalWeights]:
         A model of another type, or with what ``CausalConfig`` does not express: it is named.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in CAUSAL_MODEL_TYPES:
+    if kind not in CAUSAL_MODEL_TYPES or not isinstance(model, PreTrainedModel):
         raise refused(
             f"model is a {type(model).__name__} of type {kind!r}; "
             f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
         )
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     if head is None:
         raise refused(
             f"model is a {type(model).__name__}, which has no logits; "
@@ -244,8 +245,8 @@ class _Reader:
             qkv = qkv * factors[:, None]
             qkv_bias = None if qkv_bias is None else qkv_bias * factors
         factor = self._number(self.architecture.residual_multiplier, 1.0)
-        out, out_bias = (_times(tensor, factor) for tensor in self._linear(modules.attention_out))
-        down, down_bias = (_times(tensor, factor) for tensor in self._linear(modules.ffn_down))
+        out, out_bias = _times(factor, *self._linear(modules.attention_out))
+        down, down_bias = _times(factor, *self._linear(modules.ffn_down))
         up, up_bias = self._linear(modules.ffn_up)
         gate, gate_bias = None, None
         if modules.ffn_gate is modules.ffn_up:
@@ -300,5 +301,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _times(tensor: Tensor | None, factor: float) -> Tensor | None:
-    return tensor if tensor is None or factor == 1.0 else _wide(tensor) * factor
+def _times(factor: float, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if factor == 1.0:
+        return weight, bias
+    return _wide(weight) * factor, None if bias is None else _wide(bias) * factor
