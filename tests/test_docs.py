@@ -30,6 +30,7 @@ WITH_EXAMPLES = (
     "docs/reference/beam.md",
     "docs/reference/beam_scorers.md",
     "docs/reference/beam_search.md",
+    "docs/reference/causal_models.md",
     "docs/reference/decoder.md",
     "docs/reference/kv_cache.md",
     "docs/reference/linear.md",

@@ -9,25 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 
 __all__ = [
+    "activated",
     "decoder_layer",
     "decoder_logits",
     "faster_transformer_decoder",
     "faster_transformer_decoding",
     "gather_tree",
+    "normed",
 ]
 
 
-def _norm(config: DecoderConfig, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+def normed(
+    config: DecoderConfig | CausalConfig, x: Tensor, gamma: Tensor | None, beta: Tensor | None
+) -> Tensor:
+    """Return what the norm of all models here makes of x; a gamma of None is 1."""
     if config.norm == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], gamma, beta, config.norm_epsilon)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_epsilon)
     return x if gamma is None else x * gamma
 
 
-def _activation(config: DecoderConfig, x: Tensor) -> Tensor:
+def activated(config: DecoderConfig | CausalConfig, x: Tensor) -> Tensor:
+    """Return what the activation of the feed-forward layers makes of x."""
     if config.activation == "gelu":
         return F.gelu(x)
     if config.activation == "gelu_tanh":
@@ -90,10 +97,10 @@ def decoder_layer(
     """
 
     def before(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        return _norm(config, x, gamma, beta) if config.norm_first else x
+        return normed(config, x, gamma, beta) if config.norm_first else x
 
     def behind(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        return x if config.norm_first else _norm(config, x, gamma, beta)
+        return x if config.norm_first else normed(config, x, gamma, beta)
 
     steps = x.shape[1]
     norm = (w.self_norm_gamma, w.self_norm_beta)
@@ -114,9 +121,9 @@ def decoder_layer(
     inner = F.linear(given, w.ffn_up, w.ffn_up_bias)
     if config.gated:
         assert w.ffn_gate is not None
-        inner = _activation(config, F.linear(given, w.ffn_gate, w.ffn_gate_bias)) * inner
+        inner = activated(config, F.linear(given, w.ffn_gate, w.ffn_gate_bias)) * inner
     else:
-        inner = _activation(config, inner)
+        inner = activated(config, inner)
     return behind(x + F.linear(inner, w.ffn_down, w.ffn_down_bias), *norm)
 
 
@@ -148,12 +155,12 @@ def decoder_logits(
     if weights.positions is not None:
         x = x + weights.positions[config.position_offset :][:steps]
     if weights.embedding_norm_gamma is not None:
-        x = _norm(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
+        x = normed(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
     bias = _relative_bias(weights, steps)
     for layer in weights.layers:
         x = decoder_layer(config, layer, x, memory, memory_lengths, bias)
     if weights.final_norm_gamma is not None:
-        x = _norm(config, x, weights.final_norm_gamma, weights.final_norm_beta)
+        x = normed(config, x, weights.final_norm_gamma, weights.final_norm_beta)
     return F.linear(x, weights.logits, weights.logits_bias)
 
 

@@ -11,38 +11,23 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model"]
 
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-
 
 def _activation(name: object) -> Any:
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
             f"Decoding.from_pretrained: the activation function is {name!r}; "
-            f"expected one of {', '.join(_ACTIVATIONS)}"
+            f"expected one of {', '.join(ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _joined(*modules: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weights and the biases of linear modules, one behind the other."""
-    weight = torch.cat([module.weight for module in modules])
-    if all(module.bias is None for module in modules):
-        return weight, None
-    biases = [
-        module.weight.new_zeros(module.weight.shape[0]) if module.bias is None else module.bias
-        for module in modules
-    ]
-    return weight, torch.cat(biases)
+    return joined([(module.weight, module.bias) for module in modules])
 
 
 def _bart_layer(layer: Any) -> LayerWeights:

@@ -1,0 +1,12 @@
+"""Decoder-only models of transformers as a config and weights: a table, and how it is read.
+
+``architecture`` says what an architecture has to tell, ``architectures`` is the table, and
+``weights`` reads a model by its entry.
+"""
+
+from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
+    CAUSAL_MODEL_TYPES,
+)
+from lmdecode.integrations.transformers.decoding.causal_models.weights import causal_model_of
+
+__all__ = ["CAUSAL_MODEL_TYPES", "causal_model_of"]

@@ -1,0 +1,148 @@
+"""The table of architectures; each says where its modules are, and which switches it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    Architecture,
+    LayerModules,
+    Trunk,
+)
+
+__all__ = ["CAUSAL_MODEL_TYPES"]
+
+
+def _trunk(model: Any) -> Trunk:
+    body = model.model
+    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+
+
+def _gemma3_text_part(model: Any) -> Trunk:
+    body = model.model.language_model
+    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+
+
+def _gpt2_trunk(model: Any) -> Trunk:
+    body = model.transformer
+    return Trunk(body, body.wte, body.h, body.ln_f, positions=body.wpe)
+
+
+def _llama_layer(layer: Any) -> LayerModules:
+    attention, ffn = layer.self_attn, layer.mlp
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention_out=attention.o_proj,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_gate=ffn.gate_proj,
+        ffn_up=ffn.up_proj,
+        ffn_down=ffn.down_proj,
+    )
+
+
+def _qwen3_layer(layer: Any) -> LayerModules:
+    attention = layer.self_attn
+    return _llama_layer(layer)._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+
+
+def _olmo2_layer(layer: Any) -> LayerModules:
+    attention, ffn = layer.self_attn, layer.mlp
+    return LayerModules(
+        attention=attention,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=attention.q_norm,
+        key_norm=attention.k_norm,
+        attention_out=attention.o_proj,
+        attention_out_norm=layer.post_attention_layernorm,
+        ffn_gate=ffn.gate_proj,
+        ffn_up=ffn.up_proj,
+        ffn_down=ffn.down_proj,
+        ffn_out_norm=layer.post_feedforward_layernorm,
+    )
+
+
+def _gemma2_layer(layer: Any) -> LayerModules:
+    return _llama_layer(layer)._replace(
+        attention_out_norm=layer.post_attention_layernorm,
+        ffn_norm=layer.pre_feedforward_layernorm,
+        ffn_out_norm=layer.post_feedforward_layernorm,
+    )
+
+
+def _gemma3_layer(layer: Any) -> LayerModules:
+    attention = layer.self_attn
+    return _gemma2_layer(layer)._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+
+
+def _phi3_layer(layer: Any) -> LayerModules:
+    attention, ffn = layer.self_attn, layer.mlp
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(attention.qkv_proj,),
+        attention_out=attention.o_proj,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_gate=ffn.gate_up_proj,
+        ffn_up=ffn.gate_up_proj,
+        ffn_down=ffn.down_proj,
+    )
+
+
+def _gpt2_layer(layer: Any) -> LayerModules:
+    return LayerModules(
+        attention=layer.attn,
+        attention_norm=layer.ln_1,
+        qkv=(layer.attn.c_attn,),
+        attention_out=layer.attn.c_proj,
+        ffn_norm=layer.ln_2,
+        ffn_gate=None,
+        ffn_up=layer.mlp.c_fc,
+        ffn_down=layer.mlp.c_proj,
+    )
+
+
+_GEMMA = Architecture(
+    _trunk,
+    _gemma2_layer,
+    gamma_plus_one=True,
+    activation="hidden_activation",
+    windows="layer_types",
+    embedding_scaled=True,
+    logits_softcap="final_logit_softcapping",
+    must_be_off=("use_bidirectional_attention",),
+)
+
+CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
+    "gemma2": replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
+    # transformers' Gemma 3 does not apply attn_logit_softcapping.
+    "gemma3_text": replace(_GEMMA, layer=_gemma3_layer),
+    # Of text alone; transformers' Gemma 3 with images does not cap its logits.
+    "gemma3": replace(_GEMMA, trunk=_gemma3_text_part, layer=_gemma3_layer, logits_softcap=None),
+    "gpt2": Architecture(
+        _gpt2_trunk,
+        _gpt2_layer,
+        norm="layer_norm",
+        norm_epsilon="layer_norm_epsilon",
+        activation="activation_function",
+        must_be_off=("add_cross_attention",),
+    ),
+    "granite": Architecture(
+        _trunk,
+        _llama_layer,
+        embedding_multiplier="embedding_multiplier",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+    "llama": Architecture(_trunk, _llama_layer),
+    "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
+    "olmo2": Architecture(_trunk, _olmo2_layer),
+    "phi3": Architecture(_trunk, _phi3_layer, windows="sliding_window"),
+    "qwen2": Architecture(_trunk, _llama_layer, windows="layer_types"),
+    "qwen3": Architecture(_trunk, _qwen3_layer, windows="layer_types"),
+    "smollm3": Architecture(
+        _trunk, _llama_layer, windows="layer_types", layers_without_positions=True
+    ),
+}

@@ -1,0 +1,307 @@
+"""A model of transformers, read by its entry of the table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    Architecture,
+    LayerModules,
+    Trunk,
+    refused,
+)
+from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
+    CAUSAL_MODEL_TYPES,
+)
+from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+
+__all__ = ["causal_model_of"]
+
+# The types of rotary embeddings whose frequencies do not depend on the length of the text.
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+
+_NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_norm",
+          "ffn_out_norm")  # fmt: skip
+
+
+def causal_model_of(model: Any) -> tuple[CausalConfig, CausalWeights]:
+    """Return the config and the weights of a loaded decoder-only model.
+
+    Weights are the model's own tensors, but for queries, keys and values, which are joined, and
+    for those that a factor or 1 + weight is folded into.
+
+    Parameters
+    ----------
+    model
+        A causal language model of transformers, of a type that is in ``CAUSAL_MODEL_TYPES``.
+
+    Raises
+    ------
+    ValueError
+        A model of another type, or with what ``CausalConfig`` does not express: it is named.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in CAUSAL_MODEL_TYPES or not isinstance(model, PreTrainedModel):
+        raise refused(
+            f"model is a {type(model).__name__} of type {kind!r}; "
+            f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
+        )
+    head = model.get_output_embeddings()
+    if head is None:
+        raise refused(
+            f"model is a {type(model).__name__}, which has no logits; "
+            "expected a causal language model"
+        )
+    with torch.no_grad():
+        return _Reader(model, head, CAUSAL_MODEL_TYPES[kind]).read()
+
+
+class _Rotary(NamedTuple):
+    """Of each layer, which of the frequencies it has, and these, with what they are scaled by."""
+
+    layers: tuple[int | None, ...]
+    frequencies: tuple[Tensor, ...]
+    scales: tuple[float, ...]
+
+
+class _Reader:
+    """A model and its architecture, while it is read."""
+
+    def __init__(self, model: Any, head: Any, architecture: Architecture) -> None:
+        self.config = model.config.get_text_config()
+        self.architecture = architecture
+        self.head = head
+        self.trunk: Trunk = architecture.trunk(model)
+        self.layers = [architecture.layer(layer) for layer in self.trunk.layers]
+        self.names = {module: name for name, module in model.named_modules()}
+        self.read_modules: set[Any] = set()
+        self._check(model)
+
+    def _check(self, model: Any) -> None:
+        if getattr(model, "is_quantized", False):
+            method = getattr(model, "quantization_method", None)
+            raise refused(f"the weights of model are quantized ({method}); expected floats")
+        for name in self.architecture.must_be_off:
+            if getattr(self.config, name, None):
+                raise refused(f"{name} is {getattr(self.config, name)!r}; expected False")
+        rows, columns = self.head.weight.shape[0], self.trunk.embedding.weight.shape[0]
+        if rows != columns:
+            raise refused(f"model embeds {columns} tokens and has logits of {rows}; expected equal")
+
+    def read(self) -> tuple[CausalConfig, CausalWeights]:
+        """Return the config and the weights."""
+        config, architecture, trunk = self.config, self.architecture, self.trunk
+        first = self.layers[0]
+        rotary = self._rotary()
+        head_weight, head_bias = self._linear(self.head)
+        embedding = self._weight(trunk.embedding)
+        final_gamma, final_beta = self._norm(trunk.final_norm)
+        weights = CausalWeights(
+            embedding=embedding,
+            positions=None if trunk.positions is None else self._weight(trunk.positions),
+            rotary=rotary.frequencies,
+            final_norm_gamma=final_gamma,
+            final_norm_beta=final_beta,
+            logits=None if head_weight.data_ptr() == embedding.data_ptr() else head_weight,
+            logits_bias=head_bias,
+            layers=tuple(self._layer(layer) for layer in self.layers),
+        )
+        self._check_that_all_is_read()
+        heads = config.num_attention_heads
+        return (
+            CausalConfig(
+                num_layers=len(self.layers),
+                model_size=embedding.shape[1],
+                num_heads=heads,
+                num_kv_heads=getattr(config, "num_key_value_heads", heads),
+                head_size=first.attention.head_dim,
+                ffn_size=weights.layers[0].ffn_up.shape[0],
+                vocab_size=embedding.shape[0],
+                windows=self._windows(),
+                rotary=rotary.layers,
+                rotary_size=2 * rotary.frequencies[0].shape[0] if rotary.frequencies else 0,
+                rotary_scales=rotary.scales,
+                norm=architecture.norm,
+                norm_epsilon=getattr(config, architecture.norm_epsilon),
+                activation=self._activation(),
+                gated=first.ffn_gate is not None,
+                attention_scale=first.attention.scaling,
+                attention_softcap=self._number(architecture.attention_softcap, 0.0),
+                logits_softcap=self._number(architecture.logits_softcap, 0.0),
+                embedding_scale=self._embedding_scale(),
+                logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
+            ),
+            weights,
+        )
+
+    # --- switches ---------------------------------------------------------------------------------
+
+    def _number(self, name: str | None, default: float) -> float:
+        """Return an entry of the config; None is the default."""
+        number = None if name is None else getattr(self.config, name)
+        return default if number is None else float(number)
+
+    def _activation(self) -> Any:
+        name = getattr(self.config, self.architecture.activation)
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            raise refused(
+                f"the activation function is {name!r}; expected one of {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[name]
+
+    def _embedding_scale(self) -> float:
+        embedding = self.trunk.embedding
+        if self.architecture.embedding_scaled:  # rounded as the model rounds it
+            return float(embedding.embed_scale.to(embedding.weight.dtype))
+        return self._number(self.architecture.embedding_multiplier, 1.0)
+
+    def _layer_types(self) -> list[str]:
+        kinds = list(self.config.layer_types)
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise refused(
+                    f"layer_types has {kind!r}; expected full_attention and sliding_attention"
+                )
+        return kinds
+
+    def _windows(self) -> tuple[int | None, ...]:
+        windows = self.architecture.windows
+        if windows == "none":
+            return (None,) * len(self.layers)
+        window = self.config.sliding_window
+        if windows == "sliding_window":
+            return (window,) * len(self.layers)
+        sliding = [kind == "sliding_attention" for kind in self._layer_types()]
+        if window is None and any(sliding):
+            raise refused("layer_types has 'sliding_attention', sliding_window is None")
+        return tuple(window if is_sliding else None for is_sliding in sliding)
+
+    def _rotary(self) -> _Rotary:
+        module = self.trunk.rotary
+        if module is None:
+            return _Rotary((None,) * len(self.layers), (), ())
+        if isinstance(module.rope_type, dict):  # by the type of the layer
+            kinds = sorted(module.rope_type)
+            places: list[int | None] = [kinds.index(kind) for kind in self._layer_types()]
+            rope_types, prefixes = module.rope_type, [f"{kind}_" for kind in kinds]
+        else:
+            places, rope_types, prefixes = [0] * len(self.layers), {"": module.rope_type}, [""]
+        for rope_type in rope_types.values():
+            if rope_type not in _ROPE_TYPES:
+                raise refused(
+                    f"the rope_type is {rope_type!r}; expected one of {', '.join(_ROPE_TYPES)}"
+                )
+        if self.architecture.layers_without_positions:
+            for place, layer in enumerate(self.layers):
+                if not layer.attention.use_rope:
+                    places[place] = None
+        frequencies = tuple(
+            getattr(module, f"{prefix}inv_freq").to(torch.float32) for prefix in prefixes
+        )
+        scales = tuple(float(getattr(module, f"{prefix}attention_scaling")) for prefix in prefixes)
+        return _Rotary(tuple(places), frequencies, scales)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _weight(self, module: Any) -> Tensor:
+        self.read_modules.add(module)
+        weight: Tensor = module.weight
+        if not weight.is_floating_point() or weight.is_meta:
+            come = "not loaded" if weight.is_meta else f"of {weight.dtype}"
+            raise refused(f"the weights of {self.names[module]} are {come}; expected floats")
+        return weight
+
+    def _linear(self, module: Any) -> tuple[Tensor, Tensor | None]:
+        """Return [out, in] weights, and a bias; subclasses may be more than a product."""
+        if type(module) is Conv1D:
+            return self._weight(module).T, module.bias
+        if type(module) is not torch.nn.Linear:
+            raise refused(
+                f"{self.names[module]} is a {type(module).__name__}; expected a torch.nn.Linear"
+            )
+        return self._weight(module), module.bias
+
+    def _norm(self, module: Any) -> tuple[Tensor | None, Tensor | None]:
+        if module is None:
+            return None, None
+        gamma = self._weight(module)
+        if self.architecture.gamma_plus_one:
+            gamma = 1.0 + _wide(gamma)
+        return gamma, getattr(module, "bias", None)
+
+    def _layer(self, modules: LayerModules) -> CausalLayerWeights:
+        qkv, qkv_bias = joined([self._linear(module) for module in modules.qkv])
+        # Layers whose scores have another scale than the first's have it in their queries.
+        ratio = modules.attention.scaling / self.layers[0].attention.scaling
+        if ratio != 1.0:
+            factors = torch.ones(qkv.shape[0], dtype=_wide(qkv).dtype, device=qkv.device)
+            factors[: self.config.num_attention_heads * modules.attention.head_dim] = ratio
+            qkv = qkv * factors[:, None]
+            qkv_bias = None if qkv_bias is None else qkv_bias * factors
+        factor = self._number(self.architecture.residual_multiplier, 1.0)
+        out, out_bias = _times(factor, *self._linear(modules.attention_out))
+        down, down_bias = _times(factor, *self._linear(modules.ffn_down))
+        up, up_bias = self._linear(modules.ffn_up)
+        gate, gate_bias = None, None
+        if modules.ffn_gate is modules.ffn_up:
+            gate, up = up.chunk(2)
+            if up_bias is not None:
+                gate_bias, up_bias = up_bias.chunk(2)
+        elif modules.ffn_gate is not None:
+            gate, gate_bias = self._linear(modules.ffn_gate)
+        norms = {}
+        for name in _NORMS:
+            gamma, beta = self._norm(getattr(modules, name))
+            norms[f"{name}_gamma"] = gamma
+            if f"{name}_beta" in CausalLayerWeights._fields:
+                norms[f"{name}_beta"] = beta
+            elif beta is not None:
+                raise refused(f"{self.names[getattr(modules, name)]} has a bias; expected none")
+        return CausalLayerWeights(
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            attention_out=out,
+            attention_out_bias=out_bias,
+            ffn_up=up,
+            ffn_up_bias=up_bias,
+            ffn_gate=gate,
+            ffn_gate_bias=gate_bias,
+            ffn_down=down,
+            ffn_down_bias=down_bias,
+            **norms,
+        )
+
+    def _check_that_all_is_read(self) -> None:
+        """A parameter of which the table knows nothing would be left out silently."""
+        read = {
+            id(parameter)
+            for module in self.read_modules
+            for parameter in module.parameters(recurse=False)
+        }
+        others = [
+            name
+            for name, parameter in self.trunk.root.named_parameters()
+            if id(parameter) not in read
+        ]
+        if others:
+            raise refused(
+                f"model has {len(others)} parameters that its type does not have, {others[0]} "
+                "the first; expected none"
+            )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Float32 at least: a factor that is folded in is rounded no more than it would be there."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _times(factor: float, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if factor == 1.0:
+        return weight, bias
+    return _wide(weight) * factor, None if bias is None else _wide(bias) * factor

@@ -1,0 +1,304 @@
+"""Decoder-only models as a config and weights: with the reference they give the models' logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.pytorch_utils import Conv1D
+
+from lmdecode.decoder.causal_config import CausalLayerWeights
+from lmdecode.integrations.transformers.decoding.causal_models import (
+    CAUSAL_MODEL_TYPES,
+    causal_model_of,
+)
+from lmdecode.reference.causal import CausalCache, causal_logits
+from tests.support.causal_models import (
+    CASES,
+    VARIANTS,
+    VOCAB,
+    WINDOW,
+    model_of,
+    random_config,
+    random_model,
+    random_tokens,
+)
+
+LENGTH = 5 * WINDOW + 3
+POINTER = r"; for other models there is lmdecode\.integrations\.transformers\.pack_linears_$"
+
+cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
+
+
+def expected_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens[None], use_cache=False).logits[0]
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert set(VARIANTS) == set(CAUSAL_MODEL_TYPES)
+
+
+@cases
+def test_logits_are_those_of_transformers(architecture: str, variant: str) -> None:
+    model, tokens = random_model(architecture, variant), random_tokens(LENGTH)
+    expected = expected_logits(model, tokens)
+    assert expected.std() > 0.3
+    got = causal_logits(*causal_model_of(model), tokens)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+@cases
+def test_in_float64(architecture: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes norms, angles and softmax in float32 by name: here that is float64."""
+    model = model_of(random_config(architecture, variant)).double()
+    tokens = random_tokens(LENGTH)
+    got = causal_logits(*causal_model_of(model), tokens, dtype=torch.float64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        expected = expected_logits(model, tokens)
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+@cases
+def test_a_text_may_come_in_pieces(architecture: str, variant: str) -> None:
+    config, weights = causal_model_of(random_model(architecture, variant))
+    tokens, cache = random_tokens(LENGTH), CausalCache()
+    pieces = [
+        causal_logits(config, weights, piece, cache=cache, dtype=torch.float64)
+        for piece in tokens.split((WINDOW + 2, 1, LENGTH - WINDOW - 4, 1))
+    ]
+    whole = causal_logits(config, weights, tokens, dtype=torch.float64)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-9)
+    assert len(cache) == config.num_layers
+    shape = (config.num_kv_heads, LENGTH, config.head_size)
+    assert {tensor.shape for pair in cache for tensor in pair} == {shape}
+
+
+@cases
+def test_shapes(architecture: str, variant: str) -> None:
+    """The weights have the shapes that CausalWeights says."""
+    config, weights = causal_model_of(random_model(architecture, variant))
+    size, query, key = config.model_size, config.query_size, config.key_size
+    assert weights.embedding.shape == (config.vocab_size, size)
+    assert config.vocab_size == VOCAB and len(weights.layers) == config.num_layers
+    assert weights.logits is None or weights.logits.shape == (VOCAB, size)
+    assert weights.positions is None or weights.positions.shape[1] == size
+    assert config.rotary_size is not None and len(weights.rotary) == len(config.rotary_scales)
+    for frequencies in weights.rotary:
+        assert frequencies.shape == (config.rotary_size // 2,)
+        assert frequencies.dtype == torch.float32
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "qkv": ((query + 2 * key, size),),
+        "qkv_bias": ((query + 2 * key,),),
+        "query_norm_gamma": ((config.head_size,), (query,)),
+        "key_norm_gamma": ((config.head_size,), (key,)),
+        "attention_out": ((size, query),),
+        "ffn_up": ((config.ffn_size, size),),
+        "ffn_gate": ((config.ffn_size, size),),
+        "ffn_up_bias": ((config.ffn_size,),),
+        "ffn_gate_bias": ((config.ffn_size,),),
+        "ffn_down": ((size, config.ffn_size),),
+    }
+    for layer in weights.layers:
+        for name, tensor in zip(CausalLayerWeights._fields, layer, strict=True):
+            if tensor is not None:
+                assert tuple(tensor.shape) in shapes.get(name, ((size,),)), name
+        assert (layer.ffn_gate is not None) == config.gated
+
+
+def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
+    """A switch that no case turns would go untested."""
+    models = [causal_model_of(random_model(*case)) for case in CASES]
+    for field in CausalLayerWeights._fields:
+        given = {getattr(w.layers[0], field) is None for _, w in models}
+        always = {"qkv", "attention_out", "ffn_up", "ffn_down"}
+        assert given == ({False} if field in always else {False, True}), field
+    for name in ("norm", "gated", "activation", "attention_softcap", "logits_softcap",
+                 "embedding_scale", "logits_scale", "norm_epsilon"):  # fmt: skip
+        assert len({getattr(c, name) for c, _ in models}) > 1, name
+    assert {c.activation for c, _ in models} == {"relu", "gelu", "gelu_tanh", "silu"}
+    assert {c.num_heads // c.num_kv_heads for c, _ in models} >= {1, 2, 4, 7}
+    assert any(c.query_size != c.model_size for c, _ in models)
+    assert any(c.rotary_size not in (0, c.head_size) for c, _ in models)
+    assert any(len(set(c.rotary_scales)) == 1 and c.rotary_scales[0] != 1 for c, _ in models)
+    mixed = {None, WINDOW}
+    assert {frozenset(c.windows) for c, _ in models} == {
+        frozenset(mixed), frozenset({None}), frozenset({WINDOW}),
+    }  # fmt: skip
+    assert {frozenset(c.rotary) for c, _ in models} == {
+        frozenset({None}), frozenset({0}), frozenset({0, 1}), frozenset({0, None}),
+    }  # fmt: skip
+    assert {w.logits is None for _, w in models} == {True, False}
+
+
+def test_weights_are_the_tensors_of_the_model() -> None:
+    for case in (("llama", "plain"), ("phi3", "plain"), ("gpt2", "plain")):
+        model = random_model(*case)
+        _, weights = causal_model_of(model)
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        copied = {
+            name
+            for layer in weights.layers
+            for name, tensor in layer._asdict().items()
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in own
+        }
+        assert copied == ({"qkv"} if case[0] == "llama" else set()), case
+        assert weights.embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+def test_bfloat16_weights() -> None:
+    """Scales of Gemma's embeddings are rounded as transformers does; folded factors are not."""
+    model = model_of(random_config("gemma2", "plain")).bfloat16()
+    config, weights = causal_model_of(model)
+    assert config.embedding_scale == float(torch.tensor(math.sqrt(32)).bfloat16())
+    gamma = weights.layers[0].ffn_norm_gamma
+    assert gamma is not None and gamma.dtype == torch.float32
+    own = model.model.layers[0].pre_feedforward_layernorm.weight
+    assert torch.equal(gamma, 1 + own.float())
+    assert weights.layers[0].ffn_up.dtype == torch.bfloat16
+    model = model_of(random_config("granite", "multipliers, biases")).bfloat16()
+    layer, own = causal_model_of(model)[1].layers[1], model.model.layers[1].mlp.down_proj
+    assert torch.equal(layer.ffn_down, own.weight.float() * 0.4)
+    assert layer.ffn_down_bias is not None
+    assert torch.equal(layer.ffn_down_bias, own.bias.float() * 0.4)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _refused(model: Any, match: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^Decoding\.from_pretrained: .*" + match + ".*" + POINTER
+    ):
+        causal_model_of(model)
+
+
+def test_models_of_other_types() -> None:
+    _refused(torch.nn.Linear(2, 2), "model is a Linear of type None; expected .*gemma2, .*smollm3")
+    experts = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(experts)
+    _refused(model, "model is a MixtralForCausalLM of type 'mixtral'")
+    sinks = transformers.GptOssConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=2,
+    )  # fmt: skip
+    _refused(transformers.GptOssForCausalLM(sinks), "GptOssForCausalLM of type 'gpt_oss'")
+    source = transformers.T5Config(
+        vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
+    )
+    _refused(transformers.T5ForConditionalGeneration(source), "of type 't5'")
+    wrapped = torch.nn.Module()
+    wrapped.config = random_config("llama", "plain")  # as adapters do
+    _refused(wrapped, "model is a Module of type 'llama'; expected a causal language model of")
+    _refused(random_model("llama", "plain").model, "a LlamaModel, which has no logits")
+    classifier = transformers.LlamaForSequenceClassification(random_config("llama", "plain"))
+    _refused(classifier, "LlamaForSequenceClassification, which has no logits")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "match"),
+    [
+        ("llama", {"hidden_act": "quick_gelu"}, "activation function is 'quick_gelu'; .*silu"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}},
+            "the rope_type is 'dynamic'; expected one of default, linear, llama3",
+        ),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 100.0, "factor": 2.0,
+                    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            "the rope_type is 'longrope'",
+        ),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; expected False"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has 'sliding_attention', sliding_window is None",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has 'chunked_attention'; expected full_attention and sliding_attention",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_switches_that_there_are_not(architecture: str, more: dict[str, Any], match: str) -> None:
+    variant = next(iter(VARIANTS[architecture]))
+    _refused(model_of(random_config(architecture, variant, **more)), match)
+
+
+def _add_sinks(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+
+
+def _quantize(model: Any) -> None:
+    model.is_quantized, model.quantization_method = True, "gptq"
+
+
+def _replace(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+
+
+def _hold_integers(model: Any) -> None:
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.to(torch.int8), requires_grad=False)
+
+
+def _grow_head(model: Any) -> None:
+    model.lm_head = torch.nn.Linear(32, VOCAB + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_add_sinks, "1 parameters that its type does not have, layers.1.self_attn.sinks"),
+        (_quantize, r"the weights of model are quantized \(gptq\); expected floats"),
+        (_replace, r"model.layers.1.mlp.up_proj is a Sequential; expected a torch.nn.Linear"),
+        (_hold_integers, "weights of model.layers.0.mlp.up_proj are of torch.int8; expected float"),
+        (lambda model: model.to("meta"), "weights of .* are not loaded; expected floats"),
+        (_grow_head, "model embeds 101 tokens and has logits of 102; expected equal"),
+    ],
+    ids=["sinks", "quantized", "replaced", "integers", "meta", "head"],
+)
+def test_models_that_were_changed(change: Callable[[Any], None], match: str) -> None:
+    model = model_of(random_config("llama", "plain"))
+    change(model)
+    _refused(model, match)
+
+
+def test_a_norm_of_heads_with_a_bias() -> None:
+    model = model_of(random_config("qwen3", "plain"))
+    model.model.layers[1].self_attn.k_norm.bias = torch.nn.Parameter(torch.zeros(12))
+    _refused(model, "model.layers.1.self_attn.k_norm has a bias; expected none")
+
+
+def test_a_head_with_a_bias_and_a_convolution_in_place_of_a_linear_layer() -> None:
+    """Neither is any architecture's own; both are expressed."""
+    model = model_of(random_config("llama", "plain"))
+    head, down = model.lm_head, model.model.layers[0].mlp.down_proj
+    head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    convolution = Conv1D(down.out_features, down.in_features)
+    convolution.weight = torch.nn.Parameter(down.weight.detach().T.clone())
+    model.model.layers[0].mlp.down_proj = convolution
+    tokens = random_tokens(LENGTH)
+    got = causal_logits(*causal_model_of(model), tokens)
+    torch.testing.assert_close(got, expected_logits(model, tokens), rtol=0, atol=1e-4)

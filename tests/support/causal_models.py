@@ -1,0 +1,195 @@
+"""Tiny random decoder-only models of every architecture, which exercise each of its switches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
+WINDOW = 7
+POSITIONS = 256
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+    "max_position_embeddings": POSITIONS, "hidden_size": 32, "intermediate_size": 44,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_GROUP_OF_7 = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
+_GROUP_OF_1 = {"num_key_value_heads": 4}
+_GROUP_OF_4 = {"num_key_value_heads": 1}
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **more}}
+
+
+_YARN = {"factor": 8.0, "original_max_position_embeddings": 32}
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
+_GEMMA3 = {
+    **_GEMMA,
+    "num_hidden_layers": 3,
+    "layer_types": _ALTERNATING,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 3.0},
+    },
+}
+_GPT2 = {
+    "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+    "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4,
+}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}  # fmt: skip
+
+# What each variant of an architecture sets, beside the sizes above.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "plain": {},
+        "biases, tied, wide heads": {
+            "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 20,
+        },
+        "group of 7, gelu": {**_GROUP_OF_7, "hidden_act": "gelu"},
+        "linear": _rope("linear", factor=2.5),
+        "proportional": _rope("proportional", partial_rotary_factor=0.5),
+        "llama3": _rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+        "yarn": _rope("yarn", **_YARN),
+        "yarn, attention factor": _rope("yarn", attention_factor=0.7, beta_fast=16.0, **_YARN),
+        "yarn, mscale": _rope("yarn", mscale=1.0, mscale_all_dim=0.5, **_YARN),
+    },
+    "mistral": {
+        "window": {"sliding_window": WINDOW},
+        "no window, group of 4": {"sliding_window": None, "head_dim": 6, **_GROUP_OF_4},
+    },
+    "qwen2": {
+        "plain, group of 7": {**_GROUP_OF_7, "tie_word_embeddings": True},
+        "last layers slide": {
+            "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+        "layer types": {
+            "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+        },
+    },
+    "qwen3": {
+        "plain": {"head_dim": 12, "tie_word_embeddings": True},
+        "biases, layer types, yarn": {
+            "head_dim": 12, "attention_bias": True, "num_hidden_layers": 3,
+            "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _ALTERNATING,
+            **_rope("yarn", **_YARN), **_GROUP_OF_1,
+        },
+    },
+    "gemma2": {
+        "plain": {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+        "no caps, biases, untied": {
+            **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "attention_bias": True, "tie_word_embeddings": False, "hidden_activation": "silu",
+            **_GROUP_OF_4,
+        },
+    },
+    "gemma3_text": {
+        "plain": _GEMMA3,
+        "capped": {**_GEMMA3, "final_logit_softcapping": 4.0, "attention_bias": True},
+    },
+    "gemma3": {"text part": _GEMMA3},
+    "phi3": {
+        "plain": _GROUP_OF_1,
+        "partial, window": {"partial_rotary_factor": 0.5, "sliding_window": WINDOW},
+    },
+    "smollm3": {
+        "layers without positions": {"num_hidden_layers": 4},
+        "these slide, biases": {
+            "no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "use_sliding_window": True,
+            "sliding_window": WINDOW, "attention_bias": True, "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    },
+    "olmo2": {
+        "plain": _GROUP_OF_1,
+        "groups, biases": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+    "granite": {
+        "plain": {},
+        "multipliers, biases": {**_MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
+    },
+    "gpt2": {
+        "plain": {},
+        "scales of layers, relu, untied": {
+            "scale_attn_by_inverse_layer_idx": True, "n_layer": 3, "n_inner": 40, "n_head": 2,
+            "activation_function": "relu", "tie_word_embeddings": False,
+        },
+        "odd heads, no scale": {
+            "n_embd": 30, "n_head": 6, "scale_attn_weights": False, "activation_function": "gelu",
+        },
+    },
+}  # fmt: skip
+CASES = [(kind, variant) for kind, variants in VARIANTS.items() for variant in variants]
+
+
+def _config(architecture: str, arguments: dict[str, Any]) -> Any:
+    if architecture == "gpt2":
+        return transformers.GPT2Config(**{**_GPT2, **arguments})
+    arguments = {**_SIZES, **arguments}
+    if architecture == "gemma3":
+        vision = {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+        }  # fmt: skip
+        return transformers.Gemma3Config(
+            text_config=arguments, vision_config=vision, mm_tokens_per_image=4,
+            image_token_index=VOCAB - 1, boi_token_index=VOCAB - 2, eoi_token_index=VOCAB - 3,
+            pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+        )  # fmt: skip
+    return transformers.AutoConfig.for_model(architecture, **arguments)
+
+
+def random_config(architecture: str, variant: str, **more: Any) -> Any:
+    """Return the config of one of ``CASES``, with ``more`` entries."""
+    return _config(architecture, {**VARIANTS[architecture][variant], **more})
+
+
+def model_of(config: Any, seed: int = 0) -> Any:
+    """Return a float32 model with eager attention, none of whose parameters is 0 or 1 throughout.
+
+    Products keep the size of what they are given, and logits have a spread of some units: they are
+    neither flat nor peaked. The last norm has factors of either sign: else models whose head is
+    their embedding would repeat their last token.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind = transformers.AutoModelForCausalLM
+        model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if id(parameter) in embeddings:
+                    parameter.normal_(std=0.5)
+                elif parameter.dim() == 2:
+                    size = 3.0 if name == "lm_head.weight" else 1.5
+                    parameter.normal_(std=size * min(parameter.shape) ** -0.5)
+                elif name.endswith(("model.norm.weight", "ln_f.weight")):
+                    parameter.normal_().sub_(1.0 if "gemma" in config.model_type else 0.0)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@functools.cache
+def random_model(architecture: str, variant: str, seed: int = 0) -> Any:
+    """Return the model of one of ``CASES``; tests share it."""
+    return model_of(random_config(architecture, variant), seed)
+
+
+def random_tokens(length: int, seed: int = 0) -> torch.Tensor:
+    """Return [length] int64, none of which is special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(EOS + 1, VOCAB - 3, (length,), generator=generator)
