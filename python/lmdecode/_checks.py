@@ -143,7 +143,9 @@ _SPELLINGS = {
 }
 
 
-def check_format(op: str, dtype: object, formats: Collection[str], where: str = "") -> str:
+def check_format(
+    op: str, dtype: object, formats: Collection[str], where: str = "", *, name: str = "dtype"
+) -> str:
     """Return the name of a format of weights; raise TypeError or ValueError for what is none.
 
     Parameters
@@ -156,15 +158,17 @@ def check_format(op: str, dtype: object, formats: Collection[str], where: str = 
         The names that there are.
     where
         What the error says behind them.
+    name
+        Of the argument.
     """
     if not isinstance(dtype, (str, torch.dtype)):
-        raise type_error(op, "dtype", dtype, "a str or a torch.dtype")
-    name = str(dtype).removeprefix("torch.")
-    name = _SPELLINGS.get(name, name)
-    if name not in formats:
+        raise type_error(op, name, dtype, "a str or a torch.dtype")
+    found = str(dtype).removeprefix("torch.")
+    found = _SPELLINGS.get(found, found)
+    if found not in formats:
         expected = ", ".join(formats)
-        raise ValueError(f"{op}: dtype is {dtype!r}; expected one of {expected}{where}")
-    return name
+        raise ValueError(f"{op}: {name} is {dtype!r}; expected one of {expected}{where}")
+    return found
 
 
 def check_bool(op: str, name: str, value: object, *, kind: str = "a bool") -> bool:

@@ -11,7 +11,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["CausalCaches"]
+__all__ = ["CACHE_DTYPES", "CausalCaches"]
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

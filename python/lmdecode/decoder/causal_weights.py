@@ -65,7 +65,9 @@ def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> 
         optional = field not in _PACKED or (field == "ffn_gate" and not c.gated)
         _check(f"{name}.{field}", tensor, *shapes.get(field, ((size,),)), optional=optional)
     if not c.gated and layer.ffn_gate is not None:
-        raise ValueError(f"Decoding: weights.{name}.ffn_gate was given; expected none, as not gated")
+        raise ValueError(
+            f"Decoding: weights.{name}.ffn_gate was given; expected none, as not gated"
+        )
 
 
 def _norms_all_heads(config: CausalConfig, layers: Iterable[CausalLayerWeights]) -> bool:

@@ -1,17 +1,22 @@
-"""Decoding in C++: the decoder of an encoder-decoder model, its search and its caches."""
+"""Decoding in C++: a decoder-only model, or the decoder of an encoder-decoder one, and its loop."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_format, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.causal_caches import CACHE_DTYPES
+from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
+from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
@@ -21,24 +26,29 @@ __all__ = ["Decoding"]
 
 
 class Decoding:
-    """The decoder of an encoder-decoder model, with its whole loop in C++.
+    """A decoder-only model, or the decoder of an encoder-decoder one, in C++.
 
-    Embedding, layers, projection to the vocabulary, logits processors, beam search and early stop
-    run step after step without a return to Python; keys and values of the memory are computed once
-    a request and shared by its beams, those of the sequences stay where they were written. A result
-    depends on nothing but its own request: not on the batch, nor on the number of threads.
+    Of an encoder-decoder model embedding, layers, projection to the vocabulary, logits processors,
+    beam search and early stop run step after step without a return to Python; keys and values of
+    the memory are computed once a request and shared by its beams, those of the sequences stay
+    where they were written. Of a decoder-only model a step, from tokens to logits, is one op; its
+    keys and values lie in blocks that beams share. A result depends on nothing but its own request:
+    not on the batch, nor on the number of threads.
 
     Parameters
     ----------
-    config : DecoderConfig
+    config : DecoderConfig or CausalConfig
         Of the decoder.
-    weights : DecoderWeights
-        Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
+    weights : DecoderWeights or CausalWeights
+        Packed here, once. Weights of a ``DecoderConfig`` on a CUDA device stay there, and the loop
+        runs there.
     dtype : {"float32", "bfloat16", "int8"}
         What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
         gives the tokens of transformers; the others' scores are near, so that close tokens may
         differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
         taken, too.
+    cache_dtype : {"float32", "bfloat16"}, optional
+        What a decoder-only model keeps keys and values as, "float32" by default.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
 
@@ -50,14 +60,34 @@ class Decoding:
 
     def __init__(
         self,
-        config: DecoderConfig,
-        weights: DecoderWeights,
+        config: DecoderConfig | CausalConfig,
+        weights: DecoderWeights | CausalWeights,
         *,
         dtype: str | torch.dtype = "float32",
+        cache_dtype: str | torch.dtype | None = None,
         use_cuda_graph: bool = False,
     ) -> None:
+        self.decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
+        self.model: Any = None
+        if isinstance(config, CausalConfig):
+            if use_cuda_graph:
+                raise ValueError(
+                    "Decoding: use_cuda_graph is True; expected False for a decoder-only model, "
+                    "which runs on the CPU"
+                )
+            if not isinstance(weights, CausalWeights):
+                raise type_error("Decoding", "weights", weights, "CausalWeights, as config is")
+            kind = "float32" if cache_dtype is None else cache_dtype
+            self.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
+            self.decoder = PackedCausalModel(config, weights, dtype)
+            return
+        if cache_dtype is not None:
+            raise ValueError(
+                f"Decoding: cache_dtype is {cache_dtype!r}; expected None for the decoder of an "
+                "encoder-decoder model, whose caches are float32"
+            )
+        assert isinstance(weights, DecoderWeights)
         check_weights(config, weights)
-        self.decoder: PackedDecoder | DeviceDecoder
         device = weights.embedding.device
         if device.type == "cuda":
             self.decoder = DeviceDecoder(config, weights, dtype, use_cuda_graph=use_cuda_graph)
@@ -67,23 +97,28 @@ class Decoding:
             )
         else:
             self.decoder = PackedDecoder(config, weights, dtype)
-        self.model: Any = None
 
     @classmethod
     def from_pretrained(
-        cls, model: Any, dtype: str | torch.dtype = "float32", *, use_cuda_graph: bool = False
+        cls,
+        model: Any,
+        dtype: str | torch.dtype = "float32",
+        *,
+        cache_dtype: str | torch.dtype | None = None,
+        use_cuda_graph: bool = False,
     ) -> Decoding:
         """Take the decoder of a transformers model, which is loaded where its name is given.
 
         Parameters
         ----------
         model
-            A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper, or the folder
-            or name of one, which is loaded with float32 weights. It is kept: its encoder runs as
-            it is.
+            A causal language model of an architecture in docs/reference/decoder.md, or a
+            conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
+            or name of one, which is loaded with float32 weights. It is kept: of the latter the
+            encoder runs as it is.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
-        use_cuda_graph : bool
+        cache_dtype, use_cuda_graph
             See the class.
 
         Raises
@@ -93,11 +128,13 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.models import decoder_of, load_model
+        from lmdecode.integrations.transformers.decoding.models import load_model, parts_of
 
         if isinstance(model, (str, os.PathLike)):
             model = load_model(model)
-        decoding = cls(*decoder_of(model), dtype=dtype, use_cuda_graph=use_cuda_graph)
+        decoding = cls(
+            *parts_of(model), dtype=dtype, cache_dtype=cache_dtype, use_cuda_graph=use_cuda_graph
+        )
         decoding.model = model
         return decoding
 
@@ -129,10 +166,11 @@ class Decoding:
         ValueError
             The decoder is on a device: batches are of the CPU.
         """
-        if not isinstance(self.decoder, PackedDecoder):
+        if isinstance(self.decoder, DeviceDecoder):
             raise ValueError(
                 f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
             )
+        assert isinstance(self.decoder, PackedDecoder)
         return DecodingBatch(
             self.decoder,
             max_requests=max_requests,
@@ -151,13 +189,13 @@ class Decoding:
         return request_of_config(prompt_ids, generation_config, self.model)
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> DecoderConfig | CausalConfig:
         """Return the decoder's config."""
         return self.decoder.config
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
-        """Return what ``model.generate(...)`` returns, without sampling.
+        """Return what ``model.generate(...)`` returns; an encoder-decoder model does not sample.
 
         With the format "float32" the tokens are those of transformers. It may stand in for the
         model's own: ``model.generate = decoding.generate``.
@@ -172,7 +210,9 @@ class Decoding:
             ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
             ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
             ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
-            not have are called step by step.
+            not have are called step by step. A decoder-only model also takes ``do_sample`` with
+            ``seed``, ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
+            ``beam_search`` of ``lmdecode.integrations.transformers`` do.
 
         Raises
         ------
@@ -187,6 +227,66 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
+        if isinstance(self.decoder, PackedCausalModel):
+            loop = self._causal_loop(self.decoder)
+        else:
+            loop = self._decoder_loop(self.decoder, arguments)
+        # A cache is of no use here, and a good part of a small model's call to prepare.
+        config = arguments.get("generation_config")
+        if "use_cache" not in arguments:
+            if config is None:
+                arguments["use_cache"] = False
+            else:  # beside which generate() does not want arguments
+                arguments["generation_config"] = config = copy.deepcopy(config)
+                config.use_cache = False
+        generate = self.model.generate
+        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+            generate = partial(type(self.model).generate, self.model)
+        positional = () if inputs is None else (inputs,)
+        return generate(*positional, custom_generate=loop, **arguments)
+
+    def _causal_loop(self, packed: PackedCausalModel) -> Callable[..., Any]:
+        """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
+        from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
+
+        def loop(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool | None = None,
+            streamer: Any = None,
+            seed: Any = None,
+            stop_strings: Any = None,
+            constraints: Any = None,
+            force_words_ids: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            return decode_causal(
+                packed,
+                self.cache_dtype,
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                seed=seed,
+                stop_strings=stop_strings,
+                constraints=constraints,
+                force_words_ids=force_words_ids,
+                **model_kwargs,
+            )
+
+        return loop
+
+    @staticmethod
+    def _decoder_loop(
+        decoder: PackedDecoder | DeviceDecoder, arguments: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """Return the loop of an encoder-decoder model; arguments are those of ``generate()``."""
         if arguments.get("streamer") is not None:  # before generate() gives it the prompt
             raise ValueError(
                 "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
@@ -211,7 +311,7 @@ class Decoding:
             **model_kwargs: Any,
         ) -> Any:
             return decode(
-                self.decoder,
+                decoder,
                 model,
                 input_ids,
                 logits_processor,
@@ -224,16 +324,4 @@ class Decoding:
                 **model_kwargs,
             )
 
-        # A cache is of no use here, and a good part of a small model's call to prepare.
-        config = arguments.get("generation_config")
-        if "use_cache" not in arguments:
-            if config is None:
-                arguments["use_cache"] = False
-            else:  # beside which generate() does not want arguments
-                arguments["generation_config"] = config = copy.deepcopy(config)
-                config.use_cache = False
-        generate = self.model.generate
-        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
-            generate = partial(type(self.model).generate, self.model)
-        positional = () if inputs is None else (inputs,)
-        return generate(*positional, custom_generate=loop, **arguments)
+        return loop

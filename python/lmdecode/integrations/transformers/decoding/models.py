@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.integrations.transformers.decoding.causal_models import (
+    CAUSAL_MODEL_TYPES,
+    causal_model_of,
+)
+from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 
-__all__ = ["MODEL_TYPES", "decoder_of", "load_model"]
+__all__ = ["MODEL_TYPES", "decoder_of", "load_model", "parts_of"]
 
 
 def _activation(name: object) -> Any:
@@ -254,11 +264,19 @@ def load_model(name: str | os.PathLike[str]) -> Any:
     Raises
     ------
     ValueError
-        Its config is of no type that there is in ``MODEL_TYPES``.
+        Its config is of no type that there is in ``MODEL_TYPES`` or ``CAUSAL_MODEL_TYPES``.
     OSError
         There is none.
     """
     config = AutoConfig.from_pretrained(name)
+    if not config.is_encoder_decoder:
+        if config.model_type not in CAUSAL_MODEL_TYPES:
+            raise refused(
+                f"{name} has a model of type {config.model_type!r}; "
+                f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
+            )
+        kwargs = {"config": config, "dtype": torch.float32}
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs).eval()
     if config.model_type not in MODEL_TYPES:
         raise ValueError(
             f"Decoding.from_pretrained: {name} has a model of type {config.model_type!r}; "
@@ -285,3 +303,18 @@ def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
         )
     with torch.no_grad():
         return MODEL_TYPES[kind](model)
+
+
+def parts_of(model: Any) -> tuple[Any, Any]:
+    """Return config and weights of a model: of its decoder, or of all where it is decoder-only.
+
+    Raises
+    ------
+    ValueError
+        See ``decoder_of`` and ``causal_model_of``.
+    """
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind in CAUSAL_MODEL_TYPES or getattr(config, "is_encoder_decoder", None) is False:
+        return causal_model_of(model)
+    return decoder_of(model)

@@ -1,0 +1,230 @@
+"""``generate()`` of a decoder-only model with its forward pass in C++."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.generate_call import (
+    arguments_of_generate,
+    ending,
+    refuse_assistance,
+)
+from lmdecode.integrations.transformers.sampling.generation import sample
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+__all__ = ["decode_causal"]
+
+# What generate() hands on and is of no account here.
+_IGNORED = frozenset(
+    ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
+     "use_cache")
+)  # fmt: skip
+
+
+class _Outputs(NamedTuple):
+    """What a loop takes of a model's outputs; logits are [rows, 1, V] float32."""
+
+    logits: Tensor
+
+
+class CausalModel:
+    """A model to the loops of ``sample`` and ``beam_search``: what they ask of transformers' own.
+
+    Rows whose prompts are the same share them: they are read once.
+
+    Parameters
+    ----------
+    packed : PackedCausalModel
+        Reads tokens.
+    model
+        The transformers model, for its config.
+    input_ids : Tensor
+        [rows, S] int64, the prompts, padded on the left.
+    attention_mask : Tensor or None
+        [rows, S]: 0 is padding.
+    max_length : int
+        Of a row, padding counted.
+    cache_dtype : str
+        See ``CausalCaches``.
+    """
+
+    def __init__(
+        self,
+        packed: PackedCausalModel,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_length: int,
+        cache_dtype: str,
+    ) -> None:
+        self.config = model.config
+        rows = input_ids.shape[0]
+        if attention_mask is None:
+            self._prompts = list(input_ids)
+        else:
+            mask = attention_mask.to(input_ids.device) != 0
+            self._prompts = [row[seen] for row, seen in zip(input_ids, mask, strict=True)]
+        longest = max(map(len, self._prompts))
+        self.caches = CausalCaches(
+            packed,
+            rows,
+            longest + max(1, max_length - input_ids.shape[1]),
+            dtype=cache_dtype,
+        )
+        self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+
+    def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
+        prompts, leaders, parents = self._prompts, list[int](), list[int]()
+        for row, prompt in enumerate(prompts):
+            if not leaders or not torch.equal(prompt, prompts[leaders[-1]]):
+                leaders.append(row)
+            parents.append(len(leaders) - 1)
+        entries = torch.tensor([[row, len(prompts[row]), 1, 1] for row in leaders])
+        tokens = torch.cat([prompts[row] for row in leaders])
+        logits = self.caches.forward(tokens, entries, len(leaders))
+        if len(leaders) < len(prompts):
+            of_rows = torch.tensor(parents)
+            self.caches.reorder(torch.tensor(leaders)[of_rows])
+            logits = logits[of_rows]
+        return _Outputs(logits[:, None])
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **options: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids}
+
+    def __call__(self, input_ids: Tensor, **options: Any) -> _Outputs:
+        logits = self.caches.forward(
+            input_ids[:, -1].contiguous(), self._entries, len(self._entries)
+        )
+        return _Outputs(logits[:, None])
+
+    def _reorder_cache(self, caches: CausalCaches, parents: Tensor) -> CausalCaches:
+        caches.reorder(parents)
+        return caches
+
+    @staticmethod
+    def _update_model_kwargs_for_generation(
+        outputs: _Outputs, model_kwargs: dict[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        return model_kwargs
+
+    @staticmethod
+    def _valid_auto_compile_criteria(*arguments: Any) -> bool:
+        return False
+
+    @staticmethod
+    def _optimize_model_for_decode() -> AbstractContextManager:
+        return nullcontext()
+
+    @staticmethod
+    def _has_unfinished_sequences(finished: bool, *arguments: Any, **options: Any) -> bool:
+        return not finished
+
+
+def _refuse(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for what ``generate()`` was asked for and this does not do."""
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name}: expected False, Decoding keeps none of them; model.generate() does"
+            )
+    for name, value in model_kwargs.items():
+        if name not in _IGNORED and value is not None and value is not False:
+            raise ValueError(f"{name}: expected None, Decoding hands nothing on to a model")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:
+        return
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: expected shape {list(input_ids.shape)}, that of input_ids, got "
+            f"{list(mask.shape)}"
+        )
+    if not bool((mask[:, -1] != 0).all()):
+        raise ValueError("attention_mask: expected prompts that are padded on the left")
+
+
+def decode_causal(
+    packed: PackedCausalModel,
+    cache_dtype: str,
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool | None = None,
+    streamer: Any = None,
+    *,
+    seed: Any = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
+    constraints: Any = None,
+    force_words_ids: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode as ``generate()`` asks for: greedily, sampling, or with beams of any kind.
+
+    Parameters
+    ----------
+    packed, cache_dtype
+        See ``CausalModel``.
+    model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        As ``generate()`` prepares them.
+    synced_gpus
+        Of no use here.
+    streamer, seed, stop_strings, tokenizer, constraints, force_words_ids
+        As ``sample`` and ``beam_search`` take them.
+
+    Returns
+    -------
+    Tensor or an output of ``generate()``
+        As ``sample`` and ``beam_search`` return it, without ``past_key_values``.
+
+    Raises
+    ------
+    ValueError
+        Names an argument of ``generate()`` that this cannot do.
+    RuntimeError
+        A row has NaN in its logits, or nothing above -inf.
+    """
+    config = generation_config
+    caller = arguments_of_generate(sys._getframe(2))
+    streamer = caller.streamer if streamer is None else streamer
+    with ending(streamer):
+        refuse_assistance(config, caller, "Decoding runs the model itself")
+        _refuse(config, input_ids, model_kwargs)
+        device, mask = input_ids.device, model_kwargs.get("attention_mask")
+        input_ids = input_ids.cpu()
+        most = packed.max_positions
+        if most is not None and config.max_length > most + 1:
+            raise ValueError(
+                f"max_length: expected at most {most + 1}, as the model has {most} positions, got "
+                f"{config.max_length}"
+            )
+        runner: Any = CausalModel(packed, model, input_ids, mask, config.max_length, cache_dtype)
+        kwargs: dict[str, Any] = {"use_cache": True, "past_key_values": runner.caches}
+        common: Any = (runner, input_ids, logits_processor, stopping_criteria, config, False)
+        tokenizer = caller.tokenizer if tokenizer is None else tokenizer
+        kwargs |= {"stop_strings": stop_strings, "tokenizer": tokenizer}
+        if mask is not None:  # the noise of a row is that of its own positions
+            kwargs["attention_mask"] = mask
+        result: Any
+        if (config.num_beams or 1) > 1 or constraints or force_words_ids:
+            kwargs |= {"constraints": constraints, "force_words_ids": force_words_ids}
+            result = beam_search(*common, streamer, **kwargs)
+        else:
+            result = sample(*common, streamer, seed=seed, **kwargs)
+    if isinstance(result, Tensor):
+        return result.to(device)
+    result["past_key_values"] = None
+    return result
