@@ -11,7 +11,7 @@ import transformers
 VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
 WINDOW = 7
 POSITIONS = 256
-# Greedily no two best logits of these models come closer than 2e-4 to each other.
+# Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
 SEED = 5
 
 _SIZES: dict[str, Any] = {
