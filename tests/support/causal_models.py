@@ -11,11 +11,14 @@ import transformers
 VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
 WINDOW = 7
 POSITIONS = 256
+# Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
+SEED = 5
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
     "max_position_embeddings": POSITIONS, "hidden_size": 32, "intermediate_size": 44,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 0.02,  # large enough to be seen
 }  # fmt: skip
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GROUP_OF_7 = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
@@ -40,7 +43,7 @@ _GEMMA3 = {
 }
 _GPT2 = {
     "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
-    "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4, "layer_norm_epsilon": 0.01,
 }  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
@@ -157,7 +160,7 @@ def random_config(architecture: str, variant: str, **more: Any) -> Any:
     return _config(architecture, {**VARIANTS[architecture][variant], **more})
 
 
-def model_of(config: Any, seed: int = 0) -> Any:
+def model_of(config: Any, seed: int = SEED) -> Any:
     """Return a float32 model with eager attention, none of whose parameters is 0 or 1 throughout.
 
     Products keep the size of what they are given, and logits have a spread of some units: they are
@@ -184,7 +187,7 @@ def model_of(config: Any, seed: int = 0) -> Any:
 
 
 @functools.cache
-def random_model(architecture: str, variant: str, seed: int = 0) -> Any:
+def random_model(architecture: str, variant: str, seed: int = SEED) -> Any:
     """Return the model of one of ``CASES``; tests share it."""
     return model_of(random_config(architecture, variant), seed)
 
