@@ -212,18 +212,25 @@ def decode_causal(
                 f"{config.max_length}"
             )
         runner: Any = CausalModel(packed, model, input_ids, mask, config.max_length, cache_dtype)
-        kwargs: dict[str, Any] = {"use_cache": True, "past_key_values": runner.caches}
-        common: Any = (runner, input_ids, logits_processor, stopping_criteria, config, False)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
-        kwargs |= {"stop_strings": stop_strings, "tokenizer": tokenizer}
+        kwargs: dict[str, Any] = {
+            "use_cache": True,
+            "past_key_values": runner.caches,
+            "stop_strings": stop_strings,
+            "tokenizer": tokenizer,
+        }
         if mask is not None:  # the noise of a row is that of its own positions
             kwargs["attention_mask"] = mask
+        common: list[Any] = [
+            runner, input_ids, logits_processor, stopping_criteria, config, False, streamer
+        ]  # fmt: skip
         result: Any
         if (config.num_beams or 1) > 1 or constraints or force_words_ids:
-            kwargs |= {"constraints": constraints, "force_words_ids": force_words_ids}
-            result = beam_search(*common, streamer, **kwargs)
+            result = beam_search(
+                *common, constraints=constraints, force_words_ids=force_words_ids, **kwargs
+            )
         else:
-            result = sample(*common, streamer, seed=seed, **kwargs)
+            result = sample(*common, seed=seed, **kwargs)
     if isinstance(result, Tensor):
         return result.to(device)
     result["past_key_values"] = None
