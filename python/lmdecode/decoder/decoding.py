@@ -105,6 +105,7 @@ class Decoding:
         dtype: str | torch.dtype = "float32",
         *,
         cache_dtype: str | torch.dtype | None = None,
+        keep_model: bool = True,
         use_cuda_graph: bool = False,
     ) -> Decoding:
         """Take the decoder of a transformers model, which is loaded where its name is given.
@@ -114,12 +115,16 @@ class Decoding:
         model
             A causal language model of an architecture in docs/reference/decoder.md, or a
             conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
-            or name of one, which is loaded with float32 weights. It is kept: of the latter the
-            encoder runs as it is.
+            or name of one. Of a causal model in a folder of safetensors, one weight after the other
+            is read and packed.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
         cache_dtype, use_cuda_graph
             See the class.
+        keep_model : bool
+            Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
+            False: a causal model's stand-in without weights, which ``generate`` needs; so it is
+            where the folder of one was given.
 
         Raises
         ------
@@ -128,13 +133,17 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.models import load_model, parts_of
+        from lmdecode.integrations.transformers.decoding import models
 
         if isinstance(model, (str, os.PathLike)):
-            model = load_model(model)
-        decoding = cls(
-            *parts_of(model), dtype=dtype, cache_dtype=cache_dtype, use_cuda_graph=use_cuda_graph
-        )
+            model, config, weights = models.load_parts(model)
+        else:
+            config, weights = models.parts_of(model)
+            if not keep_model and isinstance(config, CausalConfig):
+                kept = models.skeleton(model.config, copy.deepcopy(model.generation_config))
+                model = kept
+        options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
+        decoding = cls(config, weights, dtype=dtype, **options)
         decoding.model = model
         return decoding
 

@@ -128,8 +128,9 @@ class _Reader:
         config, architecture, trunk = self.config, self.architecture, self.trunk
         first = self.layers[0]
         rotary = self._rotary()
-        head_weight, head_bias = self._linear(self.head)
         embedding = self._weight(trunk.embedding)
+        is_tied = self.head.weight is trunk.embedding.weight
+        head_bias = self._parameter(self.head, "bias")
         final_gamma, final_beta = self._norm(trunk.final_norm)
         weights = CausalWeights(
             embedding=embedding,
@@ -137,7 +138,7 @@ class _Reader:
             rotary=rotary.frequencies,
             final_norm_gamma=final_gamma,
             final_norm_beta=final_beta,
-            logits=None if self.head.weight is trunk.embedding.weight else head_weight,
+            logits=None if is_tied else self._weight(self.head),
             logits_bias=head_bias,
             layers=_Layers(self),
         )
