@@ -20,7 +20,7 @@ _NONE = -1
 # Parts of a layer that are packed; behind the four numbers, the columns of a layout's row.
 _PACKED = frozenset(("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "logits"))
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
-_NORMS_ALL_HEADS = 10  # in sizes
+_NUM_POSITIONS, _NORMS_ALL_HEADS = 9, 10  # in sizes
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16 = 0, 1, 2
 
@@ -132,6 +132,23 @@ class PackedCausalModel:
         self._set_numbers(embedding_format, len(weights.rotary))
         self._set_caches()
         self._pack(weights, embedding_format)
+
+    @classmethod
+    def of_packed(
+        cls,
+        config: CausalConfig,
+        weight_format: str,
+        sizes: list[int],
+        numbers: list[float],
+        layout: Tensor,
+    ) -> PackedCausalModel:
+        """Return a model whose weights have been packed before; ``memory`` is to be set."""
+        model = cls.__new__(cls)
+        model.config, model.weight_format = config, weight_format
+        model.sizes, model.numbers, model.layout = sizes, numbers, layout
+        model.max_positions = sizes[_NUM_POSITIONS] or None
+        model._set_caches()
+        return model
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config

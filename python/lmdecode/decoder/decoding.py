@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.saved_model import load_packed, save_packed
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
@@ -133,18 +135,81 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding import models
+        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+        from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
         if isinstance(model, (str, os.PathLike)):
-            model, config, weights = models.load_parts(model)
+            model, config, weights = load_parts(model)
         else:
-            config, weights = models.parts_of(model)
+            config, weights = parts_of(model)
             if not keep_model and isinstance(config, CausalConfig):
-                kept = models.skeleton(model.config, copy.deepcopy(model.generation_config))
-                model = kept
+                model = skeleton(model.config, copy.deepcopy(model.generation_config))
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
         decoding.model = model
+        return decoding
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a decoder-only model as it is packed, so that ``load`` is ready at once.
+
+        Parameters
+        ----------
+        folder
+            Is made; a model that it holds is replaced, once this one is written whole. It holds the
+            model's config, and the tokenizer's files where the model's own folder has some.
+
+        Raises
+        ------
+        ValueError
+            An encoder-decoder model.
+        OSError
+            It cannot be written.
+        """
+        if not isinstance(self.decoder, PackedCausalModel):
+            raise ValueError(
+                "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
+            )
+        save_packed(Path(folder), self.decoder, cache_dtype=self.cache_dtype)
+        if self.model is not None:
+            from lmdecode.integrations.transformers.decoding.checkpoint import save_beside
+
+            save_beside(self.model, Path(folder))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        cache_dtype: str | torch.dtype | None = None,
+        verify: bool = False,
+    ) -> Decoding:
+        """Take a model that ``save`` wrote. Its weights are mapped: processes share them.
+
+        Parameters
+        ----------
+        folder
+            Must stay as it is while the model is in use.
+        cache_dtype
+            See the class; by default that with which it was saved.
+        verify : bool
+            Whether every byte of the weights is compared with its checksum, which reads them all.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such model.
+        ValueError
+            It is damaged, of another version, or was written for another kind of processor.
+        """
+        packed, manifest = load_packed(Path(folder), verify=verify)
+        decoding = cls.__new__(cls)
+        decoding.decoder, decoding.model = packed, None
+        kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
+        decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
+        if (Path(folder) / "config.json").is_file():
+            from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+
+            decoding.model = skeleton_of(Path(folder))
         return decoding
 
     def batch(

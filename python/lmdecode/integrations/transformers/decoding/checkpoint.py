@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-__all__ = ["Checkpoint", "skeleton", "without_weights"]
+__all__ = ["Checkpoint", "save_beside", "skeleton", "skeleton_of"]
+
+_TOKENIZER_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json",
+)  # fmt: skip
 
 
 @contextmanager
@@ -34,7 +41,7 @@ def _parameters_on_meta() -> Iterator[None]:
         Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def without_weights(model: Any) -> Any:
+def _without_weights(model: Any) -> Any:
     """Give each parameter of a model a single value on the CPU: its shape and dtype stay."""
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
@@ -53,10 +60,29 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
     """
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    without_weights(model)
+    _without_weights(model)
     if generation_config is not None:
         model.generation_config = generation_config
     return model
+
+
+def skeleton_of(folder: Path) -> Any:
+    """Return the skeleton of a folder's configs."""
+    generation_config = None
+    if (folder / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(folder)
+    return skeleton(AutoConfig.from_pretrained(folder), generation_config)
+
+
+def save_beside(model: Any, folder: Path) -> None:
+    """Write a model's configs to a folder, and its tokenizer's files from its own folder."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    source = Path(str(getattr(model.config, "_name_or_path", "") or model.name_or_path))
+    if source.is_dir() and source.resolve() != folder.resolve():
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
 
 
 class Checkpoint:

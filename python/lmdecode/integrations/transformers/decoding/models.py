@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    GenerationConfig,
 )
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
@@ -23,7 +22,10 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
     causal_model_of,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
-from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton
+from lmdecode.integrations.transformers.decoding.checkpoint import (
+    Checkpoint,
+    skeleton_of,
+)
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
@@ -308,10 +310,7 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         if getattr(config, "quantization_config", None) is not None:
             raise refused(f"the weights of {name} are quantized; expected floats")
-        generation_config = None
-        if (folder / "generation_config.json").is_file():
-            generation_config = GenerationConfig.from_pretrained(name)
-        model = skeleton(config, generation_config)
+        model = skeleton_of(folder)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:
             return model, *causal_model_of(model, checkpoint.read)
