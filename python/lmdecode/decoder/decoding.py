@@ -15,6 +15,7 @@ from torch import Tensor
 from lmdecode._checks import check_format, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -216,41 +217,64 @@ class Decoding:
         self,
         *,
         max_requests: int,
-        num_beams: int,
         capacity: int,
-        source: int,
+        num_beams: int | None = None,
+        source: int | None = None,
         max_end_tokens: int = 4,
         max_suppressed: int = 64,
         generation_config: Any = None,
-    ) -> DecodingBatch:
-        """Return a batch that requests come to and leave between steps; see there.
+        max_step_tokens: int = 512,
+    ) -> DecodingBatch | CausalBatch:
+        """Return a batch that requests come to and leave between steps.
+
+        Of an encoder-decoder model a ``DecodingBatch``, whose requests search by themselves; of a
+        decoder-only model a ``CausalBatch``, which gives logits and takes tokens.
 
         Parameters
         ----------
-        max_requests, num_beams, capacity, source : int
-            Places; the most beams of a request; the most tokens of a sequence, prompt and new ones;
-            the most positions of a memory, which is what the encoder gives.
+        max_requests, capacity : int
+            Places; the most tokens of a sequence, prompt and new ones.
+        num_beams, source : int
+            Of an encoder-decoder model: the most beams of a request; the most positions of a
+            memory, which is what the encoder gives.
         max_end_tokens, max_suppressed : int
-            The longest lists that a request may have of these.
+            Of an encoder-decoder model: the longest lists that a request may have of these.
         generation_config : transformers.GenerationConfig, optional
-            How requests search that ``add`` is given as prompts.
+            Of an encoder-decoder model: how requests search that ``add`` is given as prompts.
+        max_step_tokens : int
+            Of a decoder-only model: the most tokens of a step.
 
         Raises
         ------
         ValueError
-            The decoder is on a device: batches are of the CPU.
+            The decoder is on a device: batches are of the CPU; or what the other kind takes.
         """
         if isinstance(self.decoder, DeviceDecoder):
             raise ValueError(
                 f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
             )
-        assert isinstance(self.decoder, PackedDecoder)
+        others: dict[str, Any] = {"num_beams": num_beams, "source": source}
+        if isinstance(self.decoder, PackedCausalModel):
+            for name, value in (*others.items(), ("generation_config", generation_config)):
+                if value is not None:
+                    raise ValueError(
+                        f"Decoding.batch: {name} is given; expected None for a decoder-only model"
+                    )
+            return CausalBatch(
+                self.decoder,
+                max_requests=max_requests,
+                capacity=capacity,
+                max_step_tokens=max_step_tokens,
+                cache_dtype=self.cache_dtype,
+            )
+        for name, value in others.items():
+            if value is None:
+                raise TypeError(f"Decoding.batch: {name} is missing; expected an int")
         return DecodingBatch(
             self.decoder,
             max_requests=max_requests,
-            num_beams=num_beams,
             capacity=capacity,
-            source=source,
+            **others,
             max_end_tokens=max_end_tokens,
             max_suppressed=max_suppressed,
             generation_config=generation_config,
