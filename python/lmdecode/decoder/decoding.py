@@ -50,7 +50,7 @@ class Decoding:
         gives the tokens of transformers; the others' scores are near, so that close tokens may
         differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
         taken, too.
-    cache_dtype : {"float32", "bfloat16"}, optional
+    cache_dtype : {"float32", "bfloat16", "int8"}, optional
         What a decoder-only model keeps keys and values as, "float32" by default.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
