@@ -44,9 +44,7 @@ def parts(architecture: str, variant: str) -> tuple[CausalConfig, CausalWeights]
 
 
 @functools.cache
-def packed(
-    architecture: str, variant: str, weight_format: str = "float32"
-) -> PackedCausalModel:
+def packed(architecture: str, variant: str, weight_format: str = "float32") -> PackedCausalModel:
     """Return the weights of one of ``CASES`` as the engine takes them."""
     return PackedCausalModel(*parts(architecture, variant), weight_format)
 
@@ -72,9 +70,7 @@ def new_caches(
 def step(caches: CausalCaches, *entries: Entry) -> list[Tensor]:
     """Read entries in one step; returns the logits of each."""
     tokens = torch.cat([entry.tokens for entry in entries])
-    table = torch.tensor(
-        [[e.sequence, len(e.tokens), int(e.is_prompt), e.logits] for e in entries]
-    )
+    table = torch.tensor([[e.sequence, len(e.tokens), int(e.is_prompt), e.logits] for e in entries])
     counts = [entry.logits for entry in entries]
     return list(caches.forward(tokens, table, sum(counts)).split(counts))
 
