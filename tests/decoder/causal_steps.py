@@ -67,12 +67,30 @@ def new_caches(
     return caches
 
 
+def forward_arguments(caches: CausalCaches, *entries: Entry) -> list[Any]:
+    """Return the arguments of ``causal_forward_`` for a step that reads entries."""
+    table = [[e.sequence, len(e.tokens), int(e.is_prompt), e.logits] for e in entries]
+    model = caches.model
+    return [
+        model.memory,
+        model.layout,
+        model.sizes,
+        model.numbers,
+        caches._tensors,
+        model.cache_windows,
+        caches._workspace,
+        torch.cat([entry.tokens for entry in entries]),
+        torch.tensor(table),
+        sum(entry.logits for entry in entries),
+        caches.max_rows,
+    ]
+
+
 def step(caches: CausalCaches, *entries: Entry) -> list[Tensor]:
     """Read entries in one step; returns the logits of each."""
-    tokens = torch.cat([entry.tokens for entry in entries])
-    table = torch.tensor([[e.sequence, len(e.tokens), int(e.is_prompt), e.logits] for e in entries])
-    counts = [entry.logits for entry in entries]
-    return list(caches.forward(tokens, table, sum(counts)).split(counts))
+    *_, tokens, table, num_logits, _ = forward_arguments(caches, *entries)
+    logits = caches.forward(tokens, table, num_logits)
+    return list(logits.split([entry.logits for entry in entries]))
 
 
 def prompt_logits(caches: CausalCaches, tokens: Tensor, *pieces: int) -> Tensor:
