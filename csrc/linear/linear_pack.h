@@ -1,7 +1,7 @@
 // Weights to panels, and rows of x to the form in which products read them.
 #pragma once
 
-#include "linear/linear_products.h"
+#include "linear/linear_formats.h"
 #include "linear/packed_linear_kernels.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -81,6 +81,8 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
       }
       return;
     }
+    default:  // int4: linear_int4_pack.h
+      return;
   }
 }
 
