@@ -66,8 +66,8 @@ Tensor pack(const Tensor& weight, int64_t format) {
 
 // The format with groups of this size.
 LinearFormat checked_int4_format(int64_t in_features, int64_t groups, bool has_zeros) {
-  for (LinearFormat format : {LinearFormat::kInt4Zeros32, LinearFormat::kInt4Zeros64,
-                              LinearFormat::kInt4Zeros128}) {
+  for (LinearFormat format :
+       {LinearFormat::kInt4Zeros32, LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
     if (int4_group(format) * groups != in_features) continue;
     return has_zeros || int4_group(format) > 32 ? format : LinearFormat::kInt4;
   }
@@ -108,12 +108,11 @@ Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const Optional
   check_largest("weight", values, 15);
   if (zeros) check_largest("zeros", offsets, 16);
   Tensor packed = new_packed(packed_linear_bytes(shape));
-  pack_quantized_linear(
-      shape,
-      {static_cast<const uint8_t*>(values.const_data_ptr()),
-       static_cast<const Half*>(steps.const_data_ptr()),
-       zeros ? static_cast<const uint8_t*>(offsets.const_data_ptr()) : nullptr},
-      packed.mutable_data_ptr());
+  pack_quantized_linear(shape,
+                        {static_cast<const uint8_t*>(values.const_data_ptr()),
+                         static_cast<const Half*>(steps.const_data_ptr()),
+                         zeros ? static_cast<const uint8_t*>(offsets.const_data_ptr()) : nullptr},
+                        packed.mutable_data_ptr());
   return packed;
 }
 

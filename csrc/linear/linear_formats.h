@@ -16,13 +16,15 @@ constexpr bool kIsInt4 = requires { Dot::kHasZeros; };
 
 template <class Dot>
 constexpr LinearTile tile_of() {
-  if constexpr (kIsInt4<Dot>) return {Dot::kWidth, Dot::kGroup, Dot::kInputBytes};
-  else return {kPanelVectors * Dot::kLanes, Dot::kValues,
-          Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
+  if constexpr (kIsInt4<Dot>)
+    return {Dot::kWidth, Dot::kGroup, Dot::kInputBytes};
+  else
+    return {kPanelVectors * Dot::kLanes, Dot::kValues,
+            Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
 }
 
-// Calls body(Dot{}) for the products of a format. The builds that have their own instructions for some
-// formats hold these alone.
+// Calls body(Dot{}) for the products of a format. The builds that have their own instructions for
+// some formats hold these alone.
 template <class Body>
 inline void with_products([[maybe_unused]] LinearFormat format, const Body& body) {
 #if defined(LMD_SIMD_AVX512_BF16)

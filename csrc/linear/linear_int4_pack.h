@@ -78,8 +78,8 @@ template <class Dot, class Fill>
 void pack_groups(const PackedLinearShape& shape, const PackedLayout& layout, void* packed,
                  int64_t output, const Fill& fill) {
   const int64_t column = output % Dot::kWidth;
-  char* step = static_cast<char*>(packed) + sizeof(PackedHeader) +
-               output / Dot::kWidth * layout.panel_bytes;
+  char* step =
+      static_cast<char*>(packed) + sizeof(PackedHeader) + output / Dot::kWidth * layout.panel_bytes;
   for (int64_t g = 0; g < layout.depth; ++g, step += layout.row_bytes) {
     Int4Group group = {};
     if (output < shape.out_features) {
@@ -101,29 +101,27 @@ void pack_groups(const PackedLinearShape& shape, const PackedLayout& layout, voi
 template <class Dot>
 void pack_int4_output(const PackedLinearShape& shape, const float* weight, int64_t in_stride,
                       const PackedLayout& layout, void* packed, int64_t output) {
-  pack_groups<Dot>(shape, layout, packed, output,
-                   [&](int64_t first, int count, Int4Group* group) {
-                     float values[Dot::kGroup];
-                     for (int i = 0; i < count; ++i) values[i] = weight[(first + i) * in_stride];
-                     if constexpr (Dot::kHasZeros) {
-                       quantise_group_with_zero(values, count, group);
-                     } else {
-                       quantise_group(values, count, group);
-                     }
-                   });
+  pack_groups<Dot>(shape, layout, packed, output, [&](int64_t first, int count, Int4Group* group) {
+    float values[Dot::kGroup];
+    for (int i = 0; i < count; ++i) values[i] = weight[(first + i) * in_stride];
+    if constexpr (Dot::kHasZeros) {
+      quantise_group_with_zero(values, count, group);
+    } else {
+      quantise_group(values, count, group);
+    }
+  });
 }
 
 template <class Dot>
 void pack_quantized_output(const PackedLinearShape& shape, const QuantizedWeight& weight,
                            const PackedLayout& layout, void* packed, int64_t output) {
-  pack_groups<Dot>(shape, layout, packed, output,
-                   [&](int64_t first, int count, Int4Group* group) {
-                     const int64_t at = output * layout.depth + first / Dot::kGroup;
-                     group->scale = weight.scales[at].bits;
-                     group->zero = weight.zeros == nullptr ? kMiddle : weight.zeros[at];
-                     const uint8_t* from = weight.values + output * shape.in_features + first;
-                     for (int i = 0; i < count; ++i) group->weights[i] = from[i];
-                   });
+  pack_groups<Dot>(shape, layout, packed, output, [&](int64_t first, int count, Int4Group* group) {
+    const int64_t at = output * layout.depth + first / Dot::kGroup;
+    group->scale = weight.scales[at].bits;
+    group->zero = weight.zeros == nullptr ? kMiddle : weight.zeros[at];
+    const uint8_t* from = weight.values + output * shape.in_features + first;
+    for (int i = 0; i < count; ++i) group->weights[i] = from[i];
+  });
 }
 
 // Elements of a group as whole multiples of the scale, as bytes, and their sum.

@@ -16,6 +16,7 @@ constexpr int64_t kPrefetchBytes = 8192;
 // all rows pass over before the next.
 constexpr int kInt4TileRows = 4;
 constexpr int64_t kInt4ChainElements = 2048;
+constexpr int64_t kInt4PrefetchBytes = 12288;
 
 // No task for another thread takes less. Rough estimates of what a panel and a row take, with
 // vectors of AVX-512: they only keep small work on one thread.
