@@ -34,7 +34,7 @@ class Decoding:
         Of the decoder.
     weights : DecoderWeights
         Packed here, once. Weights on a CUDA device stay there, and the loop runs there.
-    dtype : {"float32", "bfloat16", "int8"}
+    dtype : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
         gives the tokens of transformers; the others' scores are near, so that close tokens may
         differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
@@ -81,7 +81,7 @@ class Decoding:
             A conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper, or the folder
             or name of one, which is loaded with float32 weights. It is kept: its encoder runs as
             it is.
-        dtype : {"float32", "bfloat16", "int8"}
+        dtype : {"float32", "bfloat16", "int8", "int4"}
             See the class.
         use_cuda_graph : bool
             See the class.
