@@ -51,9 +51,7 @@ def _grouped(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % size)).view(x.shape[0], -1, size)
 
 
-def quantize_groups(
-    weight: Tensor, group_size: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_groups(weight: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Round weights to four bits, in groups: ``scale * (q - zero)``.
 
     Parameters
@@ -99,7 +97,7 @@ def quantize_groups(
 
 
 def _group_sums(x: Tensor, q: Tensor, scales: Tensor, zeros: Tensor, size: int) -> Tensor:
-    """x @ (scales * (q - zeros)).T, the rows of x rounded to int8 in groups, with the op's bits."""
+    """Multiply by scales * (q - zeros), the rows of x rounded to int8 in groups, as the op does."""
     left, right = _grouped(x, size), _grouped(q, size).long()
     y = torch.zeros(x.shape[0], q.shape[0])
     for group in range(left.shape[1]):

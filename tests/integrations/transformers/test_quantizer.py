@@ -97,7 +97,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         LmdecodeConfig(quant_method="awq")
     quantizer = AutoHfQuantizer.from_config(LmdecodeConfig())
     for devices in ("cuda", {"": "cpu", "lm_head": torch.device("cuda:0")}, {"": 0}):
-        with pytest.raises(ValueError, match="device_map asks for .*; packed weights run on the"):
+        with pytest.raises(ValueError, match=r"device_map asks for .*; packed weights run on"):
             quantizer.validate_environment(device_map=devices)
     quantizer.validate_environment(device_map={"": "cpu", "lm_head": torch.device("cpu")})
     got = load(model, tmp_path, LmdecodeConfig())

@@ -142,9 +142,7 @@ class LmdecodeQuantizer(HfQuantizer):
             if isinstance(module, PackedLinearModule):
                 module.take_bias()
         config = self.quantization_config
-        return pack_linears_(
-            model, config.dtype, skip=config.skip, group_size=config.group_size
-        )
+        return pack_linears_(model, config.dtype, skip=config.skip, group_size=config.group_size)
 
     def is_serializable(self) -> bool:
         """Packed weights fit this process alone."""

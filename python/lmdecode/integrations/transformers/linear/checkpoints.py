@@ -146,10 +146,8 @@ def _order(op: str, g_idx: Tensor, inputs: int, groups: int) -> Tensor:
             f"{op}: g_idx is {str(g_idx.dtype).removeprefix('torch.')} {list(g_idx.shape)}; "
             f"expected int32 or int64 [{inputs}]"
         )
-    order = g_idx.argsort(stable=True)
-    want = torch.arange(groups, dtype=g_idx.dtype).repeat_interleave(inputs // max(groups, 1))
+    order, size = g_idx.argsort(stable=True), inputs // max(groups, 1)
+    want = torch.arange(groups, dtype=g_idx.dtype).repeat_interleave(size)
     if not torch.equal(g_idx[order], want):
-        raise ValueError(
-            f"{op}: g_idx does not have {inputs // max(groups, 1)} inputs of each of {groups} groups"
-        )
+        raise ValueError(f"{op}: g_idx does not have {size} inputs of each of {groups} groups")
     return order

@@ -68,8 +68,8 @@ class PackedLinearModule(nn.Module):
         """Register a bias; the weight is refused."""
         if name == "weight":
             raise ValueError(
-                "PackedLinearModule: its weight is packed, and cannot be replaced or tied; pack the "
-                "model when it has its weights"
+                "PackedLinearModule: its weight is packed, and cannot be replaced or tied; pack "
+                "the model when it has its weights"
             )
         # Not through hasattr(): the bias is there already.
         self._parameters[name] = param

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is one that is packed: subclasses may compute with their weight elsewhere."""
+    """Whether a module is packed. Subclasses are not: others may compute with their weight."""
     return type(module) in (nn.Linear, Conv1D)
 
 
@@ -59,7 +59,9 @@ def untie(model: nn.Module) -> None:
     """Forget that weights which are packed were tied to others."""
     for module in model.modules():
         tied = getattr(module, "all_tied_weights_keys", None)
-        for key in list(tied) if isinstance(tied, dict) else ():
+        if not isinstance(tied, dict):
+            continue
+        for key in list(tied):
             if isinstance(module.get_submodule(key.rpartition(".")[0]), PackedLinearModule):
                 del tied[key]
 
