@@ -95,8 +95,7 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 1, 4));
-  c.format = static_cast<linear::LinearFormat>(
-      list.next("format", 0, static_cast<int64_t>(linear::LinearFormat::kInt8)));
+  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, linear::kMaxLinearFormat));
   m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 2));
   c.norm_first = true;
   if (c.heads % c.kv_heads != 0) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "linear/int8_scale.h"
-#include "linear/linear_products.h"
+#include "linear/linear_formats.h"
 #include "linear/packed_linear_kernels.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -56,6 +56,8 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
       }
       return;
     }
+    default:  // int4: linear_int4_pack.h
+      return;
   }
 }
 
