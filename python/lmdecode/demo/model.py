@@ -91,7 +91,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         return lambda: generate(**inputs, **length, **options)
 
-    timings: list[Timing] = []
+    timings: list[dict[str, Timing]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
