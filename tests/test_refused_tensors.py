@@ -85,7 +85,7 @@ CPU_ONLY = [
     "causal_caches_reorder_", "causal_caches_truncate_", "causal_forward_", "decoder_layer",
     "decoding_read_memory_", "decoding_steps_", "faster_transformer_decoding_", "gather_tree",
     "layer_norm", "pack_linear", "pack_quantized_linear", "packed_linear", "packed_linear.out",
-    "rms_norm",
+    "repack_linear", "rms_norm",
 ]  # fmt: skip
 
 
