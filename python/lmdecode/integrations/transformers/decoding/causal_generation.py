@@ -163,7 +163,10 @@ def _refuse(
             "layers count what is masked within a prompt, those of Decoding do not"
         )
     positions = model_kwargs.get("position_ids")
-    if positions is not None and not bool(((positions == seen.cumsum(-1) - 1) | ~seen).all()):
+    if positions is None:
+        return
+    same_length = positions.shape[-1] == seen.shape[-1]
+    if not same_length or bool(((positions != seen.cumsum(-1) - 1) & seen).any()):
         raise ValueError("position_ids: expected None, or those of prompts that begin at 0")
 
 
@@ -219,10 +222,11 @@ def decode_causal(
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
         input_ids = input_ids.cpu()
         most = packed.max_positions
-        if most is not None and config.max_length > most + 1:
+        padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
+        if most is not None and config.max_length > padding + most + 1:
             raise ValueError(
-                f"max_length: expected at most {most + 1}, as the model has {most} positions, got "
-                f"{config.max_length}"
+                f"max_length: expected at most {padding + most + 1}, as the model has {most} "
+                f"positions, got {config.max_length}"
             )
         runner: Any = CausalModel(packed, model, input_ids, mask, config.max_length, cache_dtype)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
