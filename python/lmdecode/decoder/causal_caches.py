@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -124,3 +124,86 @@ class CausalCaches:
         """Let sequences go back to lengths; 0 frees a place."""
         changes = torch.tensor([sequences, lengths], dtype=torch.int64).T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
+
+    def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Copy the keys and values of a sequence, from a position on.
+
+        Parameters
+        ----------
+        sequence, begin : int
+            Whose, and the first position.
+
+        Returns
+        -------
+        list of (Tensor, Tensor)
+            Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
+            that there are from ``begin`` on; of a layer with a window the last window - 1 of these
+            at most, which is what tokens to come see.
+        """
+        length = int(self.lengths[sequence])
+        read = list[tuple[Tensor, Tensor]]()
+        for keys, values, blocks, window in self._parts(sequence, length):
+            first = begin if window is None else max(begin, length - window + 1)
+            used = blocks[first // BLOCK_SIZE :]
+            skipped = first % BLOCK_SIZE
+            states = [
+                part[used].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + length - first]
+                for part in (keys, values)
+            ]
+            read.append((states[0], states[1]))
+        return read
+
+    def write(
+        self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Let an empty sequence begin with positions that were computed elsewhere.
+
+        Parameters
+        ----------
+        sequence, length : int
+            Whose, and how many positions, at least 1.
+        states : iterable of (Tensor, Tensor)
+            As ``read`` returned them for these positions, of this model with caches of this dtype.
+            Where it raises, the sequence is empty as before.
+
+        Raises
+        ------
+        ValueError
+            The sequence is not empty, there is no room, or states have other sizes.
+        """
+        start = torch.tensor([[sequence, length]])
+        ops.causal_caches_start_(self._tensors, self.model.cache_windows, start)
+        try:
+            parts = self._parts(sequence, length)
+            for layer, ((keys, values, blocks, window), pair) in enumerate(
+                zip(parts, states, strict=True)
+            ):
+                held = length if window is None else min(length, window - 1)
+                shape = (keys.shape[1], held, keys.shape[3])
+                # What lies before a window in its first block is masked, and must be finite.
+                begin = int((blocks < 0).sum()) * BLOCK_SIZE
+                size = len(blocks) * BLOCK_SIZE - begin
+                for name, part, given in zip(("keys", "values"), (keys, values), pair, strict=True):
+                    if given.shape != shape or given.dtype != part.dtype:
+                        raise ValueError(
+                            f"CausalCaches.write: {name} of layer {layer} have shape "
+                            f"{list(given.shape)} and dtype {given.dtype}; expected {list(shape)} "
+                            f"and {part.dtype}"
+                        )
+                    whole = part.new_zeros(shape[0], size, shape[2])
+                    whole[:, length - held - begin : length - begin] = given
+                    in_blocks = whole.unflatten(1, (-1, BLOCK_SIZE)).transpose(0, 1)
+                    part[blocks[begin // BLOCK_SIZE :]] = in_blocks
+        except BaseException:
+            self.truncate([sequence], [0])
+            raise
+
+    def _parts(
+        self, sequence: int, length: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, int | None]]:
+        """Yield of each layer keys and values, [num_blocks, H, block, D], blocks and window."""
+        used = -(-length // BLOCK_SIZE)
+        places = self.model.layout[1:, 2:4].tolist()
+        for (cache, layer), window in zip(places, self._config.windows, strict=True):
+            pool, blocks = self._tensors[6 * cache : 6 * cache + 2]
+            yield pool[:, layer, 0], pool[:, layer, 1], blocks[sequence, :used], window
