@@ -266,6 +266,8 @@ class PackedCausalModel:
                 if value is None:
                     continue
                 at, bytes_ = places[row, column]
+                # The same weights give the same bytes.
+                memory[at + bytes_ : at + -(-bytes_ // _ALIGNMENT) * _ALIGNMENT] = 0
                 to = memory[at : at + bytes_]
                 value = value.detach()
                 if name in _PACKED:
