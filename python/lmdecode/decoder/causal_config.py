@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -210,7 +211,8 @@ class CausalWeights(NamedTuple):
         [D].
     logits, logits_bias : Tensor or None
         [V, D], the projection to the vocabulary, None where it is ``embedding``; [V].
-    layers : tuple of CausalLayerWeights
+    layers : sequence of CausalLayerWeights
+        Each is asked for once when they are packed: it may be made then.
     """
 
     embedding: Tensor
@@ -220,4 +222,4 @@ class CausalWeights(NamedTuple):
     final_norm_beta: Tensor | None
     logits: Tensor | None
     logits_bias: Tensor | None
-    layers: tuple[CausalLayerWeights, ...]
+    layers: Sequence[CausalLayerWeights]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ _NONE = -1
 # Parts of a layer that are packed; behind the four numbers, the columns of a layout's row.
 _PACKED = frozenset(("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "logits"))
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
+_NUM_POSITIONS, _NORMS_ALL_HEADS = 9, 10  # in sizes
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16 = 0, 1, 2
 
@@ -70,19 +71,15 @@ def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> 
         )
 
 
-def _norms_all_heads(config: CausalConfig, layers: Iterable[CausalLayerWeights]) -> bool:
-    """Whether norms of queries and keys are of all heads as one row: the same in each layer."""
-    found = set()
-    for layer in layers:
-        for gamma, heads in (
-            (layer.query_norm_gamma, config.num_heads),
-            (layer.key_norm_gamma, config.num_kv_heads),
-        ):
-            if gamma is not None and heads > 1:
-                found.add(gamma.shape[0] != config.head_size)
-    if len(found) > 1:
-        raise ValueError("Decoding: some norms of heads are of each head, and some of all heads")
-    return found == {True}
+def _norms_all_heads(config: CausalConfig, layer: CausalLayerWeights) -> bool | None:
+    """Whether norms of queries and keys are of all heads as one row; None: either is right."""
+    for gamma, heads in (
+        (layer.query_norm_gamma, config.num_heads),
+        (layer.key_norm_gamma, config.num_kv_heads),
+    ):
+        if gamma is not None and heads > 1:
+            return bool(gamma.shape[0] != config.head_size)
+    return None
 
 
 class PackedCausalModel:
@@ -132,11 +129,26 @@ class PackedCausalModel:
         else:
             embedding_format = _IS_FLOAT32 if weight_format == "float32" else _IS_BFLOAT16
         self.max_positions = None if weights.positions is None else weights.positions.shape[0]
-        self._set_numbers(
-            embedding_format, _norms_all_heads(config, weights.layers), len(weights.rotary)
-        )
+        self._set_numbers(embedding_format, len(weights.rotary))
         self._set_caches()
         self._pack(weights, embedding_format)
+
+    @classmethod
+    def of_packed(
+        cls,
+        config: CausalConfig,
+        weight_format: str,
+        sizes: list[int],
+        numbers: list[float],
+        layout: Tensor,
+    ) -> PackedCausalModel:
+        """Return a model whose weights have been packed before; ``memory`` is to be set."""
+        model = cls.__new__(cls)
+        model.config, model.weight_format = config, weight_format
+        model.sizes, model.numbers, model.layout = sizes, numbers, layout
+        model.max_positions = sizes[_NUM_POSITIONS] or None
+        model._set_caches()
+        return model
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config
@@ -162,10 +174,8 @@ class PackedCausalModel:
                 f"Decoding: weights.layers has {len(weights.layers)} entries; expected "
                 f"num_layers, {c.num_layers}"
             )
-        for i, layer in enumerate(weights.layers):
-            _check_layer(c, f"layers[{i}]", layer)
 
-    def _set_numbers(self, embedding_format: int, norms_all_heads: bool, num_rotary: int) -> None:
+    def _set_numbers(self, embedding_format: int, num_rotary: int) -> None:
         c = self.config
         assert c.rotary_size is not None and c.attention_scale is not None
         self.sizes = [
@@ -179,7 +189,7 @@ class PackedCausalModel:
             c.rotary_size,
             num_rotary,
             self.max_positions or 0,
-            int(norms_all_heads),
+            0,  # norms_all_heads: the layers tell
             NORMS[c.norm],
             int(c.gated),
             ACTIVATIONS[c.activation],
@@ -212,36 +222,40 @@ class PackedCausalModel:
             self.cache_windows.append(widest if has_window else 0)
             self.cache_layers.append(len(layers))
 
-    def _parts(
+    def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
-    ) -> Iterator[tuple[int, int, str, Tensor | None]]:
-        """Yield row, column, name and value of each part of the layout."""
-        embedding: Tensor | None = weights.embedding
-        if embedding_format == _IS_LOGITS:
-            embedding = None
-        logits = weights.embedding if weights.logits is None else weights.logits
+    ) -> dict[str, Tensor | None]:
+        is_read_from_logits = embedding_format == _IS_LOGITS
         rotary = torch.stack([r.float().cpu() for r in weights.rotary]) if weights.rotary else None
-        of_model = (
-            ("embedding", embedding),
-            ("positions", weights.positions),
-            ("rotary", rotary),
-            ("final_norm_gamma", weights.final_norm_gamma),
-            ("final_norm_beta", weights.final_norm_beta),
-            ("logits", logits),
-            ("logits_bias", weights.logits_bias),
-        )
-        for column, (name, value) in enumerate(of_model):
-            yield 0, column, name, value
-        for row, layer in enumerate(weights.layers, start=1):
-            for column, (name, value) in enumerate(layer._asdict().items(), start=4):
-                yield row, column, name, value
+        return {
+            "embedding": None if is_read_from_logits else weights.embedding,
+            "positions": weights.positions,
+            "rotary": rotary,
+            "final_norm_gamma": weights.final_norm_gamma,
+            "final_norm_beta": weights.final_norm_beta,
+            "logits": weights.embedding if weights.logits is None else weights.logits,
+            "logits_bias": weights.logits_bias,
+        }
 
-    def _bytes(self, name: str, value: Tensor, embedding_format: int) -> int:
-        if name in _PACKED:
-            like = torch.empty(value.shape, device="meta")
-            return ops.pack_linear(like, FORMATS[self.weight_format]).numel()
-        is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
-        return value.numel() * (2 if is_half else 4)
+    def _most_bytes(self, weights: CausalWeights) -> int:
+        """Return what all parts take at most, each layer with all that layers may have."""
+        c, packed = self.config, self._packed_bytes
+        size, queries, keys, ffn = c.model_size, c.query_size, c.key_size, c.ffn_size
+        qkv = queries + 2 * keys
+        layer = packed(qkv, size) + packed(size, queries) + packed(size, ffn)
+        layer += (2 if c.gated else 1) * packed(ffn, size)
+        layer += 4 * (10 * size + 2 * qkv + 2 * ffn) + _NUM_COLUMNS * _ALIGNMENT
+        table = c.vocab_size * size
+        positions = 0 if weights.positions is None else weights.positions.numel()
+        rotary = sum(frequencies.numel() for frequencies in weights.rotary)
+        of_model = packed(c.vocab_size, size) + 4 * (
+            table + positions + rotary + 2 * size + c.vocab_size
+        )
+        return of_model + c.num_layers * layer + _NUM_COLUMNS * _ALIGNMENT
+
+    def _packed_bytes(self, outputs: int, inputs: int) -> int:
+        like = torch.empty(outputs, inputs, device="meta")
+        return int(ops.pack_linear(like, FORMATS[self.weight_format]).numel())
 
     def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
         c = self.config
@@ -252,28 +266,45 @@ class PackedCausalModel:
             layout[i + 1, :4] = torch.tensor(
                 [window or 0, _NONE if rotary is None else rotary, cache, place]
             )
-        size, places = 0, {}
-        for row, column, name, value in self._parts(weights, embedding_format):
-            if value is None:
-                continue
-            bytes_ = self._bytes(name, value, embedding_format)
-            places[row, column] = (size, bytes_)
-            layout[row, column] = size
-            size += -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
-        memory = new_memory(size)
+        # Pages that nothing is written to are never had of the system.
+        memory, used = new_memory(self._most_bytes(weights)), 0
+
+        def put(row: int, column: int, name: str, value: Tensor) -> None:
+            nonlocal used
+            layout[row, column] = used
+            if name in _PACKED:
+                packed = ops.pack_linear(value.detach().float(), FORMATS[self.weight_format])
+                memory[used : used + packed.numel()].copy_(packed)
+                size = packed.numel()
+            else:
+                is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
+                dtype = torch.bfloat16 if is_half else torch.float32
+                size = value.numel() * dtype.itemsize
+                memory[used : used + size].view(dtype).view(value.shape).copy_(value.detach())
+            end = used + -(-size // _ALIGNMENT) * _ALIGNMENT
+            memory[used + size : end] = 0  # the same weights give the same bytes
+            used = end
+
         with torch.no_grad():
-            for row, column, name, value in self._parts(weights, embedding_format):
-                if value is None:
-                    continue
-                at, bytes_ = places[row, column]
-                # The same weights give the same bytes.
-                memory[at + bytes_ : at + -(-bytes_ // _ALIGNMENT) * _ALIGNMENT] = 0
-                to = memory[at : at + bytes_]
-                value = value.detach()
-                if name in _PACKED:
-                    to.copy_(ops.pack_linear(value.float(), FORMATS[self.weight_format]))
-                else:
-                    is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
-                    dtype = torch.bfloat16 if is_half else torch.float32
-                    to.view(dtype).view(value.shape).copy_(value)
-        self.memory, self.layout = memory, layout
+            of_model = self._parts_of_model(weights, embedding_format)
+            for column, (name, value) in enumerate(of_model.items()):
+                if value is not None:
+                    put(0, column, name, value)
+            del of_model
+            norms_all_heads = None
+            for i in range(c.num_layers):
+                layer = weights.layers[i]
+                _check_layer(c, f"layers[{i}]", layer)
+                for_all = _norms_all_heads(c, layer)
+                if None not in (norms_all_heads, for_all) and norms_all_heads != for_all:
+                    raise ValueError(
+                        f"Decoding: weights.layers[{i}] has norms of heads that are of "
+                        f"{'all heads' if for_all else 'each head'}; expected those of the layers "
+                        "before"
+                    )
+                norms_all_heads = for_all if norms_all_heads is None else norms_all_heads
+                for column, (name, value) in enumerate(layer._asdict().items(), start=4):
+                    if value is not None:
+                        put(i + 1, column, name, value)
+            self.sizes[_NORMS_ALL_HEADS] = int(bool(norms_all_heads))
+        self.memory, self.layout = memory[:used], layout

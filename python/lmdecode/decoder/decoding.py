@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 from lmdecode._checks import check_format, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.saved_model import load_packed, save_packed
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
@@ -105,6 +108,7 @@ class Decoding:
         dtype: str | torch.dtype = "float32",
         *,
         cache_dtype: str | torch.dtype | None = None,
+        keep_model: bool = True,
         use_cuda_graph: bool = False,
     ) -> Decoding:
         """Take the decoder of a transformers model, which is loaded where its name is given.
@@ -114,12 +118,16 @@ class Decoding:
         model
             A causal language model of an architecture in docs/reference/decoder.md, or a
             conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
-            or name of one, which is loaded with float32 weights. It is kept: of the latter the
-            encoder runs as it is.
+            or name of one. Of a causal model in a folder of safetensors, one weight after the other
+            is read and packed.
         dtype : {"float32", "bfloat16", "int8"}
             See the class.
         cache_dtype, use_cuda_graph
             See the class.
+        keep_model : bool
+            Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
+            False: a causal model's stand-in without weights, which ``generate`` needs; so it is
+            where the folder of one was given.
 
         Raises
         ------
@@ -128,55 +136,145 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.models import load_model, parts_of
+        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+        from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
         if isinstance(model, (str, os.PathLike)):
-            model = load_model(model)
-        decoding = cls(
-            *parts_of(model), dtype=dtype, cache_dtype=cache_dtype, use_cuda_graph=use_cuda_graph
-        )
+            model, config, weights = load_parts(model)
+        else:
+            config, weights = parts_of(model)
+            if not keep_model and isinstance(config, CausalConfig):
+                model = skeleton(model.config, copy.deepcopy(model.generation_config))
+        options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
+        decoding = cls(config, weights, dtype=dtype, **options)
         decoding.model = model
+        return decoding
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a decoder-only model as it is packed, so that ``load`` is ready at once.
+
+        Parameters
+        ----------
+        folder
+            Is made; a model that it holds is replaced, once this one is written whole. It holds the
+            model's config, and the tokenizer's files where the model's own folder has some.
+
+        Raises
+        ------
+        ValueError
+            An encoder-decoder model.
+        OSError
+            It cannot be written.
+        """
+        if not isinstance(self.decoder, PackedCausalModel):
+            raise ValueError(
+                "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
+            )
+        save_packed(Path(folder), self.decoder, cache_dtype=self.cache_dtype)
+        if self.model is not None:
+            from lmdecode.integrations.transformers.decoding.checkpoint import save_beside
+
+            save_beside(self.model, Path(folder))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        cache_dtype: str | torch.dtype | None = None,
+        verify: bool = False,
+    ) -> Decoding:
+        """Take a model that ``save`` wrote. Its weights are mapped: processes share them.
+
+        Parameters
+        ----------
+        folder
+            Must stay as it is while the model is in use.
+        cache_dtype
+            See the class; by default that with which it was saved.
+        verify : bool
+            Whether every byte of the weights is compared with its checksum, which reads them all.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such model.
+        ValueError
+            It is damaged, of another version, or was written for another kind of processor.
+        """
+        packed, manifest = load_packed(Path(folder), verify=verify)
+        decoding = cls.__new__(cls)
+        decoding.decoder, decoding.model = packed, None
+        kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
+        decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
+        if (Path(folder) / "config.json").is_file():
+            from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+
+            decoding.model = skeleton_of(Path(folder))
         return decoding
 
     def batch(
         self,
         *,
         max_requests: int,
-        num_beams: int,
         capacity: int,
-        source: int,
+        num_beams: int | None = None,
+        source: int | None = None,
         max_end_tokens: int = 4,
         max_suppressed: int = 64,
         generation_config: Any = None,
-    ) -> DecodingBatch:
-        """Return a batch that requests come to and leave between steps; see there.
+        max_step_tokens: int = 512,
+    ) -> DecodingBatch | CausalBatch:
+        """Return a batch that requests come to and leave between steps.
+
+        Of an encoder-decoder model a ``DecodingBatch``, whose requests search by themselves; of a
+        decoder-only model a ``CausalBatch``, which gives logits and takes tokens.
 
         Parameters
         ----------
-        max_requests, num_beams, capacity, source : int
-            Places; the most beams of a request; the most tokens of a sequence, prompt and new ones;
-            the most positions of a memory, which is what the encoder gives.
+        max_requests, capacity : int
+            Places; the most tokens of a sequence, prompt and new ones.
+        num_beams, source : int
+            Of an encoder-decoder model: the most beams of a request; the most positions of a
+            memory, which is what the encoder gives.
         max_end_tokens, max_suppressed : int
-            The longest lists that a request may have of these.
+            Of an encoder-decoder model: the longest lists that a request may have of these.
         generation_config : transformers.GenerationConfig, optional
-            How requests search that ``add`` is given as prompts.
+            Of an encoder-decoder model: how requests search that ``add`` is given as prompts.
+        max_step_tokens : int
+            Of a decoder-only model: the most tokens of a step.
 
         Raises
         ------
         ValueError
-            The decoder is on a device: batches are of the CPU.
+            The decoder is on a device: batches are of the CPU; or what the other kind takes.
         """
         if isinstance(self.decoder, DeviceDecoder):
             raise ValueError(
                 f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
             )
-        assert isinstance(self.decoder, PackedDecoder)
+        others: dict[str, Any] = {"num_beams": num_beams, "source": source}
+        if isinstance(self.decoder, PackedCausalModel):
+            for name, value in (*others.items(), ("generation_config", generation_config)):
+                if value is not None:
+                    raise ValueError(
+                        f"Decoding.batch: {name} is given; expected None for a decoder-only model"
+                    )
+            return CausalBatch(
+                self.decoder,
+                max_requests=max_requests,
+                capacity=capacity,
+                max_step_tokens=max_step_tokens,
+                cache_dtype=self.cache_dtype,
+            )
+        for name, value in others.items():
+            if value is None:
+                raise TypeError(f"Decoding.batch: {name} is missing; expected an int")
         return DecodingBatch(
             self.decoder,
             max_requests=max_requests,
-            num_beams=num_beams,
             capacity=capacity,
-            source=source,
+            **others,
             max_end_tokens=max_end_tokens,
             max_suppressed=max_suppressed,
             generation_config=generation_config,

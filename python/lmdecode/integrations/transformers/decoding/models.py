@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
     causal_model_of,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
+from lmdecode.integrations.transformers.decoding.checkpoint import (
+    Checkpoint,
+    skeleton_of,
+)
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 
-__all__ = ["MODEL_TYPES", "decoder_of", "load_model", "parts_of"]
+__all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
 
 def _activation(name: object) -> Any:
@@ -270,13 +275,7 @@ def load_model(name: str | os.PathLike[str]) -> Any:
     """
     config = AutoConfig.from_pretrained(name)
     if not config.is_encoder_decoder:
-        if config.model_type not in CAUSAL_MODEL_TYPES:
-            raise refused(
-                f"{name} has a model of type {config.model_type!r}; "
-                f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
-            )
-        kwargs = {"config": config, "dtype": torch.float32}
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs).eval()
+        return _load_causal_model(name, config)
     if config.model_type not in MODEL_TYPES:
         raise ValueError(
             f"Decoding.from_pretrained: {name} has a model of type {config.model_type!r}; "
@@ -285,6 +284,38 @@ def load_model(name: str | os.PathLike[str]) -> Any:
     speech = AutoModelForSpeechSeq2Seq
     kind = speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
     return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
+
+
+def _load_causal_model(name: str | os.PathLike[str], config: Any) -> Any:
+    if config.model_type not in CAUSAL_MODEL_TYPES:
+        raise refused(
+            f"{name} has a model of type {config.model_type!r}; "
+            f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
+        )
+    return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32).eval()
+
+
+def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
+    """Return a model, and the config and the weights of its decoder.
+
+    A decoder-only model of a folder with safetensors comes without weights: they are read one by
+    one as they are asked for.
+
+    Raises
+    ------
+    ValueError, OSError
+        See ``load_model`` and ``parts_of``.
+    """
+    folder, config = Path(name), AutoConfig.from_pretrained(name)
+    if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
+        if getattr(config, "quantization_config", None) is not None:
+            raise refused(f"the weights of {name} are quantized; expected floats")
+        model = skeleton_of(folder)
+        checkpoint = Checkpoint.of(folder, model)
+        if checkpoint is not None:
+            return model, *causal_model_of(model, checkpoint.read)
+    model = load_model(name)
+    return model, *parts_of(model)
 
 
 def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +31,21 @@ _NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn
           "ffn_out_norm")  # fmt: skip
 
 
-def causal_model_of(model: Any) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of a loaded decoder-only model.
+def causal_model_of(
+    model: Any, read: Callable[[str], Tensor] | None = None
+) -> tuple[CausalConfig, CausalWeights]:
+    """Return the config and the weights of a decoder-only model.
 
     Weights are the model's own tensors, but for queries, keys and values, which are joined, and
-    for those that a factor or 1 + weight is folded into.
+    for those that a factor or 1 + weight is folded into. A layer's are made whenever it is asked
+    for, so that no more than one needs to be there at a time.
 
     Parameters
     ----------
     model
         A causal language model of transformers, of a type that is in ``CAUSAL_MODEL_TYPES``.
+    read : callable, optional
+        Gives the parameter of a name, where the model's own are without values.
 
     Raises
     ------
@@ -59,7 +65,23 @@ def causal_model_of(model: Any) -> tuple[CausalConfig, CausalWeights]:
             "expected a causal language model"
         )
     with torch.no_grad():
-        return _Reader(model, head, CAUSAL_MODEL_TYPES[kind]).read()
+        return _Reader(model, head, CAUSAL_MODEL_TYPES[kind], read).read()
+
+
+class _Layers(Sequence[CausalLayerWeights]):
+    """The layers of a reader, each read when it is asked for."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self._reader.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        with torch.no_grad():
+            return self._reader.layer(self._reader.layers[index])
 
 
 class _Rotary(NamedTuple):
@@ -73,15 +95,22 @@ class _Rotary(NamedTuple):
 class _Reader:
     """A model and its architecture, while it is read."""
 
-    def __init__(self, model: Any, head: Any, architecture: Architecture) -> None:
+    def __init__(
+        self,
+        model: Any,
+        head: Any,
+        architecture: Architecture,
+        read: Callable[[str], Tensor] | None,
+    ) -> None:
         self.config = model.config.get_text_config()
+        self.read_parameter = read
         self.architecture = architecture
         self.head = head
         self.trunk: Trunk = architecture.trunk(model)
         self.layers = [architecture.layer(layer) for layer in self.trunk.layers]
         self.names = {module: name for name, module in model.named_modules()}
-        self.read_modules: set[Any] = set()
         self._check(model)
+        self._check_modules()
 
     def _check(self, model: Any) -> None:
         if getattr(model, "is_quantized", False):
@@ -99,8 +128,9 @@ class _Reader:
         config, architecture, trunk = self.config, self.architecture, self.trunk
         first = self.layers[0]
         rotary = self._rotary()
-        head_weight, head_bias = self._linear(self.head)
         embedding = self._weight(trunk.embedding)
+        is_tied = self.head.weight is trunk.embedding.weight
+        head_bias = self._parameter(self.head, "bias")
         final_gamma, final_beta = self._norm(trunk.final_norm)
         weights = CausalWeights(
             embedding=embedding,
@@ -108,11 +138,10 @@ class _Reader:
             rotary=rotary.frequencies,
             final_norm_gamma=final_gamma,
             final_norm_beta=final_beta,
-            logits=None if head_weight.data_ptr() == embedding.data_ptr() else head_weight,
+            logits=None if is_tied else self._weight(self.head),
             logits_bias=head_bias,
-            layers=tuple(self._layer(layer) for layer in self.layers),
+            layers=_Layers(self),
         )
-        self._check_that_all_is_read()
         heads = config.num_attention_heads
         return (
             CausalConfig(
@@ -121,7 +150,7 @@ class _Reader:
                 num_heads=heads,
                 num_kv_heads=getattr(config, "num_key_value_heads", heads),
                 head_size=first.attention.head_dim,
-                ffn_size=weights.layers[0].ffn_up.shape[0],
+                ffn_size=self._ffn_size(),
                 vocab_size=embedding.shape[0],
                 windows=self._windows(),
                 rotary=rotary.layers,
@@ -209,23 +238,27 @@ class _Reader:
 
     # --- weights ----------------------------------------------------------------------------------
 
+    def _parameter(self, module: Any, name: str) -> Tensor | None:
+        parameter: Tensor | None = getattr(module, name, None)
+        if parameter is None or self.read_parameter is None:
+            return parameter
+        return self.read_parameter(f"{self.names[module]}.{name}")
+
     def _weight(self, module: Any) -> Tensor:
-        self.read_modules.add(module)
-        weight: Tensor = module.weight
-        if not weight.is_floating_point() or weight.is_meta:
-            come = "not loaded" if weight.is_meta else f"of {weight.dtype}"
-            raise refused(f"the weights of {self.names[module]} are {come}; expected floats")
+        weight = self._parameter(module, "weight")
+        assert weight is not None
         return weight
 
     def _linear(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """Return [out, in] weights, and a bias; subclasses may be more than a product."""
         if type(module) is Conv1D:
-            return self._weight(module).T, module.bias
-        if type(module) is not torch.nn.Linear:
-            raise refused(
-                f"{self.names[module]} is a {type(module).__name__}; expected a torch.nn.Linear"
-            )
-        return self._weight(module), module.bias
+            return self._weight(module).T, self._parameter(module, "bias")
+        return self._weight(module), self._parameter(module, "bias")
+
+    def _ffn_size(self) -> int:
+        up = self.layers[0].ffn_up
+        size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
+        return size // 2 if up is self.layers[0].ffn_gate else size
 
     def _norm(self, module: Any) -> tuple[Tensor | None, Tensor | None]:
         if module is None:
@@ -233,9 +266,10 @@ class _Reader:
         gamma = self._weight(module)
         if self.architecture.gamma_plus_one:
             gamma = 1.0 + _wide(gamma)
-        return gamma, getattr(module, "bias", None)
+        return gamma, self._parameter(module, "bias")
 
-    def _layer(self, modules: LayerModules) -> CausalLayerWeights:
+    def layer(self, modules: LayerModules) -> CausalLayerWeights:
+        """Return the weights of a layer."""
         qkv, qkv_bias = joined([self._linear(module) for module in modules.qkv])
         # Layers whose scores have another scale than the first's have it in their queries.
         ratio = modules.attention.scaling / self.layers[0].attention.scaling
@@ -261,8 +295,6 @@ class _Reader:
             norms[f"{name}_gamma"] = gamma
             if f"{name}_beta" in CausalLayerWeights._fields:
                 norms[f"{name}_beta"] = beta
-            elif beta is not None:
-                raise refused(f"{self.names[getattr(modules, name)]} has a bias; expected none")
         return CausalLayerWeights(
             qkv=qkv,
             qkv_bias=qkv_bias,
@@ -277,17 +309,37 @@ class _Reader:
             **norms,
         )
 
-    def _check_that_all_is_read(self) -> None:
-        """A parameter of which the table knows nothing would be left out silently."""
+    def _check_modules(self) -> None:
+        """Each is what is expected; a parameter that the table does not know would be left out."""
+        trunk = self.trunk
+        modules = [trunk.embedding, trunk.final_norm, trunk.positions]
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [*layer.qkv, layer.attention_out, layer.ffn_up, layer.ffn_down]
+            linears += [] if layer.ffn_gate is None else [layer.ffn_gate]
+            for name in _NORMS:
+                norm = getattr(layer, name)
+                has_bias = getattr(norm, "bias", None) is not None
+                if has_bias and f"{name}_beta" not in CausalLayerWeights._fields:
+                    raise refused(f"{self.names[norm]} has a bias; expected none")
+                modules.append(norm)
+        for module in linears:
+            if type(module) not in (torch.nn.Linear, Conv1D):
+                raise refused(
+                    f"{self.names[module]} is a {type(module).__name__}; expected a torch.nn.Linear"
+                )
+        modules = [module for module in (*modules, *linears) if module is not None]
+        for module in modules:
+            weight = module.weight
+            is_there = self.read_parameter is not None or not weight.is_meta
+            if not weight.is_floating_point() or not is_there:
+                come = f"of {weight.dtype}" if is_there else "not loaded"
+                raise refused(f"the weights of {self.names[module]} are {come}; expected floats")
         read = {
-            id(parameter)
-            for module in self.read_modules
-            for parameter in module.parameters(recurse=False)
+            id(parameter) for module in modules for parameter in module.parameters(recurse=False)
         }
         others = [
-            name
-            for name, parameter in self.trunk.root.named_parameters()
-            if id(parameter) not in read
+            name for name, parameter in trunk.root.named_parameters() if id(parameter) not in read
         ]
         if others:
             raise refused(

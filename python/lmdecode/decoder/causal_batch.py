@@ -1,0 +1,285 @@
+"""Continuous batching of a decoder-only model, for those who choose tokens themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int, is_int, type_error
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_weights import PackedCausalModel
+
+__all__ = ["CausalBatch"]
+
+_OP = "CausalBatch"
+
+
+class _Running:
+    """A sequence: its place in the caches, and the tokens of its prompt that are to be read."""
+
+    def __init__(self, place: int, prompt: list[int]) -> None:
+        self.place = place
+        self.unread = prompt
+        self.length = 0  # of what has been read
+
+
+class CausalBatch:
+    """Sequences that come and go between steps: a step takes their tokens, and gives logits.
+
+    Prompts are read in parts beside the tokens of the sequences that are being written: a long one
+    does not hold them up. A sequence's logits are the same bits whatever else is in the batch, and
+    in whatever parts its prompt is read.
+
+    Parameters
+    ----------
+    model : PackedCausalModel
+        Of a ``Decoding``, whose ``batch`` makes such an object.
+    max_requests, capacity : int
+        The most sequences at a time, and the most tokens of one. Memory is taken as they grow.
+    max_step_tokens : int
+        The most tokens of a step: first those of ``step``, then as many of prompts as there is room
+        for.
+    cache_dtype : str
+        Of keys and values.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+
+    Examples
+    --------
+    Greedy search of prompts that come at any time::
+
+        batch = decoding.batch(max_requests=8, capacity=4096)
+        first = batch.add(prompt)
+        tokens = {}
+        while batch.running:
+            logits = batch.step(tokens)
+            tokens = {request: int(row.argmax()) for request, row in logits.items()}
+            for request in [request for request, token in tokens.items() if token == end]:
+                batch.remove(request)
+                del tokens[request]
+    """
+
+    def __init__(
+        self,
+        model: PackedCausalModel,
+        *,
+        max_requests: int,
+        capacity: int,
+        max_step_tokens: int = 512,
+        cache_dtype: str = "float32",
+    ) -> None:
+        max_requests = check_int(_OP, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536")
+        most = model.max_positions or (1 << 30)
+        capacity = check_int(_OP, "capacity", capacity, 1, most, limits=f"1 to {most}")
+        self._max_step_tokens = check_int(
+            _OP, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"
+        )
+        self._vocab_size, self._capacity = model.config.vocab_size, capacity
+        self._caches = CausalCaches(
+            model, max_requests, capacity, dtype=cache_dtype, max_rows=self._max_step_tokens
+        )
+        self._running: dict[Hashable, _Running] = {}  # in the order of adding
+        self._free = list(range(max_requests - 1, -1, -1))
+        self._numbers = itertools.count()
+
+    @property
+    def running(self) -> tuple[Hashable, ...]:
+        """The sequences that have been added and not removed."""
+        return tuple(self._running)
+
+    @property
+    def free_places(self) -> int:
+        """How many sequences can be added."""
+        return len(self._free)
+
+    def length(self, request: Hashable) -> int:
+        """Return how many tokens of a sequence have been read."""
+        return self._of("length", request).length
+
+    def unread(self, request: Hashable) -> int:
+        """Return how many tokens of a sequence's prompt are still to be read."""
+        return len(self._of("unread", request).unread)
+
+    def add(self, prompt_ids: Any, *, request_id: Hashable = None) -> Hashable:
+        """Add a sequence, whose prompt the next steps read.
+
+        Parameters
+        ----------
+        prompt_ids : sequence of int or Tensor
+            [length] token ids, at least one.
+        request_id : Hashable, optional
+            What it is called; a number by default.
+
+        Returns
+        -------
+        Hashable
+            Its id.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what does not fit; nothing has been changed then.
+        """
+        prompt = self._tokens("add", prompt_ids, 0)
+        if not self._free:
+            raise ValueError(
+                f"{_OP}.add: {len(self._running)} sequences run; expected a free place"
+            )
+        if request_id is None:
+            request_id = next(n for n in self._numbers if n not in self._running)
+        elif request_id in self._running:
+            raise ValueError(f"{_OP}.add: request_id {request_id!r} is in use; expected another")
+        self._running[request_id] = _Running(self._free.pop(), prompt)
+        return request_id
+
+    def extend(self, request: Hashable, prompt_ids: Any) -> None:
+        """Add tokens to a sequence's prompt, behind all that it has, as the next turn of a talk."""
+        running = self._of("extend", request)
+        tokens = self._tokens("extend", prompt_ids, running.length + len(running.unread))
+        running.unread = running.unread + tokens
+
+    def fork(self, request: Hashable, *, request_id: Hashable = None) -> Hashable:
+        """Add a sequence that has read what another one has; what they have in common is shared.
+
+        Raises
+        ------
+        ValueError
+            The other one's prompt has not been read to its end, or there is no free place.
+        """
+        running = self._of("fork", request)
+        if running.unread:
+            raise ValueError(
+                f"{_OP}.fork: {len(running.unread)} tokens of request {request!r} have not been "
+                "read; expected a prompt that has been read"
+            )
+        fork = self.add([0], request_id=request_id)
+        child = self._running[fork]
+        child.unread, child.length = [], running.length
+        parents = torch.arange(self._caches.sequences)
+        parents[child.place] = running.place
+        self._caches.reorder(parents)
+        return fork
+
+    def truncate(self, request: Hashable, length: int) -> None:
+        """Let a sequence go back to its first tokens, as where drafts were refused.
+
+        Raises
+        ------
+        ValueError
+            It has fewer, or a layer's window needs positions that it has let go of.
+        """
+        running = self._of("truncate", request)
+        limits = f"0 to {running.length}, its length"
+        length = check_int(f"{_OP}.truncate", "length", length, 0, running.length, limits=limits)
+        self._caches.truncate([running.place], [length])
+        running.length, running.unread = length, []
+
+    def remove(self, request: Hashable) -> None:
+        """Remove a sequence; its place and its memory are free."""
+        running = self._of("remove", request)
+        self._caches.truncate([running.place], [0])
+        del self._running[request]
+        self._free.append(running.place)
+
+    def step(self, tokens: Mapping[Hashable, int] | None = None) -> dict[Hashable, Tensor]:
+        """Read a token of each of some sequences, and parts of prompts.
+
+        Parameters
+        ----------
+        tokens : mapping, optional
+            The next token of sequences whose prompt has been read. The others wait.
+
+        Returns
+        -------
+        dict
+            The logits, [V] float32, of each sequence whose last token was read in this step, in the
+            order of ``tokens``, then of the prompts that have come to their end.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what does not fit; nothing has been read then.
+        """
+        tokens = {} if tokens is None else tokens
+        entries, ids, readers = list[list[int]](), list[int](), list[Hashable]()
+        if len(tokens) > self._max_step_tokens:
+            raise ValueError(
+                f"{_OP}.step: tokens has {len(tokens)} entries; expected at most "
+                f"{self._max_step_tokens}, max_step_tokens"
+            )
+        for request, token in tokens.items():
+            running = self._of("step", request)
+            if running.unread:
+                raise ValueError(
+                    f"{_OP}.step: tokens has request {request!r}, {len(running.unread)} tokens of "
+                    "whose prompt have not been read; expected one that has been read"
+                )
+            ids += self._tokens("step", [token], running.length)
+            entries.append([running.place, 1, 0, 1])
+            readers.append(request)
+        parts = list[tuple[_Running, int]]()
+        room = self._max_step_tokens - len(ids)
+        for request, running in self._running.items():
+            count = min(room, len(running.unread))
+            if count == 0:
+                continue
+            room -= count
+            ids += running.unread[:count]
+            is_end = count == len(running.unread)
+            entries.append([running.place, count, 1, int(is_end)])
+            parts.append((running, count))
+            if is_end:
+                readers.append(request)
+        if not entries:
+            return {}
+        logits = self._caches.forward(torch.tensor(ids), torch.tensor(entries), len(readers))
+        for request in tokens:
+            self._running[request].length += 1
+        for running, count in parts:
+            running.length += count
+            del running.unread[:count]
+        return dict(zip(readers, logits, strict=True))
+
+    def _of(self, method: str, request: Hashable) -> _Running:
+        if request not in self._running:
+            raise ValueError(
+                f"{_OP}.{method}: there is no request {request!r}; expected one that is running: "
+                f"{list(self._running)}"
+            )
+        return self._running[request]
+
+    def _tokens(self, method: str, tokens: Any, length: int) -> list[int]:
+        """Return tokens that come behind so many of a sequence."""
+        op = f"{_OP}.{method}"
+        if isinstance(tokens, Tensor):
+            if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+                raise ValueError(
+                    f"{op}: tokens are a tensor of shape {list(tokens.shape)} and dtype "
+                    f"{tokens.dtype}; expected [length] of integers"
+                )
+            found = [int(token) for token in tokens.tolist()]
+        else:
+            if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+                raise type_error(op, "prompt_ids", tokens, "a sequence of int, or a tensor")
+            for token in tokens:
+                if not is_int(token):
+                    raise type_error(op, "a token", token, "an int")
+            found = [int(token) for token in tokens]
+        if not found:
+            raise ValueError(f"{op}: there are no tokens; expected at least one")
+        for token in found:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"{op}: a token is {token}; expected 0 to {self._vocab_size - 1}")
+        if length + len(found) > self._capacity:
+            raise ValueError(
+                f"{op}: {len(found)} tokens behind {length}; expected at most {self._capacity} in "
+                "all, the capacity of the batch"
+            )
+        return found

@@ -1,0 +1,137 @@
+"""A model of a folder without its weights, and the weights one by one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+__all__ = ["Checkpoint", "save_beside", "skeleton", "skeleton_of"]
+
+_TOKENIZER_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json",
+)  # fmt: skip
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are made have parameters without memory; buffers are made as ever."""
+    register = Module.register_parameter
+
+    def register_on_meta(self: Module, name: str, param: Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = Parameter(param.to("meta"), requires_grad=False)
+        register(self, name, param)
+
+    Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _without_weights(model: Any) -> Any:
+    """Give each parameter of a model a single value on the CPU: its shape and dtype stay."""
+    replaced: dict[int, Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in replaced:
+                value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                replaced[id(parameter)] = Parameter(value, requires_grad=False)
+            setattr(module, name, replaced[id(parameter)])
+    return model
+
+
+def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
+    """Return the causal language model of a config, whose parameters have no memory.
+
+    ``generate()`` of it does all but run the model.
+    """
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _without_weights(model)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    return model
+
+
+def skeleton_of(folder: Path) -> Any:
+    """Return the skeleton of a folder's configs."""
+    generation_config = None
+    if (folder / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(folder)
+    return skeleton(AutoConfig.from_pretrained(folder), generation_config)
+
+
+def save_beside(model: Any, folder: Path) -> None:
+    """Write a model's configs to a folder, and its tokenizer's files from its own folder."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    source = Path(str(getattr(model.config, "_name_or_path", "") or model.name_or_path))
+    if source.is_dir() and source.resolve() != folder.resolve():
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, by their names in a model.
+
+    Parameters
+    ----------
+    files : dict
+        The file of each name.
+    """
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    @classmethod
+    def of(cls, folder: Path, model: Any) -> Checkpoint | None:
+        """Return that of a folder, None where it does not have the model's tensors as they are."""
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            files = {name: folder / file for name, file in names.items()}
+        elif single.is_file():
+            with safe_open(single, framework="pt") as opened:
+                files = dict.fromkeys(opened.keys(), single)
+        else:
+            return None
+        checkpoint = cls(files)
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        for name, parameter in model.named_parameters():
+            if name in files:
+                if checkpoint.shape(name) != list(parameter.shape):
+                    return None
+            elif name not in tied:
+                return None
+        return checkpoint
+
+    def _file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor."""
+        shape: list[int] = self._file(name).get_slice(name).get_shape()
+        return shape
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in its own dtype."""
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
