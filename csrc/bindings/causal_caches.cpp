@@ -70,7 +70,10 @@ void start(const Tensors& tensors, const Integers& windows, const Tensor& length
   const int64_t count = paged_caches(kStartOp, tensors, windows, caches);
   const int64_t* const data = integers(kStartOp, "lengths", lengths, {-1, 2});
   const kv_cache::BlockTable& first = caches[0].table;
-  const int64_t most = std::min(first.max_blocks * first.block_size, kMaxDecoderSize - 1);
+  int64_t most = kMaxDecoderSize - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    most = std::min(most, first.max_blocks * caches[i].table.block_size);
+  }
   std::vector<int64_t> started(static_cast<size_t>(first.rows), 0);
   for (int64_t i = 0; i < lengths.size(0); ++i) {
     const int64_t row = data[2 * i], length = data[2 * i + 1];

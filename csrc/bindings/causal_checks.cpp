@@ -256,10 +256,6 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
       fail(op, "caches.counters[0] is ", free, "; expected 0 to ", num_blocks, " free blocks");
     }
     const kv_cache::BlockTable& first = caches[0].table;
-    if (table.block_size != first.block_size) {
-      fail(op, "caches.pool has shape ", shape_text(pool), "; expected blocks of ",
-           first.block_size, " positions, as the first cache has");
-    }
     if (table.rows != first.rows || table.max_blocks != first.max_blocks) {
       fail(op, "caches.blocks has shape ", shape_text(blocks), "; expected [", first.rows, ", ",
            first.max_blocks, "], as the first cache has");

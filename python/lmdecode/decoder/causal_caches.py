@@ -153,9 +153,7 @@ class CausalCaches:
             read.append((states[0], states[1]))
         return read
 
-    def write(
-        self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
+    def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Let an empty sequence begin with positions that were computed elsewhere.
 
         Parameters

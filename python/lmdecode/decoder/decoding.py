@@ -340,7 +340,11 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
-        stored = self._stored_call(store, session, inputs, arguments)
+        stored: Any = None
+        if store is not None or session is not None:
+            from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+
+            stored = StoredCall(self, store, session, inputs, arguments)
         if isinstance(self.decoder, PackedCausalModel):
             loop = self._causal_loop(self.decoder, stored)
         else:
@@ -363,9 +367,9 @@ class Decoding:
     def fingerprint(self, tokenizer: Any = None) -> Any:
         """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
 
-        The weights as they are packed are hashed once (SHA-256, about 2 GB/s). Another model,
-        revision, ``dtype``, ``cache_dtype`` or CPU capability has another fingerprint, and so has
-        ``Fingerprint.from_model``, that of transformers' own caches.
+        Another revision, ``dtype``, ``cache_dtype`` or CPU capability has another fingerprint, and
+        so have transformers' own caches, ``Fingerprint.from_model``. The packed weights are hashed
+        once (SHA-256, about 2 GB/s).
 
         Parameters
         ----------
@@ -380,38 +384,15 @@ class Decoding:
         Raises
         ------
         ValueError
-            It is no decoder-only model.
+            The model is no decoder-only one.
         """
         from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
 
         return causal_fingerprint(self, tokenizer)
 
-    def _stored_call(
-        self, store: Any, session: Any, inputs: Tensor | None, arguments: dict[str, Any]
-    ) -> Any:
-        """Return the call's part in a store, checked; None without one."""
-        if store is None:
-            if session is not None:
-                raise ValueError(
-                    f"Decoding.generate: session is {session!r} without a store; expected one"
-                )
-            return None
-        from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
-
-        return StoredCall(self, store, session, inputs, arguments)
-
     def _causal_loop(self, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
         """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
-        from lmdecode.integrations.transformers.decoding.causal_generation import (
-            CausalModel,
-            decode_causal,
-        )
-
-        runner: Callable[..., CausalModel] = CausalModel
-        if stored is not None:
-            from lmdecode.integrations.transformers.decoding.causal_store import StoredCausalModel
-
-            runner = partial(StoredCausalModel, stored)
+        from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 
         def loop(
             model: Any,
@@ -428,7 +409,7 @@ class Decoding:
             **model_kwargs: Any,
         ) -> Any:
             return decode_causal(
-                runner,
+                stored,
                 packed,
                 self.cache_dtype,
                 model,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmdecode.decoder.decoding import Decoding
     from lmdecode.store import Fingerprint, Hit, KVStore
 
-__all__ = ["StoredCall", "StoredCausalModel", "causal_fingerprint"]
+__all__ = ["StoredCall", "causal_fingerprint"]
 
 _OP = "Decoding.generate"
 # To be raised when the bits of keys and values change for the same packed weights.
@@ -197,6 +197,10 @@ class StoredCall:
         if self._conversation is not None:
             self._conversation.commit_tokens()
         return result
+
+    def new_model(self, *arguments: Any) -> StoredCausalModel:
+        """Return the model that the loop is to run; arguments are those of ``CausalModel``."""
+        return StoredCausalModel(self, *arguments)
 
     def _note(self, sequences: Tensor) -> None:
         conversation = self._conversation

@@ -257,9 +257,7 @@ class Conversation:
             nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
             kv = [(nothing, nothing)] * of.num_layers
         # Not the session's tokens: another thread may have begun to use the same one.
-        return session._commit_as(
-            self._tokens, kv, num_tokens, self._ttl, self._pin, background
-        )
+        return session._commit_as(self._tokens, kv, num_tokens, self._ttl, self._pin, background)
 
     def commit_tokens(self, *, background: bool = False) -> None:
         """Store the session's tokens alone, beside what is stored of their keys and values."""

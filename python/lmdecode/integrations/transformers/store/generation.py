@@ -149,9 +149,7 @@ def _ready_cache(
         elif not is_empty(cache):
             cache.reset()
         check_layers(self_attention(cache), "generate_with_store")
-        conversation.load(
-            lambda hit: load_cache(store, hit, cache, device=model.device), if_faster
-        )
+        conversation.load(lambda hit: load_cache(store, hit, cache, device=model.device), if_faster)
     return cache
 
 

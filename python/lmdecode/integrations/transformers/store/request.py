@@ -136,9 +136,7 @@ def _check_padding(
             )
 
 
-def _decoder_ids(
-    op: str, config: GenerationConfig, given: Tensor | None, like: Tensor
-) -> Tensor:
+def _decoder_ids(op: str, config: GenerationConfig, given: Tensor | None, like: Tensor) -> Tensor:
     """Return the decoder's tokens as ``generate()`` begins them."""
     start = config.decoder_start_token_id
     start = config.bos_token_id if start is None else start
