@@ -29,6 +29,10 @@ def test_ops() -> None:
         "lmdecode::beam_step",
         "lmdecode::block_table_append_",
         "lmdecode::block_table_reorder_",
+        "lmdecode::causal_caches_reorder_",
+        "lmdecode::causal_caches_truncate_",
+        "lmdecode::causal_forward_",
+        "lmdecode::causal_workspace_bytes",
         "lmdecode::copy_blocks_",
         "lmdecode::cpu_capability",
         "lmdecode::decoder_activate_",
@@ -66,9 +70,12 @@ def test_every_op_has_a_fake(name: str) -> None:
     assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-# What has no CUDA kernel: the C++ loop of a decoder, packed weights and the norms between them. On
+# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights and the norms between them. On
 # devices the loop is one of ops and cuBLAS's products.
 CPU_ONLY = {
+    "lmdecode::causal_caches_reorder_",
+    "lmdecode::causal_caches_truncate_",
+    "lmdecode::causal_forward_",
     "lmdecode::decoder_layer",
     "lmdecode::decoding_read_memory_",
     "lmdecode::decoding_steps_",

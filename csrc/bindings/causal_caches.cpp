@@ -28,7 +28,7 @@ void check_blocks(const char* op, const PagedCache& cache, int64_t row) {
 const int64_t* integers(const char* op, const char* name, const Tensor& tensor,
                         std::initializer_list<int64_t> sizes) {
   const Tensors tensors{tensor};
-  TensorList list(op, "arguments", tensors, 1);
+  TensorList list(op, "", tensors, 1);
   return list.next<const int64_t>(name, ScalarType::Long, sizes);
 }
 

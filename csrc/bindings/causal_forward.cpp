@@ -1,6 +1,8 @@
 // causal_forward_ and causal_workspace_bytes, on CPU tensors alone.
 #include "decoder/causal_forward.h"
 
+#include <algorithm>
+
 #include "bindings/causal_checks.h"
 
 namespace lmdecode::decoder {
@@ -34,7 +36,11 @@ void check_blocks(const PagedCache& cache) {
 int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
   const CausalModel& m = *p.model;
   const kv_cache::BlockTable& table = p.caches[0].table;
-  const int64_t most = table.max_blocks * table.block_size;
+  int64_t most = table.max_blocks * table.block_size;
+  for (int64_t i = 1; i < p.num_caches; ++i) {
+    const kv_cache::BlockTable& other = p.caches[i].table;
+    most = std::min(most, other.max_blocks * other.block_size);
+  }
   std::vector<int64_t> added(static_cast<size_t>(table.rows), 0);
   int64_t tokens = 0, logits = 0;
   for (int64_t i = 0; i < p.num_entries; ++i) {
@@ -112,7 +118,7 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   for (int64_t i = 0; i < p.num_caches; ++i) check_blocks(p.caches[i]);
   check_rank(op, "entries", entries, 2, "[entries, 4]");
   const Tensors work_tensors{tokens, entries};
-  TensorList work(op, "work", work_tensors, 2);
+  TensorList work(op, "", work_tensors, 2);
   p.tokens = work.next<const int64_t>("tokens", ScalarType::Long, {-1});
   static_assert(sizeof(CausalEntry) == 4 * sizeof(int64_t));
   p.entries = reinterpret_cast<const CausalEntry*>(

@@ -77,6 +77,7 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
 }
 
 // A list of tensors read one after the other, each contiguous, on the CPU, of a dtype and shape.
+// name: of the argument that is a list; "" where each tensor is an argument of its own.
 class TensorList {
  public:
   TensorList(const char* op, const char* name, const Tensors& tensors, size_t expected)
@@ -90,7 +91,7 @@ class TensorList {
   template <class T>
   T* next(const char* field, ScalarType type, std::initializer_list<int64_t> sizes) {
     const Tensor& tensor = tensors_[index_++];
-    const std::string name = std::string(name_) + "." + field;
+    const std::string name = *name_ == '\0' ? field : std::string(name_) + "." + field;
     check_dtype(op_, name.c_str(), tensor, type);
     bool fits = tensor.dim() == static_cast<int64_t>(sizes.size());
     for (int64_t i = 0; fits && i < tensor.dim(); ++i) {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import BloomConfig, MvpConfig
 
 import lmdecode
 from lmdecode.decoder.weights import PackedDecoder
@@ -30,8 +30,12 @@ def test_a_model_is_loaded_from_its_folder(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_model(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has a model of type 'gpt2'; expected .* marian"):
+    BloomConfig(n_layer=1, hidden_size=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
+    expected = r"a causal language model of gemma2, .*; for other models there is .*pack_linears_"
+    with pytest.raises(ValueError, match=rf"has a model of type 'bloom'; expected {expected}"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+    MvpConfig(d_model=8, vocab_size=11).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a model of type 'mvp'; expected .* marian"):
         lmdecode.Decoding.from_pretrained(tmp_path)
 
 
