@@ -409,7 +409,7 @@ class Decoding:
             **model_kwargs: Any,
         ) -> Any:
             return decode_causal(
-                stored,
+                None if stored is None else stored.new_model,
                 packed,
                 self.cache_dtype,
                 model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +22,6 @@ from lmdecode.integrations.transformers.sampling.generation import sample
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-    from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
 
 __all__ = ["CausalModel", "decode_causal"]
 
@@ -161,7 +160,7 @@ def _refuse(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str,
 
 
 def decode_causal(
-    stored: StoredCall | None,
+    new_runner: Callable[..., CausalModel] | None,
     packed: PackedCausalModel,
     cache_dtype: str,
     model: Any,
@@ -183,8 +182,8 @@ def decode_causal(
 
     Parameters
     ----------
-    stored
-        The call's part in a store; None: there is none.
+    new_runner
+        Makes what stands in for a ``CausalModel``, of the same arguments; None: nothing does.
     packed, cache_dtype
         See ``CausalModel``.
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
@@ -220,7 +219,7 @@ def decode_causal(
                 f"max_length: expected at most {most + 1}, as the model has {most} positions, got "
                 f"{config.max_length}"
             )
-        new_runner = CausalModel if stored is None else stored.new_model
+        new_runner = new_runner or CausalModel
         runner: Any = new_runner(packed, model, input_ids, mask, config.max_length, cache_dtype)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
         kwargs: dict[str, Any] = {

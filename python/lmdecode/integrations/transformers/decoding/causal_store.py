@@ -21,7 +21,6 @@ from lmdecode.integrations.transformers.store.request import check_is_store, rea
 from lmdecode.system import cpu_capability
 
 if TYPE_CHECKING:
-    from lmdecode.decoder.decoding import Decoding
     from lmdecode.store import Fingerprint, Hit, KVStore
 
 __all__ = ["StoredCall", "causal_fingerprint"]
@@ -46,7 +45,7 @@ def _weights_hash(packed: PackedCausalModel) -> str:
     return _hashes[packed]
 
 
-def causal_fingerprint(decoding: Decoding, tokenizer: Any = None) -> Fingerprint:
+def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
     """Return what ``Decoding.fingerprint`` says.
 
     Raises
@@ -79,7 +78,7 @@ def causal_fingerprint(decoding: Decoding, tokenizer: Any = None) -> Fingerprint
     )
 
 
-def _check_fingerprint(decoding: Decoding, store: KVStore) -> None:
+def _check_fingerprint(decoding: Any, store: KVStore) -> None:
     """Raise where the store was opened for another model, whatever its name and tokenizer."""
     from lmdecode.store import FingerprintMismatchError
 
@@ -149,7 +148,9 @@ class StoredCall:
 
     Parameters
     ----------
-    decoding, store, session
+    decoding
+        The ``Decoding``.
+    store, session
         See ``Decoding.generate``.
     inputs, arguments
         Those of ``generate()``.
@@ -162,7 +163,7 @@ class StoredCall:
 
     def __init__(
         self,
-        decoding: Decoding,
+        decoding: Any,
         store: Any,
         session: str | None,
         inputs: Tensor | None,
