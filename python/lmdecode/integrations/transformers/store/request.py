@@ -195,8 +195,8 @@ def read_request(
     """Read the arguments; raise ValueError or TypeError for what a session cannot do."""
     ids = _one_row(op, input_ids, "input_ids").to(model.device)
     options = dict(arguments)
-    # The class's own: a model's may have been replaced by Decoding's.
-    own = set(inspect.signature(type(model).generate).parameters)
+    kind: Any = type(model)  # its own: the model's may have been replaced by Decoding's
+    own = set(inspect.signature(kind.generate).parameters)
     config, inputs = model._prepare_generation_config(
         options.get("generation_config"), **{k: v for k, v in options.items() if k not in own}
     )
