@@ -178,7 +178,7 @@ class CausalCaches:
             ):
                 held = length if window is None else min(length, window - 1)
                 shape = (keys.shape[1], held, keys.shape[3])
-                # What lies before a window in its first block is masked, and must be finite.
+                # Whole blocks: nobody sees what lies before a window in its first one.
                 begin = int((blocks < 0).sum()) * BLOCK_SIZE
                 size = len(blocks) * BLOCK_SIZE - begin
                 for name, part, given in zip(("keys", "values"), (keys, values), pair, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -272,10 +273,17 @@ def test_an_answer_that_was_interrupted(tmp_path: Path) -> None:
         assert store.session("chat").tokens == tokens[: 37 + 4]
 
 
-def test_a_long_answer_is_kept_by_and_by(tmp_path: Path) -> None:
-    decoding = decoding_of(LLAMA)
+@pytest.mark.parametrize("case", [LLAMA, GEMMA], ids=str)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_long_answer_is_kept_by_and_by(
+    case: tuple[str, str], is_known: bool, tmp_path: Path
+) -> None:
+    """Behind the prompt, which belongs to the session even where all of it was found."""
+    decoding = decoding_of(case)
     written: list[int] = []
     with store_of(decoding, tmp_path) as store:
+        if is_known:
+            answer(decoding, PROMPT, store=store)
         native = store._engine.native
 
         class Watched:
@@ -288,7 +296,10 @@ def test_a_long_answer_is_kept_by_and_by(tmp_path: Path) -> None:
         length = {"max_new_tokens": 100, "min_new_tokens": 100}
         answer(decoding, PROMPT, store=store, session="chat", streamer=Progress(), **length)
         store._engine.native = native
-    assert written == [37, 37 + 33, 37 + 66, 37 + 99, 137]
+    assert written[0] == 37 and written[-1] == 137
+    between = written[1:-1]  # as many as the disk takes
+    assert 1 <= len(between) <= 4
+    assert all(30 < after - before for before, after in itertools.pairwise([37, *between]))
 
 
 # --- what belongs to others -----------------------------------------------------------------------
