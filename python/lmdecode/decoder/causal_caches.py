@@ -17,6 +17,14 @@ BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield, for positions from the first on, a block, those in it, and where they stand here."""
+    for block in range(first // BLOCK_SIZE, -(-length // BLOCK_SIZE)):
+        at = block * BLOCK_SIZE
+        low, high = max(first, at), min(length, at + BLOCK_SIZE)
+        yield block, slice(low - at, high - at), slice(low - first, high - first)
+
+
 class CausalCaches:
     """The caches of some sequences, and the steps that a model does on them.
 
@@ -142,15 +150,14 @@ class CausalCaches:
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, Tensor]]()
-        for keys, values, blocks, window in self._parts(sequence, length):
+        for parts, blocks, window in self._layers(sequence, length):
             first = begin if window is None else max(begin, length - window + 1)
-            used = blocks[first // BLOCK_SIZE :]
-            skipped = first % BLOCK_SIZE
-            states = [
-                part[used].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + length - first]
-                for part in (keys, values)
-            ]
-            read.append((states[0], states[1]))
+            heads, _, size = parts[0].shape[1:]
+            keys, values = (part.new_empty(heads, length - first, size) for part in parts)
+            for block, within, whole in _spans(first, length):
+                for part, states in zip(parts, (keys, values), strict=True):
+                    states[:, whole] = part[blocks[block], :, within]
+            read.append((keys, values))
         return read
 
     def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -172,36 +179,31 @@ class CausalCaches:
         start = torch.tensor([[sequence, length]])
         ops.causal_caches_start_(self._tensors, self.model.cache_windows, start)
         try:
-            parts = self._parts(sequence, length)
-            for layer, ((keys, values, blocks, window), pair) in enumerate(
-                zip(parts, states, strict=True)
+            for layer, ((parts, blocks, window), pair) in enumerate(
+                zip(self._layers(sequence, length), states, strict=True)
             ):
                 held = length if window is None else min(length, window - 1)
-                shape = (keys.shape[1], held, keys.shape[3])
-                # Whole blocks: nobody sees what lies before a window in its first one.
-                begin = int((blocks < 0).sum()) * BLOCK_SIZE
-                size = len(blocks) * BLOCK_SIZE - begin
-                for name, part, given in zip(("keys", "values"), (keys, values), pair, strict=True):
+                for name, part, given in zip(("keys", "values"), parts, pair, strict=True):
+                    shape = (part.shape[1], held, part.shape[3])
                     if given.shape != shape or given.dtype != part.dtype:
                         raise ValueError(
                             f"CausalCaches.write: {name} of layer {layer} have shape "
                             f"{list(given.shape)} and dtype {given.dtype}; expected {list(shape)} "
                             f"and {part.dtype}"
                         )
-                    whole = part.new_zeros(shape[0], size, shape[2])
-                    whole[:, length - held - begin : length - begin] = given
-                    in_blocks = whole.unflatten(1, (-1, BLOCK_SIZE)).transpose(0, 1)
-                    part[blocks[begin // BLOCK_SIZE :]] = in_blocks
+                    for block, within, whole in _spans(length - held, length):
+                        part[blocks[block], :, within] = given[:, whole]
         except BaseException:
             self.truncate([sequence], [0])
             raise
 
-    def _parts(
+    def _layers(
         self, sequence: int, length: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, int | None]]:
-        """Yield of each layer keys and values, [num_blocks, H, block, D], blocks and window."""
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], list[int], int | None]]:
+        """Yield of each layer (keys, values), [num_blocks, H, block, D], blocks and window."""
         used = -(-length // BLOCK_SIZE)
+        of_caches = [blocks[sequence, :used].tolist() for blocks in self._tensors[1::6]]
         places = self.model.layout[1:, 2:4].tolist()
         for (cache, layer), window in zip(places, self._config.windows, strict=True):
-            pool, blocks = self._tensors[6 * cache : 6 * cache + 2]
-            yield pool[:, layer, 0], pool[:, layer, 1], blocks[sequence, :used], window
+            pool = self._tensors[6 * cache]
+            yield (pool[:, layer, 0], pool[:, layer, 1]), of_caches[cache], window
