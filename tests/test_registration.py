@@ -30,6 +30,7 @@ def test_ops() -> None:
         "lmdecode::block_table_append_",
         "lmdecode::block_table_reorder_",
         "lmdecode::causal_caches_reorder_",
+        "lmdecode::causal_caches_start_",
         "lmdecode::causal_caches_truncate_",
         "lmdecode::causal_forward_",
         "lmdecode::causal_workspace_bytes",
@@ -76,6 +77,7 @@ def test_every_op_has_a_fake(name: str) -> None:
 # and the norms between them. On devices the loop is one of ops and cuBLAS's products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
+    "lmdecode::causal_caches_start_",
     "lmdecode::causal_caches_truncate_",
     "lmdecode::causal_forward_",
     "lmdecode::decoder_layer",

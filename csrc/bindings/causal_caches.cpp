@@ -1,11 +1,15 @@
-// causal_caches_reorder_ and causal_caches_truncate_: the bookkeeping of a decoder-only model's
-// caches between steps.
+// causal_caches_reorder_, causal_caches_start_ and causal_caches_truncate_: the bookkeeping of a
+// decoder-only model's caches between steps.
+#include <algorithm>
+#include <vector>
+
 #include "bindings/causal_checks.h"
 
 namespace lmdecode::decoder {
 namespace {
 
 constexpr const char* kReorderOp = "causal_caches_reorder_";
+constexpr const char* kStartOp = "causal_caches_start_";
 constexpr const char* kTruncateOp = "causal_caches_truncate_";
 
 // Blocks of the sequences that are about to change.
@@ -41,6 +45,63 @@ void reorder(const Tensors& tensors, const Integers& windows, const Tensor& pare
   map.data = data;
   map.rows = static_cast<int32_t>(rows);
   for (int64_t i = 0; i < count; ++i) reorder_block_table(caches[i].table, rows, map);
+}
+
+// Blocks that would be taken for sequences of these lengths, [rows], and those that are free.
+void check_room(const char* op, const PagedCache& cache, const std::vector<int64_t>& lengths) {
+  const kv_cache::BlockTable& table = cache.table;
+  const int32_t free = table.counters[kv_cache::kFreeBlocks];
+  int64_t needed = 0;
+  for (const int64_t length : lengths) {
+    needed += table.blocks_for(length) - cache.first_kept_block(length);
+  }
+  if (needed > free) {
+    fail(op, "caches.counters[0] is ", free, "; expected ", needed, " free blocks at least");
+  }
+  for (int32_t i = 0; i < free; ++i) {
+    check_number(op, "caches.free_blocks", i, table.free_blocks[i], 0, table.num_blocks - 1);
+  }
+}
+
+// lengths [n, 2]: an empty sequence, and the length that it begins with. Layers with a window get
+// the blocks that this length keeps alone.
+void start(const Tensors& tensors, const Integers& windows, const Tensor& lengths) {
+  PagedCache caches[kMaxPagedCaches];
+  const int64_t count = paged_caches(kStartOp, tensors, windows, caches);
+  const int64_t* const data = integers(kStartOp, "lengths", lengths, {-1, 2});
+  const kv_cache::BlockTable& first = caches[0].table;
+  int64_t most = kMaxDecoderSize - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    most = std::min(most, first.max_blocks * caches[i].table.block_size);
+  }
+  std::vector<int64_t> started(static_cast<size_t>(first.rows), 0);
+  for (int64_t i = 0; i < lengths.size(0); ++i) {
+    const int64_t row = data[2 * i], length = data[2 * i + 1];
+    check_number(kStartOp, "lengths", 2 * i, row, 0, first.rows - 1);
+    check_number(kStartOp, "lengths", 2 * i + 1, length, 1, most);
+    int64_t& of_row = started[static_cast<size_t>(row)];
+    if (first.lengths[row] != 0 || of_row != 0) {
+      fail(kStartOp, "lengths[", i, "] names sequence ", row, ", of ", of_row + first.lengths[row],
+           " positions; expected an empty one, once");
+    }
+    of_row = length;
+  }
+  for (int64_t i = 0; i < count; ++i) check_room(kStartOp, caches[i], started);
+  for (int64_t i = 0; i < count; ++i) {
+    const kv_cache::BlockTable& table = caches[i].table;
+    std::vector<int64_t> added = started;
+    for (size_t row = 0; row < added.size(); ++row) {
+      if (added[row] == 0) continue;
+      // As drop_leading_blocks() leaves it: whole blocks are counted that are not there.
+      const int64_t dropped = caches[i].first_kept_block(added[row]);
+      std::fill_n(table.row(static_cast<int64_t>(row)), dropped, kv_cache::kNoBlock);
+      table.lengths[row] = static_cast<int32_t>(dropped * table.block_size);
+      added[row] -= dropped * table.block_size;
+    }
+    kv_cache::IntegerRows num_tokens;
+    num_tokens.data = added.data();
+    append_to_block_table(table, num_tokens, nullptr);  // no open block: nothing is copied
+  }
 }
 
 // lengths [n, 2]: a sequence, and the length that it goes back to.
@@ -79,5 +140,6 @@ void truncate(const Tensors& tensors, const Integers& windows, const Tensor& len
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("causal_caches_reorder_", TORCH_BOX(&lmdecode::decoder::reorder));
+  m.impl("causal_caches_start_", TORCH_BOX(&lmdecode::decoder::start));
   m.impl("causal_caches_truncate_", TORCH_BOX(&lmdecode::decoder::truncate));
 }

@@ -140,8 +140,10 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     // sizes: max_rows, sequences, blocks of a sequence
     {"causal_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
-    // parents [sequences]; lengths [n, 2]: sequences, and what they go back to.
+    // parents [sequences]; lengths [n, 2]: sequences, and what they begin with or go back to.
     {"causal_caches_reorder_(Tensor(a!)[] caches, int[] windows, Tensor parents) -> ()",
+     Devices::kCpuOnly},
+    {"causal_caches_start_(Tensor(a!)[] caches, int[] windows, Tensor lengths) -> ()",
      Devices::kCpuOnly},
     {"causal_caches_truncate_(Tensor(a!)[] caches, int[] windows, Tensor lengths) -> ()",
      Devices::kCpuOnly},

@@ -120,6 +120,11 @@ def _causal_caches_reorder(caches, windows, parents):
     check_devices("causal_caches_reorder_", "parents", parents, entries(caches=caches))
 
 
+@fake("causal_caches_start_")
+def _causal_caches_start(caches, windows, lengths):
+    check_devices("causal_caches_start_", "lengths", lengths, entries(caches=caches))
+
+
 @fake("causal_caches_truncate_")
 def _causal_caches_truncate(caches, windows, lengths):
     check_devices("causal_caches_truncate_", "lengths", lengths, entries(caches=caches))

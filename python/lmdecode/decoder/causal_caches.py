@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ __all__ = ["CACHE_DTYPES", "CausalCaches"]
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4  # before each key and value of int8
+
+
+def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield, for positions from the first on, a block, those in it, and where they stand here."""
+    for block in range(first // BLOCK_SIZE, -(-length // BLOCK_SIZE)):
+        at = block * BLOCK_SIZE
+        low, high = max(first, at), min(length, at + BLOCK_SIZE)
+        yield block, slice(low - at, high - at), slice(low - first, high - first)
 
 
 class CausalCaches:
@@ -126,3 +134,78 @@ class CausalCaches:
         """Let sequences go back to lengths; 0 frees a place."""
         changes = torch.tensor([sequences, lengths], dtype=torch.int64).T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
+
+    def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Copy the keys and values of a sequence, from a position on.
+
+        Parameters
+        ----------
+        sequence, begin : int
+            Whose, and the first position.
+
+        Returns
+        -------
+        list of (Tensor, Tensor)
+            Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
+            that there are from ``begin`` on; of a layer with a window the last window - 1 of these
+            at most, which is what tokens to come see.
+        """
+        length = int(self.lengths[sequence])
+        read = list[tuple[Tensor, Tensor]]()
+        for parts, blocks, window in self._layers(sequence, length):
+            first = begin if window is None else max(begin, length - window + 1)
+            heads, _, size = parts[0].shape[1:]
+            keys, values = (part.new_empty(heads, length - first, size) for part in parts)
+            for block, within, whole in _spans(first, length):
+                for part, states in zip(parts, (keys, values), strict=True):
+                    states[:, whole] = part[blocks[block], :, within]
+            read.append((keys, values))
+        return read
+
+    def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Let an empty sequence begin with positions that were computed elsewhere.
+
+        Parameters
+        ----------
+        sequence, length : int
+            Whose, and how many positions, at least 1.
+        states : iterable of (Tensor, Tensor)
+            As ``read`` returned them for these positions, of this model with caches of this dtype.
+            Where it raises, the sequence is empty as before.
+
+        Raises
+        ------
+        ValueError
+            The sequence is not empty, there is no room, or states have other sizes.
+        """
+        start = torch.tensor([[sequence, length]])
+        ops.causal_caches_start_(self._tensors, self.model.cache_windows, start)
+        try:
+            for layer, ((parts, blocks, window), pair) in enumerate(
+                zip(self._layers(sequence, length), states, strict=True)
+            ):
+                held = length if window is None else min(length, window - 1)
+                for name, part, given in zip(("keys", "values"), parts, pair, strict=True):
+                    shape = (part.shape[1], held, part.shape[3])
+                    if given.shape != shape or given.dtype != part.dtype:
+                        raise ValueError(
+                            f"CausalCaches.write: {name} of layer {layer} have shape "
+                            f"{list(given.shape)} and dtype {given.dtype}; expected {list(shape)} "
+                            f"and {part.dtype}"
+                        )
+                    for block, within, whole in _spans(length - held, length):
+                        part[blocks[block], :, within] = given[:, whole]
+        except BaseException:
+            self.truncate([sequence], [0])
+            raise
+
+    def _layers(
+        self, sequence: int, length: int
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], list[int], int | None]]:
+        """Yield of each layer (keys, values), [num_blocks, H, block, D], blocks and window."""
+        used = -(-length // BLOCK_SIZE)
+        of_caches = [blocks[sequence, :used].tolist() for blocks in self._tensors[1::6]]
+        places = self.model.layout[1:, 2:4].tolist()
+        for (cache, layer), window in zip(places, self._config.windows, strict=True):
+            pool = self._tensors[6 * cache]
+            yield (pool[:, layer, 0], pool[:, layer, 1]), of_caches[cache], window

@@ -309,7 +309,9 @@ class PackedCausalModel:
                 dtype = torch.bfloat16 if is_half else torch.float32
                 size = value.numel() * dtype.itemsize
                 memory[used : used + size].view(dtype).view(value.shape).copy_(value.detach())
-            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+            end = used + -(-size // _ALIGNMENT) * _ALIGNMENT
+            memory[used + size : end] = 0  # the same weights give the same bytes
+            used = end
 
         with torch.no_grad():
             of_model = self._parts_of_model(weights, embedding_format)

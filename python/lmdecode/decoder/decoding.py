@@ -294,7 +294,14 @@ class Decoding:
         return self.decoder.config
 
     @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, **arguments: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        store: Any = None,
+        session: str | None = None,
+        **arguments: Any,
+    ) -> Any:
         """Return what ``model.generate(...)`` returns; an encoder-decoder model does not sample.
 
         With the format "float32" the tokens are those of transformers. It may stand in for the
@@ -304,6 +311,14 @@ class Decoding:
         ----------
         inputs : Tensor, optional
             ``input_ids`` or ``input_features``, as for the model.
+        store : KVStore, optional
+            Opened with ``fingerprint()``, for a decoder-only model and one prompt: the keys and
+            values of the longest stored prefix are loaded, only the rest is read, and what is new
+            is stored. Tokens and logits are those without it, bit for bit. What the store cannot
+            do is a ``RuntimeWarning`` at most.
+        session : str, optional
+            Name of a conversation of the store: prompt and answer become its tokens,
+            ``store.session(name).tokens``.
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
@@ -327,8 +342,13 @@ class Decoding:
             raise ValueError(
                 "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
             )
+        stored: Any = None
+        if store is not None or session is not None:
+            from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+
+            stored = StoredCall(self, store, session, inputs, arguments)
         if isinstance(self.decoder, PackedCausalModel):
-            loop = self._causal_loop(self.decoder)
+            loop = self._causal_loop(self.decoder, stored)
         else:
             loop = self._decoder_loop(self.decoder, arguments)
         # A cache is of no use here, and a good part of a small model's call to prepare.
@@ -343,9 +363,36 @@ class Decoding:
         if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
             generate = partial(type(self.model).generate, self.model)
         positional = () if inputs is None else (inputs,)
-        return generate(*positional, custom_generate=loop, **arguments)
+        run = partial(generate, *positional, custom_generate=loop, **arguments)
+        return run() if stored is None else stored.run(run)
 
-    def _causal_loop(self, packed: PackedCausalModel) -> Callable[..., Any]:
+    def fingerprint(self, tokenizer: Any = None) -> Any:
+        """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
+
+        Another revision, ``dtype``, ``cache_dtype`` or CPU capability has another fingerprint, and
+        so have transformers' own caches, ``Fingerprint.from_model``. The packed weights are hashed
+        once (SHA-256, about 2 GB/s).
+
+        Parameters
+        ----------
+        tokenizer
+            Its vocabulary is hashed, where one is given.
+
+        Returns
+        -------
+        Fingerprint
+            Of ``lmdecode.store``.
+
+        Raises
+        ------
+        ValueError
+            The model is no decoder-only one.
+        """
+        from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
+
+        return causal_fingerprint(self, tokenizer)
+
+    def _causal_loop(self, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
         """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
         from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 
@@ -364,6 +411,7 @@ class Decoding:
             **model_kwargs: Any,
         ) -> Any:
             return decode_causal(
+                None if stored is None else stored.new_model,
                 packed,
                 self.cache_dtype,
                 model,

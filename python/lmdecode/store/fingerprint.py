@@ -73,10 +73,18 @@ def cache_shape(config: Any) -> dict[str, Any]:
     }
 
 
-def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+def hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    """Add the bytes of a tensor to a digest of ``hashlib``."""
     data = tensor.detach().cpu().contiguous()
     if data.numel():
         digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+
+
+def hash_vocabulary(tokenizer: Any) -> str | None:
+    """Return the ``tokenizer_hash`` of a fingerprint; None where there is no tokenizer."""
+    if tokenizer is None:
+        return None
+    return hashlib.sha256(_json(tokenizer.get_vocab()).encode()).hexdigest()
 
 
 def _at_least_1(name: str, value: object) -> int:
@@ -218,10 +226,7 @@ class Fingerprint:
         for name, tensor in sorted(model.state_dict().items()):
             shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
             digest.update(shape.encode())
-            _hash_tensor(digest, tensor)
-        vocabulary = None
-        if tokenizer is not None:
-            vocabulary = hashlib.sha256(_json(tokenizer.get_vocab()).encode()).hexdigest()
+            hash_tensor(digest, tensor)
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
         return Fingerprint(
             model_id=type(model).__name__,
@@ -229,5 +234,5 @@ class Fingerprint:
             dtype=str(model.dtype).removeprefix("torch."),
             **cache_shape(model.config),
             rope=json.loads(_json({"theta": getattr(config, "rope_theta", None), "scaling": rope})),
-            tokenizer_hash=vocabulary,
+            tokenizer_hash=hash_vocabulary(tokenizer),
         )

@@ -224,6 +224,12 @@ class Prefixes:
         context: bytes = b"", ttl: float | None = None, pin: bool = False,
         background: Literal[True],
     ) -> Future[int]: ...  # fmt: skip
+    @overload
+    def put(
+        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, Tensor]], *,
+        context: bytes = b"", ttl: float | None = None, pin: bool = False,
+        background: bool,
+    ) -> int | Future[int]: ...  # fmt: skip
     def put(
         self,
         tokens: Sequence[int] | Tensor,

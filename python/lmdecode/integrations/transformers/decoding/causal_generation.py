@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from lmdecode.integrations.transformers.sampling.generation import sample
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-__all__ = ["decode_causal"]
+__all__ = ["CausalModel", "decode_causal"]
 
 # What generate() hands on and is of no account here.
 _IGNORED = frozenset(
@@ -89,14 +90,18 @@ class CausalModel:
             if not leaders or not torch.equal(prompt, prompts[leaders[-1]]):
                 leaders.append(row)
             parents.append(len(leaders) - 1)
-        entries = torch.tensor([[row, len(prompts[row]), 1, 1] for row in leaders])
-        tokens = torch.cat([prompts[row] for row in leaders])
-        logits = self.caches.forward(tokens, entries, len(leaders))
+        logits = self._read_prompts(leaders)
         if len(leaders) < len(prompts):
             of_rows = torch.tensor(parents)
             self.caches.reorder(torch.tensor(leaders)[of_rows])
             logits = logits[of_rows]
         return _Outputs(logits[:, None])
+
+    def _read_prompts(self, leaders: list[int]) -> Tensor:
+        """Read the prompts of these rows; returns the logits of their last tokens, [n, V]."""
+        entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
+        tokens = torch.cat([self._prompts[row] for row in leaders])
+        return self.caches.forward(tokens, entries, len(leaders))
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **options: Any) -> dict[str, Any]:
         return {"input_ids": input_ids}
@@ -171,6 +176,7 @@ def _refuse(
 
 
 def decode_causal(
+    new_runner: Callable[..., CausalModel] | None,
     packed: PackedCausalModel,
     cache_dtype: str,
     model: Any,
@@ -192,6 +198,8 @@ def decode_causal(
 
     Parameters
     ----------
+    new_runner
+        Makes what stands in for a ``CausalModel``, of the same arguments; None: nothing does.
     packed, cache_dtype
         See ``CausalModel``.
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
@@ -228,7 +236,8 @@ def decode_causal(
                 f"max_length: expected at most {padding + most + 1}, as the model has {most} "
                 f"positions, got {config.max_length}"
             )
-        runner: Any = CausalModel(packed, model, input_ids, mask, config.max_length, cache_dtype)
+        new_runner = new_runner or CausalModel
+        runner: Any = new_runner(packed, model, input_ids, mask, config.max_length, cache_dtype)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
         kwargs: dict[str, Any] = {
             "use_cache": True,

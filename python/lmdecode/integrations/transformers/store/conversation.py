@@ -1,4 +1,4 @@
-"""The session behind one call of ``generate_with_store``: its failures are warnings."""
+"""The session behind one call of a model with a store: its failures are warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, EncoderDecoderCache
 
 from lmdecode.integrations.transformers.caches.kv_layers import length_of
-from lmdecode.integrations.transformers.store.cache import KV, cache_to_kv, load_cache
+from lmdecode.integrations.transformers.store.cache import KV, cache_to_kv
 
 if TYPE_CHECKING:
     from lmdecode.store import Hit, KVStore, Session
@@ -55,20 +55,21 @@ class Conversation:
     """Finds the tokens of a call, and stores what is computed of them.
 
     Whatever the store cannot do is a miss, or is not stored; the first failure of a call is a
-    warning.
+    warning, which names ``caller``. Without a session prefixes are found and stored alone.
     """
 
     def __init__(
         self,
         store: KVStore,
-        session_id: str,
+        session_id: str | None,
         tokens: array[int],
         context: bytes,
         *,
         chunk_size: int | None,
         commit_every: int | None,
-        ttl: float | None,
-        pin: bool,
+        ttl: float | None = None,
+        pin: bool = False,
+        caller: str = "generate_with_store",
     ) -> None:
         from lmdecode.store import StoreError
 
@@ -81,8 +82,12 @@ class Conversation:
         self._ttl, self._pin = ttl, pin
         self._stored = 0
         self._pending: Future[int] | None = None
-        self._has_warned = False
-        self._session = self.attempt(lambda: store.session(session_id, context=context), None)
+        self._caller, self._has_warned = caller, False
+        self._session: Session | None = None
+        if session_id is not None:
+            self._session = self.attempt(lambda: store.session(session_id, context=context), None)
+        # A session that cannot be had is not written to.
+        self._writes = not store.readonly and (session_id is None or self._session is not None)
         # Where the session was left: a resumed call goes on from there, like one that never ended.
         self._left_at = 0
 
@@ -94,7 +99,7 @@ class Conversation:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"generate_with_store goes on without the store: {error}", RuntimeWarning,
+                    f"{self._caller} goes on without the store: {error}", RuntimeWarning,
                     stacklevel=4,
                 )  # fmt: skip
             return default
@@ -173,10 +178,11 @@ class Conversation:
             hit = self._store.lookup(self._tokens[:used], context=self._context)
         return hit if hit else None
 
-    def load(self, cache: Any, device: Any, if_faster: bool) -> int:
-        """Fill an empty cache with the longest stored prefix; return its length.
+    def load(self, fill: Callable[[Hit], bool], if_faster: bool = False) -> int:
+        """Let an empty cache be filled with the longest stored prefix; return its length.
 
-        At most all tokens but the last one, whose logits are wanted.
+        At most all tokens but the last one, whose logits are wanted. ``fill`` returns False where
+        the hit is a miss after all.
         """
         limit = len(self._tokens) - 1
         # What turns out to be damaged is dropped: each turn finds less.
@@ -185,10 +191,7 @@ class Conversation:
             try:
                 if if_faster and not self._store.should_load(hit):
                     break
-                loaded = self.attempt(
-                    partial(load_cache, self._store, hit, cache, device=device), False
-                )
-                if loaded:
+                if self.attempt(partial(fill, hit), False):
                     self._stored = hit.num_tokens
                     return hit.num_tokens
                 if hit.num_tokens >= before:  # it cannot be read for a reason of another kind
@@ -199,10 +202,6 @@ class Conversation:
         return 0
 
     # --- export
-
-    @property
-    def _writes(self) -> bool:
-        return self._session is not None and not self._store.readonly
 
     def _collect(self) -> None:
         """Wait for what is being written."""
@@ -235,25 +234,37 @@ class Conversation:
 
     def commit_kv(self, kv: KV, num_tokens: int, *, background: bool = False) -> None:
         """Store the session's tokens, and the keys and values of the first of them."""
-        session = self._session
         self._collect()
-        if session is None or not self._writes:
+        if not self._writes:
             return
+        nothing_stored: int | Future[int] = 0
+        result = self.attempt(lambda: self._commit(kv, num_tokens, background), nothing_stored)
+        self._stored = num_tokens
+        if isinstance(result, Future):
+            self._pending = result
+
+    def _commit(self, kv: KV, num_tokens: int, background: bool) -> int | Future[int]:
+        session = self._session
+        if session is None and num_tokens == 0:
+            return 0
+        if session is None:
+            return self._store.put(
+                self._tokens[:num_tokens], kv, context=self._context, ttl=self._ttl,
+                pin=self._pin, background=background,
+            )  # fmt: skip
         if num_tokens == 0:  # the tokens alone
             of = self._store.fingerprint
             nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
             kv = [(nothing, nothing)] * of.num_layers
-        nothing_stored: int | Future[int] = 0
-        # Not the session's: another thread may have begun to use the same one.
-        result = self.attempt(
-            lambda: session._commit_as(
-                self._tokens, kv, num_tokens, self._ttl, self._pin, background
-            ),
-            nothing_stored,
-        )
-        self._stored = num_tokens
-        if isinstance(result, Future):
-            self._pending = result
+        # Not the session's tokens: another thread may have begun to use the same one.
+        return session._commit_as(self._tokens, kv, num_tokens, self._ttl, self._pin, background)
+
+    def commit_tokens(self, *, background: bool = False) -> None:
+        """Store the session's tokens alone, beside what is stored of their keys and values."""
+        if background and self._pending is not None and not self._pending.done():
+            return  # as in commit()
+        self.commit_kv([], 0, background=background)
+        self._stored = len(self._tokens)
 
     def keep_prompt(self, cache: Any, num_tokens: int) -> None:
         """Store parts of a long prompt while it is computed."""

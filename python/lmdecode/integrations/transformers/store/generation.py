@@ -14,6 +14,7 @@ from lmdecode.integrations.transformers.store.cache import (
     cache_to_kv,
     empty_cache_for,
     is_empty,
+    load_cache,
     repeat_rows,
 )
 from lmdecode.integrations.transformers.store.conversation import Conversation, self_attention
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from lmdecode.store import KVStore
 
 __all__ = ["generate_with_store", "prefill"]
+
+_OP = "generate_with_store"
 
 
 @torch.no_grad()
@@ -114,7 +117,12 @@ class _Recording(StoppingCriteria):
 
 
 def _ready_cache(
-    model: Any, request: Request, conversation: Conversation, given: Any, if_faster: bool
+    model: Any,
+    store: KVStore,
+    request: Request,
+    conversation: Conversation,
+    given: Any,
+    if_faster: bool,
 ) -> Any:
     """Return a cache that holds as much of the prompt as there is."""
     if given is not None and not isinstance(given, Cache):
@@ -141,7 +149,7 @@ def _ready_cache(
         elif not is_empty(cache):
             cache.reset()
         check_layers(self_attention(cache), "generate_with_store")
-        conversation.load(cache, model.device, if_faster)
+        conversation.load(lambda hit: load_cache(store, hit, cache, device=model.device), if_faster)
     return cache
 
 
@@ -284,15 +292,15 @@ def generate_with_store(
     --------
     prefill, load_cache, cache_from_kv, cache_to_kv : the parts.
     """
-    check_positive("commit_every", commit_every)
-    check_store(model, store)
-    request = read_request(model, input_ids, context, generate_arguments)
+    check_positive(_OP, "commit_every", commit_every)
+    check_store(_OP, model, store)
+    request = read_request(_OP, model, input_ids, context, generate_arguments)
     conversation = Conversation(
         store, session_id, request.tokens, request.context, chunk_size=request.chunk_size,
         commit_every=commit_every, ttl=ttl, pin=pin,
     )  # fmt: skip
     given = generate_arguments.get("past_key_values")
-    cache = _ready_cache(model, request, conversation, given, if_faster)
+    cache = _ready_cache(model, store, request, conversation, given, if_faster)
     encoded = _encoded(model, store, request, conversation, cache)
     recording = _Recording(conversation, cache)
     num_prompt = request.input_ids.shape[1] - 1

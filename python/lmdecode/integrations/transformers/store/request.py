@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from lmdecode.store import KVStore
 
-_OP = "generate_with_store"
 _DEFAULT_CHUNK = 128
 # Arguments of forward passes that change no key or value of the tokens, or that are looked at here.
 _KNOWN_INPUTS = {
@@ -67,13 +66,19 @@ class Request(NamedTuple):
     arguments: dict[str, Any]
 
 
-def check_store(model: GenerativePreTrainedModel, store: KVStore) -> None:
-    """Raise where it is no store, or was opened for caches of another shape or dtype."""
+def check_is_store(op: str, store: Any) -> None:
+    """Raise TypeError where it is none."""
     from lmdecode.store import KVStore
-    from lmdecode.store.fingerprint import cache_shape
 
     if not isinstance(store, KVStore):
-        raise TypeError(f"{_OP}: store is {type(store).__name__}; expected a KVStore")
+        raise TypeError(f"{op}: store is {type(store).__name__}; expected a KVStore")
+
+
+def check_store(op: str, model: GenerativePreTrainedModel, store: KVStore) -> None:
+    """Raise where it is no store, or was opened for caches of another shape or dtype."""
+    from lmdecode.store.fingerprint import cache_shape
+
+    check_is_store(op, store)
     theirs = store.fingerprint
     shape = cache_shape(model.config)
     window = shape.pop("window")
@@ -86,38 +91,38 @@ def check_store(model: GenerativePreTrainedModel, store: KVStore) -> None:
     for name, value in expected.items():
         if getattr(theirs, name) != value:
             raise ValueError(
-                f"{_OP}: {name} of the store's fingerprint is {getattr(theirs, name)}; expected "
+                f"{op}: {name} of the store's fingerprint is {getattr(theirs, name)}; expected "
                 f"{value}, that of the model: see Fingerprint.from_model"
             )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
-        raise ValueError(f"{_OP}: the model lies on {len(devices)} devices; expected one")
+        raise ValueError(f"{op}: the model lies on {len(devices)} devices; expected one")
 
 
-def check_positive(name: str, value: int | None) -> None:
+def check_positive(op: str, name: str, value: int | None) -> None:
     """Raise ValueError where a number of tokens is neither None nor 1 or more."""
     if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"{_OP}: {name} is {value}; expected 1 or more, or None")
+        raise ValueError(f"{op}: {name} is {value}; expected 1 or more, or None")
 
 
-def _one_row(ids: Any, name: str) -> Tensor:
+def _one_row(op: str, ids: Any, name: str) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"{_OP}: {name} is {type(ids).__name__}; expected a tensor of token ids")
+        raise TypeError(f"{op}: {name} is {type(ids).__name__}; expected a tensor of token ids")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 1:
         raise ValueError(
-            f"{_OP}: {name} has shape {list(ids.shape)}; expected [1, n]: a session is one row, so "
+            f"{op}: {name} has shape {list(ids.shape)}; expected [1, n]: a session is one row, so "
             "call it once for each"
         )
     return ids
 
 
 def _check_padding(
-    config: GenerationConfig, name: str, ids: Tensor, mask: Tensor | None, pads: bool
+    op: str, config: GenerationConfig, name: str, ids: Tensor, mask: Tensor | None, pads: bool
 ) -> None:
     if mask is not None:
         if mask.shape != ids.shape or not bool((mask != 0).all()):
             raise ValueError(
-                f"{_OP}: {name} has zeros or another shape than the tokens; expected [1, "
+                f"{op}: {name} has zeros or another shape than the tokens; expected [1, "
                 f"{ids.shape[1]}] of ones: one row needs no padding"
             )
     elif pads and config.pad_token_id is not None:
@@ -126,23 +131,23 @@ def _check_padding(
         # generate() takes these for padding, which depends on where they stand.
         if config.pad_token_id not in ends and bool((ids == config.pad_token_id).any()):
             raise ValueError(
-                f"{_OP}: the tokens have the padding token {config.pad_token_id}; expected none: "
+                f"{op}: the tokens have the padding token {config.pad_token_id}; expected none: "
                 "one row needs no padding. Where it is a token like others, give a mask of ones"
             )
 
 
-def _decoder_ids(config: GenerationConfig, given: Tensor | None, like: Tensor) -> Tensor:
+def _decoder_ids(op: str, config: GenerationConfig, given: Tensor | None, like: Tensor) -> Tensor:
     """Return the decoder's tokens as ``generate()`` begins them."""
     start = config.decoder_start_token_id
     start = config.bos_token_id if start is None else start
     if isinstance(start, (list, tuple)):
         start = start[0] if len(start) == 1 else None
     if start is None:
-        raise ValueError(f"{_OP}: decoder_start_token_id is not known; expected an int")
+        raise ValueError(f"{op}: decoder_start_token_id is not known; expected an int")
     first = like.new_full((1, 1), int(start))
     if given is None:
         return first
-    ids = _one_row(given, "decoder_input_ids").to(like.device)
+    ids = _one_row(op, given, "decoder_input_ids").to(like.device)
     return ids if int(ids[0, 0]) == int(start) else torch.cat([first, ids], dim=1)
 
 
@@ -181,12 +186,17 @@ def encoder_context(
 
 
 def read_request(
-    model: GenerativePreTrainedModel, input_ids: Any, context: bytes, arguments: dict[str, Any]
+    op: str,
+    model: GenerativePreTrainedModel,
+    input_ids: Any,
+    context: bytes,
+    arguments: dict[str, Any],
 ) -> Request:
     """Read the arguments; raise ValueError or TypeError for what a session cannot do."""
-    ids = _one_row(input_ids, "input_ids").to(model.device)
+    ids = _one_row(op, input_ids, "input_ids").to(model.device)
     options = dict(arguments)
-    own = set(inspect.signature(model.generate).parameters)
+    kind: Any = type(model)  # its own: the model's may have been replaced by Decoding's
+    own = set(inspect.signature(kind.generate).parameters)
     config, inputs = model._prepare_generation_config(
         options.get("generation_config"), **{k: v for k, v in options.items() if k not in own}
     )
@@ -194,18 +204,18 @@ def read_request(
     for name, value in inputs.items():
         if value is not None and name in forward and name not in _KNOWN_INPUTS:
             raise ValueError(
-                f"{_OP}: {name} is given; expected token ids and their masks alone, as these are "
+                f"{op}: {name} is given; expected token ids and their masks alone, as these are "
                 "what a session is found by"
             )
     if config.use_cache is False:
-        raise ValueError(f"{_OP}: use_cache is False; expected a cache to store")
+        raise ValueError(f"{op}: use_cache is False; expected a cache to store")
     for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
         if options.get(name) is not None or getattr(config, name, None) is not None:
-            raise ValueError(f"{_OP}: {name} is given; expected no assisted generation")
+            raise ValueError(f"{op}: {name} is given; expected no assisted generation")
     num_beams, rows = config.num_beams or 1, config.num_return_sequences or 1
     if rows > 1 and num_beams == 1:
         raise ValueError(
-            f"{_OP}: num_return_sequences is {rows}; expected 1 without beams: a session is one "
+            f"{op}: num_return_sequences is {rows}; expected 1 without beams: a session is one "
             "sequence"
         )
     for name in ("past_key_values", "attention_mask", "decoder_input_ids", "decoder_attention_mask",
@@ -217,18 +227,18 @@ def read_request(
         encoder = EncoderInput(ids, None if mask is None else mask.to(model.device))
         context = encoder_context(ids, encoder.mask, context)
         given = inputs.get("decoder_input_ids")
-        ids = _decoder_ids(config, given, ids)
+        ids = _decoder_ids(op, config, given, ids)
         mask = inputs.get("decoder_attention_mask")
         if mask is not None:
             of = ids if given is None else given
-            _check_padding(config, "decoder_attention_mask", of, mask, pads=False)
+            _check_padding(op, config, "decoder_attention_mask", of, mask, pads=False)
     else:
-        _check_padding(config, "attention_mask", ids, mask, pads=True)
+        _check_padding(op, config, "attention_mask", ids, mask, pads=True)
     # None, and only where the caller said so: all in one.
     chunk_size = config.prefill_chunk_size
     if chunk_size is None and "prefill_chunk_size" not in arguments:
         chunk_size = _DEFAULT_CHUNK
-    check_positive("prefill_chunk_size", chunk_size)
+    check_positive(op, "prefill_chunk_size", chunk_size)
     tokens = array("i", ids[0].tolist())
     new = config.max_new_tokens or max(0, (config.max_length or 0) - len(tokens)) or 20
     outputs = {name: True for name in _OUTPUTS if getattr(config, name, None)}
