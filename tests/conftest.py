@@ -62,9 +62,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=CAPABILITIES)
+@pytest.fixture(
+    params=["default", *(pytest.param(c, marks=pytest.mark.slow) for c in CAPABILITIES[1:])]
+)
 def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
-    """Run code in a process of its own, at every CPU capability that the machine has.
+    """Run code in a process of its own, at every CPU capability but that of this process.
 
     It imports from the folder of the test and from that of the repository. What it prints is
     returned, as words.
@@ -73,6 +75,10 @@ def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[st
     best = {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
     if capability not in CAPABILITIES[:best]:
         pytest.skip(f"this CPU has no {capability}")
+    import lmdecode
+
+    if capability == lmdecode.cpu_capability():
+        pytest.skip(f"every other test runs at {capability}")
 
     def run(code: str) -> list[str]:
         done = subprocess.run(

@@ -115,6 +115,7 @@ def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(_ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_root")
 @pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (None, 0.3), (None, 0.9), (7, None)])
 @pytest.mark.parametrize("peer", ["transformers_chain", "vllm_torch", "plain_torch"])

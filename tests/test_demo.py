@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +22,10 @@ pytestmark = pytest.mark.slow
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _SHIPPED = _EXAMPLES / "kjv_mistral" / "model"
+_G2P = _EXAMPLES / "g2p" / "model" / "model.safetensors"
 
 needs_g2p = pytest.mark.skipif(
-    not (_EXAMPLES / "g2p" / "model" / "model.safetensors").is_file(),
-    reason="needs the shipped model of letters to phonemes",
+    not _G2P.is_file(), reason="needs the shipped model of letters to phonemes"
 )
 
 
@@ -36,11 +40,31 @@ def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def _error_line(done: subprocess.CompletedProcess[str]) -> str:
+def _error_line(error: str) -> str:
     """The one line that is not from the rebuild of an editable install."""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("ninja: ")]
-    assert len(lines) == 1, done.stderr
+    lines = [line for line in error.splitlines() if not line.startswith("ninja: ")]
+    assert len(lines) == 1, error
     return lines[0]
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """``refused(*arguments)``: what a demo that fails, in this process, writes to stderr."""
+    from lmdecode.demo.__main__ import main
+
+    def run(*arguments: object, status: int = 1) -> str:
+        monkeypatch.setattr(sys, "argv", ["demo", *map(str, arguments)])
+        capsys.readouterr()  # of what the test did before
+        try:
+            ended = main()
+        except SystemExit as error:  # of the parser
+            ended = error.code
+        assert ended == status
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +92,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_demo_generates_the_same_greedy_ids_and_times_both(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    chart = tmp_path / "charts" / "demo.png"
-    done = _run("sampling", "--quick", "--model", model, "--plot", chart)
-    assert done.returncode == 0, done.stderr
-    assert "Greedy: ids equal to those of transformers, 4 prompts" in done.stdout
-    assert "Sampled with lmdecode" in done.stdout
-    lines = done.stdout.splitlines()
+def _check_sampling(text: str) -> None:
+    assert "Greedy: ids equal to those of transformers, 4 prompts" in text
+    assert "Sampled with lmdecode" in text
+    lines = text.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("case "))
     assert lines[head].split() == ["case", "transformers", "us", "lmdecode", "us", "ratio"]
     rows = lines[head + 2 : head + 6]
@@ -83,40 +103,28 @@ def test_demo_generates_the_same_greedy_ids_and_times_both(model: Path, tmp_path
     for row in rows:
         assert re.search(r"[\d.,]+ +[\d.,]+ +\d+x$", row), row
     assert "V = 128256" in rows[2]
-    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-_BROKEN_SAMPLE = """
-import sys
-import lmdecode.integrations.transformers as integration
-right = integration.sample
-def wrong(*arguments, **options):
-    ids = right(*arguments, **options)
-    ids[0, -1] = (ids[0, -1] + 1) % 5
-    return ids
-integration.sample = wrong
-from lmdecode.demo.__main__ import main
-sys.argv = ["demo", "--quick", "--model", sys.argv[1]]
-sys.exit(main())
-"""
+def test_demo_fails_where_greedy_ids_differ(
+    model: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lmdecode.integrations.transformers as integration
+
+    right = integration.sample
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        ids = right(*arguments, **options)
+        ids[0, -1] = (ids[0, -1] + 1) % 5
+        return ids
+
+    monkeypatch.setattr(integration, "sample", wrong)
+    error = refused("--quick", "--model", model)
+    assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in error
 
 
-def test_demo_fails_where_greedy_ids_differ(model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _BROKEN_SAMPLE, str(model)],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in done.stderr
-
-
-def test_beam_demo_draws_the_tree_and_times_both(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "pictures" / "tree.png"
-    done = _run("beam", "--quick", "--model", model, "--plot", picture)
-    assert done.returncode == 0, done.stderr
-    assert "the 4 best sequences equal to those of transformers, 4 prompts" in done.stdout
-    tree, rest = done.stdout.split("what became of it:\n\n")[1].split("\n\nThe best of each prompt")
+def _check_beam(text: str) -> None:
+    assert "the 4 best sequences equal to those of transformers, 4 prompts" in text
+    tree, rest = text.split("what became of it:\n\n")[1].split("\n\nThe best of each prompt")
     assert re.search(r"^[|`]- '", tree) and "dropped after" in tree
     assert [f"result {rank}" in tree for rank in (1, 2, 3, 4)] == [True] * 4
     # The scores of the tree are those of the results.
@@ -125,71 +133,50 @@ def test_beam_demo_draws_the_tree_and_times_both(model: Path, tmp_path: Path) ->
     assert [score for score, _ in sorted(shown, key=lambda entry: entry[1])] == best
     for name in ("transformers", "lmdecode"):
         assert re.search(rf"^{name} +\d+ +\d+\.\d\d$", rest, re.MULTILINE)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-_BROKEN_SEARCH = """
-import sys
-from lmdecode.demo import beam
-right = beam._search
-def wrong(*arguments):
-    results, traces = right(*arguments)
-    results[1].sequences[0, -1] += 1
-    return results, traces
-beam._search = wrong
-from lmdecode.demo.__main__ import main
-sys.argv = ["demo", "beam", "--quick", "--model", sys.argv[1]]
-sys.exit(main())
-"""
+def test_beam_demo_fails_where_results_differ(
+    model: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmdecode.demo import beam
+
+    right = beam._search
+
+    def wrong(*arguments: Any) -> Any:
+        results, traces = right(*arguments)
+        results[1].sequences[0, -1] += 1
+        return results, traces
+
+    monkeypatch.setattr(beam, "_search", wrong)
+    error = refused("beam", "--quick", "--model", model)
+    assert "beam search differs from that of transformers: prompt 'Genesis 1" in error
 
 
-def test_beam_demo_fails_where_results_differ(model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _BROKEN_SEARCH, str(model)],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "beam search differs from that of transformers: prompt 'Genesis 1" in done.stderr
-
-
-def test_window_demo_generates_the_same_text_and_measures_both(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "pictures" / "window.png"
-    done = _run("window", "--quick", "--model", model, "--plot", picture)
-    assert done.returncode == 0, done.stderr
-    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in done.stdout
-    lines = done.stdout.splitlines()
+def _check_window(text: str) -> None:
+    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in text
+    lines = text.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("tokens "))
     assert lines[head].split("  ")[:3] == ["tokens", "transformers ms", "lmdecode ms"]
     tokens, *figures = lines[head + 2].split()
     assert int(tokens) in (4 * 128, 4 * 32)
     assert len(figures) == 5 and re.fullmatch(r"\d+\.\dx", figures[2])
-    assert re.search(r"^Each token after a prompt of \d+: -?\d", done.stdout, re.MULTILINE)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"^Each token after a prompt of \d+: -?\d", text, re.MULTILINE)
 
 
-_BROKEN_ATTENTION = """
-import sys
-import transformers
-from lmdecode.integrations.transformers import attention
-right = attention.attention_forward
-def wrong(*arguments, **options):
-    out, weights = right(*arguments, **options)
-    return out.flip(1), weights
-attention.attention_forward = wrong
-from lmdecode.demo.__main__ import main
-sys.argv = ["demo", "window", "--quick", "--model", sys.argv[1]]
-sys.exit(main())
-"""
+def test_window_demo_fails_where_greedy_ids_differ(
+    model: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmdecode.integrations.transformers import attention
 
+    right = attention.attention_forward
 
-def test_window_demo_fails_where_greedy_ids_differ(model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _BROKEN_ATTENTION, str(model)],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "greedy ids differ from those of transformers, first at new token" in done.stderr
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        out, weights = right(*arguments, **options)
+        return out.flip(1), weights
+
+    monkeypatch.setattr(attention, "attention_forward", wrong)
+    error = refused("window", "--quick", "--model", model)
+    assert "greedy ids differ from those of transformers, first at new token" in error
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,11 @@ def test_window_demo_fails_where_greedy_ids_differ(model: Path) -> None:
     ],
 )
 def test_window_demo_needs_a_model_with_a_window(
-    model: Path, tmp_path: Path, options: dict[str, object], message: str
+    model: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    options: dict[str, object],
+    message: str,
 ) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -209,21 +200,16 @@ def test_window_demo_needs_a_model_with_a_window(
     sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=8, num_hidden_layers=1)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=128)
     MistralForCausalLM(MistralConfig(**{**sizes, **heads, **options})).save_pretrained(folder)
-    done = _run("window", "--quick", "--model", folder)
-    assert done.returncode == 1
-    assert message in _error_line(done)
+    assert message in _error_line(refused("window", "--quick", "--model", folder))
 
 
-def test_store_demo_goes_on_after_a_kill(model: Path) -> None:
-    pytest.importorskip("lmdecode.store")
-    done = _run("store", "--quick", "--model", model)
-    assert done.returncode == 0, done.stderr
-    assert "the process was killed (SIGKILL) in turn 3 of 4, after 8 of 12 tokens" in done.stdout
-    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", done.stdout)
+def _check_store(text: str) -> None:
+    assert "the process was killed (SIGKILL) in turn 3 of 4, after 8 of 12 tokens" in text
+    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", text)
     assert found is not None and int(found[1]) > 12 and int(found[2]) > 12
-    assert "token for token, the conversations that nobody interrupted" in done.stdout
+    assert "token for token, the conversations that nobody interrupted" in text
     for length in (64, 192):
-        assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", done.stdout, re.MULTILINE)
+        assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", text, re.MULTILINE)
 
 
 _BROKEN_RESUME = """
@@ -251,27 +237,21 @@ def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
     assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
 
 
-@needs_g2p
-def test_g2p_demo_scores_and_times_held_out_words(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "pictures" / "rates.png"
-    done = _run("g2p", "--quick", "--plot", picture)
-    assert done.returncode == 0, done.stderr
+def _check_g2p(text: str) -> None:
     assert re.search(
         r"^48 held-out words of .+held_out\.dict: ids of lmdecode equal to those of transformers",
-        done.stdout, re.MULTILINE,
+        text, re.MULTILINE,
     )  # fmt: skip
-    head, _, *rows = done.stdout.split("\n\n")[2].splitlines()
+    head, _, *rows = text.split("\n\n")[2].splitlines()
     assert head.split() == ["greedy", "beam", "4", "beam", "8"]
     table = {name: cells for name, *cells in (re.split(r" {2,}", row) for row in rows)}
     names = ["phoneme error rate, %", "word error rate, %"]
     names += [f"word error rate, {dtype}, %" for dtype in ("bfloat16", "int8")]
     for name in names:
-        assert all(0 < float(rate) < 50 for rate in table[name]), done.stdout
+        assert all(0 < float(rate) < 50 for rate in table[name]), text
     for engine in ("transformers", "lmdecode", "lmdecode bfloat16", "lmdecode int8"):
         name = f"{engine}, ms a word"
         assert all(float(taken) > 0 for taken in table[name])
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @needs_g2p
@@ -302,55 +282,64 @@ def test_g2p_demo_pronounces_words(tmp_path: Path) -> None:
         ("ab" * 32, f"the word {'ab' * 32!r} has 64 letters; expected 1 to 63"),
     ],
 )
-def test_g2p_demo_names_the_letters_that_it_does_not_know(word: str, message: str) -> None:
-    done = _run("g2p", "hello", word)
-    assert done.returncode == 1
-    assert _error_line(done) == f"lmdecode.demo: g2p: {message}"
-
-
-_BROKEN_ENGINE = """
-import sys
-from lmdecode.demo import g2p
-right = g2p.our_engine
-def wrong(model, dtype="float32"):
-    engine = right(model, dtype)
-    def broken(ids, mask, num_beams, results):
-        found = engine(ids, mask, num_beams, results)
-        if num_beams == 4:
-            found[2][0].tokens.append(1)
-        return found
-    return broken
-g2p.our_engine = wrong
-from lmdecode.demo.__main__ import main
-sys.argv = ["demo", "g2p", "--quick"]
-sys.exit(main())
-"""
+def test_g2p_demo_names_the_letters_that_it_does_not_know(
+    word: str, message: str, refused: Callable[..., str]
+) -> None:
+    assert _error_line(refused("g2p", "hello", word)) == f"lmdecode.demo: g2p: {message}"
 
 
 @needs_g2p
-def test_g2p_demo_fails_where_ids_differ() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _BROKEN_ENGINE],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "4 beams: ids differ from those of transformers: word '" in done.stderr
+def test_g2p_demo_fails_where_ids_differ(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmdecode.demo import g2p
+
+    right = g2p.our_engine
+
+    def wrong(model: Any, dtype: str = "float32") -> Any:
+        engine = right(model, dtype)
+
+        def broken(ids: Any, mask: Any, num_beams: int, results: int) -> Any:
+            found = engine(ids, mask, num_beams, results)
+            if num_beams == 4:
+                found[2][0].tokens.append(1)
+            return found
+
+        return broken
+
+    monkeypatch.setattr(g2p, "our_engine", wrong)
+    error = refused("g2p", "--quick")
+    assert "4 beams: ids differ from those of transformers: word '" in error
 
 
-@needs_g2p
-def test_pictures_of_several_demos_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
+_HEADING = re.compile(r"^== (\w+) ==\n\n", re.MULTILINE)
+
+
+def test_all_demos(model: Path, tmp_path: Path) -> None:
+    """One run of all: each has a section and a picture of its own, and finds what is right."""
     pytest.importorskip("matplotlib")
-    done = _run("--quick", "--model", model, "--plot", tmp_path / "demo.png")
+    checks = {"sampling": _check_sampling, "beam": _check_beam, "window": _check_window}
+    with contextlib.suppress(ImportError):
+        importlib.import_module("lmdecode.store")
+        checks["store"] = _check_store
+    if _G2P.is_file():
+        checks["g2p"] = _check_g2p
+    pictures = tmp_path / "pictures"
+    names = () if len(checks) == 5 else checks
+    done = _run(*names, "--quick", "--model", model, "--plot", pictures / "demo.png")
     assert done.returncode == 0, done.stderr
-    names = ("beam", "g2p", "sampling", "store", "window")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"demo_{name}.png" for name in names]
-    assert all(f"== {name} ==" in done.stdout for name in names)
+    assert sorted(p.name for p in pictures.iterdir()) == [f"demo_{n}.png" for n in sorted(checks)]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures.iterdir())
+    _, *sections = _HEADING.split(done.stdout)
+    assert sections[::2] == list(checks)
+    for name, text in zip(sections[::2], sections[1::2], strict=True):
+        checks[name](text)
 
 
 def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
     done = _run("--model", tmp_path)
     assert done.returncode == 1
-    assert _error_line(done) == (
+    assert _error_line(done.stderr) == (
         f"lmdecode.demo: --model {tmp_path}: no config.json there; expected a model's folder"
     )
 
@@ -360,16 +349,14 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
     (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n")
     done = _run("--plot", tmp_path / "x.png", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert _error_line(done) == (
+    assert _error_line(done.stderr) == (
         f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]', "
         "or in its source folder pip install '.[demo]'"
     )
 
 
-def test_demo_refuses_unknown_names_and_no_tokens() -> None:
-    assert (
-        "there is no demo 'beams'; expected sampling, beam, window, store, g2p"
-        in _run("beams").stderr
-    )
-    assert "--tokens is 0; expected at least 1" in _run("--tokens", 0).stderr
-    assert "--plot is out.txt; expected a name in .png" in _run("--plot", "out.txt").stderr
+def test_demo_refuses_unknown_names_and_no_tokens(refused: Callable[..., str]) -> None:
+    expected = "there is no demo 'beams'; expected sampling, beam, window, store, g2p"
+    assert expected in refused("beams", status=2)
+    assert "--tokens is 0; expected at least 1" in refused("--tokens", 0, status=2)
+    assert "--plot is out.txt; expected a name in .png" in refused("--plot", "out.txt", status=2)

@@ -20,6 +20,7 @@ FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example 
 WITH_EXAMPLES = (
     "README.md",
     "docs/guides/beam_search.md",
+    "docs/guides/fast_models.md",
     "docs/guides/generate.md",
     "docs/guides/long_prompts.md",
     "docs/guides/prompts_on_disk.md",

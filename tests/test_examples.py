@@ -27,6 +27,7 @@ def _run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (EXAMPLES / "kjv_mistral" / "model" / "model.safetensors").is_file(),
     reason="needs the shipped model",

@@ -104,6 +104,7 @@ def _stated(name: str) -> list[tuple[str, str]]:
     return [tuple(re.findall(r"\d+\.\d+", cell)) for cell in row.group(1).split("|")]
 
 
+@pytest.mark.slow
 @needs_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shipped_weights_have_the_stated_error_rates(dtype: torch.dtype) -> None:
@@ -170,6 +171,7 @@ def test_lmdecode_has_the_tokens_and_scores_of_transformers(num_beams: int) -> N
     assert [found.score for found in ours] == pytest.approx(scores, abs=1e-4)
 
 
+@pytest.mark.slow
 @needs_model
 def test_rounded_weights_keep_the_word_error_rate() -> None:
     """Within 0.2 points of float32, on all held-out words; the README has the figures."""

@@ -57,9 +57,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if run(sys.executable, "-c", f"import {module}", cwd=folder).returncode != 0:
             pytest.skip(f"cannot build without an index: {module} is not installed")
     command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
-    # Without CUDA kernels, which take minutes where there is an nvcc.
-    settings = "--config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF"
-    done = run(*command, "--no-index", settings, ".", "-w", str(folder / "dist"), cwd=source)
+    # Without CUDA kernels, which take minutes where there is an nvcc, and unoptimised: the tests of
+    # this file are of what the wheel holds and of where it runs. ccache, where there is one, is to
+    # know the sources of the last run.
+    defines = {"LMDECODE_BUILD_CUDA": "OFF", "CMAKE_CXX_FLAGS_RELEASE": "-O0"}
+    settings = [f"--config-settings=cmake.define.{name}={defines[name]}" for name in defines]
+    done = run(
+        *command, "--no-index", *settings, ".", "-w", str(folder / "dist"), cwd=source,
+        CCACHE_BASEDIR=str(source), CCACHE_NOHASHDIR="true",
+    )  # fmt: skip
     if done.returncode != 0 and re.search(r"BackendUnavailable|No module named", done.stderr):
         pytest.skip(f"cannot build without an index: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

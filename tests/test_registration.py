@@ -53,6 +53,7 @@ def test_ops() -> None:
         "lmdecode::log_softmax_top_k.processed",
         "lmdecode::merge_attention_states",
         "lmdecode::pack_linear",
+        "lmdecode::pack_quantized_linear",
         "lmdecode::packed_linear",
         "lmdecode::packed_linear.out",
         "lmdecode::reorder_cache_",
@@ -71,8 +72,8 @@ def test_every_op_has_a_fake(name: str) -> None:
     assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights and the norms between them. On
-# devices the loop is one of ops and cuBLAS's products.
+# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
+# and the norms between them. On devices the loop is one of ops and cuBLAS's products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_start_",
@@ -85,6 +86,7 @@ CPU_ONLY = {
     "lmdecode::gather_tree",
     "lmdecode::layer_norm",
     "lmdecode::pack_linear",
+    "lmdecode::pack_quantized_linear",
     "lmdecode::packed_linear",
     "lmdecode::packed_linear.out",
     "lmdecode::rms_norm",

@@ -39,6 +39,31 @@ inline F32 load_elements(const HeadRow<T>& row, int64_t at) {
   return load(lane);
 }
 
+inline F32 load_int8(const int8_t* p) {
+#if defined(LMD_SIMD_AVX512)
+  return {_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#elif defined(LMD_SIMD_AVX2)
+  return {_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+#else
+  alignas(64) float lane[kLanes];
+  for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(p[i]);
+  return load(lane);
+#endif
+}
+
+inline F32 load_elements(const HeadRow<Int8Cell>& row, int64_t at) {
+  float scale;
+  __builtin_memcpy(&scale, row.data, sizeof(scale));
+  const int8_t* p = &row.data[kInt8ScaleBytes + at].byte;
+  const int64_t left = row.size - at;
+  if (left >= kLanes) return load_int8(p) * splat(scale);
+  int8_t part[kLanes] = {};
+  for (int64_t i = 0; i < left; ++i) part[i] = p[i];
+  return load_int8(part) * splat(scale);
+}
+
 // rows[i] = where key keys.begin + i of a sequence begins in `data`, k or v.
 template <class T>
 inline void list_rows(const SlidingWindowAttentionParams& p, const void* data,

@@ -25,6 +25,13 @@ constexpr float kMaskedScore = -65536.0f;
 
 enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat16, kBFloat16 };
 
+// What keys and values held as int8 consist of: a float, the scale, and behind it as many int8 as
+// the head has, element i being scale times the i-th. Strides are then in bytes.
+struct Int8Cell {
+  int8_t byte;
+};
+constexpr int64_t kInt8ScaleBytes = 4;
+
 // In elements.
 struct AttentionStrides {
   int64_t sequence = 0;
@@ -49,6 +56,8 @@ struct SlidingWindowAttentionParams {
   const void* k = nullptr;  // [sequences, kv_heads, kv_len, head_size]
   const void* v = nullptr;  // [sequences, kv_heads, kv_len, value_size]
   AttentionStrides q_strides, k_strides, v_strides;  // ragged: sequence is 0
+  // k and v are rows of Int8Cell, on the CPU alone; dtype, of q and out, is float32.
+  bool has_int8_keys = false;
   // With a table k and v are [places.rows, kv_heads, block_size or kv_len, ...], and the stride of
   // a sequence is that of a row.
   KeyPlaces places;

@@ -8,10 +8,10 @@ using namespace lmdecode::attention;
 
 namespace {
 
-template <class T, class Dot>
+template <class T, class Dot, class Cell = T>
 void run_tiles(const SlidingWindowAttentionParams& params, const AttentionTile* tiles,
                int64_t begin, int64_t end, int64_t most_rows, void* workspace) {
-  TileAttention<T, Dot> attention(params, most_rows, workspace);
+  TileAttention<T, Dot, Cell> attention(params, most_rows, workspace);
   for (int64_t i = begin; i < end; ++i) attention.run(tiles[i]);
 }
 
@@ -23,6 +23,9 @@ void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
 #if defined(LMD_SIMD_AVX512_BF16)
   run_tiles<BFloat16, BFloat16Pairs>(params, tiles, begin, end, most_rows, workspace);
 #else
+  if (params.has_int8_keys) {
+    return run_tiles<float, Floats, Int8Cell>(params, tiles, begin, end, most_rows, workspace);
+  }
   switch (params.dtype) {
     case DType::kFloat32:
       return run_tiles<float, Floats>(params, tiles, begin, end, most_rows, workspace);

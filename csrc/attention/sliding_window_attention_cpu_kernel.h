@@ -16,7 +16,8 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
-template <class T, class Dot>
+// T: of queries and the output. Cell: of keys and values, T or Int8Cell.
+template <class T, class Dot, class Cell = T>
 class TileAttention {
  public:
   using Element = typename Dot::Element;
@@ -73,9 +74,9 @@ class TileAttention {
   }
 
   // The keys or values first + part, listed in `memory`.
-  HeadRows<T> step_rows(const void* data, const AttentionStrides& s, int64_t size, int64_t first,
-                        KeyRange part, const void** memory) const {
-    const T** rows = reinterpret_cast<const T**>(memory);
+  HeadRows<Cell> step_rows(const void* data, const AttentionStrides& s, int64_t size, int64_t first,
+                           KeyRange part, const void** memory) const {
+    const Cell** rows = reinterpret_cast<const Cell**>(memory);
     list_rows(p_, data, s, tile_.sequence, tile_.kv_head, {first + part.begin, first + part.end},
               rows + part.begin);
     return {rows, s.element, size};

@@ -98,6 +98,10 @@ void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
     run_rows<FloatRows<BFloat16>>(params, parts, partials, begin, end, workspace);
   }
 #else
+  if (params.has_int8_keys) {
+    return run_parts<FloatRows<float>, float, CacheLayout::kInt8>(params, parts, partials, begin,
+                                                                  end, workspace);
+  }
   switch (params.dtype) {
     case DType::kFloat32:
       return run_rows<FloatRows<float>>(params, parts, partials, begin, end, workspace);

@@ -17,10 +17,10 @@ namespace lmdecode::LMD_SIMD::attention {
 using namespace lmdecode::attention;
 
 // How the kernel reads a block: keys at equal distances, keys anywhere, or a copy of it. The bits
-// of a result do not tell which.
-enum class CacheLayout { kStrided, kListed, kCopied };
+// of a result do not tell which. kInt8: a copy of what Int8Cell stands for.
+enum class CacheLayout { kStrided, kListed, kCopied, kInt8 };
 
-// T: the dtype of the cache. Rows: FloatRows or PairRows of T.
+// T: the dtype of the cache, or of copies of it. Rows: FloatRows or PairRows of T.
 template <class Rows, class T, CacheLayout kLayout>
 class DecodeAttention {
  public:
@@ -65,6 +65,7 @@ class DecodeAttention {
   static constexpr int64_t kBlockKeys = Rows::kBlockKeys;
   using Query = typename Rows::Query;
   using Weight = typename Rows::Weight;
+  using Cell = std::conditional_t<kLayout == CacheLayout::kInt8, Int8Cell, T>;
   using Tokens =
       std::conditional_t<kLayout == CacheLayout::kListed, ListedTokens<Row>, StridedTokens<Row>>;
 
@@ -103,7 +104,9 @@ class DecodeAttention {
     return seen;
   }
 
-  static const T** as_rows(const void** memory) { return reinterpret_cast<const T**>(memory); }
+  static const Cell** as_rows(const void** memory) {
+    return reinterpret_cast<const Cell**>(memory);
+  }
 
   // The place in `data` of token 0 of a block at equal distances, by way of one of its keys.
   const T* first_row(const void* data, const AttentionStrides& s, const DecodePart& part,
@@ -132,7 +135,7 @@ class DecodeAttention {
       values_ = {values, v_stride, first_row(p_.k, p_.k_strides, *next, next_first, next_key),
                  k_stride};
     } else if constexpr (kLayout == CacheLayout::kListed) {
-      const T **keys = as_rows(w_.key_rows), **values = as_rows(w_.value_rows);
+      const Cell **keys = as_rows(w_.key_rows), **values = as_rows(w_.value_rows);
       if (is_first) {
         list_block(p_.k, p_.k_strides, part_, first, range, keys);
       } else {  // the next ones of the block before
@@ -152,7 +155,7 @@ class DecodeAttention {
   // rows[key] for the keys of a range; those before and behind, which are asked for at most, are
   // the nearest of these.
   void list_block(const void* data, const AttentionStrides& s, const DecodePart& part,
-                  int64_t first, KeyRange range, const T** rows) const {
+                  int64_t first, KeyRange range, const Cell** rows) const {
     list_rows(p_, data, s, part.sequence, part.kv_head, {first + range.begin, first + range.end},
               rows + range.begin);
     for (int64_t i = 0; i < range.begin; ++i) rows[i] = rows[range.begin];
@@ -162,13 +165,17 @@ class DecodeAttention {
   // The keys of a range side by side, with zeros to whole vectors.
   StridedTokens<T> copy_block(const void* data, const AttentionStrides& s, int64_t size,
                               int64_t first, KeyRange range, int64_t padded, float* memory) const {
-    const T** rows = as_rows(w_.key_rows);
+    const Cell** rows = as_rows(w_.key_rows);
     list_block(data, s, part_, first, range, rows);
     T* copy = reinterpret_cast<T*>(memory);
     for (int64_t key = range.begin; key < range.end; ++key) {
-      const T* from = rows[key];
+      const Cell* from = rows[key];
       T* to = copy + key * padded;
-      if (s.element == 1) {
+      if constexpr (kLayout == CacheLayout::kInt8) {
+        const HeadRow<Cell> row = {from, 1, size};
+        for (int64_t i = 0; i < padded; i += kLanes) store(to + i, load_elements(row, i));
+        continue;
+      } else if (s.element == 1) {
         __builtin_memcpy(to, from, static_cast<size_t>(size) * sizeof(T));
       } else {
         for (int64_t i = 0; i < size; ++i) to[i] = from[i * s.element];

@@ -95,8 +95,7 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 1, 4));
-  c.format = static_cast<linear::LinearFormat>(
-      list.next("format", 0, static_cast<int64_t>(linear::LinearFormat::kInt8)));
+  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, linear::kMaxLinearFormat));
   m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 2));
   c.norm_first = true;
   if (c.heads % c.kv_heads != 0) {
@@ -225,17 +224,18 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
     }
     const Tensor& pool = list.next_tensor();
     const ScalarType type = dtype_of(pool);
-    if (type != ScalarType::Float && type != ScalarType::BFloat16) {
-      fail(op, "caches.pool has dtype ", dtype_name(type), "; expected float32 or bfloat16");
+    cache.is_int8 = type == ScalarType::Char;
+    if (type != ScalarType::Float && type != ScalarType::BFloat16 && !cache.is_int8) {
+      fail(op, "caches.pool has dtype ", dtype_name(type), "; expected float32, bfloat16 or int8");
     }
     check_rank(op, "caches.pool", pool, 6,
                "[num_blocks, layers, 2, kv_heads, block_size, head_size]");
-    cache.dtype = float_dtype(op, "caches.pool", pool);
+    if (!cache.is_int8) cache.dtype = float_dtype(op, "caches.pool", pool);
     cache.pool = list.next<unsigned char>("pool", type, {-1, -1, 2, -1, -1, -1});
     const int64_t num_blocks = pool.size(0);
     cache.layers = pool.size(1);
     cache.kv_heads = pool.size(3);
-    cache.head_size = pool.size(5);
+    cache.head_size = pool.size(5) - (cache.is_int8 ? attention::kInt8ScaleBytes : 0);
     if (pool.size(4) < 1 || pool.size(4) > (1 << 20) || num_blocks >= kMaxDecoderSize) {
       fail(op, "caches.pool has shape ", shape_text(pool),
            "; expected blocks of 1 to 2^20 positions, fewer than 2^31");

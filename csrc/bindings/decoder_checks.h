@@ -63,7 +63,7 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.norm_first = list.next_flag("norm_first");
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 0, 4));
-  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, 2));
+  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, linear::kMaxLinearFormat));
   if (c.heads * c.head_size >= kMaxDecoderSize) {
     fail(op, "config has ", c.heads, " heads of ", c.head_size,
          "; expected fewer than 2^31 in all");

@@ -97,6 +97,11 @@ inline constexpr OpSchema kOpSchemas[] = {
     // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number.
     // The packed tensor is in the order of the CPU capability in use.
     {"pack_linear(Tensor weight, int format) -> Tensor", Devices::kCpuOnly},
+    // int4 that is there: weight uint8 [out_features, in_features], scales float16 and zeros uint8
+    // [out_features, groups]. The format follows from the size of the groups: 4, 5 or 6, but 3 for
+    // groups of 32 without zeros.
+    {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
+     Devices::kCpuOnly},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
     // residual [rows, out_features].
     {"packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "

@@ -1,6 +1,7 @@
 // pack_linear and packed_linear, on CPU tensors alone.
 #include "linear/packed_linear.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -13,11 +14,14 @@ namespace lmdecode::linear {
 namespace {
 
 constexpr char kPackOp[] = "pack_linear";
+constexpr char kPackQuantizedOp[] = "pack_quantized_linear";
 constexpr char kLinearOp[] = "packed_linear";
 
 LinearFormat checked_format(const char* op, int64_t format) {
-  if (format < 0 || format > static_cast<int64_t>(LinearFormat::kInt8)) {
-    fail(op, "format is ", format, "; expected 0 (float32), 1 (bfloat16) or 2 (int8)");
+  if (format < 0 || format > kMaxLinearFormat) {
+    fail(op, "format is ", format,
+         "; expected 0 (float32), 1 (bfloat16), 2 (int8), 3 (int4), or 4, 5 or 6 (int4 with zeros "
+         "of groups of 32, 64 or 128)");
   }
   return static_cast<LinearFormat>(format);
 }
@@ -57,6 +61,58 @@ Tensor pack(const Tensor& weight, int64_t format) {
   Tensor packed = new_packed(packed_linear_bytes(shape));
   pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
               weight.stride(1), packed.mutable_data_ptr());
+  return packed;
+}
+
+// The format with groups of this size.
+LinearFormat checked_int4_format(int64_t in_features, int64_t groups, bool has_zeros) {
+  for (LinearFormat format :
+       {LinearFormat::kInt4Zeros32, LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
+    if (int4_group(format) * groups != in_features) continue;
+    return has_zeros || int4_group(format) > 32 ? format : LinearFormat::kInt4;
+  }
+  fail(kPackQuantizedOp, "weight has ", in_features, " input features and scales has ", groups,
+       " groups; expected groups of 32, 64 or 128");
+}
+
+void check_largest(const char* name, const Tensor& tensor, int64_t largest) {
+  const uint8_t* p = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  uint8_t most = 0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) most = std::max(most, p[i]);
+  if (most > largest) {
+    fail(kPackQuantizedOp, name, " holds ", static_cast<int64_t>(most), "; expected at most ",
+         largest);
+  }
+}
+
+Tensor checked_part(const char* name, const Tensor& tensor, ScalarType dtype, int64_t rows,
+                    int64_t columns) {
+  check_dtype(kPackQuantizedOp, name, tensor, dtype);
+  if (!tensor.is_cpu()) {
+    fail(kPackQuantizedOp, name, " is on ", device_name(tensor), "; expected a tensor on cpu");
+  }
+  check_shape(kPackQuantizedOp, name, tensor, rows, columns);
+  return torch::stable::contiguous(tensor);
+}
+
+Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const OptionalTensor& zeros) {
+  check_rank(kPackQuantizedOp, "weight", weight, 2, "[out_features, in_features]");
+  check_rank(kPackQuantizedOp, "scales", scales, 2, "[out_features, groups]");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = scales.size(1);
+  const Tensor values = checked_part("weight", weight, ScalarType::Byte, outputs, inputs);
+  const Tensor steps = checked_part("scales", scales, ScalarType::Half, outputs, groups);
+  Tensor offsets;
+  if (zeros) offsets = checked_part("zeros", *zeros, ScalarType::Byte, outputs, groups);
+  const PackedLinearShape shape = {inputs, outputs,
+                                   checked_int4_format(inputs, groups, zeros.has_value())};
+  check_largest("weight", values, 15);
+  if (zeros) check_largest("zeros", offsets, 16);
+  Tensor packed = new_packed(packed_linear_bytes(shape));
+  pack_quantized_linear(shape,
+                        {static_cast<const uint8_t*>(values.const_data_ptr()),
+                         static_cast<const Half*>(steps.const_data_ptr()),
+                         zeros ? static_cast<const uint8_t*>(offsets.const_data_ptr()) : nullptr},
+                        packed.mutable_data_ptr());
   return packed;
 }
 
@@ -196,6 +252,7 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
+  m.impl("pack_quantized_linear", TORCH_BOX(&lmdecode::linear::pack_quantized));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
 }

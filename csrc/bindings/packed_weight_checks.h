@@ -10,9 +10,23 @@
 namespace lmdecode::linear {
 
 inline const char* format_name(LinearFormat format) {
-  return format == LinearFormat::kFloat32    ? "float32"
-         : format == LinearFormat::kBFloat16 ? "bfloat16"
-                                             : "int8";
+  switch (format) {
+    case LinearFormat::kFloat32:
+      return "float32";
+    case LinearFormat::kBFloat16:
+      return "bfloat16";
+    case LinearFormat::kInt8:
+      return "int8";
+    case LinearFormat::kInt4:
+      return "int4";
+    case LinearFormat::kInt4Zeros32:
+      return "int4 with zeros of groups of 32";
+    case LinearFormat::kInt4Zeros64:
+      return "int4 with zeros of groups of 64";
+    case LinearFormat::kInt4Zeros128:
+      return "int4 with zeros of groups of 128";
+  }
+  return "unknown";
 }
 
 // Throws unless these bytes, aligned to 64, are a weight of this shape for the kernels of this

@@ -191,7 +191,7 @@ class CausalForward {
           const int64_t size = paged.table.block_size;
           w_.places[cache][row] =
               paged.table.row(entry.sequence)[position / size] * paged.block_stride() +
-              position % size * paged.head_size;
+              position % size * paged.row_size();
         }
         if (segment.first_token + t >= first_logits) w_.logit_rows[num_logits_++] = row;
       }
@@ -307,6 +307,7 @@ class CausalForward {
     a.k = cache.keys(layer.cache_layer);
     a.v = cache.values(layer.cache_layer);
     a.k_strides = a.v_strides = cache.strides();
+    a.has_int8_keys = cache.is_int8;
     a.places.block_table = group.tables[layer.cache];
     a.places.sequence_stride = max_blocks_;
     a.places.block_size = cache.table.block_size;
@@ -381,7 +382,8 @@ void CausalForward::attend(const CausalLayer& layer, float* qkv, float* out) con
   rows.keys = cache.keys(layer.cache_layer);
   rows.values = cache.values(layer.cache_layer);
   rows.places = w_.places[layer.cache];
-  rows.head_stride = cache.table.block_size * c_.head_size;
+  rows.is_int8 = cache.is_int8;
+  rows.head_stride = cache.table.block_size * cache.row_size();
   const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
   for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });

@@ -21,6 +21,7 @@ struct CausalRowsParams {
   const float* cosines = nullptr;  // [rows, half]
   const float* sines = nullptr;    // [rows, half]
   DType dtype = DType::kFloat32;   // of the cache
+  bool is_int8 = false;            // or rows of attention::Int8Cell, rounded to a scale each
   // [rows, heads * head_size], where the cache is not float32: the queries in its dtype
   void* queries = nullptr;
   unsigned char* keys = nullptr;    // of block 0 of the cache

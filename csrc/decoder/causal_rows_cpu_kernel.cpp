@@ -1,12 +1,20 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include <type_traits>
+
+#include "attention/sliding_window_attention.h"
 #include "decoder/causal_rows.h"
 #include "decoder/causal_rows_levels.h"
+#include "linear/int8_scale.h"
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"
 
 namespace lmdecode::LMD_SIMD::decoder {
 
 using namespace lmdecode::decoder;
+using linear::Int8Scale;
+using linear::magnitude_bits;
+using linear::to_int8;
+using lmdecode::attention::Int8Cell;
 
 namespace {
 
@@ -16,6 +24,19 @@ inline void store_row(const float* from, int64_t size, T* to) {
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store_all(to + i, load(from + i));
   for (; i < size; ++i) store_one(to + i, from[i]);
+}
+
+// To a scale and whole multiples of it, the largest magnitude being 127 of them.
+inline void store_row(const float* from, int64_t size, Int8Cell* to) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t bits = magnitude_bits(from[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  const Int8Scale scale = Int8Scale::of(largest);
+  __builtin_memcpy(to, &scale.scale, sizeof(scale.scale));
+  int8_t* const bytes = &to[attention::kInt8ScaleBytes].byte;
+  for (int64_t i = 0; i < size; ++i) bytes[i] = static_cast<int8_t>(to_int8(from[i], scale.factor));
 }
 
 inline void turn(float* head, const float* cosines, const float* sines, int64_t half) {
@@ -46,8 +67,10 @@ void run_rows(const CausalRowsParams& p, int64_t begin, int64_t end) {
              p.half);
       }
     }
-    if (p.queries != nullptr) {
-      store_row(queries, query_size, static_cast<T*>(p.queries) + row * query_size);
+    if constexpr (!std::is_same_v<T, Int8Cell>) {
+      if (p.queries != nullptr) {
+        store_row(queries, query_size, static_cast<T*>(p.queries) + row * query_size);
+      }
     }
     for (int64_t head = 0; head < p.kv_heads; ++head) {
       const int64_t at = p.places[row] + head * p.head_stride;
@@ -61,6 +84,7 @@ void run_rows(const CausalRowsParams& p, int64_t begin, int64_t end) {
 }  // namespace
 
 void causal_rows(const CausalRowsParams& params, int64_t begin, int64_t end) {
+  if (params.is_int8) return run_rows<Int8Cell>(params, begin, end);
   if (params.dtype == DType::kBFloat16) return run_rows<BFloat16>(params, begin, end);
   run_rows<float>(params, begin, end);
 }

@@ -14,17 +14,19 @@
 namespace lmdecode::decoder {
 
 struct PagedCache {
-  kv_cache::BlockTable table;  // a row a sequence
-  DType dtype = DType::kFloat32;
-  unsigned char* pool = nullptr;  // [num_blocks, layers, 2, kv_heads, block_size, head_size]
+  kv_cache::BlockTable table;     // a row a sequence
+  DType dtype = DType::kFloat32;  // of keys and values, or of queries where they are int8
+  bool is_int8 = false;           // keys and values are rows of attention::Int8Cell
+  unsigned char* pool = nullptr;  // [num_blocks, layers, 2, kv_heads, block_size, row_size()]
   int64_t layers = 0;
   int64_t kv_heads = 0;
   int64_t head_size = 0;
   int64_t window = 0;  // 0: all positions are kept; else those before the last `window` are let go
 
-  int64_t element_size() const { return dtype == DType::kFloat32 ? 4 : 2; }
-  // In elements: of the keys, or the values, of a layer in a block; of a block.
-  int64_t part_stride() const { return kv_heads * table.block_size * head_size; }
+  int64_t element_size() const { return is_int8 ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
+  // In elements: of a key or value; of the keys, or the values, of a layer in a block; of a block.
+  int64_t row_size() const { return head_size + (is_int8 ? attention::kInt8ScaleBytes : 0); }
+  int64_t part_stride() const { return kv_heads * table.block_size * row_size(); }
   int64_t block_stride() const { return layers * 2 * part_stride(); }
   // Of block 0.
   unsigned char* keys(int64_t layer) const {
@@ -34,7 +36,7 @@ struct PagedCache {
     return keys(layer) + part_stride() * element_size();
   }
   attention::AttentionStrides strides() const {
-    return {block_stride(), table.block_size * head_size, head_size, 1};
+    return {block_stride(), table.block_size * row_size(), row_size(), 1};
   }
   // The pool as copy_blocks_cpu() takes it.
   kv_cache::BlockPool block_pool() const {
@@ -43,7 +45,7 @@ struct PagedCache {
     blocks.num_blocks = table.num_blocks;
     blocks.heads = layers * 2 * kv_heads;
     blocks.block_size = table.block_size;
-    blocks.vector_bytes = head_size * element_size();
+    blocks.vector_bytes = row_size() * element_size();
     blocks.position_stride = blocks.vector_bytes;
     blocks.head_stride = table.block_size * blocks.position_stride;
     blocks.block_stride = blocks.heads * blocks.head_stride;

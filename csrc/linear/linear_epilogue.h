@@ -2,7 +2,7 @@
 // time.
 #pragma once
 
-#include "linear/linear_products.h"
+#include "linear/linear_formats.h"
 
 namespace lmdecode::LMD_SIMD::linear {
 

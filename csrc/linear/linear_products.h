@@ -213,33 +213,4 @@ struct Int8Quads {
 };
 #endif
 
-template <class Dot>
-constexpr bool kIsInt8 = requires { Dot::kInputOffset; };
-
-template <class Dot>
-constexpr LinearTile tile_of() {
-  return {kPanelVectors * Dot::kLanes, Dot::kValues,
-          Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
-}
-
-// Calls body(Dot{}) for the products of a format. The builds that have their own instructions for a
-// format hold that format alone.
-template <class Body>
-inline void with_products([[maybe_unused]] LinearFormat format, const Body& body) {
-#if defined(LMD_SIMD_AVX512_BF16)
-  body(BFloat16Pairs{});
-#elif defined(LMD_SIMD_AVX512_VNNI)
-  body(Int8Quads{});
-#else
-  switch (format) {
-    case LinearFormat::kFloat32:
-      return body(Floats{});
-    case LinearFormat::kBFloat16:
-      return body(WidenedPairs{});
-    case LinearFormat::kInt8:
-      return body(Int8Pairs{});
-  }
-#endif
-}
-
 }  // namespace lmdecode::LMD_SIMD::linear

@@ -1,7 +1,7 @@
 // Sums of a block of rows and a panel: tiles of up to six rows, chain by chain along the depth.
 #pragma once
 
-#include "linear/linear_products.h"
+#include "linear/linear_formats.h"
 #include "linear/linear_tuning.h"
 
 namespace lmdecode::LMD_SIMD::linear {

@@ -12,6 +12,12 @@ constexpr int64_t kRowBlock = 144;
 // With few rows, how far ahead of its use a weight is fetched.
 constexpr int64_t kPrefetchBytes = 8192;
 
+// Of int4, rows of a tile, whose sums are kept in registers, and elements of in_features that
+// all rows pass over before the next.
+constexpr int kInt4TileRows = 4;
+constexpr int64_t kInt4ChainElements = 2048;
+constexpr int64_t kInt4PrefetchBytes = 12288;
+
 // No task for another thread takes less. Rough estimates of what a panel and a row take, with
 // vectors of AVX-512: they only keep small work on one thread.
 constexpr double kMinTaskNanoseconds = 5000.0;

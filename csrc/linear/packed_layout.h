@@ -3,7 +3,8 @@
 //   PackedHeader                             64 bytes: tells a packed weight from other bytes
 //   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
 //                                            depth groups of `values` elements of in_features,
-//                                            padded with 0
+//                                            padded with 0. int4: see
+//                                            linear_int4_products.h
 //   scales   [panels * width] f32            kInt8: of the outputs; NaN where the row of W was not
 //                                            finite
 //   offsets  [panels * width] int32          kInt8: what the sums are too large by (Int8Quads)
@@ -17,7 +18,7 @@ namespace lmdecode::linear {
 
 constexpr uint32_t kPackedMagic = 0x4c444d4c;  // "LMDL"
 constexpr int64_t kMaxPanelWidth = 64;
-constexpr int64_t kMaxValues = 4;
+constexpr int64_t kMaxValues = 4;  // but for int4, whose steps are groups
 
 // How a level multiplies a format.
 struct LinearTile {
@@ -46,20 +47,27 @@ struct PackedLayout {
   static constexpr PackedLayout of(const PackedLinearShape& shape, LinearTile tile) {
     PackedLayout layout = {};
     const bool is_int8 = shape.format == LinearFormat::kInt8;
-    const int64_t value_bytes = is_int8 ? 1 : (shape.format == LinearFormat::kBFloat16 ? 2 : 4);
     layout.panels = rounded_up(shape.out_features, tile.width) / tile.width;
     layout.depth = rounded_up(shape.in_features, tile.values) / tile.values;
-    layout.row_bytes = tile.width * tile.values * value_bytes;
+    layout.row_bytes = tile.width * bytes_of(shape.format, tile.values);
     layout.panel_bytes = layout.depth * layout.row_bytes;
     const int64_t outputs = rounded_up(shape.out_features, kMaxPanelWidth);
-    layout.scales_at = static_cast<int64_t>(sizeof(PackedHeader)) +
-                       outputs * rounded_up(shape.in_features, kMaxValues) * value_bytes;
+    const int64_t unit = is_int4(shape.format) ? int4_group(shape.format) : kMaxValues;
+    layout.scales_at =
+        static_cast<int64_t>(sizeof(PackedHeader)) +
+        outputs * (rounded_up(shape.in_features, unit) / unit) * bytes_of(shape.format, unit);
     layout.offsets_at = layout.scales_at + (is_int8 ? 4 * outputs : 0);
     layout.bytes = layout.offsets_at + (is_int8 ? 4 * outputs : 0);
     return layout;
   }
 
  private:
+  // Of so many values of one output; of a group, with its scale and zero, where there are groups.
+  static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
+    if (is_int4(format)) return values / 2 + (format == LinearFormat::kInt4 ? 2 : 3);
+    return values * (format == LinearFormat::kInt8 ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);
+  }
+
   static constexpr int64_t rounded_up(int64_t size, int64_t unit) {
     return (size + unit - 1) / unit * unit;
   }

@@ -1,25 +1,61 @@
 // packed_linear: y = activation(x W^T + bias) * multiplier + residual, with W packed once.
 //
-// Rows of x and y are f32; W is held as f32, as bfloat16, or as int8 with a scale for each output:
+// Rows of x and y are f32; W is held as f32, as bfloat16, as int8 with a scale for each output, or
+// as int4 with a scale for each group along in_features:
 //   kFloat32   products and sums in f32.
 //   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. Where
 //              the processor multiplies pairs, subnormal numbers count as 0.
 //   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
 //              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
 //              output's row of W, that holds NaN or inf gives NaN.
+//   kInt4      W is scale * (q - 8), q from 0 to 15, in groups of 32 with a float16 scale; in the
+//              formats with zeros scale * (q - zero), in groups of 32, 64 or 128. x is rounded
+//              group by group, as kInt8 rounds rows. The products of a group are summed exactly;
+//              the groups are added in their order, each by a fused multiplication and addition.
+//              NaN and inf as for kInt8.
 //
 // A row of y depends on its row of x alone: not on the rows beside it, their number, the threads or
 // the panels that a call computes. Sums go along in_features, in chains of kChainLength elements,
 // each from 0; the sums of the chains are added in their order. f32 and bfloat16 have the same bits
-// wherever the same level runs; int8, up to its activation function, at every level.
+// wherever the same level runs; int8 and int4, up to their activation function, at every level.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "common/half.h"
+
 namespace lmdecode::linear {
 
-enum class LinearFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum class LinearFormat : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kInt8 = 2,
+  kInt4 = 3,
+  kInt4Zeros32 = 4,
+  kInt4Zeros64 = 5,
+  kInt4Zeros128 = 6,
+};
+
+constexpr int64_t kMaxLinearFormat = 6;
+constexpr int64_t kMaxInt4Group = 128;
+
+// Elements of in_features that have a scale of their own; 0 where the format has no groups.
+constexpr int64_t int4_group(LinearFormat format) {
+  switch (format) {
+    case LinearFormat::kInt4:
+    case LinearFormat::kInt4Zeros32:
+      return 32;
+    case LinearFormat::kInt4Zeros64:
+      return 64;
+    case LinearFormat::kInt4Zeros128:
+      return kMaxInt4Group;
+    default:
+      return 0;
+  }
+}
+
+constexpr bool is_int4(LinearFormat format) { return int4_group(format) > 0; }
 
 // gelu(x) = x Phi(x); its tanh form; silu(x) = x / (1 + exp(-x)).
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
@@ -55,6 +91,17 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
 // row [in_features] = row `output` of W as it is held, kFloat32 or kBFloat16: for an embedding that
 // is the projection to the vocabulary as well.
 void read_packed_row(const PackedLinear& linear, int64_t output, float* row);
+
+// W that is int4 already, contiguous.
+struct QuantizedWeight {
+  const uint8_t* values = nullptr;  // [out_features, in_features], at most 15
+  const Half* scales = nullptr;     // [out_features, groups]
+  const uint8_t* zeros = nullptr;   // [out_features, groups]; null: 8
+};
+
+// Packs it as it is, in an int4 format with groups of its size; kInt4 reads no zeros.
+void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
+                           void* packed);
 
 // Rows of x in the form that the products of a format read, made once for every weight of the same
 // format and in_features that they meet, such as those of queries, keys and values.

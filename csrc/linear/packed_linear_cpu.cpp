@@ -50,8 +50,11 @@ size_t packed_linear_bytes(const PackedLinearShape& shape) {
   return static_cast<size_t>(layout_of(shape).bytes);
 }
 
-void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
-                 int64_t in_stride, void* packed) {
+namespace {
+
+// pack_panels(kernels, begin, end) packs the panels of that range.
+template <class PackPanels>
+void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& pack_panels) {
   const LinearKernels& kernels = linear_kernels_of(shape.format);
   const PackedLayout layout = layout_of(shape);
   // What no panel fills is 0: the same weight gives the same bytes.
@@ -69,8 +72,24 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
   parallel_for(layout.panels, 1 + (1 << 16) / (layout.panel_bytes + 1),
                [&](int64_t begin, int64_t end) {
                  const ScopedIeeeMode ieee;
-                 kernels.pack(shape, weight, out_stride, in_stride, packed, begin, end);
+                 pack_panels(kernels, begin, end);
                });
+}
+
+}  // namespace
+
+void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
+                 int64_t in_stride, void* packed) {
+  pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
+    kernels.pack(shape, weight, out_stride, in_stride, packed, begin, end);
+  });
+}
+
+void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
+                           void* packed) {
+  pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
+    kernels.pack_quantized(shape, weight, packed, begin, end);
+  });
 }
 
 void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {

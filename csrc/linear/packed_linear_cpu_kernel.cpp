@@ -1,5 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "linear/linear_epilogue.h"
+#include "linear/linear_int4_pack.h"
+#include "linear/linear_int4_tiles.h"
 #include "linear/linear_pack.h"
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
@@ -9,6 +11,13 @@ namespace lmdecode::LMD_SIMD::linear {
 using namespace lmdecode::linear;
 
 namespace {
+
+// Steps along the depth that all rows pass over before the next.
+template <class Dot>
+constexpr int64_t kChainSteps = [] {
+  if constexpr (kIsInt4<Dot>) return tuning::kInt4ChainElements / Dot::kGroup;
+  return kChainLength;
+}();
 
 template <class Dot>
 void multiply_panels(const PackedLinear& linear, const LinearInput& input,
@@ -24,10 +33,15 @@ void multiply_panels(const PackedLinear& linear, const LinearInput& input,
     int64_t at = 0;
     do {
       const int64_t left = layout.depth - at;
-      add_chain_to_rows<Dot>(input, at * tile_of<Dot>().input_bytes,
-                             weights + at * layout.row_bytes,
-                             left < kChainLength ? left : kChainLength, at == 0, sums);
-      at += kChainLength;
+      const int64_t depth = left < kChainSteps<Dot> ? left : kChainSteps<Dot>;
+      const int64_t input_at = at * tile_of<Dot>().input_bytes;
+      const char* const part = weights + at * layout.row_bytes;
+      if constexpr (kIsInt4<Dot>) {
+        add_groups_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
+      } else {
+        add_chain_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
+      }
+      at += kChainSteps<Dot>;
     } while (at < layout.depth);
 
     const int64_t column = panel * kWidth;
@@ -57,14 +71,37 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
     constexpr LinearTile kTile = tile_of<Dot>();
     const PackedLayout layout = PackedLayout::of(shape, kTile);
     for (int64_t output = begin * kTile.width; output < end * kTile.width; ++output) {
-      pack_output<Dot>(shape, weight + output * out_stride, in_stride, layout, packed, output);
+      const float* const row = weight + output * out_stride;
+      if constexpr (kIsInt4<Dot>) {
+        pack_int4_output<Dot>(shape, row, in_stride, layout, packed, output);
+      } else {
+        pack_output<Dot>(shape, row, in_stride, layout, packed, output);
+      }
+    }
+  });
+}
+
+void pack_quantized(const PackedLinearShape& shape, const QuantizedWeight& weight, void* packed,
+                    int64_t begin, int64_t end) {
+  with_products(shape.format, [&]<class Dot>(Dot) {
+    if constexpr (kIsInt4<Dot>) {
+      const PackedLayout layout = PackedLayout::of(shape, tile_of<Dot>());
+      for (int64_t output = begin * Dot::kWidth; output < end * Dot::kWidth; ++output) {
+        pack_quantized_output<Dot>(shape, weight, layout, packed, output);
+      }
     }
   });
 }
 
 void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   with_products(input.format, [&]<class Dot>(Dot) {
-    for (int64_t row = begin; row < end; ++row) prepare_row<Dot>(input, row);
+    for (int64_t row = begin; row < end; ++row) {
+      if constexpr (kIsInt4<Dot>) {
+        prepare_int4_row<Dot>(input, row);
+      } else {
+        prepare_row<Dot>(input, row);
+      }
+    }
   });
 }
 
@@ -77,6 +114,6 @@ void multiply(const PackedLinear& linear, const LinearInput& input, const Linear
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {tile, pack, prepare, multiply};
+const LinearKernels linear_kernels = {tile, pack, pack_quantized, prepare, multiply};
 
 }  // namespace lmdecode::LMD_SIMD::linear

@@ -23,6 +23,8 @@ struct LinearKernels {
   // Panels [begin, end) with their scales and offsets.
   void (*pack)(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                int64_t in_stride, void* packed, int64_t begin, int64_t end);
+  void (*pack_quantized)(const PackedLinearShape& shape, const QuantizedWeight& weight,
+                         void* packed, int64_t begin, int64_t end);
   void (*prepare)(const LinearInputRows& input, int64_t begin, int64_t end);
   // Panels [begin, end), at most kRowBlock rows.
   void (*multiply)(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
@@ -36,9 +38,9 @@ LMD_DECLARE_KERNELS(linear, extern const LinearKernels linear_kernels;)
 namespace lmdecode::linear {
 
 inline const LinearKernels& linear_kernels_of(LinearFormat format) {
-  return format == LinearFormat::kBFloat16 ? *LMD_SELECT_BF16_KERNEL(linear, linear_kernels)
-         : format == LinearFormat::kInt8   ? *LMD_SELECT_VNNI_KERNEL(linear, linear_kernels)
-                                           : *LMD_SELECT_KERNEL(linear, linear_kernels);
+  return format == LinearFormat::kFloat32    ? *LMD_SELECT_KERNEL(linear, linear_kernels)
+         : format == LinearFormat::kBFloat16 ? *LMD_SELECT_BF16_KERNEL(linear, linear_kernels)
+                                             : *LMD_SELECT_VNNI_KERNEL(linear, linear_kernels);
 }
 
 }  // namespace lmdecode::linear

@@ -10,6 +10,7 @@ from torch import Tensor
 from lmdecode._checks import (
     check_dense_tensors,
     check_format,
+    check_int,
     check_no_gradient,
     check_number,
     type_error,
@@ -19,11 +20,13 @@ from lmdecode._ops import ops
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 
 _pack_linear = ops.pack_linear.default
+_pack_quantized_linear = ops.pack_quantized_linear.default
 _packed_linear = ops.packed_linear.default
 _packed_linear_out = ops.packed_linear.out
 _layer_norm = ops.layer_norm.default
 _rms_norm = ops.rms_norm.default
-_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_FORMATS_WITH_ZEROS = {32: 4, 64: 5, 128: 6}  # by the size of the groups
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
@@ -34,6 +37,21 @@ def _choice(op: str, name: str, value: object, choices: dict) -> int:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{op}: {name} is {value!r}; expected one of {expected}")
     return choices[value]
+
+
+def check_linear_format(
+    op: str, dtype: object, group_size: object = None
+) -> tuple[str, int, int | None]:
+    """Return the name of a format, its number in the ops, and the size of its groups."""
+    name = check_format(op, dtype, _FORMATS)
+    if group_size is None:
+        return name, _FORMATS[name], 32 if name == "int4" else None
+    size = check_int(op, "group_size", group_size)
+    if name != "int4":
+        raise ValueError(f"{op}: group_size is {size}; expected None with {name}")
+    if size not in _FORMATS_WITH_ZEROS:
+        raise ValueError(f"{op}: group_size is {size}; expected 32, 64 or 128")
+    return name, _FORMATS_WITH_ZEROS[size], size
 
 
 def _rows(op: str, name: str, value: object, size: int) -> Tensor:
@@ -59,12 +77,18 @@ class PackedLinear:
         ``kernel.T`` for a kernel ``[in_features, out_features]``. It is copied.
     bias : Tensor, optional
         ``[out_features]``, of the same dtypes. It is copied.
-    dtype : {"float32", "bfloat16", "int8"}
+    dtype : {"float32", "bfloat16", "int8", "int4"}
         What the weight is held in; ``torch.bfloat16`` and "bf16" are taken, too. ``"float32"``:
         products and sums in float32. ``"bfloat16"``: ``x`` and the weight are rounded to bfloat16,
         sums are in float32. ``"int8"``: each output's weights and each row of ``x`` are rounded to
         whole multiples of a 127th of their largest magnitude, and their products are summed
-        exactly; ``in_features`` up to 131072.
+        exactly; ``in_features`` up to 131072. ``"int4"``: the weights of an output are
+        ``scale * (q - 8)``, ``q`` from 0 to 15, in groups of 32 along the inputs with a float16
+        scale each, as llama.cpp's Q4_0 has them; each row of ``x`` is rounded to int8 in the same
+        groups, and the products of a group are summed exactly.
+    group_size : {32, 64, 128}, optional
+        With ``"int4"``: weights are ``scale * (q - zero)``, and each group of so many has a zero of
+        its own.
 
     Attributes
     ----------
@@ -72,6 +96,11 @@ class PackedLinear:
         Sizes.
     dtype : str
         One of these names.
+    group_size : int or None
+        Of ``"int4"``: weights that share a scale.
+    input_order : Tensor or None
+        int64 ``[in_features]``: the elements of ``x`` in the order of the weight's columns, where
+        :meth:`from_quantized` was given one.
     packed : Tensor
         The weight, uint8 ``[bytes]``, in an order that depends on ``lmdecode.cpu_capability()``: it
         is of no use to another process.
@@ -92,15 +121,111 @@ class PackedLinear:
     tensor([[2., 0., 4.]])
     """
 
+    input_order: Tensor | None = None
+
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: str | torch.dtype = "float32"
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: str | torch.dtype = "float32",
+        group_size: int | None = None,
     ) -> None:
         op = "PackedLinear"
         check_dense_tensors(op, weight=weight)
-        self.dtype = check_format(op, dtype, _FORMATS)
-        self._format = _FORMATS[self.dtype]
+        self.dtype, self._format, self.group_size = check_linear_format(op, dtype, group_size)
         self._check_weight(op, "weight", weight, 2, "[out_features, in_features]")
         self.out_features, self.in_features = weight.shape
+        self.bias = self._checked_bias(op, bias)
+        self.packed = _pack_linear(weight.detach().float(), self._format)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        input_order: Tensor | None = None,
+    ) -> PackedLinear:
+        """Pack weights of four bits as they are: ``scale * (q - zero)``, without loss.
+
+        Parameters
+        ----------
+        weight : Tensor
+            uint8 ``[out_features, in_features]``: ``q``, from 0 to 15.
+        scales : Tensor
+            float16 ``[out_features, groups]``. ``in_features`` must consist of groups of the same
+            size, a multiple of 32.
+        zeros : Tensor, optional
+            uint8 ``[out_features, groups]``, from 0 to 16. Without them: 8.
+        bias : Tensor, optional
+            ``[out_features]``, float32, bfloat16 or float16. It is copied.
+        input_order : Tensor, optional
+            int64 ``[in_features]``, a permutation: column i of ``weight`` belongs to element
+            ``input_order[i]`` of ``x``.
+
+        Returns
+        -------
+        PackedLinear
+            With the dtype ``"int4"``.
+
+        Raises
+        ------
+        TypeError
+            An argument of another type.
+        ValueError
+            An argument of another dtype, shape, device or value than expected.
+        """
+        op = "PackedLinear.from_quantized"
+        check_dense_tensors(op, weight=weight, scales=scales)
+        for name, value in (("weight", weight), ("scales", scales)):
+            if value.dim() != 2:
+                raise ValueError(
+                    f"{op}: {name} has shape {list(value.shape)}; expected two dimensions"
+                )
+            if value.device.type != "cpu":
+                raise ValueError(f"{op}: {name} is on {value.device}; expected a tensor on cpu")
+        layer = cls.__new__(cls)
+        layer.dtype = "int4"
+        layer.out_features, layer.in_features = weight.shape
+        groups = scales.shape[1]
+        size, rest = divmod(layer.in_features, groups) if groups > 0 else (0, layer.in_features)
+        if rest != 0 or size % 32 != 0:
+            raise ValueError(
+                f"{op}: weight has {layer.in_features} input features and scales has {groups} "
+                "groups; expected groups of a multiple of 32"
+            )
+        # Larger groups are several of one scale.
+        layer.group_size = next((s for s in (128, 64, 32) if size % s == 0 and size > 0), 32)
+        times = size // layer.group_size
+        if times > 1:
+            scales = scales.repeat_interleave(times, 1)
+            zeros = None if zeros is None else zeros.repeat_interleave(times, 1)
+        layer._format = _FORMATS_WITH_ZEROS[layer.group_size]
+        if zeros is None and layer.group_size == 32:
+            layer._format = _FORMATS["int4"]
+        layer.bias = layer._checked_bias(op, bias)
+        if input_order is not None:
+            layer.input_order = cls._checked_order(op, input_order, layer.in_features)
+        layer.packed = _pack_quantized_linear(weight, scales, zeros)
+        return layer
+
+    @staticmethod
+    def _checked_order(op: str, order: object, size: int) -> Tensor:
+        check_dense_tensors(op, input_order=order)
+        assert isinstance(order, Tensor)
+        if order.shape != (size,) or order.dtype != torch.int64 or order.device.type != "cpu":
+            raise ValueError(
+                f"{op}: input_order is {str(order.dtype).removeprefix('torch.')} "
+                f"{list(order.shape)} on {order.device}; expected int64 [{size}] on cpu"
+            )
+        if not torch.equal(order.sort().values, torch.arange(size)):
+            raise ValueError(f"{op}: input_order is no permutation of 0 to {size - 1}")
+        return order.clone()
+
+    def _checked_bias(self, op: str, bias: Tensor | None) -> Tensor | None:
         if bias is not None:
             check_dense_tensors(op, bias=bias)
             self._check_weight(op, "bias", bias, 1, f"[{self.out_features}]")
@@ -109,8 +234,7 @@ class PackedLinear:
                     f"{op}: bias has shape {list(bias.shape)}; expected [{self.out_features}]"
                 )
             bias = bias.detach().to(torch.float32, copy=True).contiguous()
-        self.bias = bias
-        self.packed = _pack_linear(weight.detach().float(), self._format)
+        return bias
 
     @staticmethod
     def _check_weight(op: str, name: str, tensor: Tensor, rank: int, shape: str) -> None:
@@ -164,6 +288,8 @@ class PackedLinear:
         """
         op = "PackedLinear"
         rows = _rows(op, "x", x, self.in_features)
+        if self.input_order is not None:
+            rows = rows.index_select(1, self.input_order)
         check_no_gradient(op, x=x, multiplier=multiplier, residual=residual, out=out)
         shape = (*x.shape[:-1], self.out_features)
         arguments = (
@@ -200,7 +326,8 @@ class PackedLinear:
     def __repr__(self) -> str:
         return (
             f"PackedLinear(in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, dtype={self.dtype!r})"
+            f"bias={self.bias is not None}, dtype={self.dtype!r}"
+            + (f", group_size={self.group_size})" if self.group_size is not None else ")")
         )
 
 

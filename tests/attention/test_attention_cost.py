@@ -20,6 +20,7 @@ def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:
     return lambda: sliding_window_attention(q, k, v, window=256, return_lse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")
 def test_no_matrix_of_scores_is_held() -> None:
     """At 65536 tokens it would have 17 GB; scratch beside the output is a few MB."""
@@ -29,28 +30,40 @@ def test_no_matrix_of_scores_is_held() -> None:
     assert outputs <= taken < outputs + (16 << 20)
 
 
+# Each call is one of a child, which a forbidden read ends; the parent prints how it ended.
 PROTECTED_SCRIPT = """
-import ctypes, mmap, sys, numpy, torch, lmdecode
+import ctypes, mmap, os, sys, numpy, torch, lmdecode
 torch.set_num_threads(1)
-length, protected, window, queries, op = (*map(int, sys.argv[1:5]), getattr(lmdecode, sys.argv[5]))
+window, queries, op = (*map(int, sys.argv[1:3]), getattr(lmdecode, sys.argv[3]))
 size = 256
-memory = mmap.mmap(-1, length * size * 4)
-cache = torch.from_numpy(numpy.frombuffer(memory, dtype=numpy.float32)).view(1, 1, length, size)
-cache.fill_(0.5)
-q = torch.randn(1, 4, queries, size)
-mprotect = ctypes.CDLL(None, use_errno=True).mprotect
-bytes_protected = ctypes.c_size_t(protected * size * 4)
-assert mprotect(ctypes.c_void_p(cache.data_ptr()), bytes_protected, 0) == 0
-op(q, cache, cache, window=window)
+for case in sys.argv[4:]:
+    child = os.fork()
+    if child != 0:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    length, protected = map(int, case.split("/"))
+    memory = mmap.mmap(-1, length * size * 4)
+    cache = torch.from_numpy(numpy.frombuffer(memory, dtype=numpy.float32)).view(1, 1, length, size)
+    cache.fill_(0.5)
+    q = torch.randn(1, 4, queries, size)
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    bytes_protected = ctypes.c_size_t(protected * size * 4)
+    assert mprotect(ctypes.c_void_p(cache.data_ptr()), bytes_protected, 0) == 0
+    op(q, cache, cache, window=window)
+    os._exit(0)
 """
 
 
-def run_with_protected_keys(op: str, length: int, protected: int, window: int, queries: int) -> int:
-    """Exit status of a call whose first ``protected`` keys cannot be read."""
-    arguments = map(str, (length, protected, window, queries))
-    return subprocess.run(
-        [sys.executable, "-c", PROTECTED_SCRIPT, *arguments, op], check=False
-    ).returncode
+def run_with_protected_keys(
+    op: str, window: int, queries: int, *cases: tuple[int, int]
+) -> list[int]:
+    """Exit statuses of calls of ``length, protected``: the first keys cannot be read."""
+    arguments = (str(window), str(queries), op, *(f"{n}/{protected}" for n, protected in cases))
+    done = subprocess.run(
+        [sys.executable, "-c", PROTECTED_SCRIPT, *arguments],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return [int(word) for word in done.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect as on Linux")
@@ -58,12 +71,11 @@ def run_with_protected_keys(op: str, length: int, protected: int, window: int, q
 def test_keys_out_of_the_window_are_not_read(op: str) -> None:
     """Whatever the length, the cost is that of the window: any other key would end the process."""
     window, queries, keys_a_page = 256, 48, mmap.PAGESIZE // (256 * 4)
+    cases = []
     for length in (1024, 65536):
         hidden = (length - window - queries + 1) // keys_a_page * keys_a_page
-        assert run_with_protected_keys(op, length, hidden, window, queries) == 0
-        one_page_more = hidden + keys_a_page
-        died = run_with_protected_keys(op, length, one_page_more, window, queries)
-        assert died == -signal.SIGSEGV
+        cases += [(length, hidden), (length, hidden + keys_a_page)]
+    assert run_with_protected_keys(op, window, queries, *cases) == [0, -signal.SIGSEGV] * 2
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -134,6 +134,7 @@ def test_memories_of_their_own() -> None:
         assert got.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_a_long_sequence() -> None:
     case = decoding_case(1, 2, 1, 4, vocab=12, steps=4096, layers=1, memory_size=4)
     case["embedding_bias"][3] = -1000.0  # never ends

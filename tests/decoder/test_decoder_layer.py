@@ -58,7 +58,7 @@ def test_the_table_says_where_positions_are() -> None:
     torch.testing.assert_close(got, expected[:, 4], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("int8", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("int8", 0.1), ("int4", 0.3)])
 def test_rounded_weights_are_near(dtype: str, tolerance: float) -> None:
     config, weights = random_decoder("pre_norm_gated")
     x, memory, lengths = inputs(4, 3, 4)

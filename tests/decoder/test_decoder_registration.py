@@ -48,6 +48,7 @@ def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_decoding_steps() -> None:
     searches = running_search()
     opcheck(ops.decoding_steps_.default, step_arguments(searches))

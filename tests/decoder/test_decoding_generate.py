@@ -411,7 +411,7 @@ def test_stop_strings(num_beams: int) -> None:
     assert not check("marian", num_beams=num_beams, **stop).equal(whole)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1), ("int4", 0.4)])
 def test_rounded_weights_score_tokens_alike(dtype: str, tolerance: float) -> None:
     """The same tokens, forced, score nearly the same; and as precisely in any batch."""
     model = make_model("marian")

@@ -51,6 +51,7 @@ def full_batch() -> Callable[[], object]:
     return lambda: _run_full_batch(decoding, REQUESTS, NEW_TOKENS)
 
 
+@pytest.mark.slow
 def test_a_batch_takes_weights_and_caches() -> None:
     decoding = _decoding()
     weights, caches = _bytes(decoding.decoder.tensors), _caches(decoding, SOURCE)
@@ -90,6 +91,7 @@ def generate_call(requests: int, source: int) -> Callable[[], object]:
     return lambda: _generate(decoding, requests, source, NEW_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [150, 400])
 def test_generate_takes_weights_and_caches(source: int) -> None:
     """The encoder included, and its result, which transformers repeats for every beam."""

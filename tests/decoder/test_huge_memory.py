@@ -93,7 +93,7 @@ def _saved(decoding: lmdecode.Decoding) -> lmdecode.Decoding:
 @pytest.mark.parametrize(
     "copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_copies_of_a_decoding(dtype: str, copy_of: Callable[[object], lmdecode.Decoding]) -> None:
     decoding = lmdecode.Decoding(*random_decoder("post_norm"), dtype=dtype)
     request, memory = BeamRequest([1], num_beams=2, max_new_tokens=9), torch.randn(5, 18)

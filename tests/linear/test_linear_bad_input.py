@@ -24,6 +24,14 @@ def op(x: torch.Tensor = X, packed: torch.Tensor = PACKED, size: int = 20, numbe
     OPS.packed_linear.out(x, packed, size, number, bias, activation, multiplier, residual, out=out)
 
 
+Q, S = torch.zeros(20, 64, dtype=torch.uint8), torch.ones(20, 2).half()
+
+
+def quantized(weight: Any = Q, scales: Any = S, zeros: Any = None, bias: Any = None,
+              input_order: Any = None) -> PackedLinear:  # fmt: skip
+    return PackedLinear.from_quantized(weight, scales, zeros, bias, input_order=input_order)
+
+
 OVERLAPPING = torch.ones(200)
 WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
     "weight: a list": ("weight is of type list", TypeError, lambda: PackedLinear([1.0])),
@@ -46,8 +54,43 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
     "dtype: half": ("dtype is 'half'; expected one of float32", ValueError,
                     lambda: PackedLinear(W, dtype="half")),
     "dtype: None": ("dtype is of type NoneType", TypeError, lambda: PackedLinear(W, dtype=None)),
-    "dtype: int4": ("dtype is 'int4'; expected one of float32", ValueError,
-                    lambda: PackedLinear(W, dtype="int4")),
+    "dtype: int3": ("dtype is 'int3'; expected one of float32", ValueError,
+                    lambda: PackedLinear(W, dtype="int3")),
+    "group_size: 48": ("group_size is 48; expected 32, 64 or 128", ValueError,
+                       lambda: PackedLinear(W, dtype="int4", group_size=48)),
+    "group_size: a str": ("group_size is of type str", TypeError,
+                          lambda: PackedLinear(W, dtype="int4", group_size="32")),
+    "group_size: int8": ("group_size is 32; expected None with int8", ValueError,
+                         lambda: PackedLinear(W, dtype="int8", group_size=32)),
+    "quantized, weight: int32": ("weight has dtype int32; expected uint8", ValueError,
+                                 lambda: quantized(weight=Q.int())),
+    "quantized, weight: a vector": (r"weight has shape \[64\]", ValueError,
+                                    lambda: quantized(weight=Q[0])),
+    "quantized, weight: 16": ("weight holds 16; expected at most 15", ValueError,
+                              lambda: quantized(weight=Q + 16)),
+    "quantized, weight: a list": ("weight is of type list", TypeError,
+                                  lambda: quantized(weight=[1])),
+    "quantized, scales: float32": ("scales has dtype float32; expected float16", ValueError,
+                                   lambda: quantized(scales=S.float())),
+    "quantized, scales: groups": ("64 input features and scales has 3 groups", ValueError,
+                                  lambda: quantized(scales=S[:, :1].expand(20, 3))),
+    "quantized, scales: groups of 16": ("groups of a multiple of 32", ValueError,
+                                        lambda: quantized(scales=S[:, :1].expand(20, 4))),
+    "quantized, scales: outputs": (r"scales has shape \[19, 2\]; expected \[20, 2\]", ValueError,
+                                   lambda: quantized(scales=S[:19])),
+    "quantized, zeros: 17": ("zeros holds 17; expected at most 16", ValueError,
+                             lambda: quantized(zeros=Q[:, :2] + 17)),
+    "quantized, zeros: a shape": (r"zeros has shape \[20, 1\]; expected \[20, 2\]", ValueError,
+                                  lambda: quantized(zeros=Q[:, :1])),
+    "quantized, zeros: float16": ("zeros has dtype float16; expected uint8", ValueError,
+                                  lambda: quantized(zeros=S)),
+    "quantized, bias": (r"bias has shape \[3\]; expected \[20\]", ValueError,
+                        lambda: quantized(bias=B[:3])),
+    "quantized, order: int32": (r"input_order is int32 \[64\]", ValueError,
+                                lambda: quantized(input_order=torch.arange(64).int())),
+    "quantized, order: twice": ("input_order is no permutation of 0 to 63", ValueError,
+                                lambda: quantized(input_order=torch.zeros(64).long())),
+    "quantized, meta": ("weight is on meta", ValueError, lambda: quantized(weight=Q.to("meta"))),
     "x: a list": ("x is of type list", TypeError, lambda: LAYER([1.0])),
     "x: gradient": ("x requires a gradient", ValueError,
                     lambda: LAYER(X.clone().requires_grad_())),
@@ -92,7 +135,7 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
     "op, packed: a shape": (
         r"packed is a weight of shape \[20, 30\]; expected \[21, 30\]", ValueError,
         lambda: op(size=21, out=torch.ones(5, 21))),
-    "op, format": ("format is 3; expected 0", ValueError, lambda: op(number=3)),
+    "op, format": ("format is 7; expected 0", ValueError, lambda: op(number=7)),
     "op, out_features": (r"the weight has shape \[-1, 30\]", ValueError, lambda: op(size=-1)),
     "op, activation": ("activation is 5; expected 0", ValueError, lambda: op(activation=5)),
     "op, bias": (r"bias has shape \[19\]; expected \[20\]", ValueError, lambda: op(bias=B[:19])),

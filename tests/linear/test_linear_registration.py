@@ -15,7 +15,7 @@ X, WEIGHT, BIAS = (torch.randn(shape, generator=GENERATOR) for shape in ((5, 30)
 RESIDUAL = torch.randn(5, 20, generator=GENERATOR)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(7))
 def test_opcheck(number: int) -> None:
     opcheck(OPS.pack_linear.default, (WEIGHT, number))
     packed = OPS.pack_linear(WEIGHT, number)
@@ -31,7 +31,7 @@ def test_opcheck_norms() -> None:
     opcheck(OPS.rms_norm.default, (X, gamma, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_compile(dtype: str) -> None:
     layer = lmdecode.PackedLinear(WEIGHT, BIAS, dtype=dtype)
 
@@ -42,10 +42,20 @@ def test_compile(dtype: str) -> None:
     assert_same_bits(compiled(X), step(X))
 
 
-def test_the_fake_of_packing_has_the_size() -> None:
+@pytest.mark.parametrize("number", range(7))
+def test_the_fake_of_packing_has_the_size(number: int) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:
-        fake = OPS.pack_linear(mode.from_tensor(WEIGHT), 2)
-    real = OPS.pack_linear(WEIGHT, 2)
+        fake = OPS.pack_linear(mode.from_tensor(WEIGHT), number)
+    real = OPS.pack_linear(WEIGHT, number)
     assert fake.shape == real.shape and fake.dtype == real.dtype
+
+
+@pytest.mark.parametrize("zeros", [None, 3])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_opcheck_of_quantized_weights(group: int, zeros: int | None) -> None:
+    q = torch.randint(16, (20, 2 * group), generator=GENERATOR, dtype=torch.uint8)
+    scales = torch.rand(20, 2, generator=GENERATOR).half()
+    offsets = None if zeros is None else torch.full((20, 2), zeros, dtype=torch.uint8)
+    opcheck(OPS.pack_quantized_linear.default, (q, scales, offsets))

@@ -17,7 +17,8 @@ from lmdecode import PackedLinear
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import quantize_rows
 
-FORMATS = ["float32", "bfloat16", "int8"]
+FORMATS = ["float32", "bfloat16", "int8", "int4"]
+EXACT = ("int8", "int4")  # they have the bits of the reference
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 INF, NAN = float("inf"), float("nan")
 
@@ -38,7 +39,7 @@ def test_rows(dtype: str, rows: int) -> None:
     """Every height of tile, several blocks of rows."""
     x, weight = normal(rows, 70), normal(131, 70, seed=1)
     got, want = PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype)
-    if dtype == "int8":
+    if dtype in EXACT:
         assert_same_bits(got, want)
     else:
         assert_close(got, want, x, weight)
@@ -52,7 +53,7 @@ def test_sizes(dtype: str, outputs: int, inputs: int) -> None:
     x, weight, bias = normal(3, inputs), normal(outputs, inputs, seed=1), normal(outputs, seed=2)
     got = PackedLinear(weight, bias, dtype=dtype)(x)
     want = reference(x, weight, bias, dtype=dtype)
-    if dtype == "int8":
+    if dtype in EXACT:
         assert_same_bits(got, want)
     else:
         assert_close(got, want, x, weight)
@@ -184,7 +185,7 @@ def test_copies() -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_large_weight_lies_on_huge_pages(dtype: str) -> None:
-    packed = PackedLinear(torch.zeros(2100, 1024), dtype=dtype).packed
+    packed = PackedLinear(torch.zeros(4200, 1024), dtype=dtype).packed
     assert packed.data_ptr() % (2 << 20) == 0
     assert PackedLinear(torch.zeros(3, 5), dtype=dtype).packed.data_ptr() % 64 == 0
 
@@ -193,7 +194,7 @@ def test_a_large_weight_lies_on_huge_pages(dtype: str) -> None:
 def test_many_rows_and_outputs(dtype: str) -> None:
     x, weight = normal(3000, 24), normal(5000, 24, seed=1)
     got, want = PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype)
-    if dtype == "int8":
+    if dtype in EXACT:
         assert_same_bits(got, want)
     else:
         assert_close(got, want, x, weight)
@@ -253,14 +254,18 @@ def test_int8_sums_are_exact() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_int8_quantises_as_the_reference(data: st.DataObject) -> None:
+def test_int_formats_quantise_as_the_reference(data: st.DataObject) -> None:
     values = st.floats(-(2.0**127), 2.0**127, width=32) | st.sampled_from(
         [0.0, 1e-38, 1e-31, -7e-31, 1.0]
     )
     size = data.draw(st.integers(1, 40))
     rows = st.lists(values, min_size=size, max_size=size)
     x, weight = torch.tensor([data.draw(rows)]), torch.tensor([data.draw(rows)])
-    assert_same_bits(PackedLinear(weight, dtype="int8")(x), reference(x, weight, dtype="int8"))
+    for dtype in EXACT:
+        assert_same_bits(PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype))
+    for group_size in (32, 64, 128):
+        got = PackedLinear(weight, dtype="int4", group_size=group_size)(x)
+        assert_same_bits(got, reference(x, weight, dtype="int4", group_size=group_size))
 
 
 def test_int8_rounds_half_to_even() -> None:
@@ -279,7 +284,7 @@ def test_nan_and_inf(dtype: str, bad: float) -> None:
     x_bad, weight_bad = x.clone(), weight.clone()
     x_bad[4, 33] = bad
     weight_bad[7, 33] = bad
-    became = NAN if dtype == "int8" else bad
+    became = NAN if dtype in EXACT else bad
     in_x = PackedLinear(weight, dtype=dtype)(x_bad)
     in_weight = PackedLinear(weight_bad, dtype=dtype)(x)
     torch.testing.assert_close(in_x[4], torch.full((70,), became), equal_nan=True)
@@ -295,7 +300,8 @@ def test_rows_of_zeros() -> None:
     x[1] = 1e-38
     for dtype in FORMATS:
         assert not PackedLinear(normal(20, 30), dtype=dtype)(x)[0].any()
-    assert not PackedLinear(normal(20, 30), dtype="int8")(x).any()
+    for dtype in EXACT:
+        assert not PackedLinear(normal(20, 30), dtype=dtype)(x).any()
 
 
 # --- CPU capabilities -----------------------------------------------------------------------------
@@ -325,7 +331,7 @@ for activation in tests.ACTIVATIONS:
         tests.test_activations_are_accurate(activation)
 tests.test_bfloat16_rounds_to_nearest_even()
 tests.test_int8_sums_are_exact()
-tests.test_int8_quantises_as_the_reference()
+tests.test_int_formats_quantise_as_the_reference()
 tests.test_int8_rounds_half_to_even()
 tests.test_rows_of_zeros()
 print(lmdecode.cpu_capability())

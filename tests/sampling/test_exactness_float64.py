@@ -345,6 +345,7 @@ def make_cases(dtype: torch.dtype) -> Iterator[SamplingCase]:
         yield make_case(random, batch, vocab, dtype, LAYOUTS[number % len(LAYOUTS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_every_kind(dtype: torch.dtype, device: torch.device) -> None:
     """V from 1 to 2^20, rows and parameters mixed in each batch."""

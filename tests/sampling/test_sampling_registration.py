@@ -216,6 +216,7 @@ def test_compile_random_cases() -> None:
         check_compiled(sample, (case.logits,), backend="eager")
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """The default backend, a step of a decoding loop around the op."""
 

@@ -33,7 +33,9 @@ def check(case: SamplingCase, device: torch.device) -> None:
 # --- Random calls ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20))]
+)
 def test_small_rows(seed: int, device: torch.device) -> None:
     for case in sampling_cases(seed, 500, vocab_sizes=SMALL_VOCAB_SIZES):
         check(case, device)
@@ -131,7 +133,7 @@ def row_kinds(vocab: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("vocab", [38, 1300])
+@pytest.mark.parametrize("vocab", [38, pytest.param(1300, marks=pytest.mark.slow)])
 def test_parameter_grid(vocab: int, dialect: str, device: torch.device) -> None:
     """All pairs of the interesting k and p, on every kind of row."""
     ks = [-1, 0, 1, 2, 50, 1000, vocab - 1, vocab, vocab + 5]

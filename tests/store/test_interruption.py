@@ -174,6 +174,7 @@ def test_a_hit_is_released_under_a_load(large: KVStore) -> None:
         assert kv is None or same(kv, expected)
 
 
+@pytest.mark.slow
 def test_threads_in_calls_when_the_interpreter_ends(tmp_path: Path) -> None:
     """They are neither killed within a call nor do they hold up the end."""
     code = f"""

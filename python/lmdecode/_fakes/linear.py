@@ -9,11 +9,21 @@ from lmdecode._fakes.registry import check_devices, fake
 
 @fake("pack_linear")
 def _pack_linear(weight, format):
-    outputs, inputs = (
-        size + (-size % unit) for size, unit in zip(weight.shape, (64, 4), strict=True)
-    )
-    size = 64 + outputs * inputs * (4, 2, 1)[format]  # csrc/linear/packed_layout.h
+    # csrc/linear/packed_layout.h
+    unit = (4, 4, 4, 32, 32, 64, 128)[format]
+    unit_bytes = (16, 8, 4, 18, 19, 35, 67)[format]
+    outputs = weight.shape[0] + (-weight.shape[0] % 64)
+    size = 64 + outputs * ((weight.shape[1] + unit - 1) // unit) * unit_bytes
     return weight.new_empty((size + 8 * outputs * (format == 2),), dtype=torch.uint8)
+
+
+@fake("pack_quantized_linear")
+def _pack_quantized_linear(weight, scales, zeros):
+    check_devices("pack_quantized_linear", "weight", weight, dict(scales=scales, zeros=zeros))
+    outputs, groups = weight.shape[0] + (-weight.shape[0] % 64), scales.shape[1]
+    beside = 2 if zeros is None and weight.shape[1] == 32 * groups else 3  # scales and zeros
+    size = 64 + outputs * (weight.shape[1] // 2 + beside * groups)
+    return weight.new_empty((size,), dtype=torch.uint8)
 
 
 @fake("packed_linear")

@@ -14,7 +14,8 @@ from lmdecode.decoder.huge_memory import new_memory
 __all__ = ["CACHE_DTYPES", "CausalCaches"]
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
-CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_SCALE_BYTES = 4  # before each key and value of int8
 
 
 def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:
@@ -40,8 +41,8 @@ class CausalCaches:
         Places of sequences; each starts empty.
     max_length : int
         The most positions of one.
-    dtype : {"float32", "bfloat16"}
-        Of keys and values.
+    dtype : {"float32", "bfloat16", "int8"}
+        Of keys and values. "int8": of each, whole multiples of a 127th of its largest magnitude.
     max_rows : int
         Tokens that are computed together: longer steps are cut into these.
 
@@ -71,7 +72,8 @@ class CausalCaches:
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
             num_blocks = sequences * of_sequence
-            shape = (num_blocks, layers, 2, c.num_kv_heads, BLOCK_SIZE, c.head_size)
+            row_size = c.head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
+            shape = (num_blocks, layers, 2, c.num_kv_heads, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
             counters = torch.zeros(3, dtype=torch.int32)
             counters[0] = num_blocks

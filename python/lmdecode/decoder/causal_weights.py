@@ -44,6 +44,11 @@ def _check(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], optional:
         raise _shape_error(name, tensor, shapes[0])
     if not tensor.is_floating_point():
         raise ValueError(f"Decoding: weights.{name} has dtype {tensor.dtype}; expected floats")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"Decoding: weights.{name} is on {tensor.device}; expected cpu, where decoder-only "
+            "models run"
+        )
 
 
 def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> None:

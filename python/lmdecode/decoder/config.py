@@ -18,7 +18,7 @@ ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
 NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
 ACTIVATIONS: dict[str, int] = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,12 @@ class Decoding:
     weights : DecoderWeights or CausalWeights
         Packed here, once. Weights of a ``DecoderConfig`` on a CUDA device stay there, and the loop
         runs there.
-    dtype : {"float32", "bfloat16", "int8"}
+    dtype : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
         gives the tokens of transformers; the others' scores are near, so that close tokens may
         differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
         taken, too.
-    cache_dtype : {"float32", "bfloat16"}, optional
+    cache_dtype : {"float32", "bfloat16", "int8"}, optional
         What a decoder-only model keeps keys and values as, "float32" by default.
     use_cuda_graph : bool
         On a device: each search captures its step in a CUDA graph, and replays it.
@@ -120,7 +120,7 @@ class Decoding:
             conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
             or name of one. Of a causal model in a folder of safetensors, one weight after the other
             is read and packed.
-        dtype : {"float32", "bfloat16", "int8"}
+        dtype : {"float32", "bfloat16", "int8", "int4"}
             See the class.
         cache_dtype, use_cuda_graph
             See the class.

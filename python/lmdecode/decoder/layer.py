@@ -34,7 +34,7 @@ class DecoderLayer:
         Packed here, once.
     relative_bias : Tensor, optional
         [heads, distances], see ``DecoderWeights``.
-    dtype : {"float32", "bfloat16", "int8"}
+    dtype : {"float32", "bfloat16", "int8", "int4"}
         As for ``Decoding``.
 
     Raises

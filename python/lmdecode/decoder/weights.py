@@ -57,7 +57,7 @@ class PackedDecoder:
         Of the decoder.
     weights : DecoderWeights
         See there; not kept, but for the embeddings where they are float32 already.
-    weight_format : {"float32", "bfloat16", "int8"}
+    weight_format : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held as.
 
     Attributes

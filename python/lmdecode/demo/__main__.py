@@ -11,10 +11,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import beam, g2p, sampling, store, window
+from lmdecode.demo import beam, g2p, model, sampling, store, window
 from lmdecode.demo._output import DemoError
 
 _DEMOS = {
+    "model": model.run,
     "sampling": sampling.run,
     "beam": beam.run,
     "window": window.run,
@@ -23,6 +24,7 @@ _DEMOS = {
 _NAMES = (*_DEMOS, "g2p")  # g2p has words where the others have a number of tokens
 # What each demo is about to do, for the reader.
 _PLANS = {
+    "model": "runs a whole language model in C++, compares its text, and times generate()",
     "sampling": "generates text with transformers' loop and ours, and times the sampling stage",
     "beam": "searches four prompts, prints the beams as a tree, and times generate()",
     "window": "runs long prompts through a sliding window, and compares time and memory",

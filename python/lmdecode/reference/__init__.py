@@ -31,7 +31,14 @@ from lmdecode.reference.kv_cache import (
     ring_cache_append_,
     update_beam_indirection_,
 )
-from lmdecode.reference.linear import layer_norm, packed_linear, quantize_rows, rms_norm
+from lmdecode.reference.linear import (
+    layer_norm,
+    packed_linear,
+    packed_quantized_linear,
+    quantize_groups,
+    quantize_rows,
+    rms_norm,
+)
 from lmdecode.reference.sampling import top_k_top_p_sample
 
 __all__ = [
@@ -49,7 +56,9 @@ __all__ = [
     "mass_threshold",
     "merge_attention_states",
     "packed_linear",
+    "packed_quantized_linear",
     "philox",
+    "quantize_groups",
     "quantize_rows",
     "reorder_cache_",
     "ring_cache_append_",

@@ -39,12 +39,13 @@ def exponent_factor(temperature: float) -> float:
     return round_to_f32(factor) if factor < _MAX_FLOAT else _MAX_FLOAT
 
 
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor) -> torch.Tensor:
     """Return a * b + c in float32, rounded once.
 
     The product of two float32 is exact in float64. The sum is rounded to odd there, so that the
     second rounding, to float32, is as if it had been the only one.
     """
+    c = c.double() if isinstance(c, torch.Tensor) else c
     product = a.double() * b.double()
     total = product + c
     # What the sum lost, exactly (Knuth's two-sum).

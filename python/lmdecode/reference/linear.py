@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["layer_norm", "packed_linear", "quantize_rows", "rms_norm"]
+from lmdecode.reference.arithmetic import fused_multiply_add
+
+__all__ = [
+    "layer_norm",
+    "packed_linear",
+    "packed_quantized_linear",
+    "quantize_groups",
+    "quantize_rows",
+    "rms_norm",
+]
 
 _LEAST_SCALED_MAGNITUDE = 2.0**-100
 
@@ -37,6 +46,91 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return quotients.to(torch.int8), scale
 
 
+def _grouped(x: Tensor, size: int) -> Tensor:
+    """``[rows, features]`` as ``[rows, groups, size]``, zeros at the end."""
+    return F.pad(x, (0, -x.shape[1] % size)).view(x.shape[0], -1, size)
+
+
+def quantize_groups(weight: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round weights to four bits, in groups: ``scale * (q - zero)``.
+
+    Parameters
+    ----------
+    weight : Tensor
+        float32 ``[out_features, in_features]``.
+    group_size : {32, 64, 128}, optional
+        None: groups of 32 whose zero is 8. The scale is -1/8 of the number of the largest
+        magnitude, the first of them. Else the scale is a 15th of the distance from the least
+        number to the largest, 0 among them, and the zero is a number from 0 to 15.
+
+    Returns
+    -------
+    tuple of Tensor
+        ``q`` uint8 ``[out_features, in_features]``, the scales float16 and the zeros uint8, both
+        ``[out_features, groups]``. A scale is NaN where its group holds NaN or inf, or where it
+        is too large for float16.
+    """
+    groups = _grouped(weight, group_size or 32)
+    finite = groups.isfinite().all(2)
+    if group_size is None:
+        first = groups.abs().argmax(2, keepdim=True) if groups.numel() else groups[:, :, :1].long()
+        step = groups.gather(2, first)[:, :, 0] / torch.full((), -8.0)
+    else:
+        zero = torch.zeros(())
+        least, most = (
+            torch.minimum(groups.amin(2), zero) if groups.numel() else groups.sum(2),
+            torch.maximum(groups.amax(2), zero) if groups.numel() else groups.sum(2),
+        )
+        step = (most * 0.5 - least * 0.5) / torch.full_like(most, 7.5)
+    scales = step.half()
+    scales = torch.where(finite & scales.isfinite(), scales, torch.nan)
+    wide = scales.float()
+    usable = (wide != 0) & ~wide.isnan()
+    factor = torch.where(usable, torch.ones(()) / wide, 0.0)
+    if group_size is None:
+        zeros = torch.full_like(wide, 8.0)
+    else:
+        zeros = torch.where(usable, torch.round(-least * factor), 0.0).clamp(0, 15)
+    q = torch.where(usable[:, :, None], torch.round(groups * factor[:, :, None]), 0.0)
+    q = (q + zeros[:, :, None]).clamp(0, 15).view(weight.shape[0], -1)
+    return q[:, : weight.shape[1]].to(torch.uint8), scales, zeros.to(torch.uint8)
+
+
+def _group_sums(x: Tensor, q: Tensor, scales: Tensor, zeros: Tensor, size: int) -> Tensor:
+    """Multiply by scales * (q - zeros), the rows of x rounded to int8 in groups, as the op does."""
+    left, right = _grouped(x, size), _grouped(q, size).long()
+    y = torch.zeros(x.shape[0], q.shape[0])
+    for group in range(left.shape[1]):
+        rows, row_scales = quantize_rows(left[:, group])
+        sums = rows.long() @ (right[:, group] - zeros[:, group, None].long()).mT
+        factors = row_scales[:, None] * scales[:, group].float()
+        y = fused_multiply_add(sums.float(), factors, y)
+    return y
+
+
+def packed_quantized_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None
+) -> Tensor:
+    """``x @ (scales * (weight - zeros)).T`` of ``PackedLinear.from_quantized``, with its bits.
+
+    Parameters
+    ----------
+    x : Tensor
+        float32 ``[rows, in_features]``.
+    weight, scales, zeros
+        Those of ``lmdecode.PackedLinear.from_quantized``, in groups of 32, 64 or 128.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[rows, out_features]``.
+    """
+    if zeros is None:
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    size = weight.shape[1] // max(scales.shape[1], 1)
+    return _group_sums(x, weight, scales, zeros, max(size, 1))
+
+
 def _activate(x: Tensor, activation: str | None) -> Tensor:
     match activation:
         case "relu":
@@ -56,17 +150,18 @@ def packed_linear(
     bias: Tensor | None = None,
     *,
     dtype: str = "float32",
+    group_size: int | None = None,
     activation: str | None = None,
     multiplier: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """``activation(x @ weight.T + bias) * multiplier + residual`` of ``lmdecode.PackedLinear``.
 
-    Without an activation, ``dtype="int8"`` gives the op's bits.
+    Without an activation, ``dtype="int8"`` and ``"int4"`` give the op's bits.
 
     Parameters
     ----------
-    x, weight, bias, dtype, activation, multiplier, residual
+    x, weight, bias, dtype, group_size, activation, multiplier, residual
         Those of ``lmdecode.PackedLinear``; ``x`` is ``[rows, in_features]``.
 
     Returns
@@ -79,6 +174,8 @@ def packed_linear(
         right, right_scale = quantize_rows(weight)
         sums = left.long() @ right.long().mT
         y = sums.float() * (left_scale[:, None] * right_scale[None])
+    elif dtype == "int4":
+        y = _group_sums(x, *quantize_groups(weight, group_size), group_size or 32)
     else:
         held = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         y = x.to(held).double() @ weight.to(held).double().mT

@@ -89,19 +89,24 @@ std::uint64_t Machine::exchange(const char* name, Resolve resolve, Ordering orde
     complain("the mask names lane " + std::to_string(std::countr_zero(gone)) +
              ", which has exited or never was");
   }
+  // The lowest lane speaks for all that wait with it: each was compared when it came.
   unsigned arrived = bit;
-  for (unsigned rest = warp.waiting & mask; rest != 0; rest &= rest - 1) {
+  for (unsigned rest = warp.waiting & mask; rest != 0; rest &= ~arrived) {
     const unsigned other = unsigned(std::countr_zero(rest));
-    const Lane& lane = warp.lanes[other];
-    if ((lane.mask & bit) == 0) continue;  // waits for others first, and comes here later
+    Lane& lane = warp.lanes[other];
+    if ((lane.mask & bit) == 0) {  // waits for others first, and comes here later
+      rest &= rest - 1;
+      continue;
+    }
     if (lane.mask != mask || lane.resolve != resolve || !same_place(lane.where, where)) {
       complain("meets lane " + std::to_string(other) + " in " + lane.name + " at line " +
                std::to_string(lane.where.line()));
     }
-    arrived |= 1u << other;
+    lane.with |= bit;
+    arrived |= lane.with;
   }
   warp.values[me] = value;
-  warp.lanes[me] = {resolve, name, mask, argument, 0, where};
+  warp.lanes[me] = {resolve, name, mask, arrived, argument, 0, where};
   if (arrived != mask) {
     warp.waiting |= bit;
     block_self(State::kExchange, where);
@@ -111,9 +116,15 @@ std::uint64_t Machine::exchange(const char* name, Resolve resolve, Ordering orde
   if (ordering == Ordering::kMemory) ++warp.epoch;
   idle_points_ = 0;
   const unsigned first = unsigned(current_) - me;
+  std::uint64_t asked = argument, result = resolve(warp.values, argument, mask);
   for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
     const unsigned other = unsigned(std::countr_zero(rest));
-    warp.lanes[other].result = resolve(warp.values, warp.lanes[other].argument, mask);
+    Lane& lane = warp.lanes[other];
+    if (lane.argument != asked) {
+      asked = lane.argument;
+      result = resolve(warp.values, asked, mask);
+    }
+    lane.result = result;
     if (other != me) set_ready(first + other);
   }
   switch_to(pick());
@@ -149,7 +160,7 @@ Place Machine::place_of(const void* address, std::size_t bytes) const {
       reinterpret_cast<std::uintptr_t>(address) - reinterpret_cast<std::uintptr_t>(shared_);
   if (offset >= shared_stride_ * shape_.cluster_size + kSharedGuard)
     return {Place::kElsewhere, 0, 0};
-  const std::size_t block = offset / shared_stride_, inside = offset % shared_stride_;
+  const std::size_t block = offset / shared_stride_, inside = offset - block * shared_stride_;
   if (block >= shape_.cluster_size || inside < kSharedGuard ||
       inside - kSharedGuard + bytes > shape_.shared_bytes) {
     return {Place::kOutsideShared, std::uint32_t(block), inside};
@@ -161,14 +172,12 @@ Place Machine::place_of(const void* address, std::size_t bytes) const {
 bool Machine::actor(Actor* actor) const {
   if (current_ < 0 || !threads_[current_].started) return false;
   const Thread& thread = threads_[current_];
-  const unsigned warp =
-      thread.block * warps_per_block_ + unsigned(current_) % block_threads_ / kWarp;
   *actor = {unsigned(current_),
-            warp,
+            thread.warp,
             thread.block,
             cluster_barrier_.epoch,
             blocks_[thread.block].barrier.epoch,
-            warps_[warp].epoch};
+            warps_[thread.warp].epoch};
   return true;
 }
 

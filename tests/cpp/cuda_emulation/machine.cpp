@@ -132,6 +132,8 @@ void Machine::start_cluster(unsigned cluster) {
     const unsigned inside = t % block_threads_;
     thread.index = {inside % width, inside / width % height, inside / width / height};
     thread.block = t / block_threads_;
+    thread.warp = thread.block * warps_per_block_ + inside / kWarp;
+    thread.lane = inside % kWarp;
     thread.started = false;
     thread.copies.clear();
     thread.group_ends.clear();

@@ -29,6 +29,7 @@ struct Lane {  // what a lane brought to the exchange it waits in
   Resolve resolve;
   const char* name;
   unsigned mask;
+  unsigned with;  // the lowest lane of those that wait together: all of them; others: any of them
   std::uint64_t argument, result;
   Location where;
 };
@@ -60,7 +61,7 @@ enum class State { kReady, kBarrier, kClusterBarrier, kExchange, kExited };
 struct Thread {
   Context context;
   uint3 index;
-  unsigned block = 0;
+  unsigned block = 0, warp = 0, lane = 0;  // block and warp: of the cluster
   State state = State::kReady;
   bool started = false,
        dirty = false;  // dirty: abandoned half way, its stack still holds poisoned redzones
@@ -89,15 +90,13 @@ class Machine {
   [[noreturn]] void fail_without_unwinding(const char* what);
 
   bool running() const { return current_ >= 0; }
-  unsigned lane() const { return unsigned(current_) % block_threads_ % kWarp; }
+  unsigned lane() const { return threads_[current_].lane; }
   unsigned rank() const { return threads_[current_].block; }
   unsigned cluster_size() const { return shape_.cluster_size; }
 
  private:
   Thread& self() { return threads_[current_]; }
-  Warp& warp_of(unsigned thread) {
-    return warps_[threads_[thread].block * warps_per_block_ + thread % block_threads_ / kWarp];
-  }
+  Warp& warp_of(unsigned thread) { return warps_[threads_[thread].warp]; }
   void check_shape(const LaunchShape& shape) const;
   void plan_schedule();
   void start_cluster(unsigned cluster);

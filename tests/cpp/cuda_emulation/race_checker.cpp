@@ -61,8 +61,21 @@ bool conflict(const Record& before, const Record& now) {
          !ordered(before.actor, now.actor);
 }
 
-// The source line of an access, by binutils where there are any.
-void source_line(const void* code, char* text, std::size_t size) {
+// The source line of an access, by binutils where there are any; that of the last few is kept.
+const char* source_line(const void* code) {
+  struct Line {
+    const void* code;
+    char text[400];
+  };
+  static Line known[16];
+  static std::size_t next = 0;
+  for (const Line& line : known) {
+    if (line.code == code) return line.text;
+  }
+  Line& known_line = known[next++ % 16];
+  known_line.code = code;
+  char* const text = known_line.text;
+  constexpr std::size_t size = sizeof(known_line.text);
   const auto offset = reinterpret_cast<std::uintptr_t>(code) -
                       reinterpret_cast<std::uintptr_t>(&__executable_start);
   std::snprintf(text, size, "code 0x%zx", std::size_t(offset));
@@ -70,28 +83,28 @@ void source_line(const void* code, char* text, std::size_t size) {
   std::snprintf(command, sizeof(command), "addr2line -e /proc/%d/exe 0x%zx 2>/dev/null",
                 int(getpid()), std::size_t(offset) - 1);
   FILE* pipe = popen(command, "r");
-  if (pipe == nullptr) return;
+  if (pipe == nullptr) return text;
   char line[300];
   if (std::fgets(line, sizeof(line), pipe) != nullptr && line[0] != '?') {
     line[std::strcspn(line, "\n")] = 0;
     std::snprintf(text, size, "%s", line);
   }
   pclose(pipe);
+  return text;
 }
 
 [[noreturn]] void report(const char* what, const Place& place, const void* code,
                          const Record* other = nullptr) {
-  static char text[1200], here[400], there[400];
-  source_line(code, here, sizeof(here));
-  int length = std::snprintf(text, sizeof(text), "%s, %s", what, here);
+  static char text[1200];
+  int length = std::snprintf(text, sizeof(text), "%s, %s", what, source_line(code));
   if (place.kind == Place::kShared) {
     length += std::snprintf(text + length, sizeof(text) - std::size_t(length),
                             ", shared memory byte %zu", place.offset);
   }
   if (other != nullptr) {
-    source_line(other->code, there, sizeof(there));
     std::snprintf(text + length, sizeof(text) - std::size_t(length),
-                  "; with thread %u of the cluster at %s", other->actor.thread, there);
+                  "; with thread %u of the cluster at %s", other->actor.thread,
+                  source_line(other->code));
   }
   fail_without_unwinding(text);
 }
@@ -149,12 +162,13 @@ void start_cluster(unsigned blocks, std::size_t shared_bytes) {
 }
 
 void check(const void* address, std::size_t bytes, Access access, const void* code) {
+  const Place place = place_of(address, bytes);
+  if (place.kind == Place::kOwnStack) return;
   Record now;
   if (!current_actor(&now.actor)) return;
-  const Place place = place_of(address, bytes);
   switch (place.kind) {
     case Place::kOwnStack:
-      return;
+      break;
     case Place::kOtherStack:
       report("touches another thread's stack", place, code);
     case Place::kOutsideShared:

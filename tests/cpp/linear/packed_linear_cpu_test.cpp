@@ -1,5 +1,5 @@
 // The kernels of packed_linear at every level, in memory of exactly the size that they may touch,
-// against sums in double precision. int8 has the same bits at every level.
+// against sums in double precision. int8 and int4 have the same bits at every level.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -38,23 +38,29 @@ class Memory {
 struct Level {
   const char* name;
   const LinearKernels* kernels;
-  bool has[3];
+  bool has_floats, has_bfloat16, has_ints;
+
+  bool has(LinearFormat format) const {
+    return format == LinearFormat::kFloat32    ? has_floats
+           : format == LinearFormat::kBFloat16 ? has_bfloat16
+                                               : has_ints;
+  }
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all = {{"default", &default_::linear::linear_kernels, {true, true, true}}};
+  std::vector<Level> all = {{"default", &default_::linear::linear_kernels, true, true, true}};
 #if defined(LMD_HAS_X86_KERNELS)
   const CpuCapability best = max_cpu_capability();
   if (best >= CpuCapability::kAvx2) {
-    all.push_back({"avx2", &avx2::linear::linear_kernels, {true, true, true}});
+    all.push_back({"avx2", &avx2::linear::linear_kernels, true, true, true});
   }
   if (best >= CpuCapability::kAvx512) {
-    all.push_back({"avx512", &avx512::linear::linear_kernels, {true, true, true}});
+    all.push_back({"avx512", &avx512::linear::linear_kernels, true, true, true});
     if (__builtin_cpu_supports("avx512bf16")) {
-      all.push_back({"avx512_bf16", &avx512_bf16::linear::linear_kernels, {false, true, false}});
+      all.push_back({"avx512_bf16", &avx512_bf16::linear::linear_kernels, false, true, false});
     }
     if (__builtin_cpu_supports("avx512vnni")) {
-      all.push_back({"avx512_vnni", &avx512_vnni::linear::linear_kernels, {false, false, true}});
+      all.push_back({"avx512_vnni", &avx512_vnni::linear::linear_kernels, false, false, true});
     }
   }
 #endif
@@ -210,7 +216,7 @@ TEST(every_level_multiplies) {
     const Call call(shape, ++seed);
     for (const Level& level : levels()) {
       for (const LinearFormat format : {LinearFormat::kFloat32, LinearFormat::kBFloat16}) {
-        if (!level.has[static_cast<int>(format)]) continue;
+        if (!level.has(format)) continue;
         const double error = call.error(call.run(*level.kernels, format), format);
         if (error < 1.0) continue;
         check::report(level.name, static_cast<int>(seed), "error " + std::to_string(error));
@@ -219,16 +225,70 @@ TEST(every_level_multiplies) {
   }
 }
 
-TEST(int8_has_the_same_bits_at_every_level) {
-  unsigned seed = 100;
-  for (const Case& shape : kCases) {
-    const Call call(shape, ++seed);
-    const std::vector<float> want = call.run(default_::linear::linear_kernels, LinearFormat::kInt8);
-    // Two roundings to a 127th of the largest magnitude, some 4 of which make a normal row.
-    CHECK(call.error(want, LinearFormat::kInt8) < 0.05 / 1e-6);
+TEST(ints_have_the_same_bits_at_every_level) {
+  for (int64_t number = static_cast<int64_t>(LinearFormat::kInt8); number <= kMaxLinearFormat;
+       ++number) {
+    const LinearFormat format = static_cast<LinearFormat>(number);
+    // Two roundings: to a 127th of the largest magnitude, some 4 of which make a normal row; of
+    // int4's weights to an 8th of the largest of a group.
+    const double most = (format == LinearFormat::kInt8 ? 0.05 : 0.3) / 1e-6;
+    unsigned seed = 100;
+    for (const Case& shape : kCases) {
+      const Call call(shape, ++seed);
+      const std::vector<float> want = call.run(default_::linear::linear_kernels, format);
+      CHECK(call.error(want, format) < most);
+      for (const Level& level : levels()) {
+        if (level.has(format)) CHECK(same_bits(call.run(*level.kernels, format), want));
+      }
+    }
+  }
+}
+
+// Weights of four bits that are there already: what packing makes of them, unpacked by rows of x
+// with one element, and that nothing behind them is read.
+TEST(quantized_weights_are_packed_as_they_are) {
+  for (const LinearFormat format : {LinearFormat::kInt4, LinearFormat::kInt4Zeros32,
+                                    LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
+    const int64_t group = int4_group(format), groups = 2, inputs = group * groups, outputs = 70;
+    const Memory<uint8_t> values(outputs * inputs), zeros(outputs * groups);
+    const Memory<Half> scales(outputs * groups);
+    std::mt19937 random(7);
+    for (int64_t i = 0; i < outputs * inputs; ++i) {
+      values.get()[i] = static_cast<uint8_t>(random() % 16);
+    }
+    for (int64_t i = 0; i < outputs * groups; ++i) {
+      zeros.get()[i] = static_cast<uint8_t>(random() % 17);
+      scales.get()[i] = Half{static_cast<uint16_t>(0x3000 + random() % 0x800)};
+    }
+    const bool has_zeros = format != LinearFormat::kInt4;
+    const PackedLinearShape shape = {inputs, outputs, format};
     for (const Level& level : levels()) {
-      if (!level.has[2]) continue;
-      CHECK(same_bits(call.run(*level.kernels, LinearFormat::kInt8), want));
+      if (!level.has(format)) continue;
+      const LinearTile tile = level.kernels->tile(format);
+      const PackedLayout layout = PackedLayout::of(shape, tile);
+      const Memory<char> packed(layout.bytes);
+      level.kernels->pack_quantized(shape,
+                                    {values.get(), scales.get(), has_zeros ? zeros.get() : nullptr},
+                                    packed.get(), 0, layout.panels);
+      const Memory<float> x(inputs), y(outputs);
+      const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
+      const Memory<char> prepared(row_bytes);
+      for (int64_t i = 0; i < inputs; ++i) {
+        for (int64_t k = 0; k < inputs; ++k) x.get()[k] = k == i ? 127.0f : 0.0f;
+        level.kernels->prepare(
+            {format, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr}, 0, 1);
+        LinearOutput output;
+        output.y = y.get();
+        output.y_stride = outputs;
+        level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, 1},
+                                output, 0, layout.panels);
+        for (int64_t o = 0; o < outputs; ++o) {
+          const int64_t at = o * groups + i / group;
+          const int zero = has_zeros ? zeros.get()[at] : 8;
+          const float whole = static_cast<float>(127 * (values.get()[o * inputs + i] - zero));
+          CHECK(y.get()[o] == whole * to_float(scales.get()[at]));
+        }
+      }
     }
   }
 }
@@ -237,9 +297,9 @@ TEST(a_row_does_not_depend_on_what_is_computed_beside_it) {
   for (const Case& shape : {Case{13, 600, 200}, Case{20, 1100, 150}, Case{7, 30, 90}}) {
     const Call call(shape, static_cast<unsigned>(shape.rows));
     for (const Level& level : levels()) {
-      for (int number = 0; number < 3; ++number) {
-        if (!level.has[number]) continue;
+      for (int64_t number = 0; number <= kMaxLinearFormat; ++number) {
         const LinearFormat format = static_cast<LinearFormat>(number);
+        if (!level.has(format)) continue;
         const std::vector<float> want = call.run(*level.kernels, format);
         for (const int64_t row_split : {1, 2, 3, 4, 5, 6}) {
           CHECK(same_bits(call.run(*level.kernels, format, 1, row_split), want));

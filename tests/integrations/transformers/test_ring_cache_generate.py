@@ -108,6 +108,7 @@ def test_a_conversation_goes_on_from_its_cache(build: Build) -> None:
         model.set_attn_implementation("lmdecode")
 
 
+@pytest.mark.slow
 def test_a_static_cache_in_a_compiled_forward(build: Build) -> None:
     """Transformers' own static cache: of one shape, whatever the number of tokens."""
     model = build("Mistral", "lmdecode")

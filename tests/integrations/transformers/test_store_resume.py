@@ -79,13 +79,16 @@ def one_thread() -> Iterator[None]:
         *(
             pytest.param(
                 "shipped", dtype, way,
-                marks=pytest.mark.skipif(not SHIPPED.exists(), reason="in source checkouts only"),
+                marks=[
+                    pytest.mark.skipif(not SHIPPED.exists(), reason="in source checkouts only"),
+                    pytest.mark.slow,
+                ],
             )
             for dtype in (torch.float32, torch.bfloat16)
             for way in ("greedy", "sampled")
         ),
         ("llama", torch.float32, "sampled"),
-        ("gemma2", torch.bfloat16, "greedy"),
+        pytest.param("gemma2", torch.bfloat16, "greedy", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_killed_while_it_answers(name: str, dtype: torch.dtype, way: str, tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
 ``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
 masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
+``pack_linears_`` puts packed weights in the place of a model's linear layers, and
+``LmdecodeConfig`` does so while ``from_pretrained`` loads it; ``packed_from_awq`` and
+``packed_from_gptq`` take the layers of such checkpoints as they are.
 ``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps; ``prefill``,
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
@@ -33,6 +36,10 @@ from lmdecode.integrations.transformers.caches.beam_caches import (
     reorder_beams,
 )
 from lmdecode.integrations.transformers.caches.ring_caches import DynamicRingCache, StaticRingCache
+from lmdecode.integrations.transformers.linear.checkpoints import packed_from_awq, packed_from_gptq
+from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.integrations.transformers.linear.packing import pack_linears_
+from lmdecode.integrations.transformers.quantizer import LmdecodeConfig
 from lmdecode.integrations.transformers.sampling.generation import sample
 from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
 from lmdecode.integrations.transformers.store.cache import (
@@ -49,6 +56,8 @@ __all__ = [
     "BeamEncoderDecoderCache",
     "DynamicRingCache",
     "HammingDiversityLogitsProcessor",
+    "LmdecodeConfig",
+    "PackedLinearModule",
     "StaticRingCache",
     "TopKTopPLogitsProcessor",
     "beam_cache",
@@ -60,6 +69,9 @@ __all__ = [
     "expand_beams",
     "generate_with_store",
     "load_cache",
+    "pack_linears_",
+    "packed_from_awq",
+    "packed_from_gptq",
     "prefill",
     "register",
     "reorder_beams",

@@ -143,6 +143,8 @@ def _refuse(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str,
                 f"{name}: expected False, Decoding keeps none of them; model.generate() does"
             )
     for name, value in model_kwargs.items():
+        if isinstance(value, dict) and not value:  # outputs of encoders, of which there are none
+            continue
         if name not in _IGNORED and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a model")
     if input_ids.numel() == 0:

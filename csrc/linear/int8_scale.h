@@ -1,0 +1,34 @@
+// A row rounded to int8: whole multiples of its largest magnitude / 127.
+#pragma once
+
+#include "simd/vec_math.h"
+
+namespace lmdecode::LMD_SIMD::linear {
+
+constexpr float kInt8Max = 127.0f;
+// Rows whose magnitudes all lie below count as 0: the factor that scales them would overflow.
+constexpr float kLeastScaledMagnitude = 0x1p-100f;
+
+// q = round(x * factor), x is about q * scale. Both 0 where all is 0; scale NaN, factor 0 where
+// magnitude_bits, those of the largest |x|, are of inf or NaN.
+struct Int8Scale {
+  float factor = 0.0f;
+  float scale = 0.0f;
+
+  static Int8Scale of(uint32_t magnitude_bits) {
+    if (magnitude_bits >= 0x7f800000u) return {0.0f, float_of(0x7fc00000u)};
+    const float magnitude = float_of(magnitude_bits);
+    if (magnitude < kLeastScaledMagnitude) return {};
+    return {kInt8Max / magnitude, magnitude / kInt8Max};
+  }
+};
+
+inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
+
+inline int32_t to_int8(float value, float factor) {
+  if (factor == 0.0f) return 0;  // 0 times inf would be NaN
+  const float product = value * factor;
+  return static_cast<int32_t>((product + kRoundMagic) - kRoundMagic);
+}
+
+}  // namespace lmdecode::LMD_SIMD::linear

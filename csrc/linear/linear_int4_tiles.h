@@ -1,0 +1,154 @@
+// Sums of a block of rows and a panel of int4: tiles of rows, all groups of a chain one after
+// another.
+#pragma once
+
+#include "linear/linear_int4_products.h"
+#include "linear/linear_tuning.h"
+
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
+
+// sums [kRows, width] += `groups` groups, the weights of which begin at `weights`, and the inputs
+// of the rows at `input`; from 0, if first. Meanwhile lines [first_line, last_line) of each step
+// from `ahead` on are fetched.
+template <class Dot, int kRows>
+inline void add_groups(const char* input, int64_t row_bytes, const char* weights, int64_t groups,
+                       const char* ahead, int first_line, int last_line, bool is_first,
+                       float* sums) {
+  // Vectors of the panel that are multiplied side by side: as many as there are registers for.
+  constexpr int kTogether = kRows <= 2 ? kPanelVectors : kPanelVectors / 2;
+  // Parts of a step, over which the fetching is spread.
+  constexpr int kSlots = Dot::kGroup / kGroupPart * (kPanelVectors / kTogether);
+  typename Dot::Floats total[kRows][kPanelVectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) {
+      total[r][j] = is_first ? Dot::same(0.0f)
+                             : Dot::load_floats(sums + (r * kPanelVectors + j) * Dot::kLanes);
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const char* const group = weights + g * Dot::kStepBytes;
+    const char* const x = input + g * Dot::kInputBytes;
+    const char* const next = ahead + g * Dot::kStepBytes;
+    Int4Input rows[kRows];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) __builtin_memcpy(&rows[r], x + r * row_bytes, sizeof(rows[r]));
+#pragma GCC unroll 4
+    for (int first = 0; first < kPanelVectors; first += kTogether) {
+      typename Dot::Sum sum[kRows][kTogether];
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kTogether; ++j) {
+          if constexpr (Dot::kHasZeros) {
+            sum[r][j] =
+                Dot::offset(rows[r].offset, group + 2 * Dot::kWidth + (first + j) * Dot::kLanes);
+          } else {
+            sum[r][j] = Dot::offset(rows[r].offset);
+          }
+        }
+      }
+      for (int part = 0; part < Dot::kGroup; part += kGroupPart) {
+        const int slot = part / kGroupPart * (kPanelVectors / kTogether) + first / kTogether;
+        for (int i = first_line + slot; i < last_line; i += kSlots) {
+          __builtin_prefetch(next + i * 64, 0, 2);
+        }
+        typename Dot::Part c[kRows][kTogether];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::begin(sum[r][j]);
+        }
+#pragma GCC unroll 4
+        for (int at = part; at < part + kGroupPart; at += 8) {
+          typename Dot::Bytes low[kTogether], high[kTogether];
+#pragma GCC unroll 4
+          for (int j = 0; j < kTogether; ++j) {
+            const auto bytes = Dot::load_bytes(group + Dot::kNibblesAt + Dot::kWidth * at / 2 +
+                                               (first + j) * Dot::kLanes * 4);
+            low[j] = Dot::low(bytes);
+            high[j] = Dot::high(bytes);
+          }
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            int32_t quads[2];
+            __builtin_memcpy(quads, x + r * row_bytes + sizeof(Int4Input) + at, sizeof(quads));
+#pragma GCC unroll 4
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], low[j], quads[0]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], high[j], quads[1]);
+          }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kTogether; ++j) sum[r][j] = Dot::end(c[r][j], sum[r][j]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < kTogether; ++j) {
+        const auto scales = Dot::load_scales(group + (first + j) * Dot::kLanes * 2);
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+          const auto factors = Dot::times(scales, Dot::same(rows[r].scale));
+          const auto values = Dot::to_floats(sum[r][j]);
+          total[r][first + j] = Dot::add_product(values, factors, total[r][first + j]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) {
+      Dot::store_floats(sums + (r * kPanelVectors + j) * Dot::kLanes, total[r][j]);
+    }
+  }
+}
+
+// `groups` groups for all rows of the input, in tiles of about the same height, which share the
+// fetching of the weights that follow.
+template <class Dot>
+void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
+                        int64_t groups, bool is_first, float* sums) {
+  constexpr int kTileRows = tuning::kInt4TileRows;
+  constexpr int kLines = (Dot::kStepBytes + 63) / 64;
+  const int64_t rows = input.count;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  int64_t row = 0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t height = rows / tiles + (t < rows % tiles ? 1 : 0);
+    const char* const x = static_cast<const char*>(input.rows) + row * input.row_bytes + input_at;
+    float* const to = sums + row * Dot::kWidth;
+    const auto run = [&]<int kRows>() {
+      if (tiles == 1) {
+        add_groups<Dot, kRows>(x, input.row_bytes, weights, groups,
+                               weights + tuning::kInt4PrefetchBytes, 0, kLines, is_first, to);
+      } else {
+        add_groups<Dot, kRows>(x, input.row_bytes, weights, groups,
+                               weights + groups * Dot::kStepBytes,
+                               static_cast<int>(kLines * t / tiles),
+                               static_cast<int>(kLines * (t + 1) / tiles), is_first, to);
+      }
+    };
+    switch (height) {
+      case 1:
+        run.template operator()<1>();
+        break;
+      case 2:
+        run.template operator()<2>();
+        break;
+      case 3:
+        run.template operator()<3>();
+        break;
+      default:
+        run.template operator()<kTileRows>();
+    }
+    row += height;
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD::linear

@@ -1,0 +1,1 @@
+"""Linear layers of a transformers model, packed."""

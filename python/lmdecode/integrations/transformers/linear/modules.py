@@ -1,0 +1,98 @@
+"""A ``PackedLinear`` where a model has an ``nn.Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmdecode.linear import PackedLinear
+
+__all__ = ["PackedLinearModule"]
+
+
+class PackedLinearModule(nn.Module):
+    """A linear layer of a model, on packed weights, on the CPU.
+
+    It computes in float32 and returns the dtype of its input. ``weight`` is a tensor on the meta
+    device: it tells a shape and a dtype, and holds nothing. ``to()`` leaves the packed weight as it
+    is, in whatever dtype the model then is; another device is refused. Copies and pickles hold the
+    packed weight, which fits the CPU capability of this process alone; a state dict cannot hold it.
+
+    Parameters
+    ----------
+    layer : PackedLinear
+        What computes.
+    weight_dtype : torch.dtype
+        What ``weight.dtype`` says.
+
+    Attributes
+    ----------
+    layer : PackedLinear
+        As given.
+    in_features, out_features : int
+        Sizes.
+    """
+
+    def __init__(self, layer: PackedLinear, weight_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer, self.weight_dtype = layer, weight_dtype
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias``, ``[..., out_features]``, in the dtype of ``x``."""
+        if x.dtype == torch.float32:
+            return self.layer(x)
+        return self.layer(x.float()).to(x.dtype)
+
+    def take_bias(self) -> None:
+        """Hand a parameter ``bias``, which a loader has filled, to the layer."""
+        bias = self._parameters.pop("bias", None)
+        if bias is not None:
+            self.layer.bias = bias.detach().float().clone()
+
+    def __getattr__(self, name: str) -> Any:
+        # What models ask a linear layer for, but for parameters that are there.
+        if name in ("weight", "bias") and "layer" in self.__dict__:
+            if name in self._parameters:
+                return self._parameters[name]
+            if name == "bias":
+                return self.layer.bias
+            size = (self.out_features, self.in_features)
+            return torch.empty(size, dtype=self.weight_dtype, device="meta")
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a bias; the weight is refused."""
+        if name == "weight":
+            raise ValueError(
+                "PackedLinearModule: its weight is packed, and cannot be replaced or tied; pack "
+                "the model when it has its weights"
+            )
+        # Not through hasattr(): the bias is there already.
+        self._parameters[name] = param
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinearModule:
+        device = fn(torch.empty(0)).device
+        if device.type != "cpu":
+            raise ValueError(
+                f"PackedLinearModule: packed weights cannot be moved to {device}; expected the cpu"
+            )
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        raise ValueError(
+            "PackedLinearModule: a state dict cannot hold packed weights, which fit this process "
+            "alone; save the model before pack_linears_"
+        )
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        raise ValueError(
+            "PackedLinearModule: its weight is packed; load the state dict before pack_linears_"
+        )
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` says of the layer."""
+        return repr(self.layer).removeprefix("PackedLinear(").removesuffix(")")

@@ -1,0 +1,143 @@
+"""``pack_linears_``: every linear layer of a model on packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lmdecode._checks import type_error
+from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.linear import PackedLinear, check_linear_format
+
+__all__ = ["checked_skip", "is_linear", "is_skipped", "pack_linears_", "pack_weight", "untie"]
+
+_OP = "pack_linears_"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is packed. Subclasses are not: others may compute with their weight."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def checked_skip(op: str, skip: object) -> tuple[str, ...]:
+    """Return the names; raise TypeError for what is none."""
+    if isinstance(skip, str) or not isinstance(skip, Iterable):
+        raise type_error(op, "skip", skip, "a sequence of str")
+    names = tuple(skip)
+    for name in names:
+        if not isinstance(name, str):
+            raise type_error(op, "skip", name, "a sequence of str")
+    return names
+
+
+def is_skipped(name: str, skip: Sequence[str]) -> bool:
+    """Whether the parts of one of the names stand side by side in the name of a module."""
+    return any(f".{part}." in f".{name}." for part in skip)
+
+
+def pack_weight(
+    module: nn.Module, weight: Tensor, dtype: str, group_size: int | None
+) -> PackedLinearModule:
+    """Return what takes the place of a linear layer with this weight; its bias is left to it."""
+    rows = weight.T if isinstance(module, Conv1D) else weight
+    layer = PackedLinear(rows, dtype=dtype, group_size=group_size)
+    packed = PackedLinearModule(layer, weight.dtype)
+    packed.train(module.training)
+    bias = module.bias
+    if bias is not None:
+        assert isinstance(bias, Tensor)
+        packed.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
+    return packed
+
+
+def untie(model: nn.Module) -> None:
+    """Forget that weights which are packed were tied to others."""
+    for module in model.modules():
+        tied = getattr(module, "all_tied_weights_keys", None)
+        if not isinstance(tied, dict):
+            continue
+        for key in list(tied):
+            if isinstance(module.get_submodule(key.rpartition(".")[0]), PackedLinearModule):
+                del tied[key]
+
+
+@torch.no_grad()
+def pack_linears_(
+    model: Model,
+    dtype: str | torch.dtype = "int8",
+    *,
+    skip: Sequence[str] = (),
+    group_size: int | None = None,
+) -> Model:
+    """Put a packed weight in the place of every linear layer of a model, in place.
+
+    Every ``nn.Linear``, and the ``Conv1D`` of GPT-2, becomes a ``PackedLinearModule``. So does an
+    output layer that is tied to the embedding; the embedding stays as it is. Layers are packed one
+    after another, and the old weight of each is released before the next. The model is for
+    inference then: none of its parameters requires a gradient.
+
+    Parameters
+    ----------
+    model : nn.Module
+        On the CPU, in float32, bfloat16 or float16. Outputs of layers keep that dtype.
+    dtype : {"float32", "bfloat16", "int8", "int4"}
+        What weights are held in, as for ``lmdecode.PackedLinear``.
+    skip : sequence of str
+        Names of modules that stay as they are, with all that is in them: whole names, or
+        neighbouring parts of one, such as ``"lm_head"`` or ``"mlp.gate"``.
+    group_size : {32, 64, 128}, optional
+        Of ``"int4"``, as for ``lmdecode.PackedLinear``.
+
+    Returns
+    -------
+    nn.Module
+        ``model``.
+
+    Raises
+    ------
+    TypeError
+        An argument of another type.
+    ValueError
+        An argument of another value than expected, or a layer on another device, or of another
+        dtype. Nothing is packed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise type_error(_OP, "model", model, "an nn.Module")
+    name_of_dtype, _, size = check_linear_format(_OP, dtype, group_size)
+    names = checked_skip(_OP, skip)
+    places: dict[int, list[str]] = {}  # of each module, all of its names
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module) and not is_skipped(name, names):
+            _check_layer(name, module)
+            places.setdefault(id(module), []).append(name)
+    for where in places.values():
+        module = model.get_submodule(where[0])
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        packed = pack_weight(module, weight, name_of_dtype, size if group_size else None)
+        packed.take_bias()
+        for name in where:
+            model.set_submodule(name, packed)
+        del module, weight  # before the next
+    untie(model)
+    model.requires_grad_(False)
+    return model
+
+
+def _check_layer(name: str, module: nn.Module) -> None:
+    if name == "":
+        raise ValueError(f"{_OP}: model is a linear layer itself; expected a module that holds it")
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if weight.device.type != "cpu":
+        raise ValueError(f"{_OP}: {name} is on {weight.device}; expected a model on cpu")
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{_OP}: {name} has dtype {str(weight.dtype).removeprefix('torch.')}; expected "
+            "float32, bfloat16 or float16"
+        )

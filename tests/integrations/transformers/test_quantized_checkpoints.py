@@ -1,0 +1,107 @@
+"""AWQ's and GPTQ's tensors against their definitions, written out in plain torch."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lmdecode import PackedLinear
+from lmdecode.integrations.transformers import packed_from_awq, packed_from_gptq
+
+INPUTS, OUTPUTS = 256, 72
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """int32 [..., n / 8] of numbers below 16 [..., n]: the first in the lowest four bits."""
+    parts = values.long().unflatten(-1, (-1, 8))
+    words = sum(parts[..., i] << 4 * i for i in range(8))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def random_layer(group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [in, out], scales and zeros [groups, out]."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(16, (INPUTS, OUTPUTS), generator=generator)
+    scales = torch.rand(INPUTS // group, OUTPUTS, generator=generator).half() / 64
+    return q, scales, torch.randint(16, scales.shape, generator=generator)
+
+
+def same(layer: PackedLinear, weight: torch.Tensor) -> None:
+    x = torch.eye(INPUTS) * 127
+    want = (127 * weight.double()).float()
+    assert torch.equal(layer(x), want if layer.bias is None else want + layer.bias)
+
+
+def awq_columns(columns: torch.Tensor) -> torch.Tensor:
+    """Of each eight columns, the order in which AWQ puts them into a word."""
+    return columns.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_awq(group: int) -> None:
+    q, scales, zeros = random_layer(group)
+    bias = torch.randn(OUTPUTS)
+    layer = packed_from_awq(words_of(awq_columns(q)), words_of(awq_columns(zeros)), scales, bias)
+    times = INPUTS // scales.shape[0]
+    weight = (q - zeros.repeat_interleave(times, 0)) * scales.float().repeat_interleave(times, 0)
+    same(layer, weight)
+    assert layer.dtype == "int4" and layer.group_size == min(group, 128)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("order", ["none", "neighbours", "mixed"])
+@pytest.mark.parametrize("group", [32, 128])
+def test_gptq(group: int, order: str, offset: int) -> None:
+    q, scales, stored = random_layer(group, seed=1)
+    g_idx = torch.arange(INPUTS) // group
+    if order == "mixed":
+        g_idx = g_idx[torch.randperm(INPUTS, generator=torch.Generator().manual_seed(2))]
+    layer = packed_from_gptq(
+        words_of(q.T).T, words_of(stored), scales.float(),
+        None if order == "none" else g_idx.int(), zero_offset=offset,
+    )  # fmt: skip
+    weight = (q - (stored + offset)[g_idx]) * scales.float()[g_idx]
+    same(layer, weight)
+    assert (layer.input_order is not None) == (order == "mixed")
+
+
+def test_words_are_those_of_the_formats() -> None:
+    """The helpers of this file, on numbers written by hand."""
+    assert words_of(torch.arange(8))[0].item() == 0x76543210
+    assert words_of(torch.full((8,), 15))[0].item() == -1
+    assert words_of(awq_columns(torch.arange(8)))[0].item() == 0x75316420
+
+
+Q, S, Z = random_layer(64)
+GPTQ = (words_of(Q.T).T, words_of(Z), S)
+AWQ = (words_of(awq_columns(Q)), words_of(awq_columns(Z)), S)
+WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
+    "awq, qweight: a list": ("packed_from_awq: qweight is of type list", TypeError,
+                             lambda: packed_from_awq([1], *AWQ[1:])),
+    "awq, qweight: int64": ("qweight has dtype int64; expected int32", ValueError,
+                            lambda: packed_from_awq(AWQ[0].long(), *AWQ[1:])),
+    "awq, qzeros: a shape": (r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
+                             ValueError, lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S)),
+    "awq, scales: beyond float16": ("scales holds numbers that float16 does not hold", ValueError,
+                                    lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9)),
+    "gptq, scales: a shape": (r"scales is of \[4, 71\]", ValueError,
+                              lambda: packed_from_gptq(*GPTQ[:2], S[:, :71])),
+    "gptq, scales: a vector": (r"scales has shape \[72\]; expected two", ValueError,
+                               lambda: packed_from_gptq(*GPTQ[:2], S[0])),
+    "gptq, g_idx: a size": (r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]", ValueError,
+                            lambda: packed_from_gptq(*GPTQ, torch.arange(3))),
+    "gptq, g_idx: another number": ("does not have 64 inputs of each of 4 groups", ValueError,
+                                    lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int())),
+    "gptq, zero_offset": ("zero_offset is 2; expected 0 or 1", ValueError,
+                          lambda: packed_from_gptq(*GPTQ, zero_offset=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name: str) -> None:
+    message, error, call = WRONG[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert re.search(message, str(raised.value)), str(raised.value)

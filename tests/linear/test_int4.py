@@ -1,0 +1,214 @@
+"""int4: groups and their zeros, weights that are int4 already, what it is the same as."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from linear_cases import assert_same_bits, normal
+
+import lmdecode
+from lmdecode import PackedLinear
+from lmdecode.reference import packed_linear as reference
+from lmdecode.reference import packed_quantized_linear, quantize_groups, quantize_rows
+
+GROUPS = [None, 32, 64, 128]
+NAN = float("nan")
+
+
+def quantized(outputs: int, inputs: int, group: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales = torch.randn(outputs, inputs // group, generator=generator).half() / 16
+    zeros = torch.randint(17, scales.shape, generator=generator, dtype=torch.uint8)
+    return q, scales, zeros
+
+
+def weights_of(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """What they stand for, in float64."""
+    group = q.shape[1] // scales.shape[1]
+    whole = q.double() - zeros.repeat_interleave(group, 1).double()
+    return whole * scales.repeat_interleave(group, 1).double()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 150])
+def test_has_the_bits_of_the_reference(rows: int, group: int | None) -> None:
+    for outputs, inputs in ((1, 1), (63, 31), (64, 32), (65, 129), (130, 300), (7, 4200)):
+        x, weight, bias = normal(rows, inputs), normal(outputs, inputs, seed=1), normal(outputs)
+        got = PackedLinear(weight, bias, dtype="int4", group_size=group)(x)
+        assert_same_bits(got, reference(x, weight, bias, dtype="int4", group_size=group))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_error_is_that_of_the_quantised_model(group: int | None) -> None:
+    """Against float64 of the rounded rows and weights: what is left is rounding of sums."""
+    x, weight = normal(5, 700), normal(90, 700, seed=1)
+    size = group or 32
+    parts = torch.nn.functional.pad(x, (0, -700 % size)).view(-1, size)
+    rows, scales = quantize_rows(parts)
+    wide = (rows.double() * scales[:, None].double()).view(5, -1)[:, :700]
+    q, steps, zeros = quantize_groups(weight, group)
+    q = torch.nn.functional.pad(q, (0, -700 % size))
+    exact = wide @ weights_of(q, steps, zeros)[:, :700].mT
+    got = PackedLinear(weight, dtype="int4", group_size=group)(x)
+    assert (got - exact).abs().max() < 2e-6 * exact.abs().max()
+    # And the quantised model is near the model: half a step of 1/8 of the largest of 32.
+    model = x.double() @ weight.double().mT
+    assert (got - model).norm() < 0.12 * model.norm()
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 384])
+def test_quantized_weights_are_taken_as_they_are(group: int, has_zeros: bool) -> None:
+    q, scales, zeros = quantized(70, 768, group)
+    zeros = zeros if has_zeros else torch.full_like(zeros, 8)
+    layer = PackedLinear.from_quantized(q, scales, zeros if has_zeros else None, normal(70))
+    assert layer.dtype == "int4" and (layer.in_features, layer.out_features) == (768, 70)
+    # A row of one element, in each group: scale * (q - zero), rounded to float32 alone.
+    x = torch.zeros(768, 768)
+    x.fill_diagonal_(127.0)
+    want = (127.0 * weights_of(q, scales, zeros)).float().mT + normal(70)
+    assert_same_bits(layer(x), want)
+    x = normal(6, 768)
+    times = group // layer.group_size
+    parts = (scales.repeat_interleave(times, 1), zeros.repeat_interleave(times, 1))
+    assert_same_bits(layer(x), packed_quantized_linear(x, q, *parts) + normal(70))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_quantizing_and_packing_is_packing(group: int | None) -> None:
+    weight = normal(70, 256)
+    q, scales, zeros = quantize_groups(weight, group)
+    layer = PackedLinear.from_quantized(q, scales, None if group is None else zeros)
+    assert torch.equal(layer.packed, PackedLinear(weight, dtype="int4", group_size=group).packed)
+
+
+def test_strides_of_quantized_weights() -> None:
+    q, scales, zeros = quantized(20, 128, 64)
+    want = PackedLinear.from_quantized(q, scales, zeros)
+    across = [tensor.T.contiguous().T for tensor in (q, scales, zeros)]
+    assert torch.equal(PackedLinear.from_quantized(*across).packed, want.packed)
+
+
+def test_input_order() -> None:
+    q, scales, zeros = quantized(20, 128, 32)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
+    layer = PackedLinear.from_quantized(q, scales, zeros, input_order=order)
+    plain = PackedLinear.from_quantized(q, scales, zeros)
+    x = normal(4, 128)
+    assert_same_bits(layer(x), plain(x[:, order]))
+    assert_same_bits(layer(x[0]), plain(x[:, order])[0])
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_same_bits(other(x), layer(x))
+
+
+def test_the_layout_takes_what_it_says() -> None:
+    """4.5 bits a weight, or 4.75, 4.375 and 4.1875."""
+    weight = torch.zeros(640, 1280)
+    for group, bits in ((None, 4.5), (32, 4.75), (64, 4.375), (128, 4.1875)):
+        layer = PackedLinear(weight, dtype="int4", group_size=group)
+        assert layer.group_size == (group or 32)
+        assert layer.packed.numel() == 64 + 640 * 1280 * bits / 8
+    assert repr(layer).endswith("dtype='int4', group_size=128)")
+    assert repr(PackedLinear(weight)).endswith("dtype='float32')")
+
+
+def test_largest_sums() -> None:
+    """Neither 16 nor 32 bits overflow, whatever the signs."""
+    for group in (32, 64, 128):
+        for q_of, zero in ((15, 0), (0, 16), (15, 16)):
+            q = torch.full((64, 256), q_of, dtype=torch.uint8)
+            scales = torch.ones(64, 256 // group).half()
+            zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
+            layer = PackedLinear.from_quantized(q, scales, zeros)
+            for sign in (1.0, -1.0):
+                x = torch.full((5, 256), 127.0 * sign)
+                want = 127.0 * sign * 256 * (q_of - zero)
+                assert_same_bits(layer(x), torch.full((5, 64), want))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf"), 3e38])
+def test_what_is_not_finite(group: int | None, bad: float) -> None:
+    """NaN in the row of x, or the output, that holds it. So is a scale beyond float16."""
+    x, weight = normal(3, 200), normal(70, 200, seed=1)
+    want = PackedLinear(weight, dtype="int4", group_size=group)(x)
+    bad_x, bad_weight = x.clone(), weight.clone()
+    bad_weight[7, 150] = bad
+    got = PackedLinear(bad_weight, dtype="int4", group_size=group)(x)
+    assert got[:, 7].isnan().all()
+    others = [column for column in range(70) if column != 7]
+    assert_same_bits(got[:, others], want[:, others])
+    if abs(bad) < 1e38:
+        return
+    bad_x[1, 150] = bad
+    got = PackedLinear(weight, dtype="int4", group_size=group)(bad_x)
+    assert_same_bits(got[[0, 2]], want[[0, 2]])
+    assert got[1].isnan().all() or bad == 3e38
+
+
+def test_scales_of_nan_and_zero() -> None:
+    q, scales, zeros = quantized(20, 64, 32)
+    scales[3, 1], scales[4] = NAN, 0.0
+    got = PackedLinear.from_quantized(q, scales, zeros)(normal(2, 64))
+    assert got[:, 3].isnan().all() and (got[:, 4] == 0).all()
+    assert got[:, 5:].isfinite().all()
+
+
+def test_subnormal_scales() -> None:
+    x, weight = normal(3, 64), normal(20, 64, seed=1) * 1e-6
+    for group in GROUPS:
+        got = PackedLinear(weight, dtype="int4", group_size=group)(x)
+        assert_same_bits(got, reference(x, weight, dtype="int4", group_size=group))
+        assert got.any()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 400])
+def test_threads_and_batches(rows: int, threads: None) -> None:
+    x, weight = normal(rows, 700), normal(1500, 700, seed=1)
+    for group in GROUPS:
+        results = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            layer = PackedLinear(weight, dtype="int4", group_size=group)
+            results.append(layer(x, activation="gelu"))
+        assert_same_bits(results[0], results[1])
+        assert_same_bits(layer(x[rows // 2 :][:1], activation="gelu")[0], results[0][rows // 2])
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import lmdecode
+import test_int4 as tests
+
+for group in tests.GROUPS:
+    for rows in (1, 2, 3, 4, 9):
+        tests.test_has_the_bits_of_the_reference(rows, group)
+    tests.test_what_is_not_finite(group, tests.NAN)
+    tests.test_quantizing_and_packing_is_packing(group)
+tests.test_largest_sums()
+tests.test_subnormal_scales()
+tests.test_scales_of_nan_and_zero()
+print(lmdecode.cpu_capability())
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_capability_has_the_bits_of_the_reference(capability: str) -> None:
+    order = ("default", "avx2", "avx512")
+    if order.index(capability) > order.index(lmdecode.cpu_capability()):
+        pytest.skip(f"this machine has no {capability}")
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, os.path.dirname(__file__)],
+        env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [capability]
