@@ -62,7 +62,7 @@ def new_caches(
     """Return caches in which there is nothing that a step may read before it has written it."""
     caches = CausalCaches(model, sequences, max_length, **options)
     for pool in caches._tensors[::6]:
-        pool.fill_(torch.nan)
+        pool.view(torch.uint8).fill_(255)  # NaN, and scales of int8 that are
     caches._workspace.fill_(255)  # NaN, and as an integer -1
     return caches
 
