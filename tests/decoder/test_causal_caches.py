@@ -35,7 +35,7 @@ def answer(caches: CausalCaches, begin: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize(
-    ("weights", "dtype"), [("float32", "float32"), ("int8", "bfloat16"), ("bfloat16", "float32")]
+    ("weights", "dtype"), [("float32", "float32"), ("int8", "bfloat16"), ("bfloat16", "int8")]
 )
 def test_a_sequence_goes_on_from_what_another_read(
     model: tuple[str, str], weights: str, dtype: str

@@ -11,11 +11,17 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["CACHE_DTYPES", "CausalCaches"]
+__all__ = ["CACHE_DTYPES", "CausalCaches", "row_format"]
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4  # before each key and value of int8
+
+
+def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
+    """Return what a key or value of a head is held as: elements, and how many of them."""
+    kind = CACHE_DTYPES[dtype]
+    return kind, head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
 
 
 def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:
@@ -66,13 +72,12 @@ class CausalCaches:
         self.sequences, self.max_length = sequences, max_length
         max_blocks = -(-max_length // BLOCK_SIZE)
         self._tensors: list[Tensor] = []
-        kind = CACHE_DTYPES[dtype]
+        kind, row_size = row_format(c.head_size, dtype)
         for window, layers in zip(model.cache_windows, model.cache_layers, strict=True):
             of_sequence = max_blocks
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
             num_blocks = sequences * of_sequence
-            row_size = c.head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
             shape = (num_blocks, layers, 2, c.num_kv_heads, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
             counters = torch.zeros(3, dtype=torch.int32)
@@ -148,7 +153,7 @@ class CausalCaches:
         list of (Tensor, Tensor)
             Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
             that there are from ``begin`` on; of a layer with a window the last window - 1 of these
-            at most, which is what tokens to come see.
+            at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, Tensor]]()
@@ -208,4 +213,6 @@ class CausalCaches:
         places = self.model.layout[1:, 2:4].tolist()
         for (cache, layer), window in zip(places, self._config.windows, strict=True):
             pool = self._tensors[6 * cache]
+            if pool.dtype == torch.int8:
+                pool = pool.view(torch.uint8)
             yield (pool[:, layer, 0], pool[:, layer, 1]), of_caches[cache], window

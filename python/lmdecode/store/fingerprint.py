@@ -13,7 +13,10 @@ import torch
 
 from lmdecode._checks import check_int
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+}  # fmt: skip
 # Of a configuration: names of places and versions, what is written when a model is saved, and what
 # a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
 # hashed with the weights.
@@ -105,7 +108,8 @@ class Fingerprint:
     weights_hash
         Names the weights: another revision has another one.
     dtype
-        Of keys and values: "float32", "float16", "bfloat16" or the torch dtype.
+        Of keys and values: "float32", "float16", "bfloat16" or the torch dtype; "uint8" where they
+        are bytes of another format, which ``layout`` names.
     num_layers, num_kv_heads, head_size
         Shape of the cache: K and V of a layer are [num_kv_heads, tokens, head_size].
     rope

@@ -82,7 +82,9 @@ def prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("case", MODELS, ids=str)
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [("float32", "float32"), ("int8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", "float32"), ("int8", "bfloat16"), ("int4", "int8")]
+)
 def test_turns_of_a_conversation(
     case: tuple[str, str], dtype: str, cache_dtype: str, tmp_path: Path, prompt_tokens: list[int]
 ) -> None:
@@ -204,7 +206,7 @@ class Progress:
 
 @pytest.mark.parametrize(
     ("case", "dtype", "cache_dtype"),
-    [(LLAMA, "int8", "float32"), (GEMMA, "float32", "bfloat16")],
+    [(LLAMA, "int8", "int8"), (GEMMA, "float32", "bfloat16")],
     ids=str,
 )
 def test_killed_while_it_answers(
@@ -325,6 +327,7 @@ OTHERS: dict[str, Callable[[], Decoding]] = {
     "int8": lambda: Decoding.from_pretrained(_llama(), "int8"),
     "bfloat16": lambda: Decoding.from_pretrained(_llama(), "bfloat16"),
     "cache": lambda: Decoding.from_pretrained(_llama(), cache_dtype="bfloat16"),
+    "cache of int8": lambda: Decoding.from_pretrained(_llama(), cache_dtype="int8"),
     "window": lambda: decoding_of(MISTRAL),
 }
 

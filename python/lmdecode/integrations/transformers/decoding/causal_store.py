@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
-from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_caches import CausalCaches, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.decoding.causal_generation import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
@@ -63,13 +63,15 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
             "decoder-only model, or generate_with_store"
         )
     config = packed.config
+    kind, row_size = row_format(config.head_size, decoding.cache_dtype)
+    kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
     return Fingerprint(
         model_id=type(config if decoding.model is None else decoding.model).__name__,
         weights_hash=_weights_hash(packed),
-        dtype=decoding.cache_dtype,
+        dtype=str(kind),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
+        head_size=row_size,
         rope={"size": config.rotary_size, "of_layers": list(config.rotary)},
         window=config.windows if any(config.windows) else None,
         # Keys are turned; bits are those of a format of weights at a level of the CPU.
