@@ -92,6 +92,62 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _check_model(text: str) -> None:
+    assert "In float32, 6 of 6 texts have the ids of transformers." in text
+    lines = text.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("search "))
+    assert lines[head].split()[1:5] == ["transformers", "float32", "bfloat16", "int8"]
+    rows = lines[head + 2 : head + 5]
+    assert [row.split("  ")[0] for row in rows] == ["greedy", "4 beams", "sampled"]
+    for row in rows:
+        assert re.search(r"( +[\d,]+){4}( +[\d.]+x){3}$", row), row
+
+
+def test_model_demo_fails_where_ids_differ(
+    model: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lmdecode
+
+    right = lmdecode.Decoding.generate
+
+    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+        ids = right(self, *arguments, **options)
+        ids[0, -1] = (ids[0, -1] + 1) % 5
+        return ids
+
+    monkeypatch.setattr(lmdecode.Decoding, "generate", wrong)
+    error = refused("model", "--quick", "--model", model)
+    assert "ids differ from those of transformers: greedy, prompt 'And Jesus" in error
+
+
+def test_a_talk_goes_on_in_another_process(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lmdecode.store")
+    command = [sys.executable, "-m", "lmdecode.demo", "chat", "--model", str(model)]
+    command += ["--store", str(tmp_path), "--session", "friends", "--tokens", "8"]
+
+    def talk(lines: str) -> str:
+        done = subprocess.run(
+            command, input=lines, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = talk("In the beginning\nAnd he said\n\n")
+    assert "Talk 'friends' in" in first and "goes on" not in first
+    assert first.count("> ") == 3
+    found = re.search(r"It goes on behind (\d+) tokens", talk("the earth\n"))
+    assert found is not None and 16 < int(found.group(1)) <= 16 + 20
+
+
+def test_chat_names_a_model_that_it_does_not_run(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    error = refused("chat", "--model", tmp_path, "--store", tmp_path / "store")
+    assert error.startswith("lmdecode.demo: ")
+    assert "--tokens is 0" in refused("chat", "--tokens", 0, status=2)
+
+
 def _check_sampling(text: str) -> None:
     assert "Greedy: ids equal to those of transformers, 4 prompts" in text
     assert "Sampled with lmdecode" in text
@@ -118,7 +174,7 @@ def test_demo_fails_where_greedy_ids_differ(
         return ids
 
     monkeypatch.setattr(integration, "sample", wrong)
-    error = refused("--quick", "--model", model)
+    error = refused("sampling", "--quick", "--model", model)
     assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in error
 
 
@@ -318,14 +374,15 @@ _HEADING = re.compile(r"^== (\w+) ==\n\n", re.MULTILINE)
 def test_all_demos(model: Path, tmp_path: Path) -> None:
     """One run of all: each has a section and a picture of its own, and finds what is right."""
     pytest.importorskip("matplotlib")
-    checks = {"sampling": _check_sampling, "beam": _check_beam, "window": _check_window}
+    checks = {"model": _check_model, "sampling": _check_sampling, "beam": _check_beam}
+    checks["window"] = _check_window
     with contextlib.suppress(ImportError):
         importlib.import_module("lmdecode.store")
         checks["store"] = _check_store
     if _G2P.is_file():
         checks["g2p"] = _check_g2p
     pictures = tmp_path / "pictures"
-    names = () if len(checks) == 5 else checks
+    names = () if len(checks) == 6 else checks
     done = _run(*names, "--quick", "--model", model, "--plot", pictures / "demo.png")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in pictures.iterdir()) == [f"demo_{n}.png" for n in sorted(checks)]
@@ -356,7 +413,7 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
 
 
 def test_demo_refuses_unknown_names_and_no_tokens(refused: Callable[..., str]) -> None:
-    expected = "there is no demo 'beams'; expected sampling, beam, window, store, g2p"
+    expected = "there is no demo 'beams'; expected model, sampling, beam, window, store, g2p"
     assert expected in refused("beams", status=2)
     assert "--tokens is 0; expected at least 1" in refused("--tokens", 0, status=2)
     assert "--plot is out.txt; expected a name in .png" in refused("--plot", "out.txt", status=2)

@@ -126,7 +126,7 @@ def bar_chart(
     height = 0.8 / len(bars)
     for number, (name, values) in enumerate(bars.items()):
         places = [row + (number - (len(bars) - 1) / 2) * height for row in range(len(labels))]
-        drawn = axes.barh(places, values, height * 0.94, label=name, color=f"C{1 - number}")
+        drawn = axes.barh(places, values, height * 0.94, label=name, color=f"C{(1 - number) % 10}")
         axes.bar_label(drawn, labels=[f"{value:,.0f} us" for value in values], padding=3)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
