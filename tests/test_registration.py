@@ -71,8 +71,8 @@ def test_every_op_has_a_fake(name: str) -> None:
     assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights and the norms between them. On
-# devices the loop is one of ops and cuBLAS's products.
+# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
+# and the norms between them. On devices the loop is one of ops and cuBLAS's products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_truncate_",
