@@ -1,6 +1,7 @@
 // The order of the copies of a parent map, found on the host.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "common/row_copies.h"

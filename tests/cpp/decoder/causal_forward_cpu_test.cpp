@@ -1,0 +1,241 @@
+// A step of a decoder-only model as a whole, under sanitizers, on memory of exactly the sizes that
+// it asks for: that a text's logits depend neither on its company nor on the parts that it is read
+// in, and that blocks come back.
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "decoder/causal_forward.h"
+#include "exact_memory.h"
+
+namespace lmdecode::decoder {
+namespace {
+
+constexpr int64_t kWindow = 5, kBlockSize = 4, kMaxBlocks = 8, kSequences = 3, kVocab = 29;
+
+// A layer with a window, in a cache of its own, and one without.
+class Model {
+ public:
+  explicit Model(linear::LinearFormat format) {
+    DecoderConfig& c = model.config;
+    c.layers = 2;
+    c.model_size = 10;
+    c.heads = 4;
+    c.kv_heads = 2;
+    c.head_size = 7;
+    c.ffn_size = 19;
+    c.vocab = kVocab;
+    c.norm = NormKind::kRmsNorm;
+    c.norm_first = c.gated = true;
+    c.activation = linear::Activation::kSilu;
+    c.format = format;
+    c.norm_epsilon = 1e-5f;
+    c.attention_scale = 0.4f;
+    model.rotary_size = 6;
+    model.num_rotary = 1;
+    model.frequencies = floats(3, 1.0f);
+    model.rotary_scales = floats(1, 1.0f);
+    model.attention_softcap = 2.0f;
+    model.logits_softcap = 3.0f;
+    model.embedding = floats(kVocab * c.model_size, 2.0f);
+    model.weights.final_norm = norm();
+    model.weights.logits = linear(c.model_size, kVocab);
+    for (int64_t i = 0; i < c.layers; ++i) {
+      CausalLayer layer;
+      LayerWeights& w = layer.weights;
+      w.self_norm = norm();
+      w.self_out_norm = norm();
+      w.ffn_norm = norm();
+      w.ffn_out_norm = norm();
+      w.qkv = linear(c.model_size, c.qkv_size());
+      w.self_out = linear(c.attention_size(), c.model_size);
+      w.ffn_up = linear(c.model_size, c.ffn_size);
+      w.ffn_gate = linear(c.model_size, c.ffn_size);
+      w.ffn_down = linear(c.ffn_size, c.model_size);
+      layer.query_norm = floats(c.head_size, 1.0f);
+      layer.key_norm = floats(c.head_size, 1.0f);
+      layer.rotary = 0;
+      layer.cache = i;
+      if (i == 1) layer.window = kWindow;
+      layers_.push_back(layer);
+    }
+    model.layers = layers_.data();
+  }
+  Model(const Model&) = delete;
+
+  CausalModel model;
+
+ private:
+  float* floats(int64_t count, float scale) {
+    floats_.push_back(std::make_unique<Exactly<float>>(count));
+    for (int64_t i = 0; i < count; ++i) (*floats_.back())[i] = scale * random_.next();
+    return floats_.back()->get();
+  }
+  NormWeights norm() { return {floats(model.config.model_size, 1.0f), nullptr}; }
+  LinearWeights linear(int64_t in, int64_t out) {
+    const linear::PackedLinearShape shape{in, out, model.config.format};
+    packed_.push_back(
+        std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
+    pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
+    return {{shape, packed_.back()->get()}, floats(out, 0.3f)};
+  }
+
+  Random random_;
+  std::vector<std::unique_ptr<Exactly<float>>> floats_;
+  std::vector<std::unique_ptr<Exactly<uint8_t>>> packed_;
+  std::vector<CausalLayer> layers_;
+};
+
+enum class CacheFormat { kFloat32, kBFloat16, kInt8 };
+
+// The memory of a cache, NaN at first.
+class Cache {
+ public:
+  Cache(const DecoderConfig& c, CacheFormat format, int64_t window)
+      : blocks_(kSequences * kMaxBlocks, kv_cache::kNoBlock),
+        lengths_(kSequences),
+        ref_counts_(kBlocks),
+        free_blocks_(kBlocks),
+        counters_(kv_cache::kBlockCounters) {
+    for (int32_t b = 0; b < kBlocks; ++b) free_blocks_[b] = b;
+    counters_[kv_cache::kFreeBlocks] = kBlocks;
+    cache.dtype = format == CacheFormat::kBFloat16 ? DType::kBFloat16 : DType::kFloat32;
+    cache.is_int8 = format == CacheFormat::kInt8;
+    cache.layers = 1;
+    cache.kv_heads = c.kv_heads;
+    cache.head_size = c.head_size;
+    cache.window = window;
+    kv_cache::BlockTable& t = cache.table;
+    t.blocks = blocks_.get();
+    t.row_stride = t.max_blocks = kMaxBlocks;
+    t.lengths = lengths_.get();
+    t.ref_counts = ref_counts_.get();
+    t.free_blocks = free_blocks_.get();
+    t.counters = counters_.get();
+    t.rows = kSequences;
+    t.num_blocks = kBlocks;
+    t.block_size = kBlockSize;
+    pool_ = std::make_unique<Exactly<unsigned char>>(
+        kBlocks * cache.block_stride() * cache.element_size(), 255);
+    cache.pool = pool_->get();
+  }
+  Cache(const Cache&) = delete;
+
+  int32_t free() { return counters_[kv_cache::kFreeBlocks]; }
+
+  static constexpr int32_t kBlocks = kSequences * kMaxBlocks;
+  PagedCache cache;
+
+ private:
+  Exactly<int32_t> blocks_, lengths_, ref_counts_, free_blocks_, counters_;
+  std::unique_ptr<Exactly<unsigned char>> pool_;
+};
+
+// Sequences of a model, and what is read of them.
+class Texts {
+ public:
+  Texts(const Model& model, CacheFormat format, int64_t max_rows)
+      : full(model.model.config, format, 0), window(model.model.config, format, kWindow) {
+    params_.model = &model.model;
+    params_.num_caches = 2;
+    params_.caches[0] = full.cache;
+    params_.caches[1] = window.cache;
+    params_.max_rows = max_rows;
+    workspace_ = std::make_unique<Exactly<uint8_t>>(
+        static_cast<int64_t>(causal_workspace_bytes(model.model, max_rows, kSequences, kMaxBlocks)),
+        255);
+    params_.workspace = workspace_->get();
+  }
+
+  // Entries with logits of all their tokens, which follow from sequence and position.
+  std::vector<float> read(const std::vector<CausalEntry>& entries) {
+    int64_t count = 0;
+    for (const CausalEntry& entry : entries) count += entry.count;
+    Exactly<int64_t> tokens(count);
+    Exactly<float> logits(count * kVocab);
+    int64_t at = 0;
+    for (const CausalEntry& entry : entries) {
+      const int64_t length = full.cache.table.lengths[entry.sequence];
+      for (int64_t t = 0; t < entry.count; ++t) {
+        tokens[at++] = ((length + t) * 11 + entry.sequence * 5) % kVocab;
+      }
+    }
+    params_.entries = entries.data();
+    params_.num_entries = static_cast<int64_t>(entries.size());
+    params_.tokens = tokens.get();
+    params_.logits = logits.get();
+    causal_forward_cpu(params_);
+    return {logits.get(), logits.get() + logits.size()};
+  }
+
+  Cache full, window;
+
+ private:
+  CausalForwardParams params_;
+  std::unique_ptr<Exactly<uint8_t>> workspace_;
+};
+
+CausalEntry entry(int64_t sequence, int64_t count, bool is_prompt) {
+  return {sequence, count, is_prompt, count};
+}
+
+template <class Body>
+void for_formats(const Body& body) {
+  for (const auto format : {linear::LinearFormat::kFloat32, linear::LinearFormat::kBFloat16,
+                            linear::LinearFormat::kInt8}) {
+    const Model model(format);
+    for (const auto cache : {CacheFormat::kFloat32, CacheFormat::kBFloat16, CacheFormat::kInt8}) {
+      body(model, cache);
+    }
+  }
+}
+
+std::vector<float> part(const std::vector<float>& logits, int64_t first, int64_t count) {
+  return {logits.begin() + first * kVocab, logits.begin() + (first + count) * kVocab};
+}
+
+TEST(a_text_in_any_parts_and_company) {
+  for_formats([](const Model& model, CacheFormat format) {
+    Texts alone(model, format, 64);
+    const std::vector<float> prompt = alone.read({entry(1, 21, true)});
+    const std::vector<float> rest = alone.read({entry(1, 11, false)});
+    for (const float logit : prompt) CHECK(logit > -3.0f && logit < 3.0f);  // within the cap
+    for (const int64_t max_rows : {1, 5, 64}) {
+      Texts texts(model, format, max_rows);
+      std::vector<float> got =
+          texts.read({entry(0, 3, true), entry(1, 8, true), entry(2, 1, false)});
+      CHECK(part(got, 3, 8) == part(prompt, 0, 8));
+      got = texts.read({entry(1, 13, true), entry(2, 14, true)});
+      CHECK(part(got, 0, 13) == part(prompt, 8, 13));
+      got = texts.read({entry(0, 9, true), entry(1, 1, false)});
+      CHECK(part(got, 9, 1) == part(rest, 0, 1));
+      got = texts.read({entry(1, 10, false)});
+      CHECK(got == part(rest, 1, 10));
+      CHECK_EQ(texts.full.free(), Cache::kBlocks - 3 - 8 - 4);
+      // Of 12, 32 and 15 positions: the block of the first key that the next token sees, and on.
+      CHECK_EQ(texts.window.free(), Cache::kBlocks - 1 - 1 - 2);
+    }
+  });
+}
+
+TEST(sequences_that_share) {
+  for_formats([](const Model& model, CacheFormat format) {
+    Texts texts(model, format, 6), alone(model, format, 64);
+    texts.read({entry(0, 10, true)});
+    Exactly<int64_t> zeros(kSequences);
+    kv_cache::ParentRows parents;
+    parents.data = zeros.get();
+    parents.rows = kSequences;
+    for (const Cache* cache : {&texts.full, &texts.window}) {
+      reorder_block_table(cache->cache.table, kSequences, parents);
+    }
+    const std::vector<float> got = texts.read({entry(2, 4, false), entry(0, 5, true)});
+    alone.read({entry(0, 10, true)});
+    CHECK(part(got, 4, 5) == alone.read({entry(0, 5, true)}));
+  });
+}
+
+}  // namespace
+}  // namespace lmdecode::decoder
+
+CHECK_MAIN()
