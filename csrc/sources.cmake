@@ -51,6 +51,7 @@ set(CPU_SOURCES
   kv_cache/update_beam_indirection_cpu.cpp
   linear/norms_cpu.cpp
   linear/packed_linear_cpu.cpp
+  linear/repack_linear.cpp
   sampling/top_k_top_p_sample_cpu.cpp
   simd/cpu_capability.cpp)
 

@@ -57,6 +57,7 @@ def test_ops() -> None:
         "lmdecode::packed_linear",
         "lmdecode::packed_linear.out",
         "lmdecode::reorder_cache_",
+        "lmdecode::repack_linear",
         "lmdecode::ring_cache_append_",
         "lmdecode::rms_norm",
         "lmdecode::sliding_window_attention",
@@ -89,6 +90,7 @@ CPU_ONLY = {
     "lmdecode::pack_quantized_linear",
     "lmdecode::packed_linear",
     "lmdecode::packed_linear.out",
+    "lmdecode::repack_linear",
     "lmdecode::rms_norm",
 }
 

@@ -100,6 +100,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // int4 that is there: weight uint8 [out_features, in_features], scales float16 and zeros uint8
     // [out_features, groups]. The format follows from the size of the groups: 4, 5 or 6, but 3 for
     // groups of 32 without zeros.
+    // From the order of any CPU capability to that of the one in use.
+    {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
      Devices::kCpuOnly},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and

@@ -1,4 +1,4 @@
-// pack_linear and packed_linear, on CPU tensors alone.
+// The ops of packed weights, on CPU tensors alone.
 #include "linear/packed_linear.h"
 
 #include <algorithm>
@@ -9,12 +9,14 @@
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
 #include "common/parallel_workspace.h"
+#include "linear/repack_linear.h"
 
 namespace lmdecode::linear {
 namespace {
 
 constexpr char kPackOp[] = "pack_linear";
 constexpr char kPackQuantizedOp[] = "pack_quantized_linear";
+constexpr char kRepackOp[] = "repack_linear";
 constexpr char kLinearOp[] = "packed_linear";
 
 LinearFormat checked_format(const char* op, int64_t format) {
@@ -62,6 +64,42 @@ Tensor pack(const Tensor& weight, int64_t format) {
   pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
               weight.stride(1), packed.mutable_data_ptr());
   return packed;
+}
+
+// Anything but a weight packed at some level, of the size that its header says, is refused.
+Tensor repack(const Tensor& packed) {
+  check_rank(kRepackOp, "packed", packed, 1, "the result of pack_linear");
+  check_dtype(kRepackOp, "packed", packed, ScalarType::Byte);
+  if (!packed.is_cpu() || !packed.is_contiguous()) {
+    fail(kRepackOp, "packed is on ", device_name(packed),
+         " or has strides; expected [bytes] on cpu");
+  }
+  PackedHeader header = {};
+  const int64_t bytes = packed.numel();
+  if (bytes >= static_cast<int64_t>(sizeof(header))) {
+    std::memcpy(&header, packed.const_data_ptr(), sizeof(header));
+  }
+  if (header.magic != kPackedMagic) {
+    fail(kRepackOp,
+         "packed holds other bytes than a packed weight; expected the result of "
+         "pack_linear");
+  }
+  const PackedLinearShape shape = checked_shape(kRepackOp, header.in_features, header.out_features,
+                                                static_cast<int64_t>(header.format));
+  const LinearTile tile = header.tile;
+  const int64_t group = int4_group(shape.format);
+  const bool is_tile = tile.width > 0 && kMaxPanelWidth % tile.width == 0 && tile.values > 0 &&
+                       (group > 0 ? tile.values == group : kMaxValues % tile.values == 0);
+  const int64_t most = int64_t{1} << 40;
+  if (!is_tile || shape.in_features > most / (shape.out_features + 1) ||
+      bytes != PackedLayout::of(shape, tile).bytes) {
+    fail(kRepackOp, "packed has ", bytes, " bytes, and a header of a weight of shape [",
+         shape.out_features, ", ", shape.in_features, "] in panels of ", tile.width, " by ",
+         tile.values, "; expected the result of pack_linear");
+  }
+  Tensor result = new_packed(packed_linear_bytes(shape));
+  repack_linear(shape, tile, packed.const_data_ptr(), result.mutable_data_ptr());
+  return result;
 }
 
 // The format with groups of this size.
@@ -252,6 +290,7 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
+  m.impl("repack_linear", TORCH_BOX(&lmdecode::linear::repack));
   m.impl("pack_quantized_linear", TORCH_BOX(&lmdecode::linear::pack_quantized));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));

@@ -25,6 +25,12 @@ using namespace lmdecode::linear;
 
 constexpr int kGroupPart = 32;  // elements whose products fit 16 bits: 16 * 15 * 127 in each lane
 
+inline int32_t load_quad(const char* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, sizeof(quad));
+  return quad;
+}
+
 // Vectors of kLanes outputs. Bytes: four weights of each. Part: sums of up to kGroupPart elements,
 // which begin() makes of the sum so far and end() adds to it.
 #if defined(LMD_SIMD_AVX512)
@@ -34,7 +40,11 @@ struct NibbleVectors {
   using Part = __m512i;
   using Floats = F32;
   static constexpr int kLanes = 16;
-  static Bytes load_bytes(const char* p) { return _mm512_loadu_si512(p); }
+  static Bytes load_bytes(const char* p) {
+    Bytes v = _mm512_loadu_si512(p);
+    asm("" : "+v"(v));  // loaded once: the compiler would load it for each half
+    return v;
+  }
   static Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
   static Bytes high(Bytes v) { return low(_mm512_srli_epi16(v, 4)); }
   static Sum offset(int32_t x) { return _mm512_set1_epi32(x); }
@@ -44,14 +54,14 @@ struct NibbleVectors {
   }
 #if defined(LMD_SIMD_AVX512_VNNI)
   static Part begin(Sum sum) { return sum; }
-  static Part add(Part c, Bytes w, int32_t x) {
-    return _mm512_dpbusd_epi32(c, w, _mm512_set1_epi32(x));
+  static Part add(Part c, Bytes w, const char* x) {
+    return _mm512_dpbusd_epi32(c, w, _mm512_set1_epi32(load_quad(x)));
   }
   static Sum end(Part c, Sum) { return c; }
 #else
   static Part begin(Sum) { return _mm512_setzero_si512(); }
-  static Part add(Part c, Bytes w, int32_t x) {
-    return _mm512_add_epi16(c, _mm512_maddubs_epi16(w, _mm512_set1_epi32(x)));
+  static Part add(Part c, Bytes w, const char* x) {
+    return _mm512_add_epi16(c, _mm512_maddubs_epi16(w, _mm512_set1_epi32(load_quad(x))));
   }
   static Sum end(Part c, Sum sum) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(c, _mm512_set1_epi16(1)));
@@ -83,8 +93,8 @@ struct NibbleVectors {
     return _mm256_mullo_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(x));
   }
   static Part begin(Sum) { return _mm256_setzero_si256(); }
-  static Part add(Part c, Bytes w, int32_t x) {
-    return _mm256_add_epi16(c, _mm256_maddubs_epi16(w, _mm256_set1_epi32(x)));
+  static Part add(Part c, Bytes w, const char* x) {
+    return _mm256_add_epi16(c, _mm256_maddubs_epi16(w, _mm256_set1_epi32(load_quad(x))));
   }
   static Sum end(Part c, Sum sum) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(c, _mm256_set1_epi16(1)));
@@ -121,10 +131,11 @@ struct NibbleVectors {
     return Sum{z[0] * x, z[1] * x, z[2] * x, z[3] * x};
   }
   static Part begin(Sum) { return Part{}; }
-  static Part add(Part c, Bytes w, int32_t x) {
+  static Part add(Part c, Bytes w, const char* x) {
     // Elements 0 and 2 of each output lie in halves of 16 bits, so do 1 and 3.
-    const int16_t x0 = static_cast<int8_t>(x), x1 = static_cast<int8_t>(x >> 8);
-    const int16_t x2 = static_cast<int8_t>(x >> 16), x3 = static_cast<int8_t>(x >> 24);
+    int8_t e[4];
+    __builtin_memcpy(e, x, sizeof(e));
+    const int16_t x0 = e[0], x1 = e[1], x2 = e[2], x3 = e[3];
     const Bytes even = w & 0x00ff00ffu, odd = w >> 8 & 0x00ff00ffu;
     return c + reinterpret_cast<Part>(even) * Part{x0, x2, x0, x2, x0, x2, x0, x2} +
            reinterpret_cast<Part>(odd) * Part{x1, x3, x1, x3, x1, x3, x1, x3};

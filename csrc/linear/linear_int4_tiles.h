@@ -11,15 +11,17 @@ using namespace lmdecode::linear;
 
 // sums [kRows, width] += `groups` groups, the weights of which begin at `weights`, and the inputs
 // of the rows at `input`; from 0, if first. Meanwhile lines [first_line, last_line) of each step
-// from `ahead` on are fetched.
-template <class Dot, int kRows>
+// from `ahead` on are fetched. One tile of up to two rows, kIsAlone, reads in the
+// order of the memory, as fast as memory is: fetching ahead would slow it down.
+template <class Dot, int kRows, bool kIsAlone>
 inline void add_groups(const char* input, int64_t row_bytes, const char* weights, int64_t groups,
                        const char* ahead, int first_line, int last_line, bool is_first,
                        float* sums) {
   // Vectors of the panel that are multiplied side by side: as many as there are registers for.
   constexpr int kTogether = kRows <= 2 ? kPanelVectors : kPanelVectors / 2;
   // Parts of a step, over which the fetching is spread.
-  constexpr int kSlots = Dot::kGroup / kGroupPart * (kPanelVectors / kTogether);
+  constexpr int kSlots = Dot::kGroup / 8 * (kPanelVectors / kTogether);
+  constexpr bool kFetches = !kIsAlone || kTogether < kPanelVectors;
   typename Dot::Floats total[kRows][kPanelVectors];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
@@ -52,10 +54,6 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
         }
       }
       for (int part = 0; part < Dot::kGroup; part += kGroupPart) {
-        const int slot = part / kGroupPart * (kPanelVectors / kTogether) + first / kTogether;
-        for (int i = first_line + slot; i < last_line; i += kSlots) {
-          __builtin_prefetch(next + i * 64, 0, 2);
-        }
         typename Dot::Part c[kRows][kTogether];
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
@@ -64,6 +62,12 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
         }
 #pragma GCC unroll 4
         for (int at = part; at < part + kGroupPart; at += 8) {
+          if constexpr (kFetches) {
+            const int slot = at / 8 * (kPanelVectors / kTogether) + first / kTogether;
+            for (int i = first_line + slot; i < last_line; i += kSlots) {
+              __builtin_prefetch(next + i * 64, 0, 2);
+            }
+          }
           typename Dot::Bytes low[kTogether], high[kTogether];
 #pragma GCC unroll 4
           for (int j = 0; j < kTogether; ++j) {
@@ -74,12 +78,11 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
           }
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r) {
-            int32_t quads[2];
-            __builtin_memcpy(quads, x + r * row_bytes + sizeof(Int4Input) + at, sizeof(quads));
+            const char* const quad = x + r * row_bytes + sizeof(Int4Input) + at;
 #pragma GCC unroll 4
-            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], low[j], quads[0]);
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], low[j], quad);
 #pragma GCC unroll 4
-            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], high[j], quads[1]);
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], high[j], quad + 4);
           }
         }
 #pragma GCC unroll 6
@@ -125,13 +128,13 @@ void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* 
     float* const to = sums + row * Dot::kWidth;
     const auto run = [&]<int kRows>() {
       if (tiles == 1) {
-        add_groups<Dot, kRows>(x, input.row_bytes, weights, groups,
-                               weights + tuning::kInt4PrefetchBytes, 0, kLines, is_first, to);
+        add_groups<Dot, kRows, true>(x, input.row_bytes, weights, groups,
+                                     weights + tuning::kInt4PrefetchBytes, 0, kLines, is_first, to);
       } else {
-        add_groups<Dot, kRows>(x, input.row_bytes, weights, groups,
-                               weights + groups * Dot::kStepBytes,
-                               static_cast<int>(kLines * t / tiles),
-                               static_cast<int>(kLines * (t + 1) / tiles), is_first, to);
+        add_groups<Dot, kRows, false>(x, input.row_bytes, weights, groups,
+                                      weights + groups * Dot::kStepBytes,
+                                      static_cast<int>(kLines * t / tiles),
+                                      static_cast<int>(kLines * (t + 1) / tiles), is_first, to);
       }
     };
     switch (height) {

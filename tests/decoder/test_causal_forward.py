@@ -169,15 +169,16 @@ def test_formats_of_the_embedding() -> None:
     assert len(packed(*tied).memory) < len(packed(*other).memory) + embedding.nbytes
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("int8", 0.1)])
 @cases
-def test_bfloat16_caches(architecture: str, variant: str) -> None:
+def test_formats_of_caches(architecture: str, variant: str, dtype: str, tolerance: float) -> None:
     model, text = packed(architecture, variant), random_tokens(LENGTH)
     expected = prompt_logits(new_caches(model), text)
     for read in (prompt_logits, generated_logits):
-        got = read(new_caches(model, dtype="bfloat16"), text, LENGTH)
-        assert 1e-4 < error(got, expected) < 0.03
+        got = read(new_caches(model, dtype=dtype), text, LENGTH)
+        assert 1e-4 < error(got, expected) < tolerance
         for max_rows in (1, 37):
-            caches = new_caches(model, dtype="bfloat16", max_rows=max_rows)
+            caches = new_caches(model, dtype=dtype, max_rows=max_rows)
             assert read(caches, text, 20, LENGTH - 20).equal(got)
 
 
@@ -223,7 +224,7 @@ def test_alone_and_in_any_company(architecture: str, variant: str) -> None:
         check_company(packed(architecture, variant), seed, max_rows)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8"])
 def test_company_in_every_format(weight_format: str, dtype: str) -> None:
     for case in FEW_CASES:
@@ -254,7 +255,7 @@ def test_any_number_of_threads(threads: None, weight_format: str) -> None:
 # --- sequences that share, and go back ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @few_cases
 def test_beams_that_share_are_those_that_do_not(
     architecture: str, variant: str, dtype: str
@@ -389,18 +390,17 @@ CAPABILITY_SCRIPT = """
 import pytest
 from tests.decoder import test_causal_forward as tests
 
-for case in tests.CASES:
-    tests.test_logits_are_the_references(*case)
 for case in tests.FEW_CASES:
+    tests.test_logits_are_the_references(*case)
     tests.test_a_text_may_be_read_in_any_parts(*case)
-    tests.test_bfloat16_caches(*case)
-    tests.test_beams_that_share_are_those_that_do_not(*case, "bfloat16")
+    tests.test_formats_of_caches(*case, "bfloat16", 0.03)
+    tests.test_formats_of_caches(*case, "int8", 0.1)
+    tests.test_beams_that_share_are_those_that_do_not(*case, "int8")
     for weight_format in ("bfloat16", "int8"):
         with pytest.MonkeyPatch.context() as patch:
             tests.test_formats_of_weights(*case, weight_format, patch)
-for weight_format in ("float32", "bfloat16", "int8"):
-    for dtype in ("float32", "bfloat16"):
-        tests.test_company_in_every_format(weight_format, dtype)
+for weight_format, dtype in (("float32", "float32"), ("bfloat16", "int8"), ("int8", "bfloat16")):
+    tests.test_company_in_every_format(weight_format, dtype)
 """
 
 

@@ -27,13 +27,10 @@ def running(**options: Any) -> CausalCaches:
     return caches
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_causal_forward(dtype: str) -> None:
     entries = [Entry(1, random_tokens(5), False), Entry(2, random_tokens(9), num_logits=1)]
     arguments = tuple(forward_arguments(running(dtype=dtype), *entries))
-    opcheck(ops.causal_forward_.default, arguments)
-    none = Entry(0, random_tokens(2), num_logits=0)
-    arguments = tuple(forward_arguments(running(dtype=dtype), none))
     opcheck(ops.causal_forward_.default, arguments)
 
 

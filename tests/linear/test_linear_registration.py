@@ -52,6 +52,11 @@ def test_the_fake_of_packing_has_the_size(number: int) -> None:
     assert fake.shape == real.shape and fake.dtype == real.dtype
 
 
+@pytest.mark.parametrize("number", range(7))
+def test_opcheck_of_repacked_weights(number: int) -> None:
+    opcheck(OPS.repack_linear.default, (OPS.pack_linear(WEIGHT, number),))
+
+
 @pytest.mark.parametrize("zeros", [None, 3])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_opcheck_of_quantized_weights(group: int, zeros: int | None) -> None:

@@ -17,6 +17,11 @@ def _pack_linear(weight, format):
     return weight.new_empty((size + 8 * outputs * (format == 2),), dtype=torch.uint8)
 
 
+@fake("repack_linear")
+def _repack_linear(packed):
+    return torch.empty_like(packed)
+
+
 @fake("pack_quantized_linear")
 def _pack_quantized_linear(weight, scales, zeros):
     check_devices("pack_quantized_linear", "weight", weight, dict(scales=scales, zeros=zeros))

@@ -21,6 +21,7 @@ _NONE = -1
 _PACKED = frozenset(("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "logits"))
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
 _NUM_POSITIONS, _NORMS_ALL_HEADS = 9, 10  # in sizes
+_LOGITS = 5  # in the layout's row of the model
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16 = 0, 1, 2
 
@@ -154,6 +155,28 @@ class PackedCausalModel:
         model.max_positions = sizes[_NUM_POSITIONS] or None
         model._set_caches()
         return model
+
+    def packed_parts(self) -> list[tuple[int, int]]:
+        """Return where each packed weight begins in the memory, and its bytes."""
+        c = self.config
+        qkv = c.query_size + 2 * c.key_size
+        shapes = {
+            "qkv": (qkv, c.model_size),
+            "attention_out": (c.model_size, c.query_size),
+            "ffn_up": (c.ffn_size, c.model_size),
+            "ffn_gate": (c.ffn_size, c.model_size),
+            "ffn_down": (c.model_size, c.ffn_size),
+        }
+        of_layer = [
+            (column, self._packed_bytes(*shapes[name]))
+            for column, name in enumerate(CausalLayerWeights._fields, start=4)
+            if name in shapes
+        ]
+        head = (int(self.layout[0, _LOGITS]), self._packed_bytes(c.vocab_size, c.model_size))
+        of_layers = [
+            (int(row[column]), size) for row in self.layout[1:] for column, size in of_layer
+        ]
+        return [head] + [(at, size) for at, size in of_layers if at != _NONE]
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config

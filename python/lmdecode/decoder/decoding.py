@@ -186,6 +186,8 @@ class Decoding:
     ) -> Decoding:
         """Take a model that ``save`` wrote. Its weights are mapped: processes share them.
 
+        Those that were packed for another kind of processor are packed again, with a warning.
+
         Parameters
         ----------
         folder
@@ -200,7 +202,7 @@ class Decoding:
         FileNotFoundError
             There is no such model.
         ValueError
-            It is damaged, of another version, or was written for another kind of processor.
+            It is damaged, or of another version.
         """
         packed, manifest = load_packed(Path(folder), verify=verify)
         decoding = cls.__new__(cls)

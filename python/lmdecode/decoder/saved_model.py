@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
+from lmdecode.decoder.huge_memory import new_memory
 
 __all__ = ["MANIFEST", "load_packed", "save_packed"]
 
@@ -90,6 +92,15 @@ def _bad(folder: Path, what: str) -> ValueError:
     return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
 
 
+def _packed_again(model: PackedCausalModel) -> Tensor:
+    """Return a model's weights in the order of this process's kernels; sizes are the same."""
+    memory = new_memory(model.memory.numel())
+    memory.copy_(model.memory)
+    for at, size in model.packed_parts():
+        memory[at : at + size].copy_(ops.repack_linear(model.memory[at : at + size]))
+    return memory
+
+
 def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalModel, dict[str, Any]]:
     """Return the model of a folder, its weights mapped, and what was kept beside.
 
@@ -98,7 +109,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     FileNotFoundError
         The folder has no manifest.
     ValueError
-        It is damaged, of another version, or of another kind of processor.
+        It is damaged, or of another version.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -124,16 +135,17 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
         raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
     if version != _VERSION:
         raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
-    if tile != _tile(model.weight_format):
-        raise _bad(
-            folder,
-            f"was packed for another kind of processor than this one, which has "
-            f"{ops.cpu_capability()}",
-        )
     if not path.is_file() or path.stat().st_size != size:
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
         raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")
     model.memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     if verify and zlib.crc32(_bytes_of(model.memory)) != crc:
         raise _bad(folder, f"has other bytes in {path.name} than were written")
+    if tile != _tile(model.weight_format):
+        warnings.warn(
+            f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
+            "packed again, in memory of this process; save the model to have them mapped",
+            stacklevel=3,
+        )
+        model.memory = _packed_again(model)
     return model, manifest

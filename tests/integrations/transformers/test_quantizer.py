@@ -59,7 +59,7 @@ def test_weights_are_packed_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
         weights = {
             found.data_ptr()
             for found in gc.get_objects()
-            if issubclass(type(found), torch.Tensor)
+            if type(found) in (torch.Tensor, nn.Parameter)
             and found.device.type == "cpu"
             and found.is_floating_point()
             and tuple(found.shape) in sizes

@@ -135,7 +135,9 @@ class CausalModel:
         return not finished
 
 
-def _refuse(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+def _refuse(
+    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], has_windows: bool
+) -> None:
     """Raise ValueError for what ``generate()`` was asked for and this does not do."""
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
@@ -151,14 +153,26 @@ def _refuse(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str,
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        return
+        mask = torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask: expected shape {list(input_ids.shape)}, that of input_ids, got "
             f"{list(mask.shape)}"
         )
-    if not bool((mask[:, -1] != 0).all()):
+    seen = mask != 0
+    if not bool(seen[:, -1].all()):
         raise ValueError("attention_mask: expected prompts that are padded on the left")
+    if has_windows and bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask: expected padding on the left alone: the windows of transformers' "
+            "layers count what is masked within a prompt, those of Decoding do not"
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        return
+    same_length = positions.shape[-1] == seen.shape[-1]
+    if not same_length or bool(((positions != seen.cumsum(-1) - 1) & seen).any()):
+        raise ValueError("position_ids: expected None, or those of prompts that begin at 0")
 
 
 def decode_causal(
@@ -212,14 +226,15 @@ def decode_causal(
     streamer = caller.streamer if streamer is None else streamer
     with ending(streamer):
         refuse_assistance(config, caller, "Decoding runs the model itself")
-        _refuse(config, input_ids, model_kwargs)
+        _refuse(config, input_ids, model_kwargs, any(packed.cache_windows))
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
         input_ids = input_ids.cpu()
         most = packed.max_positions
-        if most is not None and config.max_length > most + 1:
+        padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
+        if most is not None and config.max_length > padding + most + 1:
             raise ValueError(
-                f"max_length: expected at most {most + 1}, as the model has {most} positions, got "
-                f"{config.max_length}"
+                f"max_length: expected at most {padding + most + 1}, as the model has {most} "
+                f"positions, got {config.max_length}"
             )
         new_runner = new_runner or CausalModel
         runner: Any = new_runner(packed, model, input_ids, mask, config.max_length, cache_dtype)

@@ -1,0 +1,94 @@
+#include "linear/repack_linear.h"
+
+#include <cstring>
+
+#include "common/parallel.h"
+#include "linear/packed_linear_kernels.h"
+
+namespace lmdecode::linear {
+namespace {
+
+// A packed weight, as far as its places go.
+struct PackedPlaces {
+  PackedLinearShape shape;
+  LinearTile tile;
+  PackedLayout layout;
+
+  PackedPlaces(const PackedLinearShape& s, LinearTile t)
+      : shape(s), tile(t), layout(PackedLayout::of(s, t)) {}
+
+  int64_t column(int64_t output) const { return output % tile.width; }
+  int64_t panel(int64_t output) const {
+    return static_cast<int64_t>(sizeof(PackedHeader)) + output / tile.width * layout.panel_bytes;
+  }
+  // Of element i of an output's row, in formats without groups.
+  int64_t value(int64_t output, int64_t i) const {
+    const int64_t bytes = layout.row_bytes / (tile.width * tile.values);
+    return panel(output) + i / tile.values * layout.row_bytes +
+           (column(output) * tile.values + i % tile.values) * bytes;
+  }
+};
+
+// The groups of an output: scale, zero, nibbles by fours of bytes.
+void copy_groups(const PackedPlaces& source, const PackedPlaces& target, int64_t output,
+                 const char* from, char* to) {
+  const bool has_zeros = source.shape.format != LinearFormat::kInt4;
+  const int64_t group = int4_group(source.shape.format);
+  const auto copy = [&](int64_t step, int64_t at_source, int64_t at_target, size_t bytes) {
+    std::memcpy(to + target.panel(output) + step * target.layout.row_bytes + at_target,
+                from + source.panel(output) + step * source.layout.row_bytes + at_source, bytes);
+  };
+  const int64_t a = source.column(output), b = target.column(output);
+  const int64_t width = source.tile.width, to_width = target.tile.width;
+  for (int64_t step = 0; step < source.layout.depth; ++step) {
+    copy(step, 2 * a, 2 * b, 2);
+    if (has_zeros) copy(step, 2 * width + a, 2 * to_width + b, 1);
+    const int64_t first = (has_zeros ? 3 : 2) * width, to_first = (has_zeros ? 3 : 2) * to_width;
+    for (int64_t s = 0; s < group / 8; ++s) {
+      copy(step, first + (s * width + a) * 4, to_first + (s * to_width + b) * 4, 4);
+    }
+  }
+}
+
+void copy_values(const PackedPlaces& source, const PackedPlaces& target, int64_t output,
+                 const char* from, char* to) {
+  const size_t bytes = static_cast<size_t>(source.layout.row_bytes) /
+                       static_cast<size_t>(source.tile.width * source.tile.values);
+  int32_t sum = 0;
+  for (int64_t i = 0; i < source.shape.in_features; ++i) {
+    const char* const value = from + source.value(output, i);
+    std::memcpy(to + target.value(output, i), value, bytes);
+    if (bytes == 1) sum += static_cast<int8_t>(*value);
+  }
+  if (source.shape.format != LinearFormat::kInt8) return;
+  std::memcpy(to + target.layout.scales_at + 4 * output,
+              from + source.layout.scales_at + 4 * output, 4);
+  const int32_t offset = int8_input_offset(target.tile) * sum;
+  std::memcpy(to + target.layout.offsets_at + 4 * output, &offset, sizeof(offset));
+}
+
+}  // namespace
+
+void repack_linear(const PackedLinearShape& shape, LinearTile tile, const void* from, void* to) {
+  const PackedPlaces source(shape, tile);
+  const PackedPlaces target(shape, linear_kernels_of(shape.format).tile(shape.format));
+  const char* const bytes = static_cast<const char*>(from);
+  char* const result = static_cast<char*>(to);
+  std::memset(result, 0, static_cast<size_t>(target.layout.bytes));
+  PackedHeader header = {};
+  std::memcpy(&header, bytes, sizeof(header));
+  header.tile = target.tile;
+  std::memcpy(result, &header, sizeof(header));
+  parallel_for(shape.out_features, 1 + (1 << 12) / (shape.in_features + 1),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t output = begin; output < end; ++output) {
+                   if (is_int4(shape.format)) {
+                     copy_groups(source, target, output, bytes, result);
+                   } else {
+                     copy_values(source, target, output, bytes, result);
+                   }
+                 }
+               });
+}
+
+}  // namespace lmdecode::linear

@@ -1,0 +1,96 @@
+"""Decoding.generate() of decoder-only models: what it cannot do is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import lmdecode
+from tests.decoder.decoder_models import make_model
+from tests.support.causal_models import PAD, random_model, random_tokens
+
+CASE = ("gemma3_text", "plain")
+IDS = random_tokens(9)[None]
+
+
+def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(random_model(architecture, variant))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"past_key_values": DynamicCache()}, "^past_key_values: expected None, Decoding hands"),
+        ({"output_attentions": True}, "^output_attentions: expected False, .* model.generate.. do"),
+        ({"output_hidden_states": True}, "^output_hidden_states: expected False"),
+        ({"prompt_lookup_num_tokens": 2}, "^prompt_lookup_num_tokens: expected None, .* got 2"),
+        ({"assistant_model": random_model("llama", "plain")}, "^assistant_model: expected None"),
+        ({"custom_generate": "here"}, "custom_generate is given; expected none"),
+        ({"num_beams": 2, "low_memory": True}, "^low_memory: expected None"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "^num_beam_groups: "),
+        ({"do_sample": True, "seed": -1}, "^seed: expected an int >= 0, got -1"),
+        ({"do_sample": True, "seed": [1, 2]}, "^seed: expected one number, or one for each of 1"),
+        ({"do_sample": True, "num_beams": 2, "force_words_ids": [[3]]}, "^do_sample: expected Fal"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "^penalty_alpha: expected None"),
+        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "^attention_mask: .* on the left"),
+        ({"attention_mask": torch.tensor([[1, 1, 0] * 3])}, "^attention_mask: .* on the left"),
+        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])}, "^attention_mask: .* windows"),
+        (
+            {"attention_mask": torch.tensor([[0] + [1] * 7])},
+            "^attention_mask: expected shape",
+        ),
+        ({"attention_mask": torch.ones(1, 8).long()}, "^position_ids: expected None, or"),
+        ({"position_ids": torch.arange(9)[None] + 1}, "^position_ids: expected None, or"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_what_it_cannot_do(arguments: dict[str, Any], message: str) -> None:
+    arguments = {"max_new_tokens": 5, "return_dict_in_generate": True} | arguments
+    with pytest.raises(ValueError, match=message):
+        decoding_of(*CASE).generate(IDS, **arguments)
+
+
+def test_embeddings() -> None:
+    embeddings = random_model(*CASE).get_input_embeddings()(IDS).detach()
+    with pytest.raises(ValueError, match=r"^inputs_embeds: expected None|^input_ids: expected"):
+        decoding_of(*CASE).generate(inputs_embeds=embeddings, max_new_tokens=5)
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        decoding_of(*CASE).generate(IDS, inputs_embeds=embeddings, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_too_long_for_the_positions_of_a_model(num_beams: int) -> None:
+    """The last token is not read: there may be one more than positions."""
+    decoding = decoding_of("gpt2", "plain")
+    options = {"num_beams": num_beams, "do_sample": False, "eos_token_id": None}
+    ids = random_tokens(250)[None]
+    with pytest.raises(ValueError, match=r"^max_length: expected at most 257, .* got 258"):
+        decoding.generate(ids, max_new_tokens=8, **options)
+    assert decoding.generate(ids, max_new_tokens=7, **options).shape == (1, 257)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_padding_does_not_count_as_positions(num_beams: int) -> None:
+    ids = torch.cat((torch.full((1, 100), PAD), random_tokens(200)[None]), dim=1)
+    options: dict[str, Any] = {"max_new_tokens": 6, "num_beams": num_beams, "do_sample": False}
+    mask = (ids != PAD).long()
+    expected = random_model("gpt2", "plain").generate(ids, attention_mask=mask, **options)
+    got = decoding_of("gpt2", "plain").generate(ids, attention_mask=mask, **options)
+    assert got.equal(expected)
+
+
+def test_options_of_other_decoders() -> None:
+    with pytest.raises(ValueError, match="cache_dtype is 'bfloat16'; expected None for the decod"):
+        lmdecode.Decoding.from_pretrained(make_model("marian"), cache_dtype="bfloat16")
+    model = random_model(*CASE)
+    with pytest.raises(ValueError, match="use_cuda_graph is True; expected False for a decoder-on"):
+        lmdecode.Decoding.from_pretrained(model, use_cuda_graph=True)
+    for name in ("float16", torch.float64):
+        with pytest.raises(ValueError, match=r"cache_dtype is .*; expected one of float32, bf"):
+            lmdecode.Decoding.from_pretrained(model, cache_dtype=name)
+    with pytest.raises(ValueError, match="dtype is 'float16'; expected one of float32, bf"):
+        lmdecode.Decoding.from_pretrained(model, "float16")

@@ -1,0 +1,118 @@
+"""``Decoding.save`` and ``Decoding.load``: mapped, whole, and packed again where need be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmdecode
+from lmdecode.decoder.config import FORMATS
+from tests.support.causal_models import random_model, random_tokens
+
+ROOT = Path(__file__).parents[2]
+MODEL = ("qwen3", "biases, layer types, yarn")
+NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+
+
+def _saved(folder: Path, dtype: str = "float32") -> lmdecode.Decoding:
+    decoding = lmdecode.Decoding.from_pretrained(random_model(*MODEL), dtype, cache_dtype="int8")
+    decoding.save(folder)
+    return decoding
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_a_loaded_model_is_the_saved_one(dtype: str, tmp_path: Path) -> None:
+    decoding = _saved(tmp_path / "model", dtype)
+    loaded = lmdecode.Decoding.load(tmp_path / "model", verify=True)
+    assert loaded.config == decoding.config and loaded.cache_dtype == "int8"
+    prompt = random_tokens(9)[None]
+    expected = decoding.generate(prompt, **NEW, num_beams=2)
+    assert torch.equal(loaded.generate(prompt, **NEW, num_beams=2), expected)
+    assert lmdecode.Decoding.load(tmp_path / "model", cache_dtype="bf16").cache_dtype == "bfloat16"
+
+
+def test_what_is_saved_replaces_what_was_there(tmp_path: Path) -> None:
+    _saved(tmp_path, "int8")
+    before = lmdecode.Decoding.load(tmp_path)
+    prompt = random_tokens(9)[None]
+    expected = before.generate(prompt, **NEW)
+    _saved(tmp_path, "bfloat16")
+    assert torch.equal(before.generate(prompt, **NEW), expected)  # its file is mapped
+    assert len(list(tmp_path.glob("weights-*.bin"))) == 1
+    assert lmdecode.Decoding.load(tmp_path).decoder.weight_format == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path) -> None:
+    """Bit for bit what is packed here from the start."""
+    code = """
+import sys
+from pathlib import Path
+from tests.decoder.test_saved_model import _saved
+_saved(Path(sys.argv[1]), sys.argv[2])
+"""
+    other = "avx2" if lmdecode.cpu_capability() != "avx2" else "default"
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), dtype],
+        env={**os.environ, "LMDECODE_CPU_CAPABILITY": other},
+        cwd=ROOT,
+        check=True,
+    )
+    here = lmdecode.Decoding.from_pretrained(random_model(*MODEL), dtype)
+    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
+    with pytest.warns(UserWarning, match="was packed for another kind of processor"):
+        loaded = lmdecode.Decoding.load(tmp_path)
+    assert torch.equal(loaded.decoder.memory, here.decoder.memory)
+    assert manifest["weights"]["bytes"] == here.decoder.memory.numel()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: m.pop("layout"), r"has a damaged lmdecode\.json \('layout'\)"),
+        (lambda m: m.update(version=2), "is of version 2, this is version 1"),
+        (lambda m: m["weights"].update(bytes=10), "has .* bytes in .* instead of 10 bytes"),
+        (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
+        (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
+    ],
+)
+def test_damaged_manifests(damage: object, message: str, tmp_path: Path) -> None:
+    _saved(tmp_path)
+    path = tmp_path / "lmdecode.json"
+    manifest = json.loads(path.read_text())
+    damage(manifest)  # type: ignore[operator]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
+        lmdecode.Decoding.load(tmp_path)
+
+
+def test_damaged_weights(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    (file,) = tmp_path.glob("weights-*.bin")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"has other bytes in weights-.*than were written"):
+        lmdecode.Decoding.load(tmp_path, verify=True)
+    file.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="instead of"):
+        lmdecode.Decoding.load(tmp_path)
+    (tmp_path / "lmdecode.json").write_text("{")
+    with pytest.raises(ValueError, match=r"has a damaged lmdecode\.json"):
+        lmdecode.Decoding.load(tmp_path)
+    (tmp_path / "lmdecode.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"^Decoding\.load: .* has no lmdecode\.json"):
+        lmdecode.Decoding.load(tmp_path)
+
+
+def test_encoder_decoder_models_are_not_saved(tmp_path: Path) -> None:
+    decoding = lmdecode.Decoding.from_pretrained("examples/g2p/model")
+    with pytest.raises(ValueError, match=r"^Decoding\.save: the model is an encoder-decoder one"):
+        decoding.save(tmp_path)
+    assert not list(tmp_path.iterdir())
