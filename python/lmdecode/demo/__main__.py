@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 # Both are read when the packages are loaded: idle OpenMP threads must not spin, nothing is fetched.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lmdecode.demo import beam, g2p, model, sampling, store, window
+from lmdecode.demo import beam, chat, g2p, model, sampling, store, window
 from lmdecode.demo._output import DemoError
 
 _DEMOS = {
@@ -32,6 +33,7 @@ _PLANS = {
     "g2p": "pronounces words with an encoder-decoder, and compares error rates and times",
 }
 _QUICK_WORDS, _SOME_WORDS = 48, 200  # held-out words where g2p is quick or one of all demos
+_CHAT_TOKENS = 256
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -40,7 +42,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description="Run the demos.")
     parser.add_argument(
         "demos", nargs="*", metavar="NAME",
-        help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce",
+        help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce; or chat, "
+        "which talks with the model",
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="DIR",
@@ -51,10 +54,23 @@ def main() -> int:
         help="draw timings, the tree of beams, masks, pronunciations or error rates",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, default=60, help="to generate in sampling and beam (default 60)"
-    )
+        "--tokens", type=int, help="to generate in model, sampling and beam (default 60), or in an "
+        f"answer of chat (default {_CHAT_TOKENS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--store", type=Path, metavar="DIR", help="of chat: where talks are kept (default: in the "
+        "user's cache)",
+    )  # fmt: skip
+    parser.add_argument("--session", default="chat", help="of chat: the name of the talk")
+    parser.add_argument("--dtype", default="int8", help="of chat: the weights (default int8)")
     parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
     arguments = parser.parse_intermixed_args()
+    tokens: int | None = arguments.tokens
+    if tokens is not None and tokens < 1:
+        parser.error(f"--tokens is {tokens}; expected at least 1")
+    if arguments.demos == ["chat"]:
+        options = (arguments.store, arguments.session, arguments.dtype, tokens or _CHAT_TOKENS)
+        return _told(lambda: chat.run(arguments.model, *options))
     names: list[str] = arguments.demos or [*_NAMES]
     words: list[str] = []
     if "g2p" in arguments.demos:
@@ -63,30 +79,37 @@ def main() -> int:
     for name in names:
         if name not in _NAMES:
             parser.error(f"there is no demo {name!r}; expected {', '.join(_NAMES)}")
-    if arguments.tokens < 1:
-        parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
     if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
         parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
     if len(names) > 1:
         print(f"{len(names)} demos run one after the other, each beside transformers:", flush=True)
         print("\n".join(f"  {name:8}  {_PLANS[name]}" for name in names), flush=True)
+    return _told(lambda: _run(names, words, arguments, tokens or 60))
+
+
+def _told(run: Callable[[], None]) -> int:
+    """Run, and return the exit status; an error of a demo is a line."""
     try:
-        for name in names:
-            plot = arguments.plot
-            if len(names) > 1:
-                print(f"{os.linesep}== {name} =={os.linesep}")
-                plot = plot and plot.with_stem(f"{plot.stem}_{name}")
-            print(f"This demo {_PLANS[name]}.", flush=True)
-            if name == "g2p":
-                chosen = arguments.model if len(names) == 1 else None
-                limit = None if arguments.demos else _SOME_WORDS
-                g2p.run(chosen, plot, words, _QUICK_WORDS if arguments.quick else limit)
-            else:
-                _DEMOS[name](arguments.model, plot, arguments.tokens, arguments.quick)
+        run()
     except DemoError as error:
         print(f"lmdecode.demo: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run(names: list[str], words: list[str], arguments: argparse.Namespace, tokens: int) -> None:
+    for name in names:
+        plot = arguments.plot
+        if len(names) > 1:
+            print(f"{os.linesep}== {name} =={os.linesep}")
+            plot = plot and plot.with_stem(f"{plot.stem}_{name}")
+        print(f"This demo {_PLANS[name]}.", flush=True)
+        if name == "g2p":
+            chosen = arguments.model if len(names) == 1 else None
+            limit = None if arguments.demos else _SOME_WORDS
+            g2p.run(chosen, plot, words, _QUICK_WORDS if arguments.quick else limit)
+        else:
+            _DEMOS[name](arguments.model, plot, tokens, arguments.quick)
 
 
 if __name__ == "__main__":

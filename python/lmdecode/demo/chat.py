@@ -1,0 +1,130 @@
+"""A talk with a local model: streamed, and kept in a store, so that it goes on another day."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lmdecode
+from lmdecode.demo._output import DemoError, model_folder, readable_path, require
+
+CAPACITY_BYTES = 1 << 30
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
+
+
+def default_store() -> Path:
+    """Return the folder of talks where none is given: in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "lmdecode" / "chat"
+
+
+class Template:
+    """What a line of the user's becomes in the model's prompt.
+
+    Models with a chat template get what it puts around a message. To others the talk is one text.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._has_template = getattr(tokenizer, "chat_template", None) is not None
+
+    def _rendered(self, *texts: str, asks: bool) -> str:
+        messages = [
+            {"role": "assistant" if i % 2 else "user", "content": text}
+            for i, text in enumerate(texts)
+        ]
+        rendered: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks
+        )
+        return rendered
+
+    def tokens(self, line: str, is_first: bool) -> list[int]:
+        """Return the tokens that a line adds to a talk."""
+        if not self._has_template:
+            text = line if is_first else f"\n{line}"
+            ids: list[int] = self._tokenizer(text, add_special_tokens=is_first).input_ids
+            return ids
+        if is_first:
+            text = self._rendered(line, asks=True)
+        else:  # what a third message adds to any two
+            before = self._rendered("Hello", "Hello", asks=False)
+            text = self._rendered("Hello", "Hello", line, asks=True).removeprefix(before)
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def run(
+    model_path: Path | None, store_path: Path | None, session: str, dtype: str, tokens: int
+) -> None:
+    """Talk until the end of the input, or an empty line.
+
+    Parameters
+    ----------
+    model_path
+        Folder of a causal language model and its tokenizer, or one that ``Decoding.save`` wrote;
+        None: the model of the source tree.
+    store_path
+        Folder of talks; None: one in the user's cache.
+    session
+        Name of the talk.
+    dtype
+        Format of the weights.
+    tokens
+        The most tokens of an answer.
+
+    Raises
+    ------
+    DemoError
+        Something is missing, or the model is one that ``Decoding`` does not run.
+    """
+    transformers = require("transformers")
+    from lmdecode.store import KVStore
+
+    transformers.utils.logging.set_verbosity_error()
+    folder, path = model_folder(model_path), store_path or default_store()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        if (folder / "lmdecode.json").is_file():
+            decoding = lmdecode.Decoding.load(folder)
+        else:
+            decoding = lmdecode.Decoding.from_pretrained(folder, dtype)
+    except (OSError, ValueError) as error:
+        raise DemoError(str(error).splitlines()[0]) from error
+    template = Template(tokenizer)
+    fingerprint = decoding.fingerprint(tokenizer)
+    path.mkdir(parents=True, exist_ok=True)
+    with KVStore(path, fingerprint=fingerprint, capacity_bytes=CAPACITY_BYTES) as store:
+        said = list(store.session(session).tokens)
+        print(f"Model: {readable_path(folder)}. Talk {session!r} in {path}.")
+        if said:
+            print(f"It goes on behind {len(said)} tokens.")
+        print("Write a line; an empty one ends the talk.", flush=True)
+        while True:
+            print("> ", end="", flush=True)
+            line = sys.stdin.readline()
+            if not line.strip():
+                print()
+                return
+            prompt = [*said, *template.tokens(line.strip(), not said)]
+            streamer = transformers.TextStreamer(
+                tokenizer, skip_prompt=True, skip_special_tokens=True
+            )
+            ids = decoding.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=tokens,
+                store=store,
+                session=session,
+                streamer=streamer,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+                **SAMPLING,
+            )
+            said = ids[0].tolist()
