@@ -48,7 +48,7 @@ def _model_file(folder: Path, number_format: str) -> Path:
 
 
 class LlamaCppEngine(Engine):
-    """A GGUF file; keys and values are float16, or float32 to check the logits of float32."""
+    """A GGUF file with llama.cpp's own choices, but for the logits of float32: those are exact."""
 
     def __init__(self, folder: Path, number_format: str, threads: int, longest: int) -> None:
         super().__init__(folder, number_format, threads, longest)
@@ -69,7 +69,7 @@ class LlamaCppEngine(Engine):
     def version(self) -> str:
         return llama.__version__
 
-    def _new_context(self, rows: int, cache_type: int | None = None) -> Any:
+    def _new_context(self, rows: int, exact: bool = False) -> Any:
         options = llama.llama_context_default_params()
         options.n_ctx = -(-self.capacity // 256) * 256 * rows
         options.n_batch = options.n_ubatch = _BATCH
@@ -77,8 +77,9 @@ class LlamaCppEngine(Engine):
         options.n_threads = options.n_threads_batch = self.threads
         options.kv_unified = False
         options.no_perf = True
-        if cache_type is not None:
-            options.type_k = options.type_v = cache_type
+        if exact:  # flash attention computes in float16
+            options.type_k = options.type_v = llama.GGML_TYPE_F32
+            options.flash_attn_type = 0
         context = llama.llama_init_from_model(self._model, options)
         if not context:
             raise RuntimeError("llama.cpp cannot make a context")
@@ -106,7 +107,7 @@ class LlamaCppEngine(Engine):
             self._decode(context, part, range(start, end), [0] * count, wanted)
 
     def logits(self, tokens: Sequence[int], steps: int) -> Any:
-        context = self._new_context(1, llama.GGML_TYPE_F32 if self.number_format == "F32" else None)
+        context = self._new_context(1, exact=self.number_format == "F32")
         read = len(tokens) - steps
         self._read(context, tokens[:read])
         for position in range(read, len(tokens)):

@@ -43,16 +43,12 @@ def _quantise_dynamically(folder: Path) -> Any:
 
 
 def _torchao_int4(folder: Path) -> Any:
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_
 
     model = load_model(folder, torch.bfloat16)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied
-    quantize_(
-        model,
-        Int4WeightOnlyConfig(
-            group_size=128, int4_packing_format="opaque", int4_choose_qparams_algorithm="tinygemm"
-        ),
-    )
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=128, set_inductor_config=False))
     return model
 
 
