@@ -27,7 +27,7 @@ from benchmarks.decoder.whole_model.engines import (
     TRANSFORMERS,
 )
 from benchmarks.goals import Goal, GoalOutcome, evaluate
-from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
+from benchmarks.harness import LIMIT, OURS, Case, Contestant, Effort, Result
 from benchmarks.limits import streaming_read
 from benchmarks.report import markdown_table
 from lmdecode.decoder.config import FORMATS
@@ -50,6 +50,7 @@ class _Work:
     new_tokens: int
 
 
+_WHOLE_CALL = Effort(seconds=0.0, rounds=1, min_calls=1)  # calls of up to a minute
 FULL, QUICK = _Work(512, 8, 128), _Work(24, 2, 6)
 
 
@@ -121,6 +122,7 @@ def _case(
             _contestants, name=name, model=model, dtype=dtype, rows=rows, work=work, peers=peers
         ),
         clock="returned",
+        effort=_WHOLE_CALL if name in (GREEDY, BEAMS) else None,
     )
 
 
@@ -233,7 +235,7 @@ def summary(results: list[Result]) -> list[str]:
             us = result.microseconds(name) or math.nan
             figure = int(str(shape["prompt"])) / us * 1e6 if place[0] == PREFILL else us / 1e3
             cells = found.setdefault((str(shape["model"]), dtype, label), {})
-            cells[place] = f"{figure:.0f}" if place[0] == PREFILL else f"{figure:.1f}"
+            cells[place] = f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
     if not found:
         return []
     head = ["model", "ours in", "engine", "prefill tok/s", *(f"ms, {n} rows" for n in rows)]

@@ -51,8 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024, "max_window_layers": 0,
     },
     "heads of A": {
-        **_LLAMA, **_SLIM, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2,
+        **_LLAMA, **_SLIM, "num_hidden_layers": 24, "hidden_size": 112,
+        "num_attention_heads": 14, "num_key_value_heads": 2,
     },
     "heads of B": {**_LLAMA, **_SLIM},
 }  # fmt: skip
