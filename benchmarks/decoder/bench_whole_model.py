@@ -188,6 +188,11 @@ def _limit_goal(name: str, text: str, bound: float, **wanted: object) -> Goal:
     return Goal(name, "warm", text, "at most", bound, lambda r: r.times_limit, [_of(**wanted)])
 
 
+def _packed_against_transformers(result: Result) -> float | None:
+    peer, packed = result.ratio(TRANSFORMERS), result.ratio(PACKED)
+    return None if peer is None or packed is None else peer / packed
+
+
 GOALS = [
     *(_limit_goal(STEP, f"one read, {dtype}", bound, dtype=dtype, rows=1)
       for dtype, bound in (("float32", 1.1), ("bfloat16", 1.1), ("int8", 1.2), ("int4", 1.35))),
@@ -203,7 +208,7 @@ GOALS = [
     *_against(TRANSFORMERS, "transformers bf16", (5.0,), dtype="int8"),
     *_against(DYNAMIC, "quantize_dynamic int8", (1.7,), dtype="int8"),
     Goal(STEP, "warm", "transformers bf16, pack_linears_ int8", "at least", 4.0,
-         lambda r: r.ratio(TRANSFORMERS) / r.ratio(PACKED) if r.ratio(PACKED) else None,
+         _packed_against_transformers,
          [_of(dtype="int8", rows=1)]),
     *(_limit_goal(ATTENTION, "one read of keys and values", 1 / 0.7, model=model)
       for model in ("heads of A", "heads of B")),

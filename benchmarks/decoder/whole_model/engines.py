@@ -79,6 +79,14 @@ class Engines:
         from benchmarks.decoder.whole_model.ours import LmdecodeEngine
 
         folder = models.model_folder(model)
+        # Ours first: what it is packed from is freed before others take memory.
+        ours = LmdecodeEngine(folder, dtype, threads, longest)
+        expected = np.load(folder / "expected.npz")
+        found = ours.logits(expected["tokens"].tolist(), int(expected["steps"]))
+        about = agreement(found, expected["logits"])
+        if not self.agrees(f"{OURS} of model {model}, {dtype}", dtype, about):
+            raise RuntimeError(f"whole_model: the logits of {OURS} are not those of {TRANSFORMERS}")
+        yield OURS, lambda name, *arguments: getattr(ours, name)(*arguments)
         setup = {"folder": str(folder), "threads": threads, "longest": longest}
         setup["expected"] = str(folder / "expected.npz")
         for name in peers:
@@ -102,13 +110,6 @@ class Engines:
             if self.agrees(label, compared, about):
                 self.about[name] = about["version"]
                 yield name, process.call
-        ours = LmdecodeEngine(folder, dtype, threads, longest)
-        expected = np.load(folder / "expected.npz")
-        found = ours.logits(expected["tokens"].tolist(), int(expected["steps"]))
-        about = agreement(found, expected["logits"])
-        if not self.agrees(f"{OURS} of model {model}, {dtype}", dtype, about):
-            raise RuntimeError(f"whole_model: the logits of {OURS} are not those of {TRANSFORMERS}")
-        yield OURS, lambda name, *arguments: getattr(ours, name)(*arguments)
 
     def agrees(self, label: str, dtype: str, about: dict[str, Any]) -> bool:
         """Tell whether an engine computes the same model; else it is left out."""
