@@ -77,7 +77,9 @@ class CTranslate2Engine(Engine):
                 times.append(CLOCKS[clock]())
             return False
 
-        self._generate(tokens, rows, count + 1, callback=token)
+        # The prompt but for its end is read once, in the first call, and copied to the rows.
+        start = [str(token) for token in tokens[:-1]]
+        self._generate(tokens[-1:], rows, count + 1, callback=token, static_prompt=start)
         return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
