@@ -31,6 +31,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant, Effort, Result
 from benchmarks.limits import streaming_read
 from benchmarks.report import markdown_table
 from lmdecode.decoder.config import FORMATS
+from lmdecode.decoder.huge_memory import new_memory
 
 GROUP = "whole_model"
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
@@ -58,7 +59,9 @@ def _limit_of_step(model: str, dtype: str, rows: int, keys: int, clock: str) -> 
     """Return a read of a buffer, at whose speed a step would read what it must."""
     size = models.bytes_of_step(model, dtype, rows, keys)
     probed = min(_PROBED, size)
-    read = streaming_read(torch.ones(-(-probed // 4), dtype=torch.float32))
+    buffer = new_memory(probed)  # in large pages, as the weights are
+    buffer.fill_(1)
+    read = streaming_read(buffer)
     return lambda: seconds(read, clock) * size / probed
 
 
