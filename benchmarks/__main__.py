@@ -80,7 +80,8 @@ def main() -> int:
                 outcomes = [outcome for outcome in outcomes if outcome.cases]
             goals = report.goals_table(outcomes) if outcomes and not arguments.quick else None
             table = report.results_table(mine)
-            sections[mine[0].case.group] = report.section(about, table, goals, benchmark.notes())
+            notes = [*benchmark.notes(), *benchmark.summary(mine)]
+            sections[mine[0].case.group] = report.section(about, table, goals, notes)
         record = {"machine": about, "results": [result.as_json() for result in results]}
     print(report.document(sections))
     if arguments.output:

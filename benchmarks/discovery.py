@@ -14,12 +14,13 @@ from benchmarks.harness import Case, Result
 
 @dataclass
 class Benchmark:
-    """What a ``bench_*.py`` module offers; it need not have ``goals`` and ``notes``."""
+    """What a ``bench_*.py`` module offers; it need not have ``goals`` and what follows."""
 
     name: str
     cases: Callable[[bool], list[Case]]
     goals: Callable[[list[Result]], list[GoalOutcome]]
     notes: Callable[[], list[str]]
+    summary: Callable[[list[Result]], list[str]]
 
 
 def discover() -> list[Benchmark]:
@@ -34,6 +35,7 @@ def discover() -> list[Benchmark]:
                     code.cases,
                     getattr(code, "goals", lambda results: []),
                     getattr(code, "notes", list),
+                    getattr(code, "summary", lambda results: []),
                 )
             )
     return found

@@ -15,6 +15,23 @@ LIMIT = "limit"
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds a case (peers with the slowest calls exceed it), rounds."""
+
+    seconds: float
+    rounds: int
+    min_calls: int
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+
+FULL = Effort(seconds=2.5, rounds=60, min_calls=3)
+QUICK = Effort(seconds=0.3, rounds=10, min_calls=1)
+
+
+@dataclass(frozen=True)
 class Contestant:
     """One way to do the work of a case.
 
@@ -63,6 +80,8 @@ class Case:
         Torch threads of the case; None: those of the run.
     clock
         See ``interleaved``; None: "thread" with one thread, "wall" with several.
+    effort
+        How long to measure, where it differs from the run's.
     """
 
     group: str
@@ -72,6 +91,7 @@ class Case:
     caches: str = "warm"
     threads: int | None = None
     clock: str | None = None
+    effort: Effort | None = None
 
     @property
     def key(self) -> str:
@@ -135,23 +155,6 @@ class Result:
         }
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure: seconds a case (peers with the slowest calls exceed it), rounds."""
-
-    seconds: float
-    rounds: int
-    min_calls: int
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers by name."""
-        return asdict(self)
-
-
-FULL = Effort(seconds=2.5, rounds=60, min_calls=3)
-QUICK = Effort(seconds=0.3, rounds=10, min_calls=1)
-
-
 def chosen(cases: list[Case], names: list[str]) -> list[Case]:
     """Return the cases whose key has one of the names in it, all of them for no names."""
     return [case for case in cases if not names or any(name in case.key for name in names)]
@@ -168,6 +171,7 @@ def run_case(
     """Time the contestants of one case."""
     torch.set_num_threads(case.threads or threads)
     contestants = case.contestants(with_peers)
+    effort = case.effort or effort
     # CPU time of this thread tells nothing where other threads work for it.
     several = (case.threads or threads) > 1 or any((c.threads or 1) > 1 for c in contestants)
     shorter = {c.name: c.shorter for c in contestants if c.shorter is not None}

@@ -254,8 +254,17 @@ def test_a_file_keeps_what_the_run_does_not_have(tmp_path: Path) -> None:
     assert (tmp_path / "other.md").read_text() == "### a\n\na\n"
 
 
+def test_interleaved_takes_the_seconds_that_calls_return() -> None:
+    seconds = iter([9.0, 3.0, 2.0])
+    timings = interleaved(
+        {"a": lambda: next(seconds)}, rounds=2, min_calls=2, seconds=0.0, clock="returned"
+    )
+    assert timings["a"].samples == (3.0, 2.0)
+
+
 def test_interleaved_names_an_unknown_clock() -> None:
-    with pytest.raises(ValueError, match="clock is 'sun'; expected one of thread, process, wall"):
+    expected = "clock is 'sun'; expected one of thread, process, wall, returned"
+    with pytest.raises(ValueError, match=expected):
         interleaved({}, clock="sun")
 
 
