@@ -52,6 +52,10 @@ from lmdecode.beam import (
     new_beam_state,
 )
 from lmdecode.decoder import (
+    CausalBatch,
+    CausalConfig,
+    CausalLayerWeights,
+    CausalWeights,
     DecoderConfig,
     DecoderLayer,
     DecoderWeights,
@@ -95,6 +99,10 @@ __all__ = [
     "BeamTrace",
     "BlockSlots",
     "BlockTable",
+    "CausalBatch",
+    "CausalConfig",
+    "CausalLayerWeights",
+    "CausalWeights",
     "ConstrainedBeamSearchScorer",
     "Constraint",
     "ConstraintListState",

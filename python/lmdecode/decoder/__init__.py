@@ -1,11 +1,17 @@
-"""Decoders of encoder-decoder models: the whole loop, a batch of requests, a single layer."""
+"""Models in C++: decoder-only ones, decoders of encoder-decoder ones, a batch, a layer."""
 
 from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.causal_batch import CausalBatch
+from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.decoding import Decoding
 from lmdecode.decoder.layer import DecoderLayer, gather_tree
 
 __all__ = [
+    "CausalBatch",
+    "CausalConfig",
+    "CausalLayerWeights",
+    "CausalWeights",
     "DecoderConfig",
     "DecoderLayer",
     "DecoderWeights",
