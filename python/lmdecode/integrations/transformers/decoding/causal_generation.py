@@ -147,6 +147,8 @@ def _refuse(
     for name, value in model_kwargs.items():
         if isinstance(value, dict) and not value:  # outputs of encoders, of which there are none
             continue
+        if name == "token_type_ids" and not bool(value.any()):  # Gemma 3's processor: text alone
+            continue
         if name not in _IGNORED and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a model")
     if input_ids.numel() == 0:

@@ -1,5 +1,4 @@
-// beam_step and beam_finalize on CUDA tensors.
-#include "bindings/beam_finalize.h"
+// beam_step on CUDA tensors.
 #include "bindings/beam_step.h"
 #include "bindings/cuda_stream.h"
 
@@ -9,13 +8,9 @@ namespace {
 struct Cuda {
   using Guard = CudaGuard;
   // Nothing waits for what the tensors hold: the kernels hold it to its ranges.
-  template <class Params>
-  static void check(const Params&) {}
+  static void check(const BeamStepParams&) {}
   static void run(const BeamStepParams& params, const Tensor& state) {
     beam_step_cuda(params, current_cuda_stream(state));
-  }
-  static void run(const BeamFinalizeParams& params, const Tensor& state) {
-    beam_finalize_cuda(params, current_cuda_stream(state));
   }
 };
 
@@ -26,5 +21,4 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   using namespace lmdecode;
   using namespace lmdecode::beam;
   m.impl("beam_step", TORCH_BOX((&BeamStepOp<Cuda>::call)));
-  m.impl("beam_finalize", TORCH_BOX((&BeamFinalizeOp<Cuda>::call)));
 }
