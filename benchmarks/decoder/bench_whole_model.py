@@ -199,7 +199,7 @@ def _packed_against_transformers(result: Result) -> float | None:
 GOALS = [
     *(_limit_goal(STEP, f"one read, {dtype}", bound, dtype=dtype, rows=1)
       for dtype, bound in (("float32", 1.1), ("bfloat16", 1.1), ("int8", 1.2), ("int4", 1.35))),
-    *(_limit_goal(PREFILL, f"peak of products, {dtype}", 1 / share, dtype=dtype)
+    *(_limit_goal(PREFILL, f"peak of products, {dtype}", round(1 / share, 2), dtype=dtype)
       for dtype, share in (("float32", 0.75), ("bfloat16", 0.65), ("int8", 0.5))),
     *_against(OPENVINO, "OpenVINO int8", (1.35, 1.4, 1.4, 1.6), dtype="int8"),
     *_against(LLAMA, "llama.cpp F32", (1.0, 1.6, 1.7, 1.5), dtype="float32"),
@@ -213,7 +213,7 @@ GOALS = [
     Goal(STEP, "warm", "transformers bf16, pack_linears_ int8", "at least", 4.0,
          _packed_against_transformers,
          [_of(dtype="int8", rows=1)]),
-    *(_limit_goal(ATTENTION, "one read of keys and values", 1 / 0.7, model=model)
+    *(_limit_goal(ATTENTION, "one read of keys and values", 1.43, model=model)
       for model in ("heads of A", "heads of B")),
     Goal(PREFILL, "warm", "transformers, window of 1024", "at least", 3.0,
          lambda r: r.ratio(TRANSFORMERS), [_of(model="A, window")]),
