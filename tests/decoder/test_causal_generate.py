@@ -403,6 +403,14 @@ def test_the_shipped_model() -> None:
 @pytest.mark.skipif(not KJV.is_dir(), reason="the model is in source checkouts only")
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_the_shipped_model_on_200_prompts(num_beams: int) -> None:
+    """In batches of 25, padded on the left: transformers takes a tenth of the time."""
     prompts = [first + rest for first in WORDS for rest in MORE_WORDS]
     assert len(set(prompts)) == 200
-    check_shipped(prompts, max_new_tokens=64, num_beams=num_beams)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(KJV, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(KJV, dtype=torch.float32).eval()
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    options = {"max_new_tokens": 64, "num_beams": num_beams, "do_sample": False}
+    for at in range(0, 200, 25):
+        inputs = tokenizer(prompts[at : at + 25], return_tensors="pt", padding=True)
+        expected = model.generate(**inputs, **options)
+        assert torch.equal(decoding.generate(**inputs, **options), expected), at

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class Decoding:
                 f"Decoding: cache_dtype is {cache_dtype!r}; expected None for the decoder of an "
                 "encoder-decoder model, whose caches are float32"
             )
-        assert isinstance(weights, DecoderWeights)
+        weights = cast(DecoderWeights, weights)
         check_weights(config, weights)
         device = weights.embedding.device
         if device.type == "cuda":
