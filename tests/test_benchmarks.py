@@ -104,6 +104,7 @@ def test_a_step_is_what_it_adds_to_a_shorter_call(monkeypatch: pytest.MonkeyPatc
     assert result.ratio("peer") == 2.5
 
 
+@pytest.mark.slow
 def test_unknown_case_is_an_error() -> None:
     done = run_benchmarks("no such case")
     assert done.returncode == 2

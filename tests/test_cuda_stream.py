@@ -97,6 +97,7 @@ def run(folder: Path, stand_in: str, *devices: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_stream_is_found_in_a_library_that_torch_loaded_for_itself(folder: Path) -> None:
     assert run(folder, "cuda", 0, 3, 0) == ["1000", "1003", "1000"]
 

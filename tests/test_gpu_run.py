@@ -62,6 +62,7 @@ def test_the_report_is_there_while_later_stages_run(run) -> None:
     assert "| a figure |" in seen
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_stopped_with_what_it_started(run, tmp_path: Path) -> None:
     child = tmp_path / "child"
     hang = (

@@ -13,6 +13,7 @@ import pytest
     ["store.KVStore", "reference.swa_mask", "compat.ascend.top_k_top_p_sample",
      "compat.faster_transformer.decoding"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_modules_are_loaded_when_they_are_asked_for(name: str) -> None:
     module = "lmdecode." + name.rsplit(".", 1)[0]
     program = (

@@ -130,6 +130,7 @@ def test_the_version_is_one(wheel: Path, installed: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.slow
 def test_capability_can_be_forced(capability: str, tmp_path: Path) -> None:
     code = "import lmdecode; print(lmdecode.cpu_capability())"
     done = run(sys.executable, "-c", code, cwd=tmp_path, LMDECODE_CPU_CAPABILITY=capability)
@@ -158,6 +159,7 @@ for call in (
 
 
 @pytest.mark.parametrize("word", ["bogus", "AVX2", " avx2"])
+@pytest.mark.slow
 def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
     """Importing works, every use raises."""
     command = (sys.executable, "-c", WRONG_CAPABILITY)

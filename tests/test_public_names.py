@@ -102,6 +102,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("package", "extra", "code"), CALLS, ids=lambda value: value[:60])
+@pytest.mark.slow
 def test_what_is_missing_names_its_extra(
     package: str, extra: str, code: str, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def run_with_protected_keys(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect as on Linux")
 @pytest.mark.parametrize("op", ["sliding_window_attention", "sliding_window_decode"])
+@pytest.mark.slow
 def test_keys_out_of_the_window_are_not_read(op: str) -> None:
     """Whatever the length, the cost is that of the window: any other key would end the process."""
     window, queries, keys_a_page = 256, 48, mmap.PAGESIZE // (256 * 4)

@@ -73,6 +73,7 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> t
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.slow
 def test_compile(backend: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     options = {"sinks": PER_HEAD[0].bfloat16(), "kv_lengths": LENGTHS.int(), "softcap": 10.0}

@@ -402,5 +402,6 @@ tests.test_strides_do_not_matter()
 """
 
 
+@pytest.mark.slow
 def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []

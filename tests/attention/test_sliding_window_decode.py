@@ -234,5 +234,6 @@ tests.test_what_lies_behind_the_length_is_not_looked_at()
 """
 
 
+@pytest.mark.slow
 def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []

@@ -406,6 +406,7 @@ def expected_digest() -> str:
     return digest()
 
 
+@pytest.mark.slow
 def test_cpu_capability(
     run_at_capability: Callable[[str], list[str]], expected_digest: str
 ) -> None:

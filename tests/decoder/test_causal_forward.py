@@ -404,5 +404,6 @@ for weight_format, dtype in (("float32", "float32"), ("bfloat16", "int8"), ("int
 """
 
 
+@pytest.mark.slow
 def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []

@@ -86,6 +86,7 @@ for kind in KINDS:
 """
 
 
+@pytest.mark.slow
 def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []
 

@@ -49,6 +49,7 @@ def test_what_is_saved_replaces_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(FORMATS))
+@pytest.mark.slow
 def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path) -> None:
     """Bit for bit what is packed here from the start."""
     code = """

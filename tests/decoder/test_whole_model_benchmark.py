@@ -54,6 +54,7 @@ def test_an_engine_of_another_model_is_left_out(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("from_root")
+@pytest.mark.slow
 def test_an_engine_answers_from_a_process_of_its_own(tmp_path: Path) -> None:
     from benchmarks.decoder.whole_model.process import EngineProcess, python_of
 

@@ -74,6 +74,7 @@ def test_opcheck_block_table() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.slow
 def test_compile_reorder_cache(backend: str) -> None:
     """In place through functionalisation, around it what a step computes."""
 

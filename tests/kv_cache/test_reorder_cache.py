@@ -265,6 +265,7 @@ for layout in tests.LAYOUTS:
 """
 
 
+@pytest.mark.slow
 def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []
 

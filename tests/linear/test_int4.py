@@ -199,6 +199,7 @@ print(lmdecode.cpu_capability())
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.slow
 def test_every_capability_has_the_bits_of_the_reference(capability: str) -> None:
     order = ("default", "avx2", "avx512")
     if order.index(capability) > order.index(lmdecode.cpu_capability()):

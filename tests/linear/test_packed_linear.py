@@ -339,6 +339,7 @@ print(lmdecode.cpu_capability())
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.slow
 def test_cpu_capability(capability: str) -> None:
     order = ("default", "avx2", "avx512")
     if order.index(capability) > order.index(lmdecode.cpu_capability()):

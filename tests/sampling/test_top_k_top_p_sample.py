@@ -134,6 +134,7 @@ def row_kinds(vocab: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("vocab", [38, pytest.param(1300, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_parameter_grid(vocab: int, dialect: str, device: torch.device) -> None:
     """All pairs of the interesting k and p, on every kind of row."""
     ks = [-1, 0, 1, 2, 50, 1000, vocab - 1, vocab, vocab + 5]
@@ -151,6 +152,7 @@ def test_parameter_grid(vocab: int, dialect: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.slow
 def test_min_p_and_temperature_grid(dialect: str, device: torch.device) -> None:
     vocab = 61
     min_ps = [-1, 0, 1e-45, 1e-30, 0.01, 0.3, 0.999999, 1, 2, math.nan]
@@ -251,6 +253,7 @@ def test_vocabulary_of_a_million(kind: str, device: torch.device) -> None:
     check(SamplingCase(kind, logits, arguments), device)
 
 
+@pytest.mark.slow
 def test_masses_with_fewer_fraction_bits(device: torch.device) -> None:
     """Above 2^20 tokens a mass has fewer fraction bits, so that the total still fits."""
     for vocab in (2**20 + 1, 2**21 + 3):

@@ -292,6 +292,7 @@ last.append(work)
          "import: interrupted"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_call_that_the_end_stops_says_so(tmp_path: Path, call: str, message: str) -> None:
     code = f"""
 store.put(tokens, kv)
@@ -311,6 +312,7 @@ last.append(thread.join)
     assert end_of(code, tmp_path) == (0, message + "\n", "")
 
 
+@pytest.mark.slow
 def test_a_close_at_the_end_waits_without_the_lock(tmp_path: Path) -> None:
     """It waits for a call whose callback needs the lock."""
     code = """
@@ -358,6 +360,7 @@ last.append(lambda: os._exit(7))
     assert "KeyboardInterrupt" in raised
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_wait_for_the_parents_calls(tmp_path: Path) -> None:
     code = f"""
 import os, sys, threading, time

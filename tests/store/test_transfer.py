@@ -155,6 +155,7 @@ def test_ls_stat_verify(filled: Open, tmp_path: Path, capsys: pytest.CaptureFixt
         assert "whose fingerprint begins with 'zz'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_verify_exits_1_on_damage(filled: Open, tmp_path: Path) -> None:
     damage(tmp_path / "store")
     done = shell("verify", tmp_path / "store")

@@ -150,6 +150,7 @@ def generated(model, inputs, arguments, **kwargs):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", CASES)
+@pytest.mark.slow
 def test_as_transformers_4_38(cases, make_model, kind, name):
     for case in cases[f"{kind} {name}"]:
         expected = case["expected"]

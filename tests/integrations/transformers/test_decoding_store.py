@@ -167,6 +167,7 @@ with store_of(decoding, Path({store!r})) as store:
     [(LLAMA, "int8", "int8"), (GEMMA, "float32", "bfloat16")],
     ids=str,
 )
+@pytest.mark.slow
 def test_killed_while_it_answers(
     case: tuple[str, str], dtype: str, cache_dtype: str, tmp_path: Path, prompt_tokens: list[int]
 ) -> None:

@@ -207,6 +207,7 @@ def test_gradients_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.slow
 def test_compile() -> None:
     for model in (llama(), llama(torch.bfloat16)):
         pack_linears_(model)

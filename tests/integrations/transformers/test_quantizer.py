@@ -46,6 +46,7 @@ def test_auto_class_and_heads_of_their_own(tmp_path: Path) -> None:
     assert len(left) == 7 and all(name.startswith("model.layers.0.") for name in left)
 
 
+@pytest.mark.slow
 def test_weights_are_packed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few of the weights of the layers are there at once, whatever the number of layers."""
     model = llama(tie_word_embeddings=False, num_hidden_layers=6)

@@ -52,6 +52,7 @@ def test_our_loops(build: Build, name: str, cache: str) -> None:
 
 @pytest.mark.parametrize("cache", RINGS)
 @pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.slow
 def test_assisted_generation(build: Build, name: str, cache: str) -> None:
     """Most tokens of the assistant are refused, some are not; both models have a ring to crop."""
     ids = prompts((0,))["input_ids"]

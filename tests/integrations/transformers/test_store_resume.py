@@ -91,6 +91,7 @@ def one_thread() -> Iterator[None]:
         pytest.param("gemma2", torch.bfloat16, "greedy", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_killed_while_it_answers(name: str, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
     model, prompt = build(name, dtype), prompt_of(name)
     length = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER}
