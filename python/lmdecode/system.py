@@ -11,7 +11,8 @@ def cpu_capability() -> str:
     """The build of the CPU kernels in use: "default", "avx2" or "avx512".
 
     The best that the machine has; the environment variable ``LMDECODE_CPU_CAPABILITY``, read once,
-    chooses a lower one. Results are the same at each.
+    chooses a lower one. Sampling, beams and caches have the same bits at each; products of floats,
+    and so attention and decoding, do not.
 
     Raises
     ------
