@@ -100,7 +100,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
                 name: contestant(engine.generate, options) for name, engine in engines.items()
             }
             contestants = {"transformers": contestant(model.generate, options), **engine_calls}
-            seconds, rounds = (0.1, 2) if quick else (1.5, 5)
+            seconds, rounds = (0.1, 2) if quick else (0.3, 3)
             timings.append(interleaved(contestants, seconds=seconds, rounds=rounds))
     finally:
         torch.set_num_threads(threads)
