@@ -175,7 +175,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      "beta, float epsilon, bool rms_norm, bool norm_first, *, Tensor(b!) out) -> ()"},
     {"decoder_embed(Tensor tokens, Tensor positions, Tensor embedding, Tensor? "
      "position_table, float scale, int position_offset, *, Tensor(a!) x) -> ()"},
-    // activation: a number of lmdecode.decoder_config.ACTIVATIONS
+    // activation: a number of lmdecode.linear.ACTIVATIONS
     {"decoder_activate_(Tensor(a!) up, Tensor? gate, int activation) -> ()"},
     // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
     {"cpu_capability() -> int"},

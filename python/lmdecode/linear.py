@@ -25,27 +25,30 @@ _packed_linear = ops.packed_linear.default
 _packed_linear_out = ops.packed_linear.out
 _layer_norm = ops.layer_norm.default
 _rms_norm = ops.rms_norm.default
-_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+# The ops' numbers, as in csrc/linear/packed_linear.h.
+FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _FORMATS_WITH_ZEROS = {32: 4, 64: 5, 128: 6}  # by the size of the groups
-_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+ACTIVATIONS: dict[str, int] = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
-def _choice(op: str, name: str, value: object, choices: dict) -> int:
-    if value is not None and not isinstance(value, str):
-        raise type_error(op, name, value, "a str")
-    if value not in choices:
-        expected = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{op}: {name} is {value!r}; expected one of {expected}")
-    return choices[value]
+def _activation(op: str, name: object) -> int:
+    if name is None:
+        return 0
+    if not isinstance(name, str):
+        raise type_error(op, "activation", name, "a str")
+    if name not in ACTIVATIONS:
+        expected = ", ".join(map(repr, (None, *ACTIVATIONS)))
+        raise ValueError(f"{op}: activation is {name!r}; expected one of {expected}")
+    return ACTIVATIONS[name]
 
 
 def check_linear_format(
     op: str, dtype: object, group_size: object = None
 ) -> tuple[str, int, int | None]:
     """Return the name of a format, its number in the ops, and the size of its groups."""
-    name = check_format(op, dtype, _FORMATS)
+    name = check_format(op, dtype, FORMATS)
     if group_size is None:
-        return name, _FORMATS[name], 32 if name == "int4" else None
+        return name, FORMATS[name], 32 if name == "int4" else None
     size = check_int(op, "group_size", group_size)
     if name != "int4":
         raise ValueError(f"{op}: group_size is {size}; expected None with {name}")
@@ -205,7 +208,7 @@ class PackedLinear:
             zeros = None if zeros is None else zeros.repeat_interleave(times, 1)
         layer._format = _FORMATS_WITH_ZEROS[layer.group_size]
         if zeros is None and layer.group_size == 32:
-            layer._format = _FORMATS["int4"]
+            layer._format = FORMATS["int4"]
         layer.bias = layer._checked_bias(op, bias)
         if input_order is not None:
             layer.input_order = cls._checked_order(op, input_order, layer.in_features)
@@ -298,7 +301,7 @@ class PackedLinear:
             self.out_features,
             self._format,
             self.bias,
-            _choice(op, "activation", activation, _ACTIVATIONS),
+            _activation(op, activation),
             None if multiplier is None else self._like_y("multiplier", multiplier, shape),
             None if residual is None else self._like_y("residual", residual, shape),
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_bool, check_int, check_number
+from lmdecode.linear import ACTIVATIONS, FORMATS
 
 __all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
 
@@ -17,8 +18,6 @@ Norm = Literal["layer_norm", "rms_norm"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
 NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
-ACTIVATIONS: dict[str, int] = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def decoder_embed(
 
 
 def decoder_activate_(up: Tensor, gate: Tensor | None, activation: int) -> None:
-    """Apply an activation, by its number in ``decoder_config.ACTIVATIONS``.
+    """Apply an activation, by its number in ``lmdecode.linear.ACTIVATIONS``.
 
     Parameters
     ----------
