@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lmdecode._checks import check_bool, check_int, check_number
-from lmdecode.decoder.config import ACTIVATIONS, NORMS, ActivationName, Norm
+from lmdecode._checks import check_bool, check_int
+from lmdecode.decoder.config import (
+    ActivationName,
+    Norm,
+    check_norm_and_activation,
+    check_numbers,
+    check_sizes,
+)
 
 __all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights"]
 
@@ -81,12 +86,8 @@ class CausalConfig:
     def __post_init__(self) -> None:
         """Check every argument."""
         op = "CausalConfig"
-        sizes = ("num_layers", "model_size", "num_heads", "num_kv_heads", "head_size", "ffn_size",
-                 "vocab_size")  # fmt: skip
-        for name in sizes:
-            limits = "1 to 2^31 - 1"
-            size = check_int(op, name, getattr(self, name), 1, (1 << 31) - 1, limits=limits)
-            object.__setattr__(self, name, size)
+        check_sizes(op, self, "num_layers", "model_size", "num_heads", "num_kv_heads", "head_size",
+                    "ffn_size", "vocab_size")  # fmt: skip
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{op}: num_kv_heads is {self.num_kv_heads}; "
@@ -124,21 +125,9 @@ class CausalConfig:
         check_bool(op, "gated", self.gated)
         if self.attention_scale is None:
             object.__setattr__(self, "attention_scale", self.head_size**-0.5)
-        for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in tuple(choices):
-                raise ValueError(
-                    f"{op}: {name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}"
-                )
-        for name in ("norm_epsilon", "attention_scale", "attention_softcap", "logits_softcap",
-                     "embedding_scale", "logits_scale"):  # fmt: skip
-            number = check_number(op, name, getattr(self, name))
-            at_least_0 = name.endswith(("_epsilon", "_softcap"))
-            if not math.isfinite(number) or (at_least_0 and number < 0):
-                raise ValueError(
-                    f"{op}: {name} is {number}; "
-                    f"expected a finite number{' of at least 0' if at_least_0 else ''}"
-                )
-            object.__setattr__(self, name, number)
+        check_norm_and_activation(op, self)
+        check_numbers(op, self, "norm_epsilon", "attention_scale", "attention_softcap",
+                      "logits_softcap", "embedding_scale", "logits_scale")  # fmt: skip
 
     @property
     def query_size(self) -> int:

@@ -20,6 +20,38 @@ ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
 
 
+def check_sizes(op: str, config: object, *names: str, least: int = 1) -> None:
+    """Put an int in the place of each size of a config; raise for what is none."""
+    for name in names:
+        limits = f"{least} to 2^31 - 1"
+        size = check_int(op, name, getattr(config, name), least, (1 << 31) - 1, limits=limits)
+        object.__setattr__(config, name, size)
+
+
+def check_norm_and_activation(op: str, config: object) -> None:
+    """Raise ValueError where a config names one that there is not."""
+    for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
+        value = getattr(config, name)
+        if value not in tuple(choices):
+            raise ValueError(f"{op}: {name} is {value!r}; expected one of {', '.join(choices)}")
+
+
+def check_numbers(op: str, config: object, *names: str) -> None:
+    """Put a float in the place of each number of a config; raise for what is not finite.
+
+    Epsilons and caps are at least 0.
+    """
+    for name in names:
+        number = check_number(op, name, getattr(config, name))
+        at_least_0 = name.endswith(("_epsilon", "_softcap"))
+        if not math.isfinite(number) or (at_least_0 and number < 0):
+            raise ValueError(
+                f"{op}: {name} is {number}; "
+                f"expected a finite number{' of at least 0' if at_least_0 else ''}"
+            )
+        object.__setattr__(config, name, number)
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and switches of a decoder with cross-attention.
@@ -75,38 +107,23 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Check every argument."""
         op = "DecoderConfig"
-        sizes = ("num_layers", "model_size", "num_heads", "head_size", "ffn_size", "vocab_size")
         if self.memory_size is None:
             object.__setattr__(self, "memory_size", self.model_size)
-        for name in (*sizes, "memory_size", "position_offset"):
-            least = 0 if name == "position_offset" else 1
-            limits = f"{least} to 2^31 - 1"
-            size = check_int(op, name, getattr(self, name), least, (1 << 31) - 1, limits=limits)
-            object.__setattr__(self, name, size)
+        check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size",
+                    "vocab_size", "memory_size")  # fmt: skip
+        check_sizes(op, self, "position_offset", least=0)
         if self.num_heads * self.head_size >= 1 << 31:
             raise ValueError(
-                f"DecoderConfig: {self.num_heads} heads of {self.head_size}; "
-                "expected fewer than 2^31 in all"
+                f"{op}: {self.num_heads} heads of {self.head_size}; expected fewer than 2^31 in all"
             )
         for name in ("norm_first", "gated"):
             check_bool(op, name, getattr(self, name))
         if self.attention_scale is None:
             object.__setattr__(self, "attention_scale", self.head_size**-0.5)
-        for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in tuple(choices):
-                raise ValueError(
-                    f"DecoderConfig: {name} is {getattr(self, name)!r}; "
-                    f"expected one of {', '.join(choices)}"
-                )
-        for name in ("norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"):
-            number = check_number(op, name, getattr(self, name))
-            is_epsilon = name.endswith("_epsilon")
-            if not math.isfinite(number) or (is_epsilon and number < 0):
-                raise ValueError(
-                    f"DecoderConfig: {name} is {number}; "
-                    f"expected a finite number{' of at least 0' if is_epsilon else ''}"
-                )
-            object.__setattr__(self, name, number)
+        check_norm_and_activation(op, self)
+        check_numbers(
+            op, self, "norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"
+        )
 
     @property
     def attention_size(self) -> int:
