@@ -17,8 +17,7 @@ __all__ = ["PackedCausalModel"]
 
 _ALIGNMENT = 64  # bytes
 _NONE = -1
-# Parts of a layer that are packed; behind the four numbers, the columns of a layout's row.
-_PACKED = frozenset(("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "logits"))
+# The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
 _NUM_POSITIONS, _NORMS_ALL_HEADS = 9, 10  # in sizes
 _LOGITS = 5  # in the layout's row of the model
@@ -52,25 +51,30 @@ def _check(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], optional:
         )
 
 
-def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> None:
-    c = config
-    size, queries, keys, ffn = c.model_size, c.query_size, c.key_size, c.ffn_size
-    qkv = queries + 2 * keys
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "qkv": ((qkv, size),),
-        "qkv_bias": ((qkv,),),
-        "query_norm_gamma": ((c.head_size,), (queries,)),
-        "key_norm_gamma": ((c.head_size,), (keys,)),
-        "attention_out": ((size, queries),),
-        "ffn_up": ((ffn, size),),
-        "ffn_up_bias": ((ffn,),),
-        "ffn_gate": ((ffn, size),),
-        "ffn_gate_bias": ((ffn,),),
-        "ffn_down": ((size, ffn),),
+def linear_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight, which is packed; ``logits`` is the model's."""
+    size, queries, ffn = config.model_size, config.query_size, config.ffn_size
+    return {
+        "qkv": (queries + 2 * config.key_size, size),
+        "attention_out": (size, queries),
+        "ffn_up": (ffn, size),
+        "ffn_gate": (ffn, size),
+        "ffn_down": (size, ffn),
+        "logits": (config.vocab_size, size),
     }
+
+
+def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> None:
+    c, linear = config, linear_shapes(config)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "query_norm_gamma": ((c.head_size,), (c.query_size,)),
+        "key_norm_gamma": ((c.head_size,), (c.key_size,)),
+    }
+    for field, shape in linear.items():
+        shapes[field], shapes[f"{field}_bias"] = (shape,), (shape[:1],)
     for field, tensor in layer._asdict().items():
-        optional = field not in _PACKED or (field == "ffn_gate" and not c.gated)
-        _check(f"{name}.{field}", tensor, *shapes.get(field, ((size,),)), optional=optional)
+        optional = field not in linear or (field == "ffn_gate" and not c.gated)
+        _check(f"{name}.{field}", tensor, *shapes.get(field, ((c.model_size,),)), optional=optional)
     if not c.gated and layer.ffn_gate is not None:
         raise ValueError(
             f"Decoding: weights.{name}.ffn_gate was given; expected none, as not gated"
@@ -158,21 +162,13 @@ class PackedCausalModel:
 
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
-        c = self.config
-        qkv = c.query_size + 2 * c.key_size
-        shapes = {
-            "qkv": (qkv, c.model_size),
-            "attention_out": (c.model_size, c.query_size),
-            "ffn_up": (c.ffn_size, c.model_size),
-            "ffn_gate": (c.ffn_size, c.model_size),
-            "ffn_down": (c.model_size, c.ffn_size),
-        }
+        sizes = self._packed_sizes()
         of_layer = [
-            (column, self._packed_bytes(*shapes[name]))
+            (column, sizes[name])
             for column, name in enumerate(CausalLayerWeights._fields, start=4)
-            if name in shapes
+            if name in sizes
         ]
-        head = (int(self.layout[0, _LOGITS]), self._packed_bytes(c.vocab_size, c.model_size))
+        head = (int(self.layout[0, _LOGITS]), sizes["logits"])
         of_layers = [
             (int(row[column]), size) for row in self.layout[1:] for column, size in of_layer
         ]
@@ -267,23 +263,26 @@ class PackedCausalModel:
 
     def _most_bytes(self, weights: CausalWeights) -> int:
         """Return what all parts take at most, each layer with all that layers may have."""
-        c, packed = self.config, self._packed_bytes
-        size, queries, keys, ffn = c.model_size, c.query_size, c.key_size, c.ffn_size
-        qkv = queries + 2 * keys
-        layer = packed(qkv, size) + packed(size, queries) + packed(size, ffn)
-        layer += (2 if c.gated else 1) * packed(ffn, size)
-        layer += 4 * (10 * size + 2 * qkv + 2 * ffn) + _NUM_COLUMNS * _ALIGNMENT
-        table = c.vocab_size * size
+        c, sizes = self.config, self._packed_sizes()
+        of_model = sizes.pop("logits")
+        if not c.gated:
+            del sizes["ffn_gate"]
+        size, qkv = c.model_size, c.query_size + 2 * c.key_size
+        layer = sum(sizes.values()) + _NUM_COLUMNS * _ALIGNMENT
+        layer += 4 * (10 * size + 2 * qkv + 2 * c.ffn_size)
         positions = 0 if weights.positions is None else weights.positions.numel()
         rotary = sum(frequencies.numel() for frequencies in weights.rotary)
-        of_model = packed(c.vocab_size, size) + 4 * (
-            table + positions + rotary + 2 * size + c.vocab_size
-        )
+        table = c.vocab_size * size
+        of_model += 4 * (table + positions + rotary + 2 * size + c.vocab_size)
         return of_model + c.num_layers * layer + _NUM_COLUMNS * _ALIGNMENT
 
-    def _packed_bytes(self, outputs: int, inputs: int) -> int:
-        like = torch.empty(outputs, inputs, device="meta")
-        return int(ops.pack_linear(like, FORMATS[self.weight_format]).numel())
+    def _packed_sizes(self) -> dict[str, int]:
+        """Return the bytes of each linear weight."""
+        number = FORMATS[self.weight_format]
+        return {
+            name: int(ops.pack_linear(torch.empty(shape, device="meta"), number).numel())
+            for name, shape in linear_shapes(self.config).items()
+        }
 
     def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
         c = self.config
@@ -296,11 +295,12 @@ class PackedCausalModel:
             )
         # Pages that nothing is written to are never had of the system.
         memory, used = new_memory(self._most_bytes(weights)), 0
+        linear = linear_shapes(c)
 
         def put(row: int, column: int, name: str, value: Tensor) -> None:
             nonlocal used
             layout[row, column] = used
-            if name in _PACKED:
+            if name in linear:
                 packed = ops.pack_linear(value.detach().float(), FORMATS[self.weight_format])
                 memory[used : used + packed.numel()].copy_(packed)
                 size = packed.numel()
