@@ -396,39 +396,8 @@ class Decoding:
         """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
         from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 
-        def loop(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            synced_gpus: bool | None = None,
-            streamer: Any = None,
-            seed: Any = None,
-            stop_strings: Any = None,
-            constraints: Any = None,
-            force_words_ids: Any = None,
-            **model_kwargs: Any,
-        ) -> Any:
-            return decode_causal(
-                None if stored is None else stored.new_model,
-                packed,
-                self.cache_dtype,
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                seed=seed,
-                stop_strings=stop_strings,
-                constraints=constraints,
-                force_words_ids=force_words_ids,
-                **model_kwargs,
-            )
-
-        return loop
+        new_runner = None if stored is None else stored.new_model
+        return partial(decode_causal, new_runner, packed, self.cache_dtype)
 
     @staticmethod
     def _decoder_loop(
@@ -442,34 +411,7 @@ class Decoding:
             )
         from lmdecode.integrations.transformers.decoding.generation import decode
 
-        tokenizer = arguments.get("tokenizer")
         if isinstance(arguments.get("encoder_outputs"), dict):
             # generate() writes the outputs of the beams to it.
             arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
-
-        def loop(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            synced_gpus: bool | None = None,
-            streamer: Any = None,
-            stop_strings: Any = None,
-            **model_kwargs: Any,
-        ) -> Any:
-            return decode(
-                decoder,
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                stop_strings=stop_strings,
-                tokenizer=tokenizer,
-                **model_kwargs,
-            )
-
-        return loop
+        return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))

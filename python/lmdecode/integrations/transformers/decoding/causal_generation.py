@@ -224,7 +224,7 @@ def decode_causal(
         A row has NaN in its logits, or nothing above -inf.
     """
     config = generation_config
-    caller = arguments_of_generate(sys._getframe(2))
+    caller = arguments_of_generate(sys._getframe(1))
     streamer = caller.streamer if streamer is None else streamer
     with ending(streamer):
         refuse_assistance(config, caller, "Decoding runs the model itself")

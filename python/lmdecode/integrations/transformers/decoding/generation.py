@@ -174,7 +174,7 @@ def decode(
         A prompt has NaN in its logits, or no candidate above -inf.
     """
     config = generation_config
-    caller = arguments_of_generate(sys._getframe(2))
+    caller = arguments_of_generate(sys._getframe(1))
     refuse_assistance(config, caller, "Decoding runs the model itself")
     stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
     _refuse(config, model_kwargs)
