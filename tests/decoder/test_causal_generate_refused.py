@@ -62,6 +62,15 @@ def test_embeddings() -> None:
         decoding_of(*CASE).generate(IDS, inputs_embeds=embeddings, max_new_tokens=5)
 
 
+def test_token_types_of_text_alone() -> None:
+    decoding, options = decoding_of("gemma3", "text part"), {"max_new_tokens": 5}
+    want = decoding.generate(IDS, **options)
+    for types in (None, torch.zeros_like(IDS)):
+        assert torch.equal(decoding.generate(IDS, token_type_ids=types, **options), want)
+    with pytest.raises(ValueError, match="^token_type_ids: expected None"):
+        decoding.generate(IDS, token_type_ids=torch.ones_like(IDS), **options)
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_too_long_for_the_positions_of_a_model(num_beams: int) -> None:
     """The last token is not read: there may be one more than positions."""

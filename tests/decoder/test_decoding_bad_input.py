@@ -21,6 +21,7 @@ from tests.decoder.decoder_models import VOCAB, make_inputs, make_model, pair
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
         ({"forced_eos_token_id": VOCAB}, "forced_eos_token_id: expected a token, 0 to 63, got 64"),
+        ({"assistant_model": make_model("marian")}, "^assistant_model: expected None"),
         ({"custom_generate": "here"}, "custom_generate is given"),
         ({"streamer": TextStreamer(None), "num_beams": 2}, "streamer is given; .* stay in C"),
         ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),

@@ -13,6 +13,10 @@ from torch import Tensor
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.decoding.refused import (
+    refuse_handed_on,
+    refuse_inner_outputs,
+)
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     ending,
@@ -139,18 +143,15 @@ def _refuse(
     config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], has_windows: bool
 ) -> None:
     """Raise ValueError for what ``generate()`` was asked for and this does not do."""
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{name}: expected False, Decoding keeps none of them; model.generate() does"
-            )
-    for name, value in model_kwargs.items():
-        if isinstance(value, dict) and not value:  # outputs of encoders, of which there are none
-            continue
-        if name == "token_type_ids" and not bool(value.any()):  # Gemma 3's processor: text alone
-            continue
-        if name not in _IGNORED and value is not None and value is not False:
-            raise ValueError(f"{name}: expected None, Decoding hands nothing on to a model")
+    refuse_inner_outputs(config)
+    empty = {
+        name
+        for name, value in model_kwargs.items()
+        if (isinstance(value, dict) and not value)  # outputs of encoders, of which there are none
+        # Gemma 3's processor: text alone
+        or (name == "token_type_ids" and value is not None and not bool(value.any()))
+    }
+    refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
     mask = model_kwargs.get("attention_mask")

@@ -24,6 +24,10 @@ from lmdecode.integrations.transformers.beam.settings import (
     new_search,
     raise_for_prompts,
 )
+from lmdecode.integrations.transformers.decoding.refused import (
+    refuse_handed_on,
+    refuse_inner_outputs,
+)
 from lmdecode.integrations.transformers.decoding.rules import (
     raise_for_processors,
     token_rules_of_processors,
@@ -55,11 +59,7 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         raise ValueError("do_sample: expected False, Decoding searches and does not sample")
     if config.num_beams is not None and config.num_beams < 1:
         raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{name}: expected False, Decoding keeps none of them; model.generate() does"
-            )
+    refuse_inner_outputs(config)
     for name in ("constraints", "force_words_ids", "guidance_scale", "penalty_alpha"):
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
@@ -82,9 +82,7 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "decoder_attention_mask: expected ones, prompts of the decoder are not padded"
         )
-    for name, value in model_kwargs.items():
-        if name not in _IGNORED and value is not None and value is not False:
-            raise ValueError(f"{name}: expected None, Decoding hands nothing on to a decoder")
+    refuse_handed_on(model_kwargs, _IGNORED, "decoder")
 
 
 def _refuse_on_device(config: GenerationConfig) -> None:

@@ -1,0 +1,27 @@
+"""What no loop of ``Decoding`` does, of all that ``generate()`` may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = ["refuse_handed_on", "refuse_inner_outputs"]
+
+
+def refuse_inner_outputs(config: GenerationConfig) -> None:
+    """Raise ValueError where outputs of a model's layers are asked for."""
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name}: expected False, Decoding keeps none of them; model.generate() does"
+            )
+
+
+def refuse_handed_on(model_kwargs: dict[str, Any], ignored: Collection[str], what: str) -> None:
+    """Raise ValueError for arguments of a model's forward pass, but for those of no account."""
+    for name, value in model_kwargs.items():
+        if name not in ignored and value is not None and value is not False:
+            raise ValueError(f"{name}: expected None, Decoding hands nothing on to a {what}")
