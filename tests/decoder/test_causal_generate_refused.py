@@ -67,8 +67,10 @@ def test_token_types_of_text_alone() -> None:
     want = decoding.generate(IDS, **options)
     for types in (None, torch.zeros_like(IDS)):
         assert torch.equal(decoding.generate(IDS, token_type_ids=types, **options), want)
-    with pytest.raises(ValueError, match="^token_type_ids: expected None"):
+    with pytest.raises(ValueError, match=r"^token_type_ids: expected None"):
         decoding.generate(IDS, token_type_ids=torch.ones_like(IDS), **options)
+    with pytest.raises(ValueError, match=r"^token_type_ids: expected None"):  # GPT-2 embeds them
+        decoding_of("gpt2", "plain").generate(IDS, token_type_ids=torch.zeros_like(IDS), **options)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

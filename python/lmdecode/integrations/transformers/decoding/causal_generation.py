@@ -140,17 +140,20 @@ class CausalModel:
 
 
 def _refuse(
-    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], has_windows: bool
+    config: GenerationConfig,
+    model: Any,
+    input_ids: Tensor,
+    model_kwargs: dict[str, Any],
+    has_windows: bool,
 ) -> None:
     """Raise ValueError for what ``generate()`` was asked for and this does not do."""
     refuse_inner_outputs(config)
-    empty = {
-        name
-        for name, value in model_kwargs.items()
-        if (isinstance(value, dict) and not value)  # outputs of encoders, of which there are none
-        # Gemma 3's processor: text alone
-        or (name == "token_type_ids" and value is not None and not bool(value.any()))
-    }
+    # Outputs of encoders, of which there are none.
+    empty = {name for name, value in model_kwargs.items() if isinstance(value, dict) and not value}
+    types = model_kwargs.get("token_type_ids")
+    # Zeros of Gemma 3's processor say that all is text; other models embed zeros, too.
+    if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
+        empty.add("token_type_ids")
     refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
@@ -229,7 +232,7 @@ def decode_causal(
     streamer = caller.streamer if streamer is None else streamer
     with ending(streamer):
         refuse_assistance(config, caller, "Decoding runs the model itself")
-        _refuse(config, input_ids, model_kwargs, any(packed.cache_windows))
+        _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
         input_ids = input_ids.cpu()
         most = packed.max_positions
