@@ -66,12 +66,14 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
     return model
 
 
-def skeleton_of(folder: Path) -> Any:
-    """Return the skeleton of a folder's configs."""
+def skeleton_of(folder: Path, config: Any = None) -> Any:
+    """Return the skeleton of a folder's configs; that of the model is read where none is given."""
     generation_config = None
     if (folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(folder)
-    return skeleton(AutoConfig.from_pretrained(folder), generation_config)
+    if config is None:
+        config = AutoConfig.from_pretrained(folder)
+    return skeleton(config, generation_config)
 
 
 def save_beside(model: Any, folder: Path) -> None:

@@ -22,10 +22,7 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
     causal_model_of,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
-from lmdecode.integrations.transformers.decoding.checkpoint import (
-    Checkpoint,
-    skeleton_of,
-)
+from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
@@ -263,17 +260,16 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
 }
 
 
-def load_model(name: str | os.PathLike[str]) -> Any:
+def load_model(name: str | os.PathLike[str], config: Any) -> Any:
     """Return the model of a folder, or of a name, with float32 weights, as its config says.
 
     Raises
     ------
     ValueError
-        Its config is of no type that there is in ``MODEL_TYPES`` or ``CAUSAL_MODEL_TYPES``.
+        The config is of no type that there is in ``MODEL_TYPES`` or ``CAUSAL_MODEL_TYPES``.
     OSError
         There is none.
     """
-    config = AutoConfig.from_pretrained(name)
     if not config.is_encoder_decoder:
         return _load_causal_model(name, config)
     if config.model_type not in MODEL_TYPES:
@@ -310,11 +306,11 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         if getattr(config, "quantization_config", None) is not None:
             raise refused(f"the weights of {name} are quantized; expected floats")
-        model = skeleton_of(folder)
+        model = skeleton_of(folder, config)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:
             return model, *causal_model_of(model, checkpoint.read)
-    model = load_model(name)
+    model = load_model(name, config)
     return model, *parts_of(model)
 
 
