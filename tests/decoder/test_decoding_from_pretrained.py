@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import BloomConfig, MvpConfig
 import lmdecode
 from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.decoder_models import make_inputs, make_model
+from tests.support.causal_models import random_model, random_tokens
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5", "whisper"])
@@ -27,6 +29,18 @@ def test_a_model_is_loaded_from_its_folder(kind: str, tmp_path: Path) -> None:
         assert not decoding.model.training
         got = decoding.generate(**inputs, num_beams=2, max_new_tokens=8)
         assert got.tolist() == expected.tolist()
+
+
+def test_a_model_that_is_not_kept() -> None:
+    model = copy.deepcopy(random_model("llama", "plain")).to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    decoding = lmdecode.Decoding.from_pretrained(model, keep_model=False)
+    assert decoding.model is not model and type(decoding.model) is type(model)
+    assert all(set(p.stride()) == {0} for p in decoding.model.parameters())  # one value each
+    assert model.config.dtype == torch.bfloat16
+    ids, options = random_tokens(7)[None], {"max_new_tokens": 6, "do_sample": False}
+    want = lmdecode.Decoding.from_pretrained(model).generate(ids, **options)
+    assert torch.equal(decoding.generate(ids, **options), want)
 
 
 def test_a_folder_of_another_model(tmp_path: Path) -> None:

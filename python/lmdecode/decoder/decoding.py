@@ -144,7 +144,8 @@ class Decoding:
         else:
             config, weights = parts_of(model)
             if not keep_model and isinstance(config, CausalConfig):
-                model = skeleton(model.config, copy.deepcopy(model.generation_config))
+                configs = copy.deepcopy((model.config, model.generation_config))
+                model = skeleton(*configs)  # of their own: transformers writes the dtype to one
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
         decoding.model = model
