@@ -189,6 +189,28 @@ def test_other_dtypes_and_devices() -> None:
     assert torch.equal(logits(model.to("cpu")), want)
 
 
+def is_counted(model: nn.Module) -> bool:
+    """Whether the buffers of a packed model have the weights that its layers multiply by."""
+    buffers = {id(buffer) for buffer in model.buffers()}
+    return all(id(module.layer.packed) in buffers for module in packed(model).values())
+
+
+def test_packed_weights_are_counted() -> None:
+    model = gpt2()
+    buffers = sum(b.nbytes for b in model.buffers())
+    pack_linears_(model, "int4")
+    want = sum(m.layer.packed.nbytes for m in packed(model).values())
+    want += sum(p.nbytes for p in model.parameters()) + buffers
+    assert model.get_memory_footprint() == want
+    model.transformer.more = model.lm_head  # in two places, and counted once
+    assert model.get_memory_footprint() == want
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half()]
+    assert all(is_counted(other) for other in [model, *others])
+    before = model.lm_head.layer.packed.clone()
+    model.lm_head.to_empty(device="cpu")
+    assert is_counted(model) and model.lm_head.layer.packed.equal(before)
+
+
 def test_state_dicts_are_refused() -> None:
     state = llama().state_dict()
     model = pack_linears_(llama())

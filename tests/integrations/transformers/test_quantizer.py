@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_pack_linears import MODELS, llama, logits, packed
+from test_pack_linears import MODELS, is_counted, llama, logits, packed
 from torch import nn
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
@@ -31,6 +31,7 @@ def test_loading_and_packing_are_one(name: str, dtype: torch.dtype, tmp_path: Pa
         want = pack_linears_(load(model, tmp_path, None, dtype=dtype), **settings)
         assert list(packed(got)) == list(packed(want))
         assert torch.equal(logits(got), logits(want)) and logits(got).dtype == dtype
+        assert got.get_memory_footprint() == want.get_memory_footprint() and is_counted(got)
         assert not any(parameter.requires_grad for parameter in got.parameters())
         assert got.is_quantized and got.config.quantization_config.dtype == settings["dtype"]
 

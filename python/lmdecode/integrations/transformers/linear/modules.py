@@ -32,6 +32,8 @@ class PackedLinearModule(nn.Module):
     ----------
     layer : PackedLinear
         As given.
+    packed : Tensor
+        ``layer.packed``, a buffer: ``buffers()`` and ``get_memory_footprint()`` count it.
     in_features, out_features : int
         Sizes.
     """
@@ -40,6 +42,9 @@ class PackedLinearModule(nn.Module):
         super().__init__()
         self.layer, self.weight_dtype = layer, weight_dtype
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        # A persistent one, although no state dict holds it: in the place of others transformers
+        # puts empty tensors when it has loaded a model.
+        self.register_buffer("packed", layer.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``, ``[..., out_features]``, in the dtype of ``x``."""
@@ -80,7 +85,9 @@ class PackedLinearModule(nn.Module):
             raise ValueError(
                 f"PackedLinearModule: packed weights cannot be moved to {device}; expected the cpu"
             )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self._buffers["packed"] = self.layer.packed
+        return self
 
     def _save_to_state_dict(self, *arguments: Any, **keywords: Any) -> None:
         raise ValueError(
