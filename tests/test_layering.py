@@ -152,12 +152,13 @@ def is_in(module: str, *packages: str) -> bool:
 
 # Each area of the package and the areas that it may import. An area is a file or a folder of the
 # package, or a folder within one that stands above the rest of it.
-OPS = {"_ops", "_checks"}
+OPS = {"_ops", "_checks", "_memory"}
 AREAS = {"sampling", "beam", "kv_cache", "attention", "linear"}
 CORE = {*OPS, *AREAS, "beam/engine", "beam/scorers", "decoder"}
 PYTHON_ALLOWED: dict[str, set[str]] = {
     "_fakes": set(),
     "_checks": set(),
+    "_memory": set(),
     "_ops": {"_fakes"},
     "system": OPS,
     "sampling": OPS,

@@ -6,7 +6,6 @@ names. The weights are in the order that a processor reads them: they are mapped
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
 from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -29,12 +29,6 @@ __all__ = ["MANIFEST", "load_packed", "save_packed"]
 MANIFEST = "lmdecode.json"
 _VERSION = 1
 _HEADER_BYTES = 24  # of a packed weight: what it is, and the tile that it is cut into
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a contiguous tensor's memory, which has to outlive this."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def _tile(weight_format: str) -> str:
@@ -67,7 +61,7 @@ def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
         Kept beside, to be returned by ``load_packed``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    memory = _bytes_of(model.memory)
+    memory = bytes_of(model.memory)
     crc = zlib.crc32(memory)
     name = f"weights-{crc:08x}.bin"
     _replace(folder / name, memory)
@@ -139,7 +133,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
         raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")
     model.memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    if verify and zlib.crc32(_bytes_of(model.memory)) != crc:
+    if verify and zlib.crc32(bytes_of(model.memory)) != crc:
         raise _bad(folder, f"has other bytes in {path.name} than were written")
     if tile != _tile(model.weight_format):
         warnings.warn(

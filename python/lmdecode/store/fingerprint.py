@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from lmdecode._checks import check_int
+from lmdecode._memory import bytes_of
 
 _DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -78,9 +78,7 @@ def cache_shape(config: Any) -> dict[str, Any]:
 
 def hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
     """Add the bytes of a tensor to a digest of ``hashlib``."""
-    data = tensor.detach().cpu().contiguous()
-    if data.numel():
-        digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+    digest.update(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def hash_vocabulary(tokenizer: Any) -> str | None:
