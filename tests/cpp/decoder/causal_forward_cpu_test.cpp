@@ -7,6 +7,7 @@
 #include "check.h"
 #include "decoder/causal_forward.h"
 #include "exact_memory.h"
+#include "random_weights.h"
 
 namespace lmdecode::decoder {
 namespace {
@@ -66,23 +67,13 @@ class Model {
   CausalModel model;
 
  private:
-  float* floats(int64_t count, float scale) {
-    floats_.push_back(std::make_unique<Exactly<float>>(count));
-    for (int64_t i = 0; i < count; ++i) (*floats_.back())[i] = scale * random_.next();
-    return floats_.back()->get();
-  }
+  float* floats(int64_t count, float scale) { return random_.floats(count, scale); }
   NormWeights norm() { return {floats(model.config.model_size, 1.0f), nullptr}; }
   LinearWeights linear(int64_t in, int64_t out) {
-    const linear::PackedLinearShape shape{in, out, model.config.format};
-    packed_.push_back(
-        std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
-    pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
-    return {{shape, packed_.back()->get()}, floats(out, 0.3f)};
+    return random_.linear(in, out, model.config.format);
   }
 
-  Random random_;
-  std::vector<std::unique_ptr<Exactly<float>>> floats_;
-  std::vector<std::unique_ptr<Exactly<uint8_t>>> packed_;
+  RandomWeights random_;
   std::vector<CausalLayer> layers_;
 };
 
