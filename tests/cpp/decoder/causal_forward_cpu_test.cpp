@@ -138,12 +138,15 @@ class Texts {
     params_.workspace = workspace_->get();
   }
 
-  // Entries with logits of all their tokens, which follow from sequence and position.
+  // Entries, whose tokens follow from sequence and position.
   std::vector<float> read(const std::vector<CausalEntry>& entries) {
-    int64_t count = 0;
-    for (const CausalEntry& entry : entries) count += entry.count;
+    int64_t count = 0, num_logits = 0;
+    for (const CausalEntry& entry : entries) {
+      count += entry.count;
+      num_logits += entry.num_logits;
+    }
     Exactly<int64_t> tokens(count);
-    Exactly<float> logits(count * kVocab);
+    Exactly<float> logits(num_logits * kVocab);
     int64_t at = 0;
     for (const CausalEntry& entry : entries) {
       const int64_t length = full.cache.table.lengths[entry.sequence];
@@ -166,8 +169,9 @@ class Texts {
   std::unique_ptr<Exactly<uint8_t>> workspace_;
 };
 
-CausalEntry entry(int64_t sequence, int64_t count, bool is_prompt) {
-  return {sequence, count, is_prompt, count};
+// With logits of all its tokens, or of the last so many.
+CausalEntry entry(int64_t sequence, int64_t count, bool is_prompt, int64_t num_logits = -1) {
+  return {sequence, count, is_prompt, num_logits < 0 ? count : num_logits};
 }
 
 template <class Body>
@@ -205,6 +209,13 @@ TEST(a_text_in_any_parts_and_company) {
       CHECK_EQ(texts.full.free(), Cache::kBlocks - 3 - 8 - 4);
       // Of 12, 32 and 15 positions: the block of the first key that the next token sees, and on.
       CHECK_EQ(texts.window.free(), Cache::kBlocks - 1 - 1 - 2);
+
+      Texts some(model, format, max_rows);
+      got = some.read({entry(2, 3, false, 1), entry(1, 17, true, 6), entry(0, 8, true, 0)});
+      CHECK(part(got, 1, 6) == part(prompt, 11, 6));
+      got = some.read({entry(2, 4, true, 0), entry(1, 4, true, 0)});
+      got = some.read({entry(0, 2, true, 1), entry(1, 7, false, 2), entry(2, 1, false)});
+      CHECK(part(got, 1, 2) == part(rest, 5, 2));
     }
   });
 }
