@@ -2,6 +2,7 @@
 // alone.
 #include "kv_cache/block_table.h"
 
+#include "bindings/block_table_checks.h"
 #include "bindings/kv_cache_checks.h"
 
 namespace lmdecode::kv_cache {
@@ -69,27 +70,6 @@ void check_length(const char* op, const BlockTable& table, int64_t row, int64_t 
        " positions, those of ", table.max_blocks, " blocks");
 }
 
-// A row's blocks from the first-th on.
-void check_blocks(const char* op, const BlockTable& table, int64_t row, int64_t first) {
-  const int64_t used = table.blocks_for(table.lengths[row]);
-  for (int64_t b = first; b < used; ++b) {
-    const int32_t block = table.row(row)[b];
-    if (table.has_block(block) && table.ref_counts[block] > 0) continue;
-    fail(op, "block_table[", row, ", ", b, "] is ", block, "; expected a block in use, 0 to ",
-         table.num_blocks - 1);
-  }
-}
-
-// The next `count` blocks that would be taken.
-void check_free_blocks(const char* op, const BlockTable& table, int64_t count) {
-  const int32_t free = table.counters[kFreeBlocks];
-  for (int64_t i = free - 1; i >= 0 && i >= free - count; --i) {
-    if (table.has_block(table.free_blocks[i])) continue;
-    fail(op, "free_blocks[", i, "] is ", table.free_blocks[i], "; expected 0 to ",
-         table.num_blocks - 1);
-  }
-}
-
 void append(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_counts,
             const Tensor& free_blocks, const Tensor& counters, const Tensor& copies,
             const Tensor& num_tokens, int64_t block_size) {
@@ -110,10 +90,10 @@ void append(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_count
            table.max_blocks * table.block_size - length, ", what ", table.max_blocks,
            " blocks have room for behind ", length, " positions");
     }
-    if (length > 0) check_blocks(kOp, table, row, (length - 1) / block_size);
+    if (length > 0) check_blocks(kOp, "block_table", table, row, (length - 1) / block_size, 0);
     most_taken += table.blocks_for(length + tokens.at(row)) - table.blocks_for(length);
   }
-  check_free_blocks(kOp, table, most_taken);
+  check_free_blocks(kOp, "free_blocks", table, most_taken);
   append_to_block_table(table, tokens, reinterpret_cast<BlockCopy*>(copies_data));
 }
 
@@ -138,7 +118,7 @@ void reorder(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_coun
   }
   for (int64_t row = 0; row < rows; ++row) {
     check_length(kOp, table, row, table.lengths[row]);
-    check_blocks(kOp, table, row, 0);
+    check_blocks(kOp, "block_table", table, row, 0, 0);
   }
   reorder_block_table(table, rows, map);
 }

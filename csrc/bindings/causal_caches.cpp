@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bindings/block_table_checks.h"
 #include "bindings/causal_checks.h"
 
 namespace lmdecode::decoder {
@@ -12,17 +13,9 @@ constexpr const char* kReorderOp = "causal_caches_reorder_";
 constexpr const char* kStartOp = "causal_caches_start_";
 constexpr const char* kTruncateOp = "causal_caches_truncate_";
 
-// Blocks of the sequences that are about to change.
-void check_blocks(const char* op, const PagedCache& cache, int64_t row) {
-  const kv_cache::BlockTable& table = cache.table;
-  for (int64_t b = 0; b < table.blocks_for(table.lengths[row]); ++b) {
-    const int32_t block = table.row(row)[b];
-    if (block == kv_cache::kNoBlock || (table.has_block(block) && table.ref_counts[block] > 0)) {
-      continue;
-    }
-    fail(op, "caches.blocks[", row, ", ", b, "] is ", block, "; expected a block in use, 0 to ",
-         table.num_blocks - 1);
-  }
+// Blocks of a sequence that is about to change; any of them may have been let go of.
+void check_sequence(const char* op, const PagedCache& cache, int64_t row) {
+  check_blocks(op, "caches.blocks", cache.table, row, 0, cache.table.max_blocks);
 }
 
 const int64_t* integers(const char* op, const char* name, const Tensor& tensor,
@@ -39,7 +32,7 @@ void reorder(const Tensors& tensors, const Integers& windows, const Tensor& pare
   const int64_t* const data = integers(kReorderOp, "parents", parents, {rows});
   for (int64_t row = 0; row < rows; ++row) {
     check_number(kReorderOp, "parents", row, data[row], 0, rows - 1);
-    for (int64_t i = 0; i < count; ++i) check_blocks(kReorderOp, caches[i], row);
+    for (int64_t i = 0; i < count; ++i) check_sequence(kReorderOp, caches[i], row);
   }
   kv_cache::ParentRows map;
   map.data = data;
@@ -58,9 +51,7 @@ void check_room(const char* op, const PagedCache& cache, const std::vector<int64
   if (needed > free) {
     fail(op, "caches.counters[0] is ", free, "; expected ", needed, " free blocks at least");
   }
-  for (int32_t i = 0; i < free; ++i) {
-    check_number(op, "caches.free_blocks", i, table.free_blocks[i], 0, table.num_blocks - 1);
-  }
+  check_free_blocks(op, "caches.free_blocks", table, free);
 }
 
 // lengths [n, 2]: an empty sequence, and the length that it begins with. Layers with a window get
@@ -116,7 +107,7 @@ void truncate(const Tensors& tensors, const Integers& windows, const Tensor& len
     check_number(kTruncateOp, "lengths", 2 * i + 1, length, 0, caches[0].table.lengths[row]);
     for (int64_t c = 0; c < count; ++c) {
       const kv_cache::BlockTable& table = caches[c].table;
-      check_blocks(kTruncateOp, caches[c], row);
+      check_sequence(kTruncateOp, caches[c], row);
       const int64_t first = caches[c].first_kept_block(length);
       if (length == 0 || length == table.lengths[row] || first == table.blocks_for(length) ||
           table.row(row)[first] != kv_cache::kNoBlock) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "bindings/block_table_checks.h"
 #include "bindings/causal_checks.h"
 
 namespace lmdecode::decoder {
@@ -11,25 +12,14 @@ namespace {
 constexpr const char* kForwardOp = "causal_forward_";
 constexpr const char* kBytesOp = "causal_workspace_bytes";
 
-// Blocks that sequences name, and those that would be taken: whatever is followed is a block.
-void check_blocks(const PagedCache& cache) {
+// Blocks that sequences name, and those that would be taken.
+void check_table(const PagedCache& cache) {
   const kv_cache::BlockTable& table = cache.table;
   for (int64_t row = 0; row < table.rows; ++row) {
-    const int64_t used = table.blocks_for(table.lengths[row]);
-    const int64_t kept = cache.first_kept_block(table.lengths[row]);
-    for (int64_t b = 0; b < used; ++b) {
-      const int32_t block = table.row(row)[b];
-      if (table.has_block(block) && table.ref_counts[block] > 0) continue;
-      if (block == kv_cache::kNoBlock && b < kept) continue;
-      fail(kForwardOp, "caches.blocks[", row, ", ", b, "] is ", block,
-           "; expected a block in use, 0 to ", table.num_blocks - 1);
-    }
+    check_blocks(kForwardOp, "caches.blocks", table, row, 0,
+                 cache.first_kept_block(table.lengths[row]));
   }
-  for (int32_t i = 0; i < table.counters[kv_cache::kFreeBlocks]; ++i) {
-    if (table.has_block(table.free_blocks[i])) continue;
-    fail(kForwardOp, "caches.free_blocks[", i, "] is ", table.free_blocks[i], "; expected 0 to ",
-         table.num_blocks - 1);
-  }
+  check_free_blocks(kForwardOp, "caches.free_blocks", table, table.num_blocks);
 }
 
 // Entries and their tokens; returns how many logits are wanted.
@@ -115,7 +105,7 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   p.model = &model.model;
   p.num_caches = paged_caches(op, caches, windows, p.caches);
   check_layers(p);
-  for (int64_t i = 0; i < p.num_caches; ++i) check_blocks(p.caches[i]);
+  for (int64_t i = 0; i < p.num_caches; ++i) check_table(p.caches[i]);
   check_rank(op, "entries", entries, 2, "[entries, 4]");
   const Tensors work_tensors{tokens, entries};
   TensorList work(op, "", work_tensors, 2);

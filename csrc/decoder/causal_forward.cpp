@@ -33,6 +33,7 @@ struct Segment {
   int64_t first_token;  // of the call's
   int64_t position;     // of the first
   int64_t count;
+  int64_t logits;  // that are wanted: of the last so many
   int64_t row;
 };
 
@@ -51,7 +52,6 @@ struct CausalWorkspace {
   Segment* segments;                 // [max_rows]
   int64_t* tokens;                   // [max_rows]
   int64_t* positions;                // [max_rows]
-  int64_t* logit_rows;               // [max_rows]
   int64_t* places[kMaxPagedCaches];  // [max_rows]: see CausalRowsParams
   float* cosines;                    // [num_rotary, max_rows, rotary_size / 2]
   float* sines;                      // likewise
@@ -71,7 +71,6 @@ struct CausalWorkspace {
     block.take(&segments, max_rows);
     block.take(&tokens, max_rows);
     block.take(&positions, max_rows);
-    block.take(&logit_rows, max_rows);
     const int64_t angles = m.num_rotary * max_rows * m.rotary_size / 2;
     block.take(&cosines, angles);
     block.take(&sines, angles);
@@ -105,9 +104,8 @@ class CausalForward {
   void run() {
     while (collect() > 0) {
       append_blocks();
+      list_sequences();
       place_rows();
-      list_sequences(&w_.prompts, /*is_prompt=*/true);
-      list_sequences(&w_.generated, /*is_prompt=*/false);
       embed();
       compute_angles();
       for (int64_t layer = 0; layer < c_.layers; ++layer) run_layer(m_.layers[layer]);
@@ -116,41 +114,36 @@ class CausalForward {
     }
   }
 
-  // Of a layer.
-  void attend(const CausalLayer& layer, float* qkv, float* out) const;
+  // LayerAttention::self() of a layer.
+  int64_t attend(const CausalLayer& layer, float* qkv, float* out, float* x);
 
  private:
   const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
 
-  // The next tokens of entries, max_rows at most: their segments, in the order of entries, with
-  // prompts first among the rows. Returns how many rows.
+  bool is_prompt(const Segment& segment) const { return entry_of(segment).is_prompt != 0; }
+
+  // The next tokens of entries, max_rows at most: their segments, in the order of entries. Returns
+  // how many tokens.
   int64_t collect() {
-    num_segments_ = rows_ = 0;
-    w_.prompts.rows = w_.generated.rows = 0;
-    while (entry_ < p_.num_entries && rows_ < p_.max_rows) {
+    num_segments_ = num_logits_ = 0;
+    int64_t tokens = 0;
+    while (entry_ < p_.num_entries && tokens < p_.max_rows) {
       const CausalEntry& entry = p_.entries[entry_];
-      const int64_t count = std::min(entry.count - taken_, p_.max_rows - rows_);
+      const int64_t count = std::min(entry.count - taken_, p_.max_rows - tokens);
       const int64_t position = p_.caches[0].table.lengths[entry.sequence];
-      w_.segments[num_segments_++] = {entry_, token_, position, count, 0};
-      (entry.is_prompt ? w_.prompts : w_.generated).rows += count;
-      rows_ += count;
-      token_ += count;
       taken_ += count;
+      const int64_t without_logits = entry.count - entry.num_logits;
+      const int64_t logits = std::clamp<int64_t>(taken_ - without_logits, 0, count);
+      w_.segments[num_segments_++] = {entry_, token_, position, count, logits, 0};
+      num_logits_ += logits;
+      tokens += count;
+      token_ += count;
       if (taken_ == entry.count) {
         ++entry_;
         taken_ = 0;
       }
     }
-    w_.prompts.first_row = 0;
-    w_.generated.first_row = w_.prompts.rows;
-    int64_t next_prompt = 0, next_generated = w_.prompts.rows;
-    for (int64_t i = 0; i < num_segments_; ++i) {
-      Segment& segment = w_.segments[i];
-      int64_t& next = entry_of(segment).is_prompt ? next_prompt : next_generated;
-      segment.row = next;
-      next += segment.count;
-    }
-    return rows_;
+    return tokens;
   }
 
   // Room for the rows in every cache, and the copies of blocks that this takes.
@@ -176,12 +169,8 @@ class CausalForward {
 
   // Token, position and place in the caches of each row.
   void place_rows() {
-    num_logits_ = 0;
-    int64_t entry_begin = token_begin_;  // of the tokens of the segment's entry
     for (int64_t i = 0; i < num_segments_; ++i) {
       const Segment& segment = w_.segments[i];
-      const CausalEntry& entry = entry_of(segment);
-      const int64_t first_logits = entry_begin + entry.count - entry.num_logits;
       for (int64_t t = 0; t < segment.count; ++t) {
         const int64_t row = segment.row + t, position = segment.position + t;
         w_.tokens[row] = p_.tokens[segment.first_token + t];
@@ -189,37 +178,65 @@ class CausalForward {
         for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
           const PagedCache& paged = p_.caches[cache];
           const int64_t size = paged.table.block_size;
+          const int32_t* const blocks = paged.table.row(entry_of(segment).sequence);
           w_.places[cache][row] =
-              paged.table.row(entry.sequence)[position / size] * paged.block_stride() +
-              position % size * paged.row_size();
+              blocks[position / size] * paged.block_stride() + position % size * paged.row_size();
         }
-        if (segment.first_token + t >= first_logits) w_.logit_rows[num_logits_++] = row;
-      }
-      if (segment.first_token + segment.count == entry_begin + entry.count) {
-        entry_begin += entry.count;
       }
     }
-    token_begin_ = entry_begin;
   }
 
-  void list_sequences(AttentionGroup* group, bool is_prompt) {
+  // Rows of the segments, prompts first, and what they are to attention.
+  void list_sequences() {
+    rows_ = 0;
+    list_sequences(&w_.prompts, /*of_prompts=*/true);
+    list_sequences(&w_.generated, /*of_prompts=*/false);
+  }
+
+  void list_sequences(AttentionGroup* group, bool of_prompts) {
+    group->first_row = rows_;
     group->sequences = 0;
-    if (is_prompt) group->query_ends[0] = 0;
+    if (of_prompts) group->query_ends[0] = 0;
     for (int64_t i = 0; i < num_segments_; ++i) {
-      const Segment& segment = w_.segments[i];
-      const CausalEntry& entry = entry_of(segment);
-      if ((entry.is_prompt != 0) != is_prompt) continue;
-      for (int64_t t = is_prompt ? segment.count : 1; t <= segment.count; ++t) {
+      Segment& segment = w_.segments[i];
+      if (is_prompt(segment) != of_prompts || segment.count == 0) continue;
+      segment.row = rows_;
+      rows_ += segment.count;
+      for (int64_t t = of_prompts ? segment.count : 1; t <= segment.count; ++t) {
         const int64_t at = group->sequences++;
         group->lengths[at] = segment.position + t;
         for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
           const kv_cache::BlockTable& table = p_.caches[cache].table;
-          std::copy_n(table.row(entry.sequence), table.blocks_for(group->lengths[at]),
+          std::copy_n(table.row(entry_of(segment).sequence), table.blocks_for(group->lengths[at]),
                       group->tables[cache] + at * max_blocks_);
         }
-        if (is_prompt) group->query_ends[at + 1] = group->query_ends[at] + segment.count;
+        if (of_prompts) group->query_ends[at + 1] = group->query_ends[at] + segment.count;
       }
     }
+    group->rows = rows_ - group->first_row;
+  }
+
+  // In the last layer keys and values are all that is wanted of rows without logits. Of the others
+  // x and queries [rows, query_bytes] move up.
+  void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes) {
+    if (num_logits_ == rows_) return;
+    char* const bytes = static_cast<char*>(queries);
+    int64_t to = 0;
+    for (const bool of_prompts : {true, false}) {  // in the order of rows
+      for (int64_t i = 0; i < num_segments_; ++i) {
+        Segment& segment = w_.segments[i];
+        if (is_prompt(segment) != of_prompts) continue;
+        const int64_t end = segment.row + segment.count;
+        for (int64_t from = end - segment.logits; from < end; ++from, ++to) {
+          if (from == to) continue;
+          std::copy_n(bytes + from * query_bytes, query_bytes, bytes + to * query_bytes);
+          std::copy_n(x + from * c_.model_size, c_.model_size, x + to * c_.model_size);
+        }
+        segment.position += segment.count - segment.logits;
+        segment.count = segment.logits;
+      }
+    }
+    list_sequences();
   }
 
   void embed() const {
@@ -333,8 +350,10 @@ class CausalForward {
   void write_logits() {
     if (num_logits_ == 0) return;
     const int64_t size = c_.model_size, vocab = c_.vocab;
-    for (int64_t i = 0; i < num_logits_; ++i) {
-      std::copy_n(w_.x + w_.logit_rows[i] * size, size, buffers_.normed + i * size);
+    float* to = buffers_.normed;
+    for (int64_t i = 0; i < num_segments_; ++i) {  // whose other rows are gone
+      const Segment& segment = w_.segments[i];
+      to = std::copy_n(w_.x + segment.row * size, segment.count * size, to);
     }
     if (m_.weights.final_norm.gamma != nullptr) {
       apply_norm(c_, m_.weights.final_norm, buffers_.normed, buffers_.normed, num_logits_);
@@ -358,11 +377,10 @@ class CausalForward {
   LayerBuffers buffers_;
   int64_t max_blocks_ = 0;
   int64_t entry_ = 0, taken_ = 0, token_ = 0;  // what is collected next: of an entry, of the call
-  int64_t token_begin_ = 0;                    // of the entry that is placed next
   int64_t rows_ = 0, num_segments_ = 0, num_logits_ = 0, logits_written_ = 0;
 };
 
-void CausalForward::attend(const CausalLayer& layer, float* qkv, float* out) const {
+int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, float* x) {
   norm_heads(layer.query_norm, qkv, c_.heads);
   norm_heads(layer.key_norm, qkv + c_.attention_size(), c_.kv_heads);
   const PagedCache& cache = p_.caches[layer.cache];
@@ -387,6 +405,10 @@ void CausalForward::attend(const CausalLayer& layer, float* qkv, float* out) con
   const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
   for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
+  if (&layer == m_.layers + c_.layers - 1) {
+    is_float ? keep_rows_with_logits(x, qkv, c_.qkv_size() * 4)
+             : keep_rows_with_logits(x, w_.queries, c_.attention_size() * 2);
+  }
 
   if (w_.prompts.rows > 0) {
     SlidingWindowAttentionParams a = attention_params(layer, w_.prompts, qkv, out);
@@ -400,22 +422,25 @@ void CausalForward::attend(const CausalLayer& layer, float* qkv, float* out) con
     a.q_len = 1;
     sliding_window_decode_cpu(a);
   }
-  if (is_float) return;
+  if (is_float) return rows_;
   const ConvertRowsParams converted{w_.context, out, cache.dtype, c_.attention_size()};
   const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
   for_rows(rows_, row_nanoseconds,
            [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
+  return rows_;
 }
 
 class CausalLayerAttention final : public LayerAttention {
  public:
-  CausalLayerAttention(const CausalForward& forward, const CausalLayer& layer)
+  CausalLayerAttention(CausalForward& forward, const CausalLayer& layer)
       : forward_(forward), layer_(layer) {}
-  void self(float* qkv, float* out) const override { forward_.attend(layer_, qkv, out); }
+  int64_t self(float* qkv, float* out, float* x) const override {
+    return forward_.attend(layer_, qkv, out, x);
+  }
   void cross(const float*, float*) const override {}  // config.memory_size is 0: never called
 
  private:
-  const CausalForward& forward_;
+  CausalForward& forward_;
   const CausalLayer& layer_;
 };
 

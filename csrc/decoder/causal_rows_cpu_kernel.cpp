@@ -12,7 +12,7 @@ namespace lmdecode::LMD_SIMD::decoder {
 
 using namespace lmdecode::decoder;
 using linear::Int8Scale;
-using linear::magnitude_bits;
+using linear::largest_magnitude_bits;
 using linear::to_int8;
 using lmdecode::attention::Int8Cell;
 
@@ -28,12 +28,7 @@ inline void store_row(const float* from, int64_t size, T* to) {
 
 // To a scale and whole multiples of it, the largest magnitude being 127 of them.
 inline void store_row(const float* from, int64_t size, Int8Cell* to) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const uint32_t bits = magnitude_bits(from[i]);
-    largest = bits > largest ? bits : largest;
-  }
-  const Int8Scale scale = Int8Scale::of(largest);
+  const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(from, size, 1));
   __builtin_memcpy(to, &scale.scale, sizeof(scale.scale));
   int8_t* const bytes = &to[attention::kInt8ScaleBytes].byte;
   for (int64_t i = 0; i < size; ++i) bytes[i] = static_cast<int8_t>(to_int8(from[i], scale.factor));

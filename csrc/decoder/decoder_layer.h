@@ -9,8 +9,9 @@ namespace lmdecode::decoder {
 class LayerAttention {
  public:
   // Keys and values of qkv [rows, qkv_size], which may be overwritten, to the cache; out [rows,
-  // attention_size].
-  virtual void self(float* qkv, float* out) const = 0;
+  // attention_size]. Returns of how many rows the layer's output is wanted: where not of all, x and
+  // out have these first.
+  virtual int64_t self(float* qkv, float* out, float* x) const = 0;
   // Where the layer has cross-attention: queries and out [rows, attention_size].
   virtual void cross(const float* queries, float* out) const = 0;
 
@@ -40,7 +41,7 @@ void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, vo
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
                 float* to, int64_t rows);
 
-// x [rows, model_size], in place.
+// x [rows, model_size], in place; see LayerAttention::self().
 void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
                        const LayerAttention& attention, const LayerBuffers& buffers, int64_t rows,
                        float* x);

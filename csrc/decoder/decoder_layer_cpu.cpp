@@ -97,10 +97,12 @@ class Layer {
 void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
                        const LayerAttention& attention, const LayerBuffers& buffers, int64_t rows,
                        float* x) {
-  const Layer layer(config, buffers, rows, x);
+  const Layer all(config, buffers, rows, x);
+  all.project(weights.qkv, all.input(weights.self_norm), buffers.qkv);
+  const int64_t wanted = attention.self(buffers.qkv, buffers.context, x);
+  if (wanted == 0) return;
 
-  layer.project(weights.qkv, layer.input(weights.self_norm), buffers.qkv);
-  attention.self(buffers.qkv, buffers.context);
+  const Layer layer(config, buffers, wanted, x);
   layer.add(weights.self_out, weights.self_out_norm, weights.self_norm, buffers.context);
 
   if (config.memory_size > 0) {

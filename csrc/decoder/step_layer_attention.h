@@ -18,7 +18,7 @@ class StepLayerAttention final : public LayerAttention {
         relative_bias_(relative_bias),
         num_distances_(num_distances) {}
 
-  void self(float* qkv, float* out) const override {
+  int64_t self(float* qkv, float* out, float*) const override {
     SelfAttentionParams self;
     self.shape = shape_;
     self.rows = rows_;
@@ -31,6 +31,7 @@ class StepLayerAttention final : public LayerAttention {
     self.bias = relative_bias_;
     self.bias_stride = num_distances_;
     self_attention_step_cpu(self);
+    return rows_.count;
   }
 
   void cross(const float* queries, float* out) const override {

@@ -1,7 +1,6 @@
 #include "kv_cache/block_table.h"
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "kv_cache/host_row_copies.h"
@@ -30,13 +29,13 @@ int32_t* open_block(const BlockTable& table, int64_t row) {
   return table.row(row) + length / table.block_size;
 }
 
-}  // namespace
-
-void append_to_block_table(const BlockTable& table, const IntegerRows& num_tokens,
-                           BlockCopy* copies) {
+// Rows that are appended to leave last blocks that they share, one after the other: the last one
+// that uses a block keeps it. copies receives what each goes on in, with the row for the target.
+// Returns how many left, and how many blocks are missing for these and for what is appended.
+int32_t leave_shared_blocks(const BlockTable& table, const IntegerRows& num_tokens,
+                            BlockCopy* copies, int64_t* missing) {
   int32_t count = 0;
   int64_t needed = 0;
-  // A row leaves its shared block at once, so that the last one to use it keeps it.
   for (int64_t row = 0; row < table.rows; ++row) {
     const int64_t tokens = num_tokens.at(row);
     if (tokens == 0) continue;
@@ -48,13 +47,24 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
     copies[count++] = {*open, static_cast<int32_t>(row),
                        static_cast<int32_t>(length % table.block_size)};
   }
-  const int64_t missing = needed + count - table.counters[kFreeBlocks];
-  table.counters[kMissingBlocks] = static_cast<int32_t>(std::max<int64_t>(missing, 0));
+  *missing = std::max<int64_t>(needed + count - table.counters[kFreeBlocks], 0);
+  return count;
+}
+
+// As if nobody had left.
+void rejoin_blocks(const BlockTable& table, const BlockCopy* copies, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) ++table.ref_counts[copies[i].source];
+}
+
+}  // namespace
+
+void append_to_block_table(const BlockTable& table, const IntegerRows& num_tokens,
+                           BlockCopy* copies) {
+  int64_t missing = 0;
+  const int32_t count = leave_shared_blocks(table, num_tokens, copies, &missing);
+  table.counters[kMissingBlocks] = static_cast<int32_t>(missing);
   table.counters[kBlockCopies] = missing > 0 ? 0 : count;
-  if (missing > 0) {
-    for (int32_t i = 0; i < count; ++i) ++table.ref_counts[copies[i].source];
-    return;
-  }
+  if (missing > 0) return rejoin_blocks(table, copies, count);
   for (int32_t i = 0; i < count; ++i) {
     const int32_t row = copies[i].target;  // until now
     copies[i].target = take_block(table);
@@ -71,25 +81,11 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
 }
 
 int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens) {
-  // Rows that share an open block leave it to the last of them, as append_to_block_table() does.
-  std::vector<std::pair<int32_t, int32_t>> shared;  // block, rows that left it
-  int64_t needed = 0;
-  for (int64_t row = 0; row < table.rows; ++row) {
-    const int64_t tokens = num_tokens.at(row);
-    if (tokens == 0) continue;
-    const int64_t length = table.lengths[row];
-    needed += table.blocks_for(length + tokens) - table.blocks_for(length);
-    const int32_t* const open = open_block(table, row);
-    if (open == nullptr || table.ref_counts[*open] == 1) continue;
-    auto left = std::find_if(shared.begin(), shared.end(),
-                             [&](const auto& entry) { return entry.first == *open; });
-    if (left == shared.end()) left = shared.insert(shared.end(), {*open, 0});
-    if (left->second + 1 < table.ref_counts[*open]) {
-      ++left->second;
-      ++needed;
-    }
-  }
-  return std::max<int64_t>(needed - table.counters[kFreeBlocks], 0);
+  std::vector<BlockCopy> copies(static_cast<size_t>(table.rows));
+  int64_t missing = 0;
+  const int32_t count = leave_shared_blocks(table, num_tokens, copies.data(), &missing);
+  rejoin_blocks(table, copies.data(), count);
+  return missing;
 }
 
 void drop_leading_blocks(const BlockTable& table, int64_t row, int64_t first_block) {

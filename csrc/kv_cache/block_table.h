@@ -50,6 +50,7 @@ void append_to_block_table(const BlockTable& table, const IntegerRows& num_token
                            BlockCopy* copies);
 
 // Free blocks that append_to_block_table() would take beyond those that there are; 0: it succeeds.
+// It counts in ref_counts, which are afterwards what they were.
 int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens);
 
 // A row lets go of its blocks before the first_block-th, which nobody will ask it for again:

@@ -25,6 +25,16 @@ struct Int8Scale {
 
 inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 
+// Of values[0], values[stride], ...: the bits of the largest magnitude; 0 of none.
+inline uint32_t largest_magnitude_bits(const float* values, int64_t count, int64_t stride) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = magnitude_bits(values[i * stride]);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
 inline int32_t to_int8(float value, float factor) {
   if (factor == 0.0f) return 0;  // 0 times inf would be NaN
   const float product = value * factor;

@@ -150,18 +150,6 @@ inline int32_t store_group(char* to, const F32* values, float factor) {
 #endif
 }
 
-inline uint32_t largest_lane(U32 v) {
-#if defined(LMD_SIMD_AVX512)
-  return _mm512_reduce_max_epu32(v.v);
-#else
-  alignas(64) uint32_t lane[kLanes];
-  store(lane, v);
-  uint32_t result = 0;
-  for (const uint32_t bits : lane) result = bits > result ? bits : result;
-  return result;
-#endif
-}
-
 template <class Dot>
 void prepare_int4_row(const LinearInputRows& input, int64_t row) {
   char* to = input.rows + row * input.row_bytes;
@@ -170,8 +158,7 @@ void prepare_int4_row(const LinearInputRows& input, int64_t row) {
     U32 largest = splat_u32(0);
     for (int i = 0; i < Dot::kGroup / kLanes; ++i) {
       values[i] = load_input(input, row, first + i * kLanes);
-      const U32 bits = bit_cast_u32(values[i]) & splat_u32(0x7fffffffu);
-      largest = select(bits >= largest, bits, largest);
+      largest = larger_magnitude_bits(largest, values[i]);
     }
     const Int8Scale scale = Int8Scale::of(largest_lane(largest));
     if (scale.factor == 0.0f) {  // 0 times inf would be NaN

@@ -31,15 +31,27 @@ inline int32_t load_quad(const char* p) {
   return quad;
 }
 
+// Floats of NibbleVectors, where these are wide.
+#if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
+struct NibbleFloats {
+  using Floats = F32;
+  static constexpr int kLanes = LMD_SIMD::kLanes;
+  static Floats load_scales(const char* p) { return load(reinterpret_cast<const Half*>(p)); }
+  static Floats load_floats(const float* p) { return load(p); }
+  static void store_floats(float* p, Floats a) { store(p, a); }
+  static Floats same(float a) { return splat(a); }
+  static Floats times(Floats a, Floats b) { return a * b; }
+  static Floats add_product(Floats a, Floats b, Floats c) { return multiply_add(a, b, c); }
+};
+#endif
+
 // Vectors of kLanes outputs. Bytes: four weights of each. Part: sums of up to kGroupPart elements,
 // which begin() makes of the sum so far and end() adds to it.
 #if defined(LMD_SIMD_AVX512)
-struct NibbleVectors {
+struct NibbleVectors : NibbleFloats {
   using Bytes = __m512i;
   using Sum = __m512i;
   using Part = __m512i;
-  using Floats = F32;
-  static constexpr int kLanes = 16;
   static Bytes load_bytes(const char* p) {
     Bytes v = _mm512_loadu_si512(p);
     asm("" : "+v"(v));  // loaded once: the compiler would load it for each half
@@ -68,20 +80,12 @@ struct NibbleVectors {
   }
 #endif
   static Floats to_floats(Sum sum) { return {_mm512_cvtepi32_ps(sum)}; }
-  static Floats load_scales(const char* p) { return load(reinterpret_cast<const Half*>(p)); }
-  static Floats load_floats(const float* p) { return load(p); }
-  static void store_floats(float* p, Floats a) { store(p, a); }
-  static Floats same(float a) { return splat(a); }
-  static Floats times(Floats a, Floats b) { return a * b; }
-  static Floats add_product(Floats a, Floats b, Floats c) { return multiply_add(a, b, c); }
 };
 #elif defined(LMD_SIMD_AVX2)
-struct NibbleVectors {
+struct NibbleVectors : NibbleFloats {
   using Bytes = __m256i;
   using Sum = __m256i;
   using Part = __m256i;
-  using Floats = F32;
-  static constexpr int kLanes = 8;
   static Bytes load_bytes(const char* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
@@ -100,12 +104,6 @@ struct NibbleVectors {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(c, _mm256_set1_epi16(1)));
   }
   static Floats to_floats(Sum sum) { return {_mm256_cvtepi32_ps(sum)}; }
-  static Floats load_scales(const char* p) { return load(reinterpret_cast<const Half*>(p)); }
-  static Floats load_floats(const float* p) { return load(p); }
-  static void store_floats(float* p, Floats a) { store(p, a); }
-  static Floats same(float a) { return splat(a); }
-  static Floats times(Floats a, Floats b) { return a * b; }
-  static Floats add_product(Floats a, Floats b, Floats c) { return multiply_add(a, b, c); }
 };
 #else
 typedef uint32_t Uint4 __attribute__((vector_size(16)));

@@ -38,12 +38,7 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
       return each(reinterpret_cast<uint16_t*>(panel),
                   [](float value) { return bfloat16_bits(value); });
     case LinearFormat::kInt8: {
-      uint32_t largest = 0;
-      for (int64_t i = 0; i < size; ++i) {
-        const uint32_t bits = magnitude_bits(weight[i * in_stride]);
-        largest = bits > largest ? bits : largest;
-      }
-      const Int8Scale scale = Int8Scale::of(largest);
+      const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(weight, size, in_stride));
       int32_t sum = 0;
       each(reinterpret_cast<int8_t*>(panel), [&](float value) {
         const int32_t rounded = to_int8(value, scale.factor);
@@ -80,17 +75,30 @@ inline F32 round_to_bfloat16(F32 value) {
   return bit_cast_f32(select(is_nan(value, value), quiet, rounded));
 }
 
-inline uint32_t largest_magnitude_bits(const LinearInputRows& input, int64_t row) {
-  U32 largest = splat_u32(0);
-  for (int64_t at = 0; at < input.in_features; at += kLanes) {
-    const U32 bits = bit_cast_u32(load_input(input, row, at)) & splat_u32(0x7fffffffu);
-    largest = select(bits >= largest, bits, largest);
-  }
+// Each lane the larger of `largest`, bits of a magnitude, and of value's.
+inline U32 larger_magnitude_bits(U32 largest, F32 value) {
+  const U32 bits = bit_cast_u32(value) & splat_u32(0x7fffffffu);
+  return select(bits >= largest, bits, largest);
+}
+
+inline uint32_t largest_lane(U32 v) {
+#if defined(LMD_SIMD_AVX512)
+  return _mm512_reduce_max_epu32(v.v);
+#else
   alignas(64) uint32_t lane[kLanes];
-  store(lane, largest);
+  store(lane, v);
   uint32_t result = 0;
   for (const uint32_t bits : lane) result = bits > result ? bits : result;
   return result;
+#endif
+}
+
+inline uint32_t largest_magnitude_bits(const LinearInputRows& input, int64_t row) {
+  U32 largest = splat_u32(0);
+  for (int64_t at = 0; at < input.in_features; at += kLanes) {
+    largest = larger_magnitude_bits(largest, load_input(input, row, at));
+  }
+  return largest_lane(largest);
 }
 
 // kLanes elements, quantised, as bytes raised by 128 or as 16 bits.

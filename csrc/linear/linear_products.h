@@ -130,7 +130,7 @@ struct Int8Pairs {
   using Scalar = int32_t;
   using Input = uint32_t;
   static constexpr int kValues = 2, kPhases = 1;
-  static constexpr int32_t kInputOffset = 0;
+  static constexpr int32_t kInputOffset = int8_input_offset(kValues);
 #if defined(LMD_SIMD_AVX512)
   using Sum = __m512i;
   using Weight = __m512i;
@@ -202,7 +202,7 @@ struct Int8Quads {
   using Weight = __m512i;
   using Factor = __m512i;
   static constexpr int kValues = 4, kPhases = 1, kLanes = 16, kWeightBytes = 64;
-  static constexpr int32_t kInputOffset = 128;
+  static constexpr int32_t kInputOffset = int8_input_offset(kValues);
   static Sum zero() { return _mm512_setzero_si512(); }
   static Sum load_sum(const int32_t* p) { return _mm512_loadu_si512(p); }
   static void store_sum(int32_t* p, Sum a) { _mm512_storeu_si512(p, a); }

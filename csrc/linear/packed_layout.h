@@ -27,8 +27,9 @@ struct LinearTile {
   int32_t input_bytes;  // of a row of x in one step
 };
 
-// What a tile of kInt8 raises inputs by: quads of bytes are multiplied without the sign of one.
-constexpr int32_t int8_input_offset(LinearTile tile) { return tile.values == 4 ? 128 : 0; }
+// What kInt8 raises inputs by, where a step takes so many values: quads of bytes are multiplied
+// without the sign of one.
+constexpr int32_t int8_input_offset(int32_t values) { return values == 4 ? 128 : 0; }
 
 struct alignas(64) PackedHeader {
   uint32_t magic;

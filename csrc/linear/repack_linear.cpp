@@ -63,7 +63,7 @@ void copy_values(const PackedPlaces& source, const PackedPlaces& target, int64_t
   if (source.shape.format != LinearFormat::kInt8) return;
   std::memcpy(to + target.layout.scales_at + 4 * output,
               from + source.layout.scales_at + 4 * output, 4);
-  const int32_t offset = int8_input_offset(target.tile) * sum;
+  const int32_t offset = int8_input_offset(target.tile.values) * sum;
   std::memcpy(to + target.layout.offsets_at + 4 * output, &offset, sizeof(offset));
 }
 

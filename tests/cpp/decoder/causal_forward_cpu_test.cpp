@@ -7,6 +7,7 @@
 #include "check.h"
 #include "decoder/causal_forward.h"
 #include "exact_memory.h"
+#include "random_weights.h"
 
 namespace lmdecode::decoder {
 namespace {
@@ -66,23 +67,13 @@ class Model {
   CausalModel model;
 
  private:
-  float* floats(int64_t count, float scale) {
-    floats_.push_back(std::make_unique<Exactly<float>>(count));
-    for (int64_t i = 0; i < count; ++i) (*floats_.back())[i] = scale * random_.next();
-    return floats_.back()->get();
-  }
+  float* floats(int64_t count, float scale) { return random_.floats(count, scale); }
   NormWeights norm() { return {floats(model.config.model_size, 1.0f), nullptr}; }
   LinearWeights linear(int64_t in, int64_t out) {
-    const linear::PackedLinearShape shape{in, out, model.config.format};
-    packed_.push_back(
-        std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
-    pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
-    return {{shape, packed_.back()->get()}, floats(out, 0.3f)};
+    return random_.linear(in, out, model.config.format);
   }
 
-  Random random_;
-  std::vector<std::unique_ptr<Exactly<float>>> floats_;
-  std::vector<std::unique_ptr<Exactly<uint8_t>>> packed_;
+  RandomWeights random_;
   std::vector<CausalLayer> layers_;
 };
 
@@ -147,12 +138,15 @@ class Texts {
     params_.workspace = workspace_->get();
   }
 
-  // Entries with logits of all their tokens, which follow from sequence and position.
+  // Entries, whose tokens follow from sequence and position.
   std::vector<float> read(const std::vector<CausalEntry>& entries) {
-    int64_t count = 0;
-    for (const CausalEntry& entry : entries) count += entry.count;
+    int64_t count = 0, num_logits = 0;
+    for (const CausalEntry& entry : entries) {
+      count += entry.count;
+      num_logits += entry.num_logits;
+    }
     Exactly<int64_t> tokens(count);
-    Exactly<float> logits(count * kVocab);
+    Exactly<float> logits(num_logits * kVocab);
     int64_t at = 0;
     for (const CausalEntry& entry : entries) {
       const int64_t length = full.cache.table.lengths[entry.sequence];
@@ -175,8 +169,9 @@ class Texts {
   std::unique_ptr<Exactly<uint8_t>> workspace_;
 };
 
-CausalEntry entry(int64_t sequence, int64_t count, bool is_prompt) {
-  return {sequence, count, is_prompt, count};
+// With logits of all its tokens, or of the last so many.
+CausalEntry entry(int64_t sequence, int64_t count, bool is_prompt, int64_t num_logits = -1) {
+  return {sequence, count, is_prompt, num_logits < 0 ? count : num_logits};
 }
 
 template <class Body>
@@ -214,6 +209,13 @@ TEST(a_text_in_any_parts_and_company) {
       CHECK_EQ(texts.full.free(), Cache::kBlocks - 3 - 8 - 4);
       // Of 12, 32 and 15 positions: the block of the first key that the next token sees, and on.
       CHECK_EQ(texts.window.free(), Cache::kBlocks - 1 - 1 - 2);
+
+      Texts some(model, format, max_rows);
+      got = some.read({entry(2, 3, false, 1), entry(1, 17, true, 6), entry(0, 8, true, 0)});
+      CHECK(part(got, 1, 6) == part(prompt, 11, 6));
+      got = some.read({entry(2, 4, true, 0), entry(1, 4, true, 0)});
+      got = some.read({entry(0, 2, true, 1), entry(1, 7, false, 2), entry(2, 1, false)});
+      CHECK(part(got, 1, 2) == part(rest, 5, 2));
     }
   });
 }

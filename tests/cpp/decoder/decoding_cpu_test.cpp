@@ -11,6 +11,7 @@
 #include "decoder/decoding.h"
 #include "decoder/faster_transformer_search.h"
 #include "exact_memory.h"
+#include "random_weights.h"
 
 // Of the sanitizer's runtime, whose header not every compiler brings.
 extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(const volatile void*,
@@ -75,23 +76,11 @@ class Model {
   DecoderWeights weights;
 
  private:
-  float* floats(int64_t count, float scale) {
-    floats_.push_back(std::make_unique<Exactly<float>>(count));
-    for (int64_t i = 0; i < count; ++i) (*floats_.back())[i] = scale * random_.next();
-    return floats_.back()->get();
-  }
+  float* floats(int64_t count, float scale) { return random_.floats(count, scale); }
   NormWeights norm() { return {floats(config.model_size, 1.0f), floats(config.model_size, 0.1f)}; }
-  LinearWeights linear(int64_t in, int64_t out) {
-    const linear::PackedLinearShape shape{in, out, config.format};
-    packed_.push_back(
-        std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
-    pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
-    return {{shape, packed_.back()->get()}, floats(out, 0.3f)};
-  }
+  LinearWeights linear(int64_t in, int64_t out) { return random_.linear(in, out, config.format); }
 
-  Random random_;
-  std::vector<std::unique_ptr<Exactly<float>>> floats_;
-  std::vector<std::unique_ptr<Exactly<uint8_t>>> packed_;
+  RandomWeights random_;
   std::vector<LayerWeights> layers_;
 };
 
