@@ -33,7 +33,7 @@ class OnlineSoftmax {
     constexpr int kParts = kSumLanes / kLanes;
     F32 sum[kParts];
     for (int i = 0; i < kParts; ++i) sum[i] = load(row_sum_ + row * kSumLanes + i * kLanes);
-    if (new_max > old_max) {
+    if (new_max > old_max) [[unlikely]] {
       row_max_[row] = new_max;
       if (old_max > minus_infinity()) {
         const F32 share = splat(exp2_of(old_max - new_max));

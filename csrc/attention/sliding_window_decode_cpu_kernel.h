@@ -36,6 +36,8 @@ class DecodeAttention {
                   params.key_padding != nullptr) {
     split_decode_workspace(memory, rows_, params.head_size, params.value_size, &w_);
     query_stride_ = padded_decode_size(params.head_size);
+    // Rows behind the last one, which fill its tile, count for nothing.
+    for (int64_t i = rows_ * 16; i < partials.rows * 16; ++i) w_.weights[i] = 0;
   }
 
   // next_part: what will be run next, or null.
@@ -49,7 +51,7 @@ class DecodeAttention {
         row_max, w_.row_sum,
         static_cast<float>(has_rule_ || scale == 0.0 ? kLog2E : magnitude * kLog2E));
     const KeyRange seen = start_rows();
-    softmax.reset(partials_.rows);
+    softmax.reset(rows_);
     for (int64_t first = seen.begin / kBlockKeys * kBlockKeys; first < seen.end;
          first += kBlockKeys) {
       const KeyRange range = part_of_range(seen, first, first + kBlockKeys);
@@ -57,12 +59,13 @@ class DecodeAttention {
       run_block(first, range, &softmax);
     }
     double* row_sum = partials_.row_sum + part.slot * partials_.rows;
-    for (int64_t row = 0; row < partials_.rows; ++row) row_sum[row] = softmax.sum_of_row(row);
+    for (int64_t row = 0; row < rows_; ++row) row_sum[row] = softmax.sum_of_row(row);
   }
 
  private:
   using Row = typename Rows::Row;
-  static constexpr int64_t kBlockKeys = Rows::kBlockKeys;
+  static constexpr int64_t kBlockKeys = Rows::kBlockKeys, kVectorSize = Rows::kVectorSize;
+  static constexpr int64_t kTileRows = 8;
   using Query = typename Rows::Query;
   using Weight = typename Rows::Weight;
   using Cell = std::conditional_t<kLayout == CacheLayout::kInt8, Int8Cell, T>;
@@ -79,27 +82,27 @@ class DecodeAttention {
   KeyRange start_rows() {
     const float sign = has_rule_ || p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
     Query* queries = reinterpret_cast<Query*>(w_.queries);
+    for (int64_t i = 0; i < partials_.rows * query_stride_; ++i) queries[i] = Query{};
+    for (int64_t i = 0; i < rows_ * partials_.out_stride; ++i) out_[i] = 0;
     KeyRange seen = {0, 0};
-    for (int64_t row = 0; row < partials_.rows; ++row) {
-      KeyRange of_row = {0, 0};
-      Query* query = queries + row * query_stride_;
-      for (int64_t i = 0; i < query_stride_; ++i) query[i] = Query{};
-      if (row < rows_) {
-        const int64_t token = row / p_.group();
-        const KeyRange visible = p_.keys_seen(part_.sequence, token);
-        of_row = {max_of(visible.begin, part_.keys.begin), min_of(visible.end, part_.keys.end)};
-        if (of_row.begin >= of_row.end) of_row = {0, 0};
-        const AttentionStrides& s = p_.q_strides;
-        const T* from = static_cast<const T*>(p_.q) + part_.sequence * s.sequence +
-                        head_of(row) * s.head + token * s.token;
-        for (int64_t i = 0; i < p_.head_size; ++i) {
-          store_one(query + i, to_float(from[i * s.element]) * sign);
-        }
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t token = row / p_.group();
+      const KeyRange visible = p_.keys_seen(part_.sequence, token);
+      KeyRange of_row = {max_of(visible.begin, part_.keys.begin),
+                         min_of(visible.end, part_.keys.end)};
+      if (of_row.begin >= of_row.end) of_row = {0, 0};
+      const AttentionStrides& s = p_.q_strides;
+      const T* from = static_cast<const T*>(p_.q) + part_.sequence * s.sequence +
+                      head_of(row) * s.head + token * s.token;
+      const int64_t tile = row / kTileRows * kTileRows, step = tile_rows(tile) * kVectorSize;
+      Query* query = queries + tile * query_stride_ + (row - tile) * kVectorSize;
+      for (int64_t i = 0; i < p_.head_size; ++i) {
+        store_one(query + i / kVectorSize * step + i % kVectorSize,
+                  to_float(from[i * s.element]) * sign);
       }
       w_.row_begin[row] = of_row.begin;
       w_.row_end[row] = of_row.end;
       seen = hull(seen, of_row);
-      for (int64_t i = 0; i < partials_.out_stride; ++i) out_[row * partials_.out_stride + i] = 0;
     }
     return seen;
   }
@@ -188,62 +191,59 @@ class DecodeAttention {
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
-    for (int64_t row = 0; row < rows_;) {
-      row += with_rows(
-          row, [&](auto count) { multiply_keys<decltype(count)::kValue>(row, range, groups); });
-    }
+    for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
+      multiply_keys<kRows, kIsFirst>(row, range, groups);
+    });
     if (p_.key_padding != nullptr) {
       row_terms(p_, part_.sequence, 0, 0, first, range, w_.terms);
     }
-    for (int64_t row = 0; row < partials_.rows; ++row) {
-      add_row(row, first, groups, softmax);
-    }
-    for (int64_t row = 0; row < rows_;) {
-      row += with_rows(row, [&](auto count) {
-        constexpr int kRows = decltype(count)::kValue;
-        for (int64_t key = range.begin; key < range.end;) {
-          const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows>(weights_of(row), values_, {key, end}, value_size_,
-                                      out_ + row * partials_.out_stride, partials_.out_stride);
-          key = end;
-        }
-      });
-    }
+    for (int64_t row = 0; row < rows_; ++row) add_row(row, first, groups, softmax);
+    for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
+      for (int64_t key = range.begin; key < range.end;) {
+        const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
+        add_all_values<Rows, kRows, kIsFirst>(weights_of(row), values_, {key, end}, value_size_,
+                                              out_ + row * partials_.out_stride,
+                                              partials_.out_stride);
+        key = end;
+      }
+    });
   }
 
-  template <int kRows>
-  struct RowCount {
-    static constexpr int kValue = kRows;
-  };
-
-  // Calls body(RowCount) for the tile of rows that begins at `row`; how many rows it has.
+  // Calls body<rows, whether it is the first>(row) for tiles of 8, 4, 2 and 1 rows, some of which
+  // are behind the last one. The first tile reads what comes from memory.
   template <class Body>
-  int64_t with_rows(int64_t row, const Body& body) const {
+  void for_tiles(const Body& body) const {
+    tile<true>(0, body);
+    for (int64_t row = tile_rows(0); row < rows_; row += tile_rows(row)) tile<false>(row, body);
+  }
+  int64_t tile_rows(int64_t row) const {
     const int64_t left = rows_ - row;
-    if (left >= 3) {
-      body(RowCount<4>());
-      return 4;
+    return left >= 5 ? kTileRows : left >= 3 ? 4 : left;
+  }
+  template <bool kIsFirst, class Body>
+  void tile(int64_t row, const Body& body) const {
+    switch (tile_rows(row)) {
+      case 8:
+        return body.template operator()<kTileRows, kIsFirst>(row);
+      case 4:
+        return body.template operator()<4, kIsFirst>(row);
+      case 2:
+        return body.template operator()<2, kIsFirst>(row);
+      default:
+        return body.template operator()<1, kIsFirst>(row);
     }
-    if (left == 2) {
-      body(RowCount<2>());
-      return 2;
-    }
-    body(RowCount<1>());
-    return 1;
   }
 
-  template <int kRows>
+  template <int kRows, bool kFetches>
   void multiply_keys(int64_t row, KeyRange range, KeyRange groups) {
     constexpr int64_t kKeys = kLanes / kRows;
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
     float* scores = w_.scores + row * kBlockKeys;
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
       if (key >= range.begin && key + kKeys <= range.end) {
-        score_tile<Rows, kRows, false>(queries, query_stride_, keys_, range, key, head_size_,
-                                       scores);
+        score_tile<Rows, kRows, false, kFetches>(queries, keys_, range, key, head_size_, scores);
       } else {
-        score_tile<Rows, kRows, true>(queries, query_stride_, keys_, range, key, head_size_,
-                                      scores);
+        score_tile<Rows, kRows, true, kFetches>(queries, keys_, range, key, head_size_, scores);
       }
     }
   }
@@ -257,15 +257,7 @@ class DecodeAttention {
 
   void add_row(int64_t row, int64_t first, KeyRange groups, OnlineSoftmax* softmax) {
     float* scores = w_.scores + row * kBlockKeys;
-    if (has_rule_ && row < rows_) {
-      ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
-                        p_.key_padding == nullptr ? nullptr : w_.terms};
-      if (p_.alibi_slopes != nullptr) {
-        rule.slope = p_.alibi_slopes[part_.sequence * p_.alibi_sequence_stride + head_of(row)];
-        rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first);
-      }
-      rule.apply(scores, groups.begin, groups.end);
-    }
+    if (has_rule_) apply_rule(row, first, groups, scores);
     const KeyRange seen =
         part_of_range({w_.row_begin[row], w_.row_end[row]}, first, first + kBlockKeys);
     if (seen.begin > groups.begin || seen.end < groups.end) {
@@ -275,6 +267,16 @@ class DecodeAttention {
     softmax->add(row, scores, groups.begin, groups.end, out_ + row * partials_.out_stride,
                  value_size_,
                  [&](int64_t key, F32 weight) { Rows::store_weights(weights + key, weight); });
+  }
+
+  [[gnu::noinline]] void apply_rule(int64_t row, int64_t first, KeyRange groups, float* scores) {
+    ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
+                      p_.key_padding == nullptr ? nullptr : w_.terms};
+    if (p_.alibi_slopes != nullptr) {
+      rule.slope = p_.alibi_slopes[part_.sequence * p_.alibi_sequence_stride + head_of(row)];
+      rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first);
+    }
+    rule.apply(scores, groups.begin, groups.end);
   }
 
   const SlidingWindowAttentionParams& p_;

@@ -229,12 +229,12 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
       fail(op, "caches.pool has dtype ", dtype_name(type), "; expected float32, bfloat16 or int8");
     }
     check_rank(op, "caches.pool", pool, 6,
-               "[num_blocks, layers, 2, kv_heads, block_size, head_size]");
+               "[layers, 2, kv_heads, num_blocks, block_size, head_size]");
     if (!cache.is_int8) cache.dtype = float_dtype(op, "caches.pool", pool);
-    cache.pool = list.next<unsigned char>("pool", type, {-1, -1, 2, -1, -1, -1});
-    const int64_t num_blocks = pool.size(0);
-    cache.layers = pool.size(1);
-    cache.kv_heads = pool.size(3);
+    cache.pool = list.next<unsigned char>("pool", type, {-1, 2, -1, -1, -1, -1});
+    cache.layers = pool.size(0);
+    cache.kv_heads = pool.size(2);
+    const int64_t num_blocks = pool.size(3);
     cache.head_size = pool.size(5) - (cache.is_int8 ? attention::kInt8ScaleBytes : 0);
     if (pool.size(4) < 1 || pool.size(4) > (1 << 20) || num_blocks >= kMaxDecoderSize) {
       fail(op, "caches.pool has shape ", shape_text(pool),

@@ -401,7 +401,7 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   rows.values = cache.values(layer.cache_layer);
   rows.places = w_.places[layer.cache];
   rows.is_int8 = cache.is_int8;
-  rows.head_stride = cache.table.block_size * cache.row_size();
+  rows.head_stride = cache.head_stride();
   const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
   for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });

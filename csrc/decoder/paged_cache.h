@@ -1,7 +1,9 @@
 // Keys and values of layers in blocks that sequences share: what a block table keeps the books of.
 //
 // Layers with a window let go of blocks that no query to come can see; the others keep all. Layers
-// of the same kind share one table: a block holds a stretch of positions for all of them.
+// of the same kind share one table: a block holds a stretch of positions for all of them. The
+// blocks of a head lie side by side: blocks that follow each other, as those of a prompt do, are
+// read at the speed of memory, where a few KB here and there are read at half of it.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +19,19 @@ struct PagedCache {
   kv_cache::BlockTable table;     // a row a sequence
   DType dtype = DType::kFloat32;  // of keys and values, or of queries where they are int8
   bool is_int8 = false;           // keys and values are rows of attention::Int8Cell
-  unsigned char* pool = nullptr;  // [num_blocks, layers, 2, kv_heads, block_size, row_size()]
+  unsigned char* pool = nullptr;  // [layers, 2, kv_heads, num_blocks, block_size, row_size()]
   int64_t layers = 0;
   int64_t kv_heads = 0;
   int64_t head_size = 0;
   int64_t window = 0;  // 0: all positions are kept; else those before the last `window` are let go
 
   int64_t element_size() const { return is_int8 ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
-  // In elements: of a key or value; of the keys, or the values, of a layer in a block; of a block.
+  // In elements: of a key or value; of a block of a head; of a head; of the keys, or the values, of
+  // a layer.
   int64_t row_size() const { return head_size + (is_int8 ? attention::kInt8ScaleBytes : 0); }
-  int64_t part_stride() const { return kv_heads * table.block_size * row_size(); }
-  int64_t block_stride() const { return layers * 2 * part_stride(); }
+  int64_t block_stride() const { return table.block_size * row_size(); }
+  int64_t head_stride() const { return table.num_blocks * block_stride(); }
+  int64_t part_stride() const { return kv_heads * head_stride(); }
   // Of block 0.
   unsigned char* keys(int64_t layer) const {
     return pool + layer * 2 * part_stride() * element_size();
@@ -36,7 +40,7 @@ struct PagedCache {
     return keys(layer) + part_stride() * element_size();
   }
   attention::AttentionStrides strides() const {
-    return {block_stride(), table.block_size * row_size(), row_size(), 1};
+    return {block_stride(), head_stride(), row_size(), 1};
   }
   // The pool as copy_blocks_cpu() takes it.
   kv_cache::BlockPool block_pool() const {
@@ -47,8 +51,8 @@ struct PagedCache {
     blocks.block_size = table.block_size;
     blocks.vector_bytes = row_size() * element_size();
     blocks.position_stride = blocks.vector_bytes;
-    blocks.head_stride = table.block_size * blocks.position_stride;
-    blocks.block_stride = blocks.heads * blocks.head_stride;
+    blocks.block_stride = block_stride() * element_size();
+    blocks.head_stride = head_stride() * element_size();
     return blocks;
   }
   // The first block that a sequence of this length has to keep.

@@ -94,7 +94,7 @@ def test_beside_other_sequences_and_shared_later() -> None:
         assert logits[0].equal(expected[i : i + 1]) and logits[1].equal(expected[i : i + 1])
     assert all(map(torch.equal, sum(caches.read(1), ()), sum(alone, ())))
     caches.truncate([0, 1, 2], [0, 0, 0])
-    assert free_blocks(caches) == [pool.shape[0] for pool in caches._tensors[::6]]
+    assert free_blocks(caches) == [pool.shape[3] for pool in caches._tensors[::6]]
 
 
 def test_registration() -> None:

@@ -78,12 +78,13 @@ class CausalCaches:
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
             num_blocks = sequences * of_sequence
-            shape = (num_blocks, layers, 2, c.num_kv_heads, BLOCK_SIZE, row_size)
+            shape = (layers, 2, c.num_kv_heads, num_blocks, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
             counters = torch.zeros(3, dtype=torch.int32)
             counters[0] = num_blocks
             self._tensors += [
-                new_memory(bytes_).view(kind).view(shape),
+                # Much of it may never be used: a page of 2 MB would be had for its first byte.
+                new_memory(bytes_, huge_pages=False).view(kind).view(shape),
                 torch.full((sequences, max_blocks), -1, dtype=torch.int32),
                 torch.zeros(sequences, dtype=torch.int32),
                 torch.zeros(num_blocks, dtype=torch.int32),
@@ -159,11 +160,11 @@ class CausalCaches:
         read = list[tuple[Tensor, Tensor]]()
         for parts, blocks, window in self._layers(sequence, length):
             first = begin if window is None else max(begin, length - window + 1)
-            heads, _, size = parts[0].shape[1:]
+            heads, _, _, size = parts[0].shape
             keys, values = (part.new_empty(heads, length - first, size) for part in parts)
             for block, within, whole in _spans(first, length):
                 for part, states in zip(parts, (keys, values), strict=True):
-                    states[:, whole] = part[blocks[block], :, within]
+                    states[:, whole] = part[:, blocks[block], within]
             read.append((keys, values))
         return read
 
@@ -191,7 +192,7 @@ class CausalCaches:
             ):
                 held = length if window is None else min(length, window - 1)
                 for name, part, given in zip(("keys", "values"), parts, pair, strict=True):
-                    shape = (part.shape[1], held, part.shape[3])
+                    shape = (part.shape[0], held, part.shape[3])
                     if given.shape != shape or given.dtype != part.dtype:
                         raise ValueError(
                             f"CausalCaches.write: {name} of layer {layer} have shape "
@@ -199,7 +200,7 @@ class CausalCaches:
                             f"and {part.dtype}"
                         )
                     for block, within, whole in _spans(length - held, length):
-                        part[blocks[block], :, within] = given[:, whole]
+                        part[:, blocks[block], within] = given[:, whole]
         except BaseException:
             self.truncate([sequence], [0])
             raise
@@ -207,7 +208,7 @@ class CausalCaches:
     def _layers(
         self, sequence: int, length: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], list[int], int | None]]:
-        """Yield of each layer (keys, values), [num_blocks, H, block, D], blocks and window."""
+        """Yield of each layer (keys, values), [H, num_blocks, block, D], blocks and window."""
         used = -(-length // BLOCK_SIZE)
         of_caches = [blocks[sequence, :used].tolist() for blocks in self._tensors[1::6]]
         places = self.model.layout[1:, 2:4].tolist()
@@ -215,4 +216,4 @@ class CausalCaches:
             pool = self._tensors[6 * cache]
             if pool.dtype == torch.int8:
                 pool = pool.view(torch.uint8)
-            yield (pool[:, layer, 0], pool[:, layer, 1]), of_caches[cache], window
+            yield (pool[layer, 0], pool[layer, 1]), of_caches[cache], window

@@ -15,11 +15,12 @@ _HUGE_PAGE = 2 << 20
 _LARGEST_KEPT = 256 << 20
 
 
-def new_memory(size: int) -> Tensor:
+def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
     """Return [size] uint8, aligned to 64 bytes, on huge pages where it fills one and they are had.
 
-    Packed weights and caches are read row after row at every step: with pages of 4 KB the look-up
-    of pages takes about as long as the reading.
+    Packed weights are read row after row at every step: with pages of 4 KB the look-up of pages
+    takes about as long as the reading. With ``huge_pages=False`` they are kept away, where the
+    system would give them unasked: memory is had of it as it is first written.
     """
     with torch.inference_mode(False):
         if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -28,7 +29,7 @@ def new_memory(size: int) -> Tensor:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
         mapped = torch.frombuffer(pages, dtype=torch.uint8)
         begin = -mapped.data_ptr() % _HUGE_PAGE
         return mapped[begin : begin + size]

@@ -107,7 +107,7 @@ class Cache {
     t.num_blocks = kBlocks;
     t.block_size = kBlockSize;
     pool_ = std::make_unique<Exactly<unsigned char>>(
-        kBlocks * cache.block_stride() * cache.element_size(), 255);
+        cache.layers * 2 * cache.part_stride() * cache.element_size(), 255);
     cache.pool = pool_->get();
   }
   Cache(const Cache&) = delete;
