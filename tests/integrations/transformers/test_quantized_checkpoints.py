@@ -26,7 +26,7 @@ def random_layer(group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def same(layer: PackedLinear, weight: torch.Tensor) -> None:
-    x = torch.eye(INPUTS) * 127
+    x = torch.eye(len(weight)) * 127
     want = (127 * weight.double()).float()
     assert torch.equal(layer(x), want if layer.bias is None else want + layer.bias)
 
