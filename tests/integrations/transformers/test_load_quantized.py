@@ -38,6 +38,7 @@ FORMATS = {
     "gptq, one group": {**GPTQ, "group_size": -1},
     "gptq_v2": V2,
     "gptq, desc_act": MIXED,
+    "gptq, the head too": {**GPTQ, "lm_head": True},
 }
 
 
@@ -61,7 +62,7 @@ def write(folder: Path, settings: dict[str, Any], model: nn.Module) -> nn.Module
     is_awq = settings["quant_method"] == "awq"
     tensors = {}
     for name, module in model.named_modules():
-        if not is_linear(module) or name == "lm_head":
+        if not is_linear(module) or (name == "lm_head" and not settings.get("lm_head")):
             continue
         conv = isinstance(module, Conv1D)
         inputs, outputs = module.weight.shape if conv else module.weight.shape[::-1]
@@ -93,6 +94,7 @@ def write(folder: Path, settings: dict[str, Any], model: nn.Module) -> nn.Module
     model.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     change_config(folder, quantization_config=settings)
+    model.config.quantization_config = settings
     return model
 
 
@@ -104,7 +106,9 @@ def change_config(folder: Path, **changes: Any) -> None:
 def check(got: nn.Module, want: nn.Module, dtype: torch.dtype) -> None:
     """Every value of the checkpoint is there, and the model computes with them."""
     layers = packed(got)
-    assert list(layers) == [n for n, m in want.named_modules() if is_linear(m) and n != "lm_head"]
+    names = [n for n, m in want.named_modules() if is_linear(m)]
+    has_head = want.config.quantization_config.get("lm_head", False)
+    assert list(layers) == [name for name in names if name != "lm_head" or has_head]
     for name, module in layers.items():
         linear = want.get_submodule(name)
         bias = None if linear.bias is None else linear.bias.to(dtype).float()

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lmdecode._checks import type_error
 from lmdecode.integrations.transformers.linear.checkpoints import packed_from_awq, packed_from_gptq
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
-from lmdecode.integrations.transformers.linear.packing import is_linear, untie
+from lmdecode.integrations.transformers.linear.packing import is_linear
 from lmdecode.integrations.transformers.quantizer import LmdecodeQuantizer
 
 __all__ = ["load_quantized"]
@@ -185,7 +185,6 @@ class _FolderQuantizer(LmdecodeQuantizer):
             if tensors is not None:
                 model.set_submodule(name, _packed(self.quantization_config, name, module, tensors))
             del module, tensors  # before the next
-        untie(model)
         model.requires_grad_(False)
         return model
 
