@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import lmdecode
 from lmdecode import BeamRequest, DecoderLayer, Decoding, gather_tree
 from lmdecode.decoder.config import DecoderConfig
 from tests.decoder.random_decoder import random_decoder
+from tests.support.wrong_calls import WrongCalls, assert_refused
 
 CONFIG, WEIGHTS = random_decoder("post_norm")
 RMS_CONFIG, RMS_WEIGHTS = random_decoder("rms")
@@ -58,7 +57,7 @@ def tree(ids: Any = IDS, parents: Any = IDS, lengths: Any = None, end: Any = 9) 
     gather_tree(ids, parents, torch.tensor([2]) if lengths is None else lengths, end)
 
 
-WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
+WRONG: WrongCalls = {
     "config, head_size 0": ("head_size is 0; expected 1", ValueError, lambda: config(
         head_size=0, attention_scale=None)),
     "config, head_size": ("head_size is of type str; expected an int", TypeError, lambda: config(
@@ -182,10 +181,7 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name: str) -> None:
-    message, error, call = WRONG[name]
-    with pytest.raises(error) as raised:
-        call()
-    assert re.search(message, str(raised.value)), str(raised.value)
+    assert_refused(*WRONG[name])
 
 
 def test_dense_tensors_of_any_kind_are_taken() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lmdecode.demo._output import DemoError, require
+from lmdecode.demo._output import DemoError, readable_path, require
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "print_model"]
 
 
 def load_model(
@@ -44,3 +44,9 @@ def load_model(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer
+
+
+def print_model(folder: Path, model: Any, *details: str) -> None:
+    """Print a line on a model: its folder, its size, and what else a demo says of it."""
+    size = f"{model.num_parameters() / 1e6:.1f} million parameters"
+    print(f"Model: {readable_path(folder)}, {', '.join((size, *details))}.\n", flush=True)

@@ -33,6 +33,25 @@ def require(package: str) -> ModuleType:
         raise DemoError(f"the demo needs {package} ({error}): {install_hint('demo')}") from error
 
 
+def require_packages(plot: Path | None) -> None:
+    """Import what demos with a model of transformers need, before they take their time.
+
+    Parameters
+    ----------
+    plot
+        Picture that is drawn; None: none.
+
+    Raises
+    ------
+    DemoError
+        A package is not installed.
+    """
+    require("tqdm")  # before transformers, which imports it
+    require("transformers")
+    if plot is not None:
+        require("matplotlib")
+
+
 def model_folder(
     chosen: Path | None, ships: Path = _MODEL, kind: str = "a causal language model"
 ) -> Path:

@@ -13,14 +13,14 @@ from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.beam.engine.trace import BeamTrace
 from lmdecode.demo._beam_tree import beam_tree, draw_tree, tree_text
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
     model_folder,
     quoted,
     readable_path,
-    require,
+    require_packages,
 )
 from lmdecode.demo.timing import interleaved
 
@@ -125,18 +125,12 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or results differ from those of transformers.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     # In float32 rounding does not decide between beams.
     model, tokenizer = load_model(folder, torch.float32)
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"vocabulary {model.config.vocab_size}, in float32.\n"
-    )
+    print_model(folder, model, f"vocabulary {model.config.vocab_size}", "in float32")
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in PROMPTS]
     stop = tokenizer(".", add_special_tokens=False).input_ids
     ends = sorted({tokenizer.eos_token_id, *stop[-1:]} - {None, tokenizer.unk_token_id})

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from lmdecode._checks import install_hint
 from lmdecode.demo._g2p_plots import draw_error_rates, draw_pronunciations
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
     model_folder,
     readable_path,
     require,
+    require_packages,
 )
 from lmdecode.demo.cmudict_words import (
     SAMPLE,
@@ -293,16 +294,15 @@ def run(
     DemoError
         Something is missing, a word has other letters, or ids differ from those of transformers.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     folder = model_folder(model_path, MODEL, "an encoder-decoder from letters to phonemes")
     # In float32 rounding does not decide between beams.
     model, tokenizer = load_model(folder, torch.float32, "AutoModelForSeq2SeqLM")
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"{model.config.encoder_layers} + {model.config.decoder_layers} layers, in float32.\n"
+    print_model(
+        folder,
+        model,
+        f"{model.config.encoder_layers} + {model.config.decoder_layers} layers",
+        "in float32",
     )
     if words:
         _pronounce(model, tokenizer, plot, words)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import lmdecode
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
@@ -17,7 +17,7 @@ from lmdecode.demo._output import (
     model_folder,
     quoted,
     readable_path,
-    require,
+    require_packages,
 )
 from lmdecode.demo.timing import Timing, interleaved
 
@@ -65,10 +65,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or ids differ from those of transformers.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = load_model(folder, torch.float32)
@@ -76,10 +73,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         engines = {name: lmdecode.Decoding.from_pretrained(folder, name) for name in FORMATS}
     except ValueError as error:
         raise DemoError(str(error)) from error
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters.\n",
-        flush=True,
-    )
+    print_model(folder, model)
     inputs = tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
     ids = engines["float32"].generate(**inputs, max_new_tokens=tokens, **_SEARCHES["4 beams"])
     print("4 beams, float32, the whole model in C++:\n")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
@@ -20,6 +20,7 @@ from lmdecode.demo._output import (
     quoted,
     readable_path,
     require,
+    require_packages,
 )
 from lmdecode.demo.timing import Timing, interleaved
 
@@ -184,18 +185,11 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or greedy ids differ from those of transformers.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = load_model(folder)
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"vocabulary {model.config.vocab_size}.\n",
-        flush=True,
-    )
+    print_model(folder, model, f"vocabulary {model.config.vocab_size}")
     _check_greedy(model, tokenizer, tokens)
     step_logits = _sample_text(model, tokenizer, tokens)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lmdecode.demo import _store_talk
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
@@ -24,6 +24,7 @@ from lmdecode.demo._output import (
     quoted,
     readable_path,
     require,
+    require_packages,
 )
 from lmdecode.demo._store_talk import CONVERSATIONS, talk
 from lmdecode.demo.timing import interleaved
@@ -149,10 +150,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or the text differs from that of conversations without a break.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     try:
         require("lmdecode.store")
     except DemoError as error:  # no extra has it: it is built where SQLite is
@@ -160,10 +158,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     folder = model_folder(model_path)
     tokens = max(3, min(tokens, _QUICK_TOKENS) if quick else tokens)
     model, tokenizer = load_model(folder)
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"in {str(model.dtype).removeprefix('torch.')}.\n"
-    )
+    print_model(folder, model, f"in {str(model.dtype).removeprefix('torch.')}")
     with tempfile.TemporaryDirectory(prefix="lmdecode-demo-") as place:
         expected = talk(model, tokenizer, Path(place, "whole"), tokens)
         _interrupt(folder, Path(place, "killed"), tokens)

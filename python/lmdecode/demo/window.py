@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.demo._model import load_model
+from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
     aligned_table,
@@ -20,6 +20,7 @@ from lmdecode.demo._output import (
     quoted,
     readable_path,
     require,
+    require_packages,
 )
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.demo.timing import Timing, interleaved
@@ -207,19 +208,13 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or greedy ids differ from those of transformers.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = _load(folder)
     lengths = _lengths(model, folder, tokens, quick)
     window = model.config.sliding_window
-    print(
-        f"Model: {readable_path(folder)}, {model.num_parameters() / 1e6:.1f} million parameters, "
-        f"window {window}, in float32.\n"
-    )
+    print_model(folder, model, f"window {window}", "in float32")
     prompts = [_prompt(tokenizer, length) for length in lengths]
     _check_greedy(model, tokenizer, prompts[-1], tokens)
     timings, each = _time(model, prompts, tokens, quick)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,14 +47,3 @@ def answer(
 
 def same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
-
-
-class Progress:
-    """Tells the parent of each token, and leaves the disk some time between them."""
-
-    def put(self, value: torch.Tensor) -> None:
-        print(value.numel(), flush=True)
-        time.sleep(0.01)
-
-    def end(self) -> None:
-        pass

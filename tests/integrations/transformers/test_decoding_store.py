@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from stored_decoding import (
     MODELS,
     PROMPT,
     TURNS,
-    Progress,
     answer,
     decoding_of,
     same,
@@ -31,6 +26,7 @@ from stored_decoding import (
 
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers.decoding import causal_store
+from tests.support.store_faults import Progress, kill_behind, replaced_call
 
 
 @pytest.fixture
@@ -149,10 +145,9 @@ def test_long_prompts_are_stored_while_they_are_read(
 # --- processes that end ---------------------------------------------------------------------------
 
 _CHILD = """
-import sys
 import torch
-sys.path.insert(0, {folder!r})
-from stored_decoding import Progress, answer, decoding_of, store_of
+from stored_decoding import answer, decoding_of, store_of
+from tests.support.store_faults import Progress
 from pathlib import Path
 decoding = decoding_of({case!r}, {dtype!r}, cache_dtype={cache_dtype!r})
 with store_of(decoding, Path({store!r})) as store:
@@ -175,25 +170,10 @@ def test_killed_while_it_answers(
     length = {"max_new_tokens": 60, "min_new_tokens": 60}
     whole = answer(decoding, PROMPT, **length)
     code = _CHILD.format(
-        folder=str(Path(__file__).parent), case=case, dtype=dtype, cache_dtype=cache_dtype,
+        case=case, dtype=dtype, cache_dtype=cache_dtype,
         store=str(tmp_path), ids=PROMPT[0].tolist(),
     )  # fmt: skip
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": ".", "OMP_WAIT_POLICY": "PASSIVE"},
-    )  # fmt: skip
-    assert child.stdout is not None
-    seen = 0
-    for line in child.stdout:
-        if not line.strip().isdigit():
-            continue  # an editable install that is rebuilt
-        seen += int(line) == 1
-        if seen == 45:
-            os.kill(child.pid, signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
+    kill_behind(45, code, Path(__file__).parent)
 
     with store_of(decoding, tmp_path) as store:
         said = store.session("chat").tokens
@@ -245,18 +225,15 @@ def test_a_long_answer_is_kept_by_and_by(
     with store_of(decoding, tmp_path) as store:
         if is_known:
             answer(decoding, PROMPT, store=store)
-        native = store._engine.native
+        commit = store._engine.native.commit_session
 
-        class Watched:
-            def __getattr__(self, name: str) -> Any:
-                if name == "commit_session":
-                    return lambda *a: written.append(len(a[2])) or native.commit_session(*a)
-                return getattr(native, name)
+        def watched(*arguments: Any) -> Any:
+            written.append(len(arguments[2]))
+            return commit(*arguments)
 
-        store._engine.native = Watched()
         length = {"max_new_tokens": 100, "min_new_tokens": 100}
-        answer(decoding, PROMPT, store=store, session="chat", streamer=Progress(), **length)
-        store._engine.native = native
+        with replaced_call(store, "commit_session", watched):
+            answer(decoding, PROMPT, store=store, session="chat", streamer=Progress(), **length)
     assert written[0] == 37 and written[-1] == 137
     between = written[1:-1]  # as many as the disk takes
     assert 1 <= len(between) <= 4

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from lmdecode import Decoding
 from lmdecode.integrations.transformers.decoding import causal_store
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, StoreError
 from tests.support.causal_models import PAD, model_of, random_config, random_model
+from tests.support.store_faults import replaced_call
 
 # --- what belongs to others -----------------------------------------------------------------------
 
@@ -249,24 +251,15 @@ def test_no_room(talk: Any, tmp_path: Path) -> None:
     [OSError(errno.ENOSPC, "no space"), StoreError("closed")],
     ids=["disk", "store"],
 )
-def test_calls_that_fail(
-    call: str, error: Exception, talk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_fail(call: str, error: Exception, talk: Any, tmp_path: Path) -> None:
     decoding, ids, expected = talk
     session = None if call == "put" else "chat"
     with store_of(decoding, tmp_path) as store:
         answer(decoding, PROMPT, store=store, session=session)
     with store_of(decoding, tmp_path) as store:
-        right = store._engine.native
-
-        class Failing:
-            def __getattr__(self, name: str) -> object:
-                return fail if name == call else getattr(right, name)
-
-        def fail(*arguments: object) -> None:
-            raise error
-
-        monkeypatch.setattr(store._engine, "native", Failing())
-        with pytest.warns(RuntimeWarning, match=f"goes on without the store: .*{error.args[-1]}"):
+        message = f"goes on without the store: .*{error.args[-1]}"
+        with (
+            replaced_call(store, call, Mock(side_effect=error)),
+            pytest.warns(RuntimeWarning, match=message),
+        ):
             assert same(answer(decoding, ids, store=store, session=session), expected)
-        monkeypatch.setattr(store._engine, "native", right)

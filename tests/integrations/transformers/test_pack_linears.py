@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import PackedLinearModule, pack_linears_
 from lmdecode.integrations.transformers.linear import packing
+from tests.support.wrong_calls import WrongCalls, assert_refused
 
 IDS = torch.randint(3, 200, (2, 9), generator=torch.Generator().manual_seed(0))
 SMALL: dict[str, Any] = dict(vocab_size=200, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -241,7 +241,7 @@ def test_compile() -> None:
 
 
 LINEARS = nn.Sequential(nn.Linear(4, 4))
-WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
+WRONG: WrongCalls = {
     "model": ("model is of type str; expected an nn.Module", TypeError,
               lambda: pack_linears_("llama")),
     "a linear layer": ("model is a linear layer itself", ValueError,
@@ -264,8 +264,5 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name: str) -> None:
-    message, error, call = WRONG[name]
-    with pytest.raises(error) as raised:
-        call()
-    assert re.search(message, str(raised.value)), str(raised.value)
+    assert_refused(*WRONG[name])
     assert type(LINEARS[0]) is nn.Linear and LINEARS[0].weight.requires_grad

@@ -1,14 +1,11 @@
 """AWQ's and GPTQ's tensors against their definitions, written out in plain torch."""
 
-import re
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import packed_from_awq, packed_from_gptq
+from tests.support.wrong_calls import WrongCalls, assert_refused
 
 INPUTS, OUTPUTS = 256, 72
 
@@ -29,7 +26,7 @@ def random_layer(group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def same(layer: PackedLinear, weight: torch.Tensor) -> None:
-    x = torch.eye(INPUTS) * 127
+    x = torch.eye(len(weight)) * 127
     want = (127 * weight.double()).float()
     assert torch.equal(layer(x), want if layer.bias is None else want + layer.bias)
 
@@ -77,7 +74,7 @@ def test_words_are_those_of_the_formats() -> None:
 Q, S, Z = random_layer(64)
 GPTQ = (words_of(Q.T).T, words_of(Z), S)
 AWQ = (words_of(awq_columns(Q)), words_of(awq_columns(Z)), S)
-WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
+WRONG: WrongCalls = {
     "awq, qweight: a list": ("packed_from_awq: qweight is of type list", TypeError,
                              lambda: packed_from_awq([1], *AWQ[1:])),
     "awq, qweight: int64": ("qweight has dtype int64; expected int32", ValueError,
@@ -101,7 +98,4 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name: str) -> None:
-    message, error, call = WRONG[name]
-    with pytest.raises(error) as raised:
-        call()
-    assert re.search(message, str(raised.value)), str(raised.value)
+    assert_refused(*WRONG[name])

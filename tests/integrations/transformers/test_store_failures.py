@@ -7,6 +7,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from store_models import (
 )
 
 from lmdecode.store import Fingerprint, KVStore, StoreError, StoreLockedError
+from tests.support.store_faults import replaced_call
 
 TURNS = (ids(37), ids(5, seed=1))
 
@@ -197,27 +199,17 @@ def test_no_room(expected: list[int], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "no space"), OSError(errno.EIO, "broken"), StoreError("closed")]
 )
-def test_calls_that_fail(
-    call: str, error: Exception, expected: list[int], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_calls_that_fail(call: str, error: Exception, expected: list[int], tmp_path: Path) -> None:
     model = model_of("llama")
     with store_of(model, tmp_path / "store") as store:
         converse(model, store, "a", TURNS[:1])
     with store_of(model, tmp_path / "store") as store:
-        right = store._engine.native
-
-        class Failing:
-            def __getattr__(self, name: str) -> object:
-                return fail if name == call else getattr(right, name)
-
-        def fail(*arguments: object) -> None:
-            raise error
-
-        monkeypatch.setattr(store._engine, "native", Failing())
-        with pytest.warns(RuntimeWarning, match=f"goes on without the store: .*{error.args[-1]}"):
+        message = f"goes on without the store: .*{error.args[-1]}"
+        with (
+            replaced_call(store, call, Mock(side_effect=error)),
+            pytest.warns(RuntimeWarning, match=message),
+        ):
             assert converse(model, store, "a", TURNS[1:], expected[:46])[0] == expected
-        monkeypatch.setattr(store._engine, "native", right)
 
 
 def test_stores_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,32 +15,21 @@ import transformers
 from store_models import SHIPPED, answer, ids, model_of, store_of
 
 from lmdecode.integrations.transformers import sample
+from tests.support.store_faults import kill_behind
 
 _ANSWER = 48
 _KILLED_AFTER = 21
 
 _CHILD = """
-import sys
 import torch
-sys.path.insert(0, {folder!r})
 torch.set_num_threads(1)
-from test_store_resume import Progress, build, prompt_of, settings
+from test_store_resume import build, prompt_of, settings
 from store_models import answer, store_of
+from tests.support.store_faults import Progress
 model = build({name!r}, {dtype})
 with store_of(model, __import__("pathlib").Path({store!r}), **settings({name!r})) as store:
     answer(model, store, "chat", prompt_of({name!r}), streamer=Progress(), **{options!r})
 """
-
-
-class Progress:
-    """Tells the parent of each token, and leaves the disk some time between them."""
-
-    def put(self, value: torch.Tensor) -> None:
-        print(value.numel(), flush=True)
-        time.sleep(0.01)
-
-    def end(self) -> None:
-        pass
 
 
 def build(name: str, dtype: torch.dtype) -> Any:
@@ -103,8 +87,7 @@ def test_killed_while_it_answers(name: str, dtype: torch.dtype, way: str, tmp_pa
         tokens, logits = answer(model, store, "chat", prompt, **options, **length, **loop)
 
     code = _CHILD.format(
-        folder=str(Path(__file__).parent), name=name, dtype=dtype, store=str(tmp_path / "killed"),
-        options={**options, **length},
+        name=name, dtype=dtype, store=str(tmp_path / "killed"), options={**options, **length}
     )  # fmt: skip
     if way == "sampled":
         code = code.replace(
@@ -112,21 +95,7 @@ def test_killed_while_it_answers(name: str, dtype: torch.dtype, way: str, tmp_pa
             "streamer=Progress(), seed=5, custom_generate="
             "__import__('lmdecode.integrations.transformers', fromlist=['']).sample",
         )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-    )  # fmt: skip
-    assert child.stdout is not None
-    seen = 0
-    for line in child.stdout:
-        if not line.strip().isdigit():
-            continue  # an editable install that is rebuilt
-        seen += int(line) == 1
-        if seen == _KILLED_AFTER:
-            os.kill(child.pid, signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
+    kill_behind(_KILLED_AFTER, code, Path(__file__).parent)
 
     with store_of(model, tmp_path / "killed", **settings(name)) as store:
         said = store.session("chat").tokens

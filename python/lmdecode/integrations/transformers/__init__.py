@@ -9,8 +9,8 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
 masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
 ``pack_linears_`` puts packed weights in the place of a model's linear layers, and
-``LmdecodeConfig`` does so while ``from_pretrained`` loads it; ``packed_from_awq`` and
-``packed_from_gptq`` take the layers of such checkpoints as they are.
+``LmdecodeConfig`` does so while ``from_pretrained`` loads it; ``load_quantized`` loads checkpoints
+of AWQ and GPTQ, and ``packed_from_awq`` and ``packed_from_gptq`` take single layers of them.
 ``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps; ``prefill``,
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
@@ -39,6 +39,7 @@ from lmdecode.integrations.transformers.caches.ring_caches import DynamicRingCac
 from lmdecode.integrations.transformers.linear.checkpoints import packed_from_awq, packed_from_gptq
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.linear.packing import pack_linears_
+from lmdecode.integrations.transformers.quantized_folder import load_quantized
 from lmdecode.integrations.transformers.quantizer import LmdecodeConfig
 from lmdecode.integrations.transformers.sampling.generation import sample
 from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
@@ -69,6 +70,7 @@ __all__ = [
     "expand_beams",
     "generate_with_store",
     "load_cache",
+    "load_quantized",
     "pack_linears_",
     "packed_from_awq",
     "packed_from_gptq",

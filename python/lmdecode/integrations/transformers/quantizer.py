@@ -103,6 +103,7 @@ class LmdecodeQuantizer(HfQuantizer):
     """Packs linear layers while transformers loads a model; see ``LmdecodeConfig``."""
 
     quantization_config: LmdecodeConfig
+    op = "LmdecodeConfig"  # in errors
 
     def __init__(self, quantization_config: LmdecodeConfig, **keywords: Any) -> None:
         super().__init__(quantization_config, **keywords)
@@ -114,7 +115,7 @@ class LmdecodeQuantizer(HfQuantizer):
         for device in devices:
             if device not in (None, "cpu", "auto", torch.device("cpu")):
                 raise ValueError(
-                    f"LmdecodeConfig: device_map asks for {device!r}; packed weights run on the cpu"
+                    f"{self.op}: device_map asks for {device!r}; packed weights run on the cpu"
                 )
 
     def param_needs_quantization(

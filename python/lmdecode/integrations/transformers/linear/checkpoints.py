@@ -109,8 +109,10 @@ def packed_from_gptq(
 
 def _nibbles(words: Tensor) -> Tensor:
     """int32 ``[rows, columns]`` as uint8 ``[rows, columns, 8]``, from the lowest four bits on."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return (words[:, :, None] >> shifts & 15).to(torch.uint8)
+    parts = torch.empty((*words.shape, 8), dtype=torch.uint8)
+    for place in range(8):  # one after another: little memory beside the result
+        parts[:, :, place] = words >> 4 * place & 15
+    return parts
 
 
 def _check(op: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:

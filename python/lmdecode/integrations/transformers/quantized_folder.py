@@ -1,0 +1,233 @@
+"""``load_quantized``: models whose checkpoint is AWQ's or GPTQ's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lmdecode._checks import type_error
+from lmdecode.integrations.transformers.linear.checkpoints import packed_from_awq, packed_from_gptq
+from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.integrations.transformers.linear.packing import is_linear
+from lmdecode.integrations.transformers.quantizer import LmdecodeQuantizer
+
+__all__ = ["load_quantized"]
+
+_OP = "load_quantized"
+_NAME = "lmdecode_quantized"
+_TENSORS = ("qweight", "qzeros", "scales", "g_idx")  # of a layer; the last one in GPTQ's alone
+_READ = "_tensors_of_the_checkpoint"  # attribute of a layer that has been read
+
+
+def load_quantized(
+    folder: str | os.PathLike[str], *, model_class: Any = AutoModelForCausalLM, **options: Any
+) -> Any:
+    """Load a checkpoint of AWQ or GPTQ, 4 bits, as a model of transformers on the CPU.
+
+    Layers that are quantised become ``PackedLinearModule``, with the values of the checkpoint.
+    Everything else is loaded as ``from_pretrained`` loads it. Neither autoawq nor gptqmodel is
+    needed. The model cannot be saved.
+
+    Parameters
+    ----------
+    folder : str or path
+        Has ``config.json`` with a ``quantization_config``, and the weights.
+    model_class : class
+        Whose ``from_pretrained`` loads the model.
+    **options
+        Of ``from_pretrained``: ``dtype`` is that of the weights which are not quantised, and of
+        what layers return.
+
+    Returns
+    -------
+    PreTrainedModel
+        For inference: none of its parameters requires a gradient.
+
+    Raises
+    ------
+    TypeError
+        An argument of another type.
+    ValueError
+        The checkpoint is not quantised, or in another way; tensors are missing, or have another
+        dtype, shape or value than expected.
+    FileNotFoundError
+        There is no model in the folder.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise type_error(_OP, "folder", folder, "a str or a path")
+    if not hasattr(model_class, "from_pretrained"):
+        raise type_error(_OP, "model_class", model_class, "a class with from_pretrained")
+    remote_code = bool(options.get("trust_remote_code", False))
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{_OP}: {folder} has no config.json; expected a model's folder")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
+    settings = None
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            settings = part.quantization_config
+            del part.quantization_config  # transformers would ask for the package that made it
+    if settings is None:
+        raise ValueError(
+            f"{_OP}: {Path(folder) / 'config.json'} has no quantization_config; expected that of a "
+            "checkpoint of AWQ or GPTQ"
+        )
+    model, report = model_class.from_pretrained(
+        folder, config=config, quantization_config=_QuantizedConfig(settings),
+        output_loading_info=True, **options,
+    )  # fmt: skip
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"{_OP}: the checkpoint lacks {', '.join(missing[:3])}{more}")
+    return model
+
+
+class _QuantizedConfig(QuantizationConfigMixin):
+    """What the ``quantization_config`` of a checkpoint says."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        def check(name: str, value: object, *expected: object) -> None:
+            if value not in expected:
+                choices = " or ".join(map(repr, expected))
+                raise ValueError(
+                    f"{_OP}: {name} of quantization_config is {value!r}; expected {choices}"
+                )
+
+        self.quant_method = _NAME  # type: ignore[assignment]
+        self.method = settings.get("quant_method")
+        check("quant_method", self.method, "awq", "gptq")
+        check("bits", settings.get("bits"), 4)
+        self.group_size = settings.get("group_size", 128)
+        check("group_size", self.group_size, 32, 64, 128, -1)
+        old_name = "version" if self.method == "awq" else "checkpoint_format"
+        name = old_name if settings.get(old_name) is not None else "format"
+        self.format = str(settings.get(name, "gemm" if self.method == "awq" else "gptq")).lower()
+        check(name, self.format, *(["gemm"] if self.method == "awq" else ["gptq", "gptq_v2"]))
+
+
+class _Keep(ConversionOps):
+    """Leaves the tensors of a layer to it, until all of them are there."""
+
+    def __init__(self, hf_quantizer: _FolderQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer  # tells transformers to cast none of them
+
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        full_layer_name: str,
+        model: PreTrainedModel,
+        missing_keys: set[str] | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        layer = model.get_submodule(full_layer_name.rpartition(".")[0])
+        tensors = {name.rpartition(".")[2]: value[0] for name, value in input_dict.items()}
+        setattr(layer, _READ, tensors)
+        assert isinstance(layer.weight, Tensor)
+        layer.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
+
+
+@register_quantizer(_NAME)
+class _FolderQuantizer(LmdecodeQuantizer):
+    """Packs the layers of a checkpoint that transformers loads."""
+
+    quantization_config: _QuantizedConfig  # type: ignore[assignment]
+    op = _OP
+
+    def __init__(self, quantization_config: _QuantizedConfig, **keywords: Any) -> None:
+        super().__init__(quantization_config, **keywords)  # type: ignore[arg-type]
+        self.pre_quantized = True
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **others: Any
+    ) -> bool:
+        """No weight that was read as it is."""
+        return False
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Return what takes the tensors of a layer together."""
+        return [WeightConverter([rf"\.{name}" for name in _TENSORS], ".weight", [_Keep(self)])]
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **others: Any
+    ) -> PreTrainedModel:
+        """Make room for biases where the model has none, but the checkpoint."""
+        names: set[str] = set()
+        for path in checkpoint_files or ():
+            if str(path).endswith(".safetensors"):
+                with safe_open(path, "pt") as file:
+                    names.update(file.keys())
+        for name, module in model.named_modules():
+            if {f"{name}.qweight", f"{name}.bias"} <= names and is_linear(module):
+                if module.bias is None:
+                    size = _shape(module)[1]
+                    module.bias = nn.Parameter(torch.empty(size, dtype=module.weight.dtype))
+        return model
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **others: Any
+    ) -> PreTrainedModel:
+        for name, module in list(model.named_modules()):
+            tensors = module.__dict__.pop(_READ, None)
+            if tensors is not None:
+                model.set_submodule(name, _packed(self.quantization_config, name, module, tensors))
+            del module, tensors  # before the next
+        model.requires_grad_(False)
+        return model
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    assert isinstance(module.weight, Tensor)
+    rows, columns = module.weight.shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def _packed(
+    config: _QuantizedConfig, name: str, module: nn.Module, tensors: dict[str, Tensor]
+) -> PackedLinearModule:
+    for part in ("qweight", "qzeros", "scales"):
+        if part not in tensors:
+            raise ValueError(f"{_OP}: the checkpoint lacks {name}.{part}")
+    if not is_linear(module):
+        raise ValueError(f"{_OP}: {name} is a {type(module).__name__}; expected a linear layer")
+    inputs, outputs = _shape(module)
+    groups = 1 if config.group_size == -1 else inputs // config.group_size
+    scales = tensors["scales"]
+    if scales.shape != (groups, outputs):
+        raise ValueError(
+            f"{_OP}: {name}.scales has shape {list(scales.shape)}; expected {[groups, outputs]}"
+        )
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    if bias is not None:
+        bias = bias.detach()
+    words = (tensors["qweight"], tensors["qzeros"], scales)
+    try:
+        if config.method == "awq":
+            layer = packed_from_awq(*words, bias)
+        else:
+            offset = 0 if config.format == "gptq_v2" else 1
+            layer = packed_from_gptq(*words, tensors.get("g_idx"), bias, zero_offset=offset)
+    except ValueError as error:
+        raise ValueError(f"{_OP}: {name}: {error}") from error
+    if (layer.in_features, layer.out_features) != (inputs, outputs):
+        raise ValueError(
+            f"{_OP}: {name}.qweight is of {layer.in_features} inputs and {layer.out_features} "
+            f"outputs; expected {inputs} and {outputs}"
+        )
+    assert isinstance(module.weight, Tensor)
+    return PackedLinearModule(layer, module.weight.dtype).train(module.training)
