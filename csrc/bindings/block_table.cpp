@@ -91,7 +91,7 @@ void append(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_count
            " blocks have room for behind ", length, " positions");
     }
     if (length > 0) check_blocks(kOp, "block_table", table, row, (length - 1) / block_size, 0);
-    most_taken += table.blocks_for(length + tokens.at(row)) - table.blocks_for(length);
+    most_taken += most_blocks_taken(table, row, tokens.at(row));
   }
   check_free_blocks(kOp, "free_blocks", table, most_taken);
   append_to_block_table(table, tokens, reinterpret_cast<BlockCopy*>(copies_data));

@@ -20,6 +20,15 @@ inline void check_blocks(const char* op, const char* name, const BlockTable& tab
   }
 }
 
+// The most blocks that a row takes for some tokens more: those behind its last one, and a copy of
+// that where it is shared.
+inline int64_t most_blocks_taken(const BlockTable& table, int64_t row, int64_t tokens) {
+  const int64_t length = table.lengths[row];
+  if (tokens == 0) return 0;
+  return table.blocks_for(length + tokens) - table.blocks_for(length) +
+         (length % table.block_size != 0 ? 1 : 0);
+}
+
 // The next `count` blocks that would be taken.
 inline void check_free_blocks(const char* op, const char* name, const BlockTable& table,
                               int64_t count) {

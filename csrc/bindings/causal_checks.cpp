@@ -22,7 +22,9 @@ class WeightParts {
   // Null where there is none.
   template <class T>
   const T* next(const char* name, int64_t count) {
-    return static_cast<const T*>(take(name, count * static_cast<int64_t>(sizeof(T))));
+    constexpr int64_t kSize = sizeof(T);
+    if (count > bytes_ / kSize) count = bytes_ / kSize + 1;  // too many, and no overflow
+    return static_cast<const T*>(take(name, count * kSize));
   }
 
   NormWeights norm(const char* gamma, const char* beta, int64_t size) {
@@ -36,7 +38,10 @@ class WeightParts {
                        int64_t in_features, int64_t out_features) {
     LinearWeights weights;
     weights.matrix.shape = {in_features, out_features, format};
-    const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(weights.matrix.shape));
+    // A weight takes half a byte at least: what cannot be there is not counted, which may overflow.
+    const bool fits = in_features <= 2 * bytes_ / out_features;
+    const int64_t bytes =
+        fits ? static_cast<int64_t>(packed_linear_bytes(weights.matrix.shape)) : bytes_ + 1;
     weights.matrix.packed = take(name, bytes);
     if (weights.matrix.packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
     check_packed_weight(op_, std::string("weights.") + name, weights.matrix.packed, bytes,

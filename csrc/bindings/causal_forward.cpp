@@ -12,14 +12,13 @@ namespace {
 constexpr const char* kForwardOp = "causal_forward_";
 constexpr const char* kBytesOp = "causal_workspace_bytes";
 
-// Blocks that sequences name, and those that would be taken.
+// Blocks that sequences name.
 void check_table(const PagedCache& cache) {
   const kv_cache::BlockTable& table = cache.table;
   for (int64_t row = 0; row < table.rows; ++row) {
     check_blocks(kForwardOp, "caches.blocks", table, row, 0,
                  cache.first_kept_block(table.lengths[row]));
   }
-  check_free_blocks(kForwardOp, "caches.free_blocks", table, table.num_blocks);
 }
 
 // Entries and their tokens; returns how many logits are wanted.
@@ -66,11 +65,17 @@ int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
   kv_cache::IntegerRows counts;
   counts.data = added.data();
   for (int64_t cache = 0; cache < p.num_caches; ++cache) {
+    const kv_cache::BlockTable& blocks = p.caches[cache].table;
+    int64_t most_taken = 0;
+    for (int64_t row = 0; row < blocks.rows; ++row) {
+      most_taken += most_blocks_taken(blocks, row, counts.at(row));
+    }
+    check_free_blocks(kForwardOp, "caches.free_blocks", blocks, most_taken);
     if (p.caches[cache].window != 0) continue;  // those let go of blocks meanwhile
-    const int64_t missing = missing_blocks(p.caches[cache].table, counts);
+    const int64_t missing = missing_blocks(blocks, counts);
     if (missing == 0) continue;
-    fail(kForwardOp, "caches.pool has ", p.caches[cache].table.num_blocks, " blocks; expected ",
-         missing, " more for ", tokens, " tokens");
+    fail(kForwardOp, "caches.pool has ", blocks.num_blocks, " blocks; expected ", missing,
+         " more for ", tokens, " tokens");
   }
   return logits;
 }

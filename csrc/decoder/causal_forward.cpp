@@ -155,8 +155,13 @@ class CausalForward {
     kv_cache::IntegerRows num_tokens;
     num_tokens.data = w_.num_tokens;
     for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
-      if (missing_blocks(p_.caches[cache].table, num_tokens) == 0) continue;
-      throw std::runtime_error("causal_forward_: a cache with a window has too few blocks");
+      const kv_cache::BlockTable& table = p_.caches[cache].table;
+      const int64_t missing = missing_blocks(table, num_tokens);
+      if (missing == 0) continue;
+      throw std::runtime_error("causal_forward_: caches.pool of cache " + std::to_string(cache) +
+                               ", with a window, has " + std::to_string(table.num_blocks) +
+                               " blocks; expected " + std::to_string(missing) + " more for " +
+                               std::to_string(rows_) + " tokens");
     }
     for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
       const PagedCache& paged = p_.caches[cache];

@@ -325,8 +325,8 @@ def test_the_number_of_caches() -> None:
         (LENGTHS, 0, 71, r"caches.lengths\[0\] is 7[01]; expected 0 to 96, the same in each cache"),
         (COUNTERS, 0, -1, r"caches.counters\[0\] is -1; expected 0 to 9 free blocks"),
         (COUNTERS, 0, 10, r"caches.counters\[0\] is 10; expected 0 to 9 free blocks"),
-        (FREE_BLOCKS, 0, 9, r"caches.free_blocks\[0\] is 9; expected 0 to 8"),
-        (FREE_BLOCKS, 0, -1, r"caches.free_blocks\[0\] is -1; expected 0 to 8"),
+        (FREE_BLOCKS, -1, 9, r"caches.free_blocks\[[0-9]\] is 9; expected 0 to 8"),
+        (FREE_BLOCKS, -1, -1, r"caches.free_blocks\[[0-9]\] is -1; expected 0 to 8"),
     ],
 )
 @pytest.mark.parametrize("cache", [0, 1])
@@ -336,6 +336,8 @@ def test_damaged_tables(cache: int, place: int, index: Any, value: int, message:
     assert tensors[POOL].shape[3] == tensors[6 + POOL].shape[3] == 9
     if place == BLOCKS and index == (0, 0) and cache == 1:
         index, message = (0, 2), message.replace("0, 0", "0, 2")  # that one has been let go
+    if place == FREE_BLOCKS:  # the one that is taken next
+        index += int(tensors[6 * cache + COUNTERS][0])
     tensors[6 * cache + place][index] = value
     check_refused(ops.causal_forward_, arguments_of(caches), message)
     windows = caches.model.cache_windows
@@ -420,7 +422,9 @@ def test_too_few_blocks_of_a_window() -> None:
     """These become free meanwhile: it is known at the rows that have none. The rest is read."""
     caches = running()
     with_blocks(caches, 1, 0)
-    with pytest.raises(RuntimeError, match="a cache with a window has too few blocks"):
+    with pytest.raises(
+        RuntimeError, match=r"cache 1, with a window, has 9 blocks; expected 1 more"
+    ):
         step(caches, Entry(0, random_tokens(3), False), Entry(1, random_tokens(40)))
     # 16 rows were computed together: 3 of the first sequence, 13 of the second.
     assert caches.lengths.tolist() == caches._tensors[6 + LENGTHS].tolist() == [73, 18, 0]

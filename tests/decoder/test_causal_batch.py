@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -150,3 +151,27 @@ def test_what_is_refused(decoding: lmdecode.Decoding) -> None:
     learned = lmdecode.Decoding.from_pretrained(random_model("gpt2", "plain"))
     with pytest.raises(ValueError, match="capacity is 257; expected 1 to 256"):
         learned.batch(max_requests=1, capacity=257)
+
+
+def test_threads_take_turns(decoding: lmdecode.Decoding) -> None:
+    """Their steps share caches and scratch: each gets the logits that it gets alone."""
+    prompts = [random_tokens(30, seed) for seed in range(4)]
+    batch = decoding.batch(max_requests=len(prompts), capacity=200)
+    first = {batch.add(prompt): None for prompt in prompts}
+    logits = batch.step()
+    assert logits.keys() == first.keys()
+
+    def answer(request: Any) -> list[torch.Tensor]:
+        kept = [logits[request]]
+        for _ in range(NEW * 8 - 1):
+            kept.append(batch.step({request: int(kept[-1].argmax())})[request])
+        return kept
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(answer, first))
+    for prompt, rows in zip(prompts, answers, strict=True):
+        alone = decoding.batch(max_requests=1, capacity=200)
+        request, tokens = alone.add(prompt), dict[Any, int]()
+        for row in rows:
+            assert torch.equal(row, alone.step(tokens)[request])
+            tokens = {request: int(row.argmax())}

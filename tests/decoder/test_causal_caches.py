@@ -177,3 +177,17 @@ def test_keys_and_values_that_do_not_fit() -> None:
     caches.write(0, 70, states)
     with pytest.raises(ValueError, match="of 70 positions; expected an empty one"):
         caches.write(0, 70, states)
+
+
+def test_more_is_reserved_than_there_is_memory() -> None:
+    """It is taken as sequences grow."""
+    model = packed("llama", "plain")
+    rows = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_size
+    caches = CausalCaches(model, 1, 1 << 28)
+    assert 4 * rows << 28 >= 64 << 30
+    assert generated_logits(caches, ANSWER).equal(generated_logits(new_caches(model), ANSWER))
+
+
+def test_more_blocks_than_can_be_numbered() -> None:
+    with pytest.raises(ValueError, match=r"16384 sequences of 1073741824 tokens .* fewer than 2"):
+        CausalCaches(packed("llama", "plain"), 1 << 14, 1 << 30)

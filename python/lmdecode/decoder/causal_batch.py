@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,21 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 __all__ = ["CausalBatch"]
 
 _OP = "CausalBatch"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[CausalBatch, _P], _R],
+) -> Callable[Concatenate[CausalBatch, _P], _R]:
+    """Let calls of several threads wait for each other: they share caches and scratch."""
+
+    @functools.wraps(method)
+    def locked(batch: CausalBatch, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        with batch._lock:
+            return method(batch, *arguments, **options)
+
+    return locked
 
 
 class _Running:
@@ -32,7 +49,7 @@ class CausalBatch:
 
     Prompts are read in parts beside the tokens of the sequences that are being written: a long one
     does not hold them up. A sequence's logits are the same bits whatever else is in the batch, and
-    in whatever parts its prompt is read.
+    in whatever parts its prompt is read. Any thread may call: calls are made one after the other.
 
     Parameters
     ----------
@@ -85,6 +102,7 @@ class CausalBatch:
         self._caches = CausalCaches(
             model, max_requests, capacity, dtype=cache_dtype, max_rows=self._max_step_tokens
         )
+        self._lock = threading.RLock()
         self._running: dict[Hashable, _Running] = {}  # in the order of adding
         self._free = list(range(max_requests - 1, -1, -1))
         self._numbers = itertools.count()
@@ -107,6 +125,7 @@ class CausalBatch:
         """Return how many tokens of a sequence's prompt are still to be read."""
         return len(self._of("unread", request).unread)
 
+    @_one_at_a_time
     def add(self, prompt_ids: Any, *, request_id: Hashable = None) -> Hashable:
         """Add a sequence, whose prompt the next steps read.
 
@@ -139,12 +158,14 @@ class CausalBatch:
         self._running[request_id] = _Running(self._free.pop(), prompt)
         return request_id
 
+    @_one_at_a_time
     def extend(self, request: Hashable, prompt_ids: Any) -> None:
         """Add tokens to a sequence's prompt, behind all that it has, as the next turn of a talk."""
         running = self._of("extend", request)
         tokens = self._tokens("extend", prompt_ids, running.length + len(running.unread))
         running.unread = running.unread + tokens
 
+    @_one_at_a_time
     def fork(self, request: Hashable, *, request_id: Hashable = None) -> Hashable:
         """Add a sequence that has read what another one has; what they have in common is shared.
 
@@ -167,6 +188,7 @@ class CausalBatch:
         self._caches.reorder(parents)
         return fork
 
+    @_one_at_a_time
     def truncate(self, request: Hashable, length: int) -> None:
         """Let a sequence go back to its first tokens, as where drafts were refused.
 
@@ -181,6 +203,7 @@ class CausalBatch:
         self._caches.truncate([running.place], [length])
         running.length, running.unread = length, []
 
+    @_one_at_a_time
     def remove(self, request: Hashable) -> None:
         """Remove a sequence; its place and its memory are free."""
         running = self._of("remove", request)
@@ -188,6 +211,7 @@ class CausalBatch:
         del self._running[request]
         self._free.append(running.place)
 
+    @_one_at_a_time
     def step(self, tokens: Mapping[Hashable, int] | None = None) -> dict[Hashable, Tensor]:
         """Read a token of each of some sequences, and parts of prompts.
 

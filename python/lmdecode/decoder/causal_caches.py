@@ -78,13 +78,17 @@ class CausalCaches:
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
             num_blocks = sequences * of_sequence
+            if num_blocks >= 1 << 31:
+                raise ValueError(
+                    f"Decoding: {sequences} sequences of {max_length} tokens take {num_blocks} "
+                    f"blocks of {BLOCK_SIZE}; expected fewer than 2^31"
+                )
             shape = (layers, 2, c.num_kv_heads, num_blocks, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
             counters = torch.zeros(3, dtype=torch.int32)
             counters[0] = num_blocks
             self._tensors += [
-                # Much of it may never be used: a page of 2 MB would be had for its first byte.
-                new_memory(bytes_, huge_pages=False).view(kind).view(shape),
+                self._reserved(bytes_).view(kind).view(shape),
                 torch.full((sequences, max_blocks), -1, dtype=torch.int32),
                 torch.zeros(sequences, dtype=torch.int32),
                 torch.zeros(num_blocks, dtype=torch.int32),
@@ -97,6 +101,16 @@ class CausalCaches:
             model.sizes, model.numbers, [max_rows, sequences, max_blocks]
         )
         self._workspace = new_memory(size)
+
+    def _reserved(self, size: int) -> Tensor:
+        try:
+            # Much of it may never be used: a page of 2 MB would be had for its first byte.
+            return new_memory(size, huge_pages=False)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"Decoding: {self.sequences} sequences of {self.max_length} tokens need {size} "
+                f"bytes of addresses for keys and values: {error}"
+            ) from error
 
     def forward(self, tokens: Tensor, entries: Tensor, num_logits: int) -> Tensor:
         """Read tokens of some sequences, behind those that they have.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ __all__ = ["SpareMemory", "gather", "new_memory"]
 _ALIGNMENT = 64  # bytes
 _HUGE_PAGE = 2 << 20
 _LARGEST_KEPT = 256 << 20
+# What may never be written to need not fit into memory. Python 3.13 has a name for it.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
@@ -26,7 +29,7 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
         if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(size, dtype=torch.uint8)
         # What begins and ends on a huge page, wherever the mapping lies.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without them
             pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
