@@ -35,6 +35,7 @@ from lmdecode.decoder.huge_memory import new_memory
 
 GROUP = "whole_model"
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
+SHARED, OWN = "4 beams of a prompt", "prompts of their own"
 GREEDY, BEAMS = "generate, greedy", "generate, 4 beams"
 DTYPES = tuple(dtype for dtype in models.BITS if dtype in FORMATS)
 _INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int8"}
@@ -97,6 +98,10 @@ def _contestants(
     if name == PREFILL:
         arguments: tuple[object, ...] = ("time_prefill", tokens, clock)
         limit = _limit_of_prefill(model, dtype, len(tokens), threads, clock)
+    elif name == SHARED:
+        arguments = ("time_beams", tokens, rows, work.steps, clock)
+        own = partial(calls[OURS], "time_step", tokens, rows, work.steps, clock)
+        calls = {OURS: calls[OURS], OWN: lambda *_: own()}
     elif name in (GREEDY, BEAMS):
         beams = 4 if name == BEAMS else 1
         arguments = ("time_generate", tokens, work.new_tokens, beams, clock)
@@ -105,8 +110,8 @@ def _contestants(
         arguments = ("time_step", tokens, rows, work.steps, clock)
         limit = _limit_of_step(model, dtype, rows, len(tokens), clock)
     contestants = [
-        # pack_linears_ is ours, too: no peer that ours is to beat.
-        Contestant(n, partial(call, *arguments), complete=n != PACKED)
+        # pack_linears_ and prompts of their own are ours, too: no peers that ours is to beat.
+        Contestant(n, partial(call, *arguments), complete=n not in (PACKED, OWN))
         for n, call in calls.items()
     ]
     if with_peers and limit is not None:
@@ -164,6 +169,7 @@ def cases(quick: bool) -> list[Case]:
         for model in ("heads of A", "heads of B")
         for dtype in formats
     ]
+    parts += [_case(SHARED, "heads of A", dtype, 4, behind, ()) for dtype in formats]
     return whole + parts
 
 
@@ -215,6 +221,8 @@ GOALS = [
          [_of(dtype="int8", rows=1)]),
     *(_limit_goal(ATTENTION, "one read of keys and values", 1.43, model=model)
       for model in ("heads of A", "heads of B")),
+    Goal(SHARED, "warm", "4 rows with prompts of their own", "at least", 1.0,
+         lambda r: r.ratio(OWN), [_of(model="heads of A")]),
     Goal(PREFILL, "warm", "transformers, window of 1024", "at least", 3.0,
          lambda r: r.ratio(TRANSFORMERS), [_of(model="A, window")]),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 import lmdecode
-from benchmarks.decoder.whole_model.engine import Engine
+from benchmarks.decoder.whole_model.engine import Engine, seconds
 from benchmarks.decoder.whole_model.transformers_engine import generate_arguments, load_model
 from lmdecode.decoder.causal_caches import CausalCaches
 
@@ -26,6 +27,7 @@ class LmdecodeEngine(Engine):
         self._decoding = lmdecode.Decoding.from_pretrained(
             model, number_format, cache_dtype=self._cache_dtype
         )
+        self._beams: CausalCaches | None = None
         for module in model.modules():  # packed by now
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = torch.empty(0)
@@ -70,6 +72,19 @@ class LmdecodeEngine(Engine):
 
     def step(self, tokens: Sequence[int]) -> None:
         self._rows.forward(torch.tensor(tokens), self._entries, len(tokens))
+
+    def time_beams(self, tokens: Sequence[int], rows: int, count: int, clock: str) -> float:
+        """Return the seconds of a step of rows that share one prompt, the middle one."""
+        length, entries = len(tokens), torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        if self._beams is None:
+            self._beams = self._caches(rows)
+            self._read(self._beams, 0, tokens)
+            self._beams.reorder(torch.zeros(rows, dtype=torch.int64))
+        beams = self._beams
+        beams.truncate(range(rows), [length] * rows)
+        ids = torch.tensor(list(tokens[:1]) * rows)
+        times = [seconds(lambda: beams.forward(ids, entries, rows), clock) for _ in range(count)]
+        return statistics.median(times)
 
     def generate(self, tokens: Sequence[int], new_tokens: int, beams: int) -> None:
         self._decoding.generate(**generate_arguments(tokens, new_tokens, beams))
