@@ -55,7 +55,7 @@ struct DecodeWorkspace {
   float* values;       // [32, padded value_size]
   // Where keys and values begin.
   const void** key_rows;    // [64]: those of a block, then of the next
-  const void** value_rows;  // [64]
+  const void** value_rows;  // [32]
 };
 
 constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }

@@ -191,7 +191,8 @@ class CausalCaches:
             Whose, and how many positions, at least 1.
         states : iterable of (Tensor, Tensor)
             As ``read`` returned them for these positions, of this model with caches of this dtype.
-            Where it raises, the sequence is empty as before.
+            Where it raises, the sequence is empty as before. With a window, the sequence must not
+            be truncated but to 0: what lies before the window was not written.
 
         Raises
         ------
