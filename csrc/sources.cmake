@@ -41,6 +41,7 @@ set(CPU_SOURCES
   decoder/decoder_layer_cpu.cpp
   decoder/decoding_cpu.cpp
   decoder/decoding_read_memory_cpu.cpp
+  decoder/encoder_forward_cpu.cpp
   decoder/faster_transformer_search.cpp
   decoder/greedy_choice.cpp
   decoder/step_attention_cpu.cpp

@@ -4,7 +4,6 @@
 #include "bindings/packed_weight_checks.h"
 
 namespace lmdecode::decoder {
-namespace {
 
 NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size) {
   NormWeights norm;
@@ -12,6 +11,8 @@ NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, 
   norm.beta = list.next_or_null<const float>(beta, ScalarType::Float, {size});
   return norm;
 }
+
+namespace {
 
 LinearWeights linear_weights(const char* op, TensorList& list, const char* name, const char* bias,
                              linear::LinearFormat format, int64_t in_features,
@@ -40,11 +41,13 @@ LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig
   w.self_norm = norm_weights(list, "self_norm_gamma", "self_norm_beta", size);
   w.qkv = linear("qkv", "qkv_bias", size, 3 * attention);
   w.self_out = linear("self_out", "self_out_bias", attention, size);
-  w.cross_norm = norm_weights(list, "cross_norm_gamma", "cross_norm_beta", size);
-  w.cross_query = linear("cross_query", "cross_query_bias", size, attention);
-  w.cross_key_value =
-      linear("cross_key_value", "cross_key_value_bias", c.memory_size, 2 * attention);
-  w.cross_out = linear("cross_out", "cross_out_bias", attention, size);
+  if (c.memory_size > 0) {
+    w.cross_norm = norm_weights(list, "cross_norm_gamma", "cross_norm_beta", size);
+    w.cross_query = linear("cross_query", "cross_query_bias", size, attention);
+    w.cross_key_value =
+        linear("cross_key_value", "cross_key_value_bias", c.memory_size, 2 * attention);
+    w.cross_out = linear("cross_out", "cross_out_bias", attention, size);
+  }
   w.ffn_norm = norm_weights(list, "ffn_norm_gamma", "ffn_norm_beta", size);
   w.ffn_up = linear("ffn_up", "ffn_up_bias", size, c.ffn_size);
   if (c.gated) {

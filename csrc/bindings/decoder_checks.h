@@ -48,7 +48,9 @@ class IntegerList {
   size_t index_ = 0;
 };
 
-inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers) {
+// Of an encoder: a vocab_size of 0 where it takes no tokens, and a memory_size of 0.
+inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers,
+                                    bool is_encoder = false) {
   IntegerList list(op, "config", sizes, 13);
   DecoderConfig c;
   c.layers = list.next("num_layers", 1);
@@ -56,8 +58,8 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.heads = c.kv_heads = list.next("num_heads", 1);
   c.head_size = list.next("head_size", 1);
   c.ffn_size = list.next("ffn_size", 1);
-  c.vocab = list.next("vocab_size", 1);
-  c.memory_size = list.next("memory_size", 1);
+  c.vocab = list.next("vocab_size", is_encoder ? 0 : 1);
+  c.memory_size = is_encoder ? list.next("memory_size", 0, 0) : list.next("memory_size", 1);
   c.position_offset = list.next("position_offset", 0);
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.norm_first = list.next_flag("norm_first");
@@ -129,9 +131,12 @@ class TensorList {
   size_t index_ = 0;
 };
 
-constexpr size_t kModelTensors = 9, kLayerTensors = 22;
+constexpr size_t kModelTensors = 9, kLayerTensors = 22, kEncoderLayerTensors = 14;
 
-// Reads the 22 tensors of a layer.
+// Reads a gamma and a beta, either of which may be missing.
+NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size);
+
+// Reads the 22 tensors of a layer, or of an encoder's the 14 that are not of cross-attention.
 LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig& config);
 
 // The weights of a whole decoder, with the list that they refer to.

@@ -97,11 +97,11 @@ inline constexpr OpSchema kOpSchemas[] = {
     // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number.
     // The packed tensor is in the order of the CPU capability in use.
     {"pack_linear(Tensor weight, int format) -> Tensor", Devices::kCpuOnly},
+    // From the order of any CPU capability to that of the one in use.
+    {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     // int4 that is there: weight uint8 [out_features, in_features], scales float16 and zeros uint8
     // [out_features, groups]. The format follows from the size of the groups: 4, 5 or 6, but 3 for
     // groups of 32 without zeros.
-    // From the order of any CPU capability to that of the one in use.
-    {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
      Devices::kCpuOnly},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
@@ -129,6 +129,12 @@ inline constexpr OpSchema kOpSchemas[] = {
     // alone.
     {"decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] "
      "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
+     Devices::kCpuOnly},
+    // The encoder of an encoder-decoder model. weights: of lmdecode.decoder's PackedEncoder; tokens
+    // [rows] or inputs [rows, model_size]: of sequences one behind the other; positions [rows],
+    // row_begins [sequences + 1] int64. Returns [rows, model_size].
+    {"encoder_forward(Tensor[] weights, int[] config, float[] numbers, Tensor? tokens, Tensor? "
+     "inputs, Tensor positions, Tensor row_begins) -> Tensor",
      Devices::kCpuOnly},
     // A step of a decoder-only model. weights: one memory, and layout [layers + 1, 22] int64 where
     // its parts lie; caches: six tensors for each of windows (csrc/bindings/causal_checks.h).

@@ -23,30 +23,16 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
-from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+from lmdecode.integrations.transformers.decoding.modules import activation, joined_modules
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
-
-
-def _activation(name: object) -> Any:
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"Decoding.from_pretrained: the activation function is {name!r}; "
-            f"expected one of {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
-
-
-def _joined(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and the biases of linear modules, one behind the other."""
-    return joined([(module.weight, module.bias) for module in modules])
 
 
 def _bart_layer(layer: Any) -> LayerWeights:
     """Return a layer of BART's kind: Marian, mBART and Whisper have the same modules."""
     own, cross = layer.self_attn, layer.encoder_attn
-    qkv, qkv_bias = _joined(own.q_proj, own.k_proj, own.v_proj)
-    key_value, key_value_bias = _joined(cross.k_proj, cross.v_proj)
+    qkv, qkv_bias = joined_modules(own.q_proj, own.k_proj, own.v_proj)
+    key_value, key_value_bias = joined_modules(cross.k_proj, cross.v_proj)
     return LayerWeights(
         self_norm_gamma=layer.self_attn_layer_norm.weight,
         self_norm_beta=layer.self_attn_layer_norm.bias,
@@ -98,7 +84,7 @@ def _bart_kind(
             vocab_size=output.weight.shape[0],
             norm_first=norm_first,
             norm_epsilon=decoder.layers[0].final_layer_norm.eps,
-            activation=_activation(config.activation_function),
+            activation=activation(config.activation_function),
             embedding_scale=scale,
             position_offset=position_offset,
         ),
@@ -174,8 +160,8 @@ def _whisper(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 def _t5_layer(block: Any, gated: bool) -> LayerWeights:
     own, cross, ffn = block.layer
     attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
-    qkv, _ = _joined(attention.q, attention.k, attention.v)
-    key_value, _ = _joined(cross.EncDecAttention.k, cross.EncDecAttention.v)
+    qkv, _ = joined_modules(attention.q, attention.k, attention.v)
+    key_value, _ = joined_modules(cross.EncDecAttention.k, cross.EncDecAttention.v)
     return LayerWeights(
         self_norm_gamma=own.layer_norm.weight,
         self_norm_beta=None,
@@ -231,7 +217,7 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
             norm="rms_norm",
             norm_first=True,
             norm_epsilon=config.layer_norm_epsilon,
-            activation=_activation(config.dense_act_fn),
+            activation=activation(config.dense_act_fn),
             gated=gated,
             attention_scale=1.0,
         ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmdecode.decoder.config import ActivationName
 
-__all__ = ["ACTIVATIONS", "joined"]
+__all__ = ["ACTIVATIONS", "activation", "joined", "joined_modules"]
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu",
@@ -32,3 +33,18 @@ def joined(linears: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
         weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in linears
     ]
     return weight, torch.cat(biases)
+
+
+def activation(name: object) -> ActivationName:
+    """Return our name of an activation function; raise ValueError for one that there is not."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(
+            f"Decoding.from_pretrained: the activation function is {name!r}; "
+            f"expected one of {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def joined_modules(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the weights and the biases of linear modules, one behind the other."""
+    return joined([(module.weight, module.bias) for module in modules])

@@ -1,0 +1,234 @@
+"""The encoder of an encoder-decoder model, in C++."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_bool, check_format
+from lmdecode._ops import ops
+from lmdecode.decoder.checks import check_floats
+from lmdecode.decoder.config import (
+    ACTIVATIONS,
+    FORMATS,
+    NORMS,
+    ActivationName,
+    Norm,
+    check_norm_and_activation,
+    check_numbers,
+    check_sizes,
+    float32,
+)
+from lmdecode.decoder.huge_memory import gather
+
+__all__ = ["EncoderConfig", "EncoderLayerWeights", "EncoderWeights", "PackedEncoder"]
+
+_OP = "EncoderWeights"
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Sizes and switches of an encoder.
+
+    Parameters
+    ----------
+    num_layers, model_size, num_heads, head_size, ffn_size : int
+        Sizes, each at least 1.
+    vocab_size : int
+        Of its embedding; 0 where it takes rows of ``model_size`` features instead of tokens.
+    norm, norm_first, norm_epsilon, activation, gated, attention_scale, embedding_scale
+        Those of ``DecoderConfig``. Rows that come instead of tokens are scaled, too.
+    position_offset : int
+        The row of the position table that position 0 has.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+
+    num_layers: int
+    model_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    norm: Norm = "layer_norm"
+    norm_first: bool = False
+    norm_epsilon: float = 1e-5
+    activation: ActivationName = "relu"
+    gated: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    position_offset: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "EncoderConfig"
+        check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size")
+        check_sizes(op, self, "vocab_size", "position_offset", least=0)
+        for name in ("norm_first", "gated"):
+            check_bool(op, name, getattr(self, name))
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
+        check_norm_and_activation(op, self)
+        check_numbers(op, self, "norm_epsilon", "attention_scale", "embedding_scale")
+
+    def sizes(self, weight_format: str) -> list[int]:
+        """Return the integers that the op takes."""
+        return [
+            self.num_layers,
+            self.model_size,
+            self.num_heads,
+            self.head_size,
+            self.ffn_size,
+            self.vocab_size,
+            0,  # memory_size: no cross-attention
+            self.position_offset,
+            NORMS[self.norm],
+            int(self.norm_first),
+            int(self.gated),
+            ACTIVATIONS[self.activation],
+            FORMATS[weight_format],
+        ]
+
+    def numbers(self) -> list[float]:
+        """Return the floats that the op takes."""
+        assert self.attention_scale is not None
+        return [self.norm_epsilon, self.attention_scale, 0.0, self.embedding_scale]
+
+
+class EncoderLayerWeights(NamedTuple):
+    """One layer's weights, as those of ``LayerWeights`` without cross-attention.
+
+    D is ``model_size``, A ``num_heads * head_size``, F ``ffn_size``.
+    """
+
+    self_norm_gamma: Tensor | None
+    self_norm_beta: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    self_out: Tensor
+    self_out_bias: Tensor | None
+    ffn_norm_gamma: Tensor | None
+    ffn_norm_beta: Tensor | None
+    ffn_up: Tensor
+    ffn_up_bias: Tensor | None
+    ffn_gate: Tensor | None
+    ffn_gate_bias: Tensor | None
+    ffn_down: Tensor
+    ffn_down_bias: Tensor | None
+
+
+class EncoderWeights(NamedTuple):
+    """The weights of an encoder, floats of any dtype.
+
+    Attributes
+    ----------
+    embedding : Tensor or None
+        [V, D]; None where rows come instead of tokens.
+    positions : Tensor or None
+        [P, D], added to the embeddings.
+    relative_bias : Tensor or None
+        [1 or layers, heads, 2 n - 1], added to the scores, by the key's place less the query's,
+        from 1 - n on.
+    embedding_norm_gamma, embedding_norm_beta, final_norm_gamma, final_norm_beta : Tensor or None
+        [D]; a gamma of None: no such norm.
+    layers : tuple of EncoderLayerWeights
+    """
+
+    embedding: Tensor | None
+    positions: Tensor | None
+    relative_bias: Tensor | None
+    embedding_norm_gamma: Tensor | None
+    embedding_norm_beta: Tensor | None
+    final_norm_gamma: Tensor | None
+    final_norm_beta: Tensor | None
+    layers: tuple[EncoderLayerWeights, ...]
+
+
+def linear_shapes(config: EncoderConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight of a layer."""
+    size, attention, ffn = config.model_size, config.num_heads * config.head_size, config.ffn_size
+    return {
+        "qkv": (3 * attention, size),
+        "self_out": (size, attention),
+        "ffn_up": (ffn, size),
+        "ffn_gate": (ffn, size),
+        "ffn_down": (size, ffn),
+    }
+
+
+class PackedEncoder:
+    """An encoder's weights, packed once.
+
+    Parameters
+    ----------
+    config : EncoderConfig
+        Of the encoder.
+    weights : EncoderWeights
+        See there; not kept, but for an embedding that is float32 already.
+    weight_format : {"float32", "bfloat16", "int8", "int4"}
+        What linear weights are held as.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names what has a wrong shape, dtype or type.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        weights: EncoderWeights,
+        weight_format: str | torch.dtype = "float32",
+    ) -> None:
+        weight_format = check_format("Decoding", weight_format, FORMATS)
+        self.config, self.weight_format = config, weight_format
+        self._sizes, self._numbers = config.sizes(weight_format), config.numbers()
+        embedding = float32(weights.embedding)
+        tensors = [float32(value) for value in weights[1:-1]]
+        shapes = linear_shapes(config)
+        for layer in weights.layers:
+            for name, value in layer._asdict().items():
+                if name in shapes and value is not None:
+                    check_floats(_OP, name, value)
+                    if value.shape != shapes[name]:
+                        raise ValueError(
+                            f"{_OP}: {name} has shape {list(value.shape)}; expected "
+                            f"{list(shapes[name])}"
+                        )
+                    tensors.append(ops.pack_linear(float32(value), FORMATS[weight_format]))
+                elif name in shapes:
+                    tensors.append(torch.empty(0, dtype=torch.uint8))
+                else:
+                    tensors.append(float32(value))
+        gather(tensors)
+        self._tensors = [embedding, *tensors]
+
+    def forward(
+        self,
+        row_begins: Tensor,
+        positions: Tensor,
+        *,
+        tokens: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the encoder gives, [rows, model_size] float32.
+
+        Parameters
+        ----------
+        row_begins : Tensor
+            [sequences + 1] int64: where each sequence's rows begin, then how many rows there are.
+        positions : Tensor
+            [rows] int64: whose embeddings are added, where the model has such.
+        tokens, inputs : Tensor
+            [rows] int64, or [rows, model_size] float32: one of them.
+        """
+        out: Tensor = ops.encoder_forward(
+            self._tensors, self._sizes, self._numbers, tokens, inputs, positions, row_begins
+        )
+        return out
