@@ -96,6 +96,13 @@ def _decoder_activate_(up, gate, activation):
     check_devices("decoder_activate_", "up", up, dict(gate=gate))
 
 
+@fake("encoder_forward")
+def _encoder_forward(weights, config, numbers, tokens, inputs, positions, row_begins):
+    others = dict(tokens=tokens, inputs=inputs, row_begins=row_begins)
+    check_devices("encoder_forward", "positions", positions, others | entries(weights=weights))
+    return positions.new_empty((positions.shape[0], config[1]), dtype=torch.float32)
+
+
 @fake("causal_forward_")
 def _causal_forward(
     weights,

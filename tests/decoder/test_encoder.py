@@ -1,0 +1,207 @@
+"""Encoders in C++ against those of transformers, of random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from torch.library import opcheck
+
+from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
+from lmdecode.integrations.transformers.decoding.encoders import encoder_of
+
+LENGTHS = (7, 30, 1, 12)
+_SIZES: dict[str, Any] = {
+    "vocab_size": 100, "d_model": 32, "encoder_layers": 2, "decoder_layers": 1,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 64, "max_position_embeddings": 64, "pad_token_id": 1,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": 100, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "marian": lambda: tf.MarianMTModel(
+        tf.MarianConfig(
+            **_SIZES, activation_function="swish", scale_embedding=True, decoder_start_token_id=1
+        )
+    ),
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_SIZES)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(
+        tf.MBartConfig(**_SIZES, scale_embedding=True)
+    ),
+    "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**_SIZES)),
+    "m2m_100": lambda: tf.M2M100ForConditionalGeneration(
+        tf.M2M100Config(**_SIZES, activation_function="gelu_new")
+    ),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)),
+    "t5, gated": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(**_T5, feed_forward_proj="gated-gelu")
+    ),
+    "mt5": lambda: tf.MT5ForConditionalGeneration(tf.MT5Config(**_T5)),
+    "umt5": lambda: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**_T5)),
+}
+
+
+@cache
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+@cache
+def packed(name: str, weight_format: str = "float32") -> PackedEncoder:
+    return PackedEncoder(*encoder_of(model_of(name)), weight_format)
+
+
+def rows_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return where each begins, and the places in each."""
+    begins = torch.tensor((0, *lengths)).cumsum(0)
+    return begins, torch.cat([torch.arange(length) for length in lengths])
+
+
+def tokens_of(lengths: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randint(2, 98, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@torch.no_grad()
+def by_transformers(name: str, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    model = model_of(name)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.full(mask.shape, model.config.pad_token_id)
+    ids[mask] = tokens
+    states: Tensor = model.get_encoder()(input_ids=ids, attention_mask=mask.long())[0]
+    return states[mask]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_states_of_transformers(name: str) -> None:
+    tokens = tokens_of(LENGTHS)
+    got = packed(name).forward(*rows_of(LENGTHS), tokens=tokens)
+    assert relative(got, by_transformers(name, tokens, LENGTHS)) < 1e-5
+
+
+@torch.no_grad()
+def test_whisper_takes_what_its_convolutions_give() -> None:
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in _SIZES.items() if k != "max_position_embeddings"}
+    config = tf.WhisperConfig(
+        **{**sizes, "pad_token_id": 0}, num_mel_bins=8, max_source_positions=20,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    model = tf.WhisperForConditionalGeneration(config).eval()
+    encoder, features = model.get_encoder(), torch.randn(2, 8, 40)
+    x = torch.nn.functional.gelu(encoder.conv1(features))
+    x = torch.nn.functional.gelu(encoder.conv2(x)).transpose(1, 2)
+    got = PackedEncoder(*encoder_of(model)).forward(
+        *rows_of((20, 20)), inputs=x.reshape(40, 32).contiguous()
+    )
+    assert relative(got.view(2, 20, 32), encoder(features)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["marian", "t5, gated"])
+def test_a_sequence_depends_on_nothing_else(name: str, weight_format: str) -> None:
+    """More rows than are computed together, alone and on other numbers of threads: one result."""
+    encoder, lengths = packed(name, weight_format), (*LENGTHS, *[33] * 40)
+    begins, positions = rows_of(lengths)
+    tokens = tokens_of(lengths, 1)
+    whole = encoder.forward(begins, positions, tokens=tokens)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert encoder.forward(begins, positions, tokens=tokens).equal(whole)
+    finally:
+        torch.set_num_threads(threads)
+    for i in (0, 1, 2, 3, 20, 43):
+        rows = slice(int(begins[i]), int(begins[i + 1]))
+        alone = encoder.forward(*rows_of((lengths[i],)), tokens=tokens[rows])
+        assert alone.equal(whole[rows])
+    near = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.06, "int4": 0.5}[weight_format]
+    assert relative(whole, by_transformers(name, tokens, lengths)) < near
+
+
+def test_positions_of_the_callers() -> None:
+    """As for a batch that is padded on the left."""
+    encoder, tokens = packed("bart"), tokens_of((5,))
+    here = encoder.forward(torch.tensor([0, 5]), torch.arange(5) + 3, tokens=tokens)
+    ids = torch.cat([torch.full((3,), 1), tokens])[None]
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        want = model_of("bart").get_encoder()(input_ids=ids, attention_mask=mask)[0][0, 3:]
+    assert relative(here, want) < 1e-5
+
+
+def test_no_sequences_and_empty_ones() -> None:
+    encoder, nothing = packed("t5"), torch.empty(0, dtype=torch.int64)
+    assert encoder.forward(torch.tensor([0]), nothing, tokens=nothing).shape == (0, 32)
+    tokens = tokens_of((4, 0, 3))
+    got = encoder.forward(*rows_of((4, 0, 3)), tokens=tokens)
+    assert got.equal(encoder.forward(*rows_of((4, 3)), tokens=tokens))
+
+
+def _arguments(name: str = "bart") -> list[Any]:
+    encoder, (begins, positions) = packed(name), rows_of(LENGTHS)
+    return [
+        list(encoder._tensors), encoder._sizes, encoder._numbers, tokens_of(LENGTHS), None,
+        positions, begins,
+    ]  # fmt: skip
+
+
+WEIGHTS, CONFIG, NUMBERS, TOKENS, INPUTS, POSITIONS, BEGINS = range(7)
+
+
+def test_opcheck() -> None:
+    opcheck(torch.ops.lmdecode.encoder_forward, tuple(_arguments()))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "message"),
+    [
+        ("bart", TOKENS, lambda t: t.int(), "tokens has dtype int32; expected int64"),
+        ("bart", TOKENS, lambda t: t.clamp(max=2) * 50, r"tokens\[0\] is 100; expected 0 to 99"),
+        ("bart", TOKENS, lambda t: None, "tokens and inputs are both missing; expected one"),
+        ("bart", INPUTS, lambda i: torch.zeros(50, 32), "tokens and inputs are both given"),
+        ("bart", POSITIONS, lambda p: p + 60, r"positions\[4\] is 64; expected 0 to 63"),
+        ("bart", POSITIONS, lambda p: p[:-1], r"positions has shape \[49\]; expected \[50\]"),
+        ("bart", BEGINS, lambda b: b + 1, "row_begins has 5 entries that begin and end elsewhere"),
+        ("bart", BEGINS, lambda b: b[[0, 2, 1, 3, 4]], r"row_begins\[1\] is -30 before the next"),
+        ("bart", BEGINS, lambda b: b[:0], "row_begins has 0 entries; expected 0 to 50"),
+        ("bart", WEIGHTS, lambda w: w[:-1], "weights has 34 tensors; expected 35"),
+        ("bart", WEIGHTS, lambda w: [w[0][:, :8], *w[1:]], "weights.embedding has shape"),
+        ("bart", CONFIG, lambda c: [*c[:6], 32, *c[7:]], "config.memory_size is 32; expected 0 to"),
+        ("bart", NUMBERS, lambda n: n[:-1], "numbers has 3 entries; expected 4"),
+        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :, :4].contiguous(), *w[3:]], "odd number of d"),
+        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :, :9].contiguous(), *w[3:]], r"expected 0 to"),
+    ],
+)
+def test_bad_input(name: str, place: int, change: Callable[[Any], Any], message: str) -> None:
+    arguments = _arguments(name)
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ValueError, match=rf"^encoder_forward: .*{message}"):
+        torch.ops.lmdecode.encoder_forward(*arguments)
+
+
+def test_weights_of_other_shapes() -> None:
+    config, weights = encoder_of(model_of("bart"))
+    layer = weights.layers[0]
+    wrong = weights._replace(layers=(layer._replace(ffn_up=layer.ffn_down), weights.layers[1]))
+    with pytest.raises(ValueError, match=r"ffn_up has shape \[32, 48\]; expected \[48, 32\]"):
+        PackedEncoder(config, wrong)
+    with pytest.raises(ValueError, match="EncoderConfig: num_layers is 0; expected 1 to 2"):
+        EncoderConfig(0, 32, 4, 8, 48, 100)
+    assert isinstance(weights, EncoderWeights)
