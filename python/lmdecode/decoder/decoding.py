@@ -72,6 +72,7 @@ class Decoding:
     ) -> None:
         self.decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
         self.model: Any = None
+        self.encoder: Any = None
         if isinstance(config, CausalConfig):
             if use_cuda_graph:
                 raise ValueError(
@@ -149,6 +150,10 @@ class Decoding:
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
         decoding.model = model
+        if isinstance(decoding.decoder, PackedDecoder):
+            from lmdecode.integrations.transformers.decoding.encoding import Encoder
+
+            decoding.encoder = Encoder(model, decoding.decoder.weight_format)
         return decoding
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -207,7 +212,7 @@ class Decoding:
         """
         packed, manifest = load_packed(Path(folder), verify=verify)
         decoding = cls.__new__(cls)
-        decoding.decoder, decoding.model = packed, None
+        decoding.decoder, decoding.model, decoding.encoder = packed, None, None
         kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
         decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
         if (Path(folder) / "config.json").is_file():
@@ -360,9 +365,14 @@ class Decoding:
             else:  # beside which generate() does not want arguments
                 arguments["generation_config"] = config = copy.deepcopy(config)
                 config.use_cache = False
-        generate = self.model.generate
+        model = self.model
+        if self.encoder is not None:
+            from lmdecode.integrations.transformers.decoding.encoding import with_encoder
+
+            model = with_encoder(model, self.encoder)
+        generate = model.generate
         if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
-            generate = partial(type(self.model).generate, self.model)
+            generate = partial(type(model).generate, model)
         positional = () if inputs is None else (inputs,)
         run = partial(generate, *positional, custom_generate=loop, **arguments)
         return run() if stored is None else stored.run(run)

@@ -1,0 +1,150 @@
+"""What ``generate()`` calls in the place of a model's encoder: the one in C++."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from lmdecode.decoder.encoder import PackedEncoder
+from lmdecode.integrations.transformers.decoding.encoders import encoder_of
+from lmdecode.linear import PackedLinear
+
+__all__ = ["Encoder", "with_encoder"]
+
+
+class Encoder:
+    """A model's encoder on packed weights.
+
+    What it cannot do (embeddings as input, states of all layers, masks that are no runs of ones)
+    the model's own does.
+
+    Parameters
+    ----------
+    model
+        An encoder-decoder model.
+    dtype : {"float32", "bfloat16", "int8", "int4"}
+        What linear weights are held as.
+    """
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self._own, self._kind = model.get_encoder(), model.config.model_type
+        self._padding = model.config.pad_token_id
+        self._packed = PackedEncoder(*encoder_of(model), dtype)
+        self._convolutions = [
+            _Convolution(getattr(self._own, name), dtype)
+            for name in ("conv1", "conv2")
+            if hasattr(self._own, name)
+        ]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        input_features: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Return a ``BaseModelOutput``, with zeros where the mask has none."""
+        found = None
+        if inputs_embeds is None and not output_attentions and not output_hidden_states:
+            if input_features is not None:
+                found = self._of_features(input_features)
+            elif input_ids is not None:
+                found = self._of_tokens(input_ids, attention_mask)
+        if found is not None:
+            return BaseModelOutput(last_hidden_state=found)
+        given: dict[str, Any] = {
+            "input_ids": input_ids,
+            "input_features": input_features,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+        }
+        return self._own(
+            **{name: value for name, value in given.items() if value is not None},
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+
+    __call__ = forward
+
+    def _of_tokens(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Return [B, S, D], or None where the mask has several runs of ones in a row."""
+        if ids.dim() != 2 or ids.device.type != "cpu":
+            return None
+        places = torch.arange(ids.shape[1]).expand(ids.shape)
+        if attention_mask is None:
+            mask = torch.ones(ids.shape, dtype=torch.bool)
+        elif attention_mask.shape != ids.shape:
+            return None
+        else:
+            mask = attention_mask.bool()
+        lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
+        within = places - first[:, None]
+        if not torch.equal(mask, (within >= 0) & (within < lengths[:, None])):
+            return None
+        if self._kind == "m2m_100":  # whose positions count what is no padding
+            if not torch.equal(ids != self._padding, mask):
+                return None
+            places = within
+        begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        rows = self._packed.forward(begins, places[mask], tokens=ids[mask].long())
+        if bool(mask.all()):
+            return rows.view(*ids.shape, -1)
+        states = rows.new_zeros(*ids.shape, rows.shape[1])
+        states[mask] = rows
+        return states
+
+    def _of_features(self, features: Tensor) -> Tensor | None:
+        """Return [B, S, D] of [B, channels, 2 S]: Whisper's."""
+        if features.dim() != 3 or features.device.type != "cpu" or not self._convolutions:
+            return None
+        x = features.detach().float().transpose(1, 2)
+        for convolution in self._convolutions:
+            x = convolution(x)
+        batch, length, size = x.shape
+        if length != self._own.embed_positions.weight.shape[0]:
+            return None  # the model's own says what is wrong
+        begins = torch.arange(batch + 1) * length
+        rows = self._packed.forward(
+            begins, torch.arange(length).repeat(batch), inputs=x.reshape(-1, size)
+        )
+        return rows.view(batch, length, size)
+
+
+class _Convolution:
+    """One of Whisper's: 3 frames wide, then GELU. Frames that are neighbours are a row."""
+
+    def __init__(self, module: torch.nn.Conv1d, dtype: str) -> None:
+        (self._width,), (self._stride,) = module.kernel_size, module.stride
+        weight = module.weight.detach().transpose(1, 2).flatten(1)  # [out, width * in]
+        self._linear = PackedLinear(weight, module.bias, dtype=dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [B, frames / stride, out] of [B, frames, in]."""
+        batch, frames, channels = x.shape
+        padded = x.new_zeros(batch, frames + 2 * (self._width // 2), channels)
+        padded[:, self._width // 2 : frames + self._width // 2] = x
+        count = (frames - 1) // self._stride + 1
+        out = x.new_empty(batch, count, self._linear.out_features)
+        for sequence, result in zip(padded, out, strict=True):
+            rows = sequence.as_strided(
+                (count, self._width * channels),
+                (self._stride * channels, 1),
+                sequence.storage_offset(),
+            )
+            self._linear(rows, activation="gelu", out=result)
+        return out
+
+
+def with_encoder(model: Any, encoder: Encoder) -> Any:
+    """Return a model that is this one, but for what ``get_encoder()`` returns."""
+    runner = copy.copy(model)  # of its own attributes; modules and weights are shared
+    runner.__dict__["get_encoder"] = lambda modality=None: encoder
+    return runner
