@@ -286,5 +286,24 @@ def test_peak_memory_is_that_of_the_call_alone() -> None:
         measured = peak_memory(build_allocation, before, during)
         assert 0.9 * during < measured < during + (20 << 20)
     assert len(ours) == 200 << 20
+    assert 0.9 * during < peak_memory(build_allocation, 1, during, with_files=False)
     with pytest.raises(RuntimeError, match="negative dimension"):
         peak_memory(build_allocation, -1, 1)
+
+
+def build_reading(path: Path) -> Callable[[], None]:
+    """Return a call that maps a file, and reads all of it."""
+
+    def call() -> None:
+        int(torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8).max())
+
+    return call
+
+
+@pytest.mark.slow
+def test_peak_memory_without_files(tmp_path: Path) -> None:
+    path, size = tmp_path / "file", 100 << 20
+    with path.open("wb") as file:
+        file.truncate(size)
+    assert peak_memory(build_reading, path) > 0.9 * size
+    assert peak_memory(build_reading, path, with_files=False) < 0.1 * size

@@ -11,7 +11,6 @@ namespace lmdecode::decoder {
 
 // Columns of `layout`, a row for the model and one for each layer: where in the weights' memory
 // each part lies, in bytes, -1 where there is none; and for layers four numbers before these.
-constexpr int64_t kModelParts = 7;
 constexpr int64_t kLayoutColumns = 22;
 
 // The weights, in one memory, with the layers that they refer to.
@@ -20,7 +19,8 @@ struct CausalModelTensors {
   std::vector<float> rotary_scales;
   CausalModel model;
 
-  // Checked against num_caches, and the layers that each of these has.
+  // Whether there is the cache that a layer names is not checked here, but in causal_forward_,
+  // which has the caches.
   CausalModelTensors(const char* op, const Tensor& memory, const Tensor& layout,
                      const Integers& config, const Numbers& numbers);
   CausalModelTensors(const CausalModelTensors&) = delete;

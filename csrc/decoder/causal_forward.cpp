@@ -274,7 +274,9 @@ class CausalForward {
     for (int64_t rotary = 0; rotary < m_.num_rotary; ++rotary) {
       const float* const frequencies = m_.frequencies + rotary * half;
       const float scale = m_.rotary_scales[rotary];
-      for_rows(rows_, 1.0 + 40.0 * static_cast<double>(half), [&](int64_t begin, int64_t end) {
+      // half may be 0
+      const double row_nanoseconds = 1.0 + tuning::kNanosecondsPerAngle * static_cast<double>(half);
+      for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t at = (rotary * p_.max_rows + row) * half;
           const float position = static_cast<float>(w_.positions[row]);
@@ -368,9 +370,11 @@ class CausalForward {
     apply_linear(m_.weights.logits, buffers_.normed, num_logits_, buffers_.linear_input, output);
     if (m_.logits_scale != 1.0f || m_.logits_softcap != 0.0f) {
       const auto cap = LMD_SELECT_KERNEL(decoder, soft_cap);
-      for_rows(num_logits_, 0.5 * static_cast<double>(vocab), [&](int64_t begin, int64_t end) {
-        cap(output.y + begin * vocab, (end - begin) * vocab, m_.logits_scale, m_.logits_softcap);
-      });
+      for_rows(num_logits_, tuning::kNanosecondsPerLogit * static_cast<double>(vocab),
+               [&](int64_t begin, int64_t end) {
+                 cap(output.y + begin * vocab, (end - begin) * vocab, m_.logits_scale,
+                     m_.logits_softcap);
+               });
     }
     logits_written_ += num_logits_;
   }
@@ -428,7 +432,7 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
     sliding_window_decode_cpu(a);
   }
   if (is_float) return rows_;
-  const ConvertRowsParams converted{w_.context, out, cache.dtype, c_.attention_size()};
+  const ConvertRowsParams converted{w_.context, out, c_.attention_size()};
   const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
   for_rows(rows_, row_nanoseconds,
            [&](int64_t begin, int64_t end) { convert(converted, begin, end); });

@@ -1,5 +1,6 @@
 // A decoder-only model on rows of many sequences: from tokens to logits, with keys and values in
-// paged caches. docs/reference/decoder.md is the user's page.
+// paged caches. docs/reference/decoder.md (Decoder-only models) is the user's page,
+// docs/reference/causal_models.md says which architectures set which of the switches below.
 //
 // A step takes entries: some tokens of a sequence, which are read behind those that it has. Those
 // of a prompt attend by the tiles of sliding_window_attention, generated ones by

@@ -30,11 +30,10 @@ struct CausalRowsParams {
   int64_t head_stride = 0;          // elements from a head of the cache to the next
 };
 
-// out [rows, size] = from, in another dtype.
+// to [rows, size] = from, in float32.
 struct ConvertRowsParams {
-  const void* from = nullptr;
+  const void* from = nullptr;  // [rows, size] BFloat16
   float* to = nullptr;
-  DType dtype = DType::kBFloat16;  // of from
   int64_t size = 0;
 };
 

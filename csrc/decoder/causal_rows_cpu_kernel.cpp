@@ -92,7 +92,6 @@ void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end) {
   for (; i < last; ++i) params.to[i] = to_float(from[i]);
 }
 
-// values = cap * tanh(values * scale / cap), or without a cap values * scale.
 void soft_cap(float* values, int64_t size, float scale, float cap) {
   const auto capped = [&](F32 x) {
     x = x * splat(scale);

@@ -1,4 +1,6 @@
-// The kernels of causal_rows.h at every level.
+// The kernels of causal_rows.h at every level, and the last of the logits:
+//
+//   soft_cap: values [size] = cap * tanh(values * scale / cap), or where cap is 0 values * scale.
 #pragma once
 
 #include "decoder/causal_rows.h"

@@ -16,6 +16,12 @@ constexpr double kNanosecondsPerElement = 0.06;
 // Of a row that is copied, for each element.
 constexpr double kNanosecondsPerCopy = 0.3;
 
+// Of an angle of a rotary embedding: its sine and its cosine.
+constexpr double kNanosecondsPerAngle = 40.0;
+
+// Of a logit that is scaled or capped.
+constexpr double kNanosecondsPerLogit = 0.5;
+
 // Positions of memories that are read at a time: what they give stays in the processor's cache.
 constexpr int64_t kReadMemoryRows = 256;
 

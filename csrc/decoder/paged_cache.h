@@ -4,6 +4,7 @@
 // of the same kind share one table: a block holds a stretch of positions for all of them. The
 // blocks of a head lie side by side: blocks that follow each other, as those of a prompt do, are
 // read at the speed of memory, where a few KB here and there are read at half of it.
+// docs/reference/decoder.md (Decoder-only models) is the user's page.
 #pragma once
 
 #include <cstdint>

@@ -105,8 +105,8 @@ class PackedLinear:
         int64 ``[in_features]``: the elements of ``x`` in the order of the weight's columns, where
         :meth:`from_quantized` was given one.
     packed : Tensor
-        The weight, uint8 ``[bytes]``, in an order that depends on ``lmdecode.cpu_capability()``: it
-        is of no use to another process.
+        The weight, uint8 ``[bytes]``, in an order that depends on ``lmdecode.cpu_capability()``: a
+        process of another one refuses it.
     bias : Tensor or None
         float32 ``[out_features]``.
 

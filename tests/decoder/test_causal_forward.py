@@ -14,6 +14,7 @@ from torch import Tensor
 from lmdecode import reference
 from lmdecode.decoder.causal_caches import BLOCK_SIZE
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.config import FORMATS
 from lmdecode.reference import causal as causal_reference
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.decoder.causal_steps import (
@@ -137,7 +138,7 @@ def rounding_reference(format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_reference, "F", types.SimpleNamespace(linear=linear))
 
 
-@pytest.mark.parametrize("weight_format", ["bfloat16", "int8"])
+@pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "int4"])
 @cases
 def test_formats_of_weights(
     architecture: str, variant: str, weight_format: str, monkeypatch: pytest.MonkeyPatch
@@ -159,12 +160,10 @@ def test_formats_of_the_embedding() -> None:
     """The projection's own rows where they are the same, else float32 or bfloat16."""
     tied, other = ("olmo2", "groups, biases"), ("llama", "plain")
     formats = {
-        (case, kind): packed(*case, kind).sizes[-1]
-        for case in (tied, other)
-        for kind in ("float32", "bfloat16", "int8")
+        (case, kind): packed(*case, kind).sizes[-1] for case in (tied, other) for kind in FORMATS
     }
-    assert [formats[tied, kind] for kind in ("float32", "bfloat16", "int8")] == [0, 0, 2]
-    assert [formats[other, kind] for kind in ("float32", "bfloat16", "int8")] == [1, 2, 2]
+    assert [formats[tied, kind] for kind in FORMATS] == [0, 0, 2, 2]
+    assert [formats[other, kind] for kind in FORMATS] == [1, 2, 2, 2]
     embedding = parts(*tied)[1].embedding
     assert len(packed(*tied).memory) < len(packed(*other).memory) + embedding.nbytes
 
@@ -225,13 +224,13 @@ def test_alone_and_in_any_company(architecture: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_company_in_every_format(weight_format: str, dtype: str) -> None:
     for case in FEW_CASES:
         check_company(packed(*case, weight_format), 3, 29, dtype=dtype)
 
 
-@pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_any_number_of_threads(threads: None, weight_format: str) -> None:
     model = wide(weight_format)
     vocab = model.config.vocab_size
@@ -396,10 +395,10 @@ for case in tests.FEW_CASES:
     tests.test_formats_of_caches(*case, "bfloat16", 0.03)
     tests.test_formats_of_caches(*case, "int8", 0.1)
     tests.test_beams_that_share_are_those_that_do_not(*case, "int8")
-    for weight_format in ("bfloat16", "int8"):
+    for weight_format in ("bfloat16", "int8", "int4"):
         with pytest.MonkeyPatch.context() as patch:
             tests.test_formats_of_weights(*case, weight_format, patch)
-for weight_format, dtype in (("float32", "float32"), ("bfloat16", "int8"), ("int8", "bfloat16")):
+for weight_format, dtype in zip(tests.FORMATS, ("float32", "int8", "bfloat16", "float32")):
     tests.test_company_in_every_format(weight_format, dtype)
 """
 

@@ -322,7 +322,7 @@ def test_positions_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "float32", "bfloat16", torch.bfloat16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_formats(dtype: str, cache_dtype: Any) -> None:
     """Weights and caches are held as asked for, and what comes of it is near."""
     options = {
@@ -340,7 +340,8 @@ def test_formats(dtype: str, cache_dtype: Any) -> None:
     if dtype == "float32" and not is_half:
         assert difference == 0.0
     else:
-        assert 1e-4 < difference < {"float32": 0.01, "bfloat16": 0.02, "int8": 0.05}[dtype]
+        most = {"float32": 0.01, "bfloat16": 0.02, "int8": 0.05, "int4": 0.3}[dtype]
+        assert 1e-4 < difference < most
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

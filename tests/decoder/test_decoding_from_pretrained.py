@@ -53,6 +53,47 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
         lmdecode.Decoding.from_pretrained(tmp_path)
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on a CUDA device, for machines that have none."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("", "embedding"),
+        ("lm_head", "logits"),
+        ("model.norm", "final_norm_gamma"),
+        ("model.layers.1", r"layers\[1\]\.attention_norm_gamma"),
+    ],
+)
+def test_a_decoder_only_model_on_cuda_is_refused(part: str, name: str) -> None:
+    """All of it, or a part, as a map of devices may place it."""
+    model = copy.deepcopy(random_model("llama", "plain"))
+    if torch.cuda.is_available():
+        model.get_submodule(part).to("cuda")
+    else:
+        for module in model.get_submodule(part).modules():
+            for key, value in module.named_parameters(recurse=False):
+                there = torch.nn.Parameter(value.detach().as_subclass(OnCuda), requires_grad=False)
+                setattr(module, key, there)
+    message = rf"weights\.{name} is on cuda:0; expected cpu, where decoder-only models run$"
+    with pytest.raises(ValueError, match=message):
+        lmdecode.Decoding.from_pretrained(model)
+
+
+@pytest.mark.parametrize("part", ["", "lm_head", "model.layers.1.mlp"])
+def test_weights_that_are_not_loaded_are_refused(part: str) -> None:
+    """The device "meta" holds those that a map of devices left on the disk."""
+    model = copy.deepcopy(random_model("llama", "plain"))
+    model.get_submodule(part).to("meta")
+    with pytest.raises(ValueError, match=rf"weights of {part}[\w.]* are not loaded; expected f"):
+        lmdecode.Decoding.from_pretrained(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
 def test_spellings_of_a_format(dtype: Any) -> None:
     model = make_model("marian")

@@ -101,7 +101,7 @@ class PackedCausalModel:
         Of the model.
     weights : CausalWeights
         See there; not kept.
-    weight_format : {"float32", "bfloat16", "int8"}
+    weight_format : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held as.
 
     Attributes

@@ -117,7 +117,7 @@ class Decoding:
         Parameters
         ----------
         model
-            A causal language model of an architecture in docs/reference/decoder.md, or a
+            A causal language model of an architecture in docs/reference/causal_models.md, or a
             conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
             or name of one. Of a causal model in a folder of safetensors, one weight after the other
             is read and packed.
