@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
+from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
 LENGTHS = (7, 30, 1, 12)
 _SIZES: dict[str, Any] = {
@@ -95,22 +96,14 @@ def test_the_states_of_transformers(name: str) -> None:
     assert relative(got, by_transformers(name, tokens, LENGTHS)) < 1e-5
 
 
-@torch.no_grad()
-def test_whisper_takes_what_its_convolutions_give() -> None:
+def whisper() -> Any:
     torch.manual_seed(0)
     sizes = {k: v for k, v in _SIZES.items() if k != "max_position_embeddings"}
     config = tf.WhisperConfig(
         **{**sizes, "pad_token_id": 0}, num_mel_bins=8, max_source_positions=20,
         bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
     )  # fmt: skip
-    model = tf.WhisperForConditionalGeneration(config).eval()
-    encoder, features = model.get_encoder(), torch.randn(2, 8, 40)
-    x = torch.nn.functional.gelu(encoder.conv1(features))
-    x = torch.nn.functional.gelu(encoder.conv2(x)).transpose(1, 2)
-    got = PackedEncoder(*encoder_of(model)).forward(
-        *rows_of((20, 20)), inputs=x.reshape(40, 32).contiguous()
-    )
-    assert relative(got.view(2, 20, 32), encoder(features)[0]) < 1e-5
+    return tf.WhisperForConditionalGeneration(config).eval()
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8", "int4"])
@@ -205,3 +198,50 @@ def test_weights_of_other_shapes() -> None:
     with pytest.raises(ValueError, match="EncoderConfig: num_layers is 0; expected 1 to 2"):
         EncoderConfig(0, 32, 4, 8, 48, 100)
     assert isinstance(weights, EncoderWeights)
+
+
+MASKS = {
+    "none": None,
+    "right": [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]],
+    "left": [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "both": [[0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0]],
+    "holes": [[1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]],  # the model's own encoder
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["bart", "m2m_100", "umt5"])
+def test_masks(name: str, mask: str) -> None:
+    model, ids = model_of(name), tokens_of((12,)).view(2, 6)
+    given = None if MASKS[mask] is None else torch.tensor(MASKS[mask])
+    seen = torch.ones(2, 6, dtype=torch.bool) if given is None else given.bool()
+    ids[~seen] = model.config.pad_token_id
+    want = model.get_encoder()(input_ids=ids, attention_mask=given)[0]
+    got = Encoder(model, "float32")(ids, given)
+    assert got.last_hidden_state.shape == want.shape
+    assert relative(got[0][seen], want[seen]) < 1e-5
+    assert mask == "holes" or not got[0][~seen].any()
+
+
+@torch.no_grad()
+def test_what_the_models_own_encoder_does() -> None:
+    model, ids = model_of("bart"), tokens_of((12,)).view(2, 6)
+    own, encoder = model.get_encoder(), Encoder(model, "int4")
+    got = encoder(ids, output_hidden_states=True)
+    assert len(got.hidden_states) == 3
+    assert got[0].equal(own(ids)[0]) and not encoder(ids)[0].equal(own(ids)[0])
+    embeddings = own.embed_tokens(ids)
+    assert encoder(inputs_embeds=embeddings)[0].equal(own(inputs_embeds=embeddings)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_features(dtype: str) -> None:
+    model = whisper()
+    features = torch.randn(2, 8, 40)
+    own = model.get_encoder()
+    got = Encoder(model, dtype)(input_features=features)[0]
+    assert relative(got, own(features)[0]) < (1e-5 if dtype == "float32" else 0.06)
+    with pytest.raises(ValueError, match="mel input features to be of length 40"):
+        Encoder(model, dtype)(input_features=features[..., :20])
