@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -245,3 +247,13 @@ def test_features(dtype: str) -> None:
     assert relative(got, own(features)[0]) < (1e-5 if dtype == "float32" else 0.06)
     with pytest.raises(ValueError, match="mel input features to be of length 40"):
         Encoder(model, dtype)(input_features=features[..., :20])
+
+
+def test_a_copy_is_as_large_as_the_encoder() -> None:
+    encoder, tokens = packed("marian", "int8"), tokens_of(LENGTHS)
+    weights = sum(tensor.nbytes for tensor in encoder._tensors)
+    written = pickle.dumps(encoder)
+    assert len(written) < 1.5 * weights + 20_000
+    for copied in (pickle.loads(written), copy.deepcopy(encoder)):
+        got = copied.forward(*rows_of(LENGTHS), tokens=tokens)
+        assert got.equal(encoder.forward(*rows_of(LENGTHS), tokens=tokens))

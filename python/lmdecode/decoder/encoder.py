@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,8 +206,20 @@ class PackedEncoder:
                     tensors.append(torch.empty(0, dtype=torch.uint8))
                 else:
                     tensors.append(float32(value))
+        self._take_tensors(embedding, tensors)
+
+    def _take_tensors(self, embedding: Tensor, tensors: list[Tensor]) -> None:
         gather(tensors)
         self._tensors = [embedding, *tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As PackedDecoder's: with each part of a memory pickle would write the whole of it.
+        embedding, *tensors = self._tensors
+        return {**self.__dict__, "_tensors": (embedding, [tensor.clone() for tensor in tensors])}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_tensors(*state["_tensors"])
 
     def forward(
         self,
