@@ -32,6 +32,10 @@ LinearWeights linear_weights(const char* op, TensorList& list, const char* name,
 
 }  // namespace
 
+bool is_bias_of_layers(const Tensor& bias, const DecoderConfig& c) {
+  return c.layers > 1 && bias.dim() == 2 && bias.size(0) == c.layers * c.heads;
+}
+
 LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig& c) {
   const int64_t size = c.model_size, attention = c.attention_size();
   const auto linear = [&](const char* name, const char* bias, int64_t in, int64_t out) {
@@ -75,8 +79,10 @@ DecoderModel::DecoderModel(const char* op, const Tensors& tensors, const Integer
     weights.num_positions = positions.size(0) - c.position_offset;
   }
   const Tensor& bias = list.next_tensor();
-  weights.relative_bias =
-      list.next_or_null<const float>("relative_bias", ScalarType::Float, {c.heads, -1});
+  weights.has_bias_of_layers = is_bias_of_layers(bias, c);
+  weights.relative_bias = list.next_or_null<const float>(
+      "relative_bias", ScalarType::Float,
+      {weights.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
   if (weights.relative_bias != nullptr) weights.num_distances = bias.size(1);
   weights.embedding_norm =
       norm_weights(list, "embedding_norm_gamma", "embedding_norm_beta", c.model_size);

@@ -136,6 +136,9 @@ constexpr size_t kModelTensors = 9, kLayerTensors = 22, kEncoderLayerTensors = 1
 // Reads a gamma and a beta, either of which may be missing.
 NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size);
 
+// Whether a relative bias is [layers * heads, distances], not [heads, distances].
+bool is_bias_of_layers(const Tensor& bias, const DecoderConfig& config);
+
 // Reads the 22 tensors of a layer, or of an encoder's the 14 that are not of cross-attention.
 LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig& config);
 

@@ -26,14 +26,15 @@ Tensor encoder_forward(const Tensors& weights, const Integers& config, const Num
   m.positions = list.next_or_null<const float>("positions", ScalarType::Float, {-1, c.model_size});
   if (m.positions != nullptr) m.num_positions = table.size(0) - c.position_offset;
   const Tensor& bias = list.next_tensor();
+  m.has_bias_of_layers = is_bias_of_layers(bias, c);
   m.relative_bias =
-      list.next_or_null<const float>("relative_bias", ScalarType::Float, {-1, c.heads, -1});
+      list.next_or_null<const float>("relative_bias", ScalarType::Float,
+                                     {m.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
   if (m.relative_bias != nullptr) {
-    m.has_bias_of_layers = bias.size(0) > 1;
-    m.num_distances = bias.size(2) / 2 + 1;
-    if (bias.size(2) % 2 == 0 || (m.has_bias_of_layers && bias.size(0) != c.layers)) {
-      fail(kOp, "weights.relative_bias has shape ", shape_text(bias), "; expected one table or ",
-           c.layers, ", of an odd number of distances");
+    m.num_distances = bias.size(1) / 2 + 1;
+    if (bias.size(1) % 2 == 0) {
+      fail(kOp, "weights.relative_bias has shape ", shape_text(bias),
+           "; expected an odd number of distances");
     }
   }
   m.embedding_norm =

@@ -67,6 +67,7 @@ struct DecoderWeights {
   int64_t num_positions = 0;             // that the table has behind position_offset
   const float* relative_bias = nullptr;  // [heads, num_distances] by distance, or null
   int64_t num_distances = 0;
+  bool has_bias_of_layers = false;  // relative_bias is [layers, heads, num_distances]
   NormWeights embedding_norm;
   NormWeights final_norm;
   LinearWeights logits;

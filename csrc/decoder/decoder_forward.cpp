@@ -91,8 +91,9 @@ void DecoderForward::run(bool to_logits) {
                              caches_.cross_keys + layer * cross_layer,
                              caches_.cross_values + layer * cross_layer,
                              caches_.memory_lengths};
-    const StepLayerAttention attention(config_, rows_, caches, weights_.relative_bias,
-                                       weights_.num_distances);
+    const float* bias = weights_.relative_bias;
+    if (weights_.has_bias_of_layers) bias += layer * config_.heads * weights_.num_distances;
+    const StepLayerAttention attention(config_, rows_, caches, bias, weights_.num_distances);
     decoder_layer_cpu(config_, weights_.layers[layer], attention, buffers_, rows_.count, x_);
   }
   if (!to_logits) return;

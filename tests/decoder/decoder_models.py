@@ -10,14 +10,20 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
     MBartConfig,
     MBartForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -112,6 +118,13 @@ MODELS: dict[str, Callable[..., Any]] = {
     "t5": lambda: _t5(gated=False),
     "t5_gated": lambda: _t5(gated=True, tie_word_embeddings=False),
     "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**_t5_sizes(gated=True))),
+    "umt5": lambda: UMT5ForConditionalGeneration(UMT5Config(**_t5_sizes(gated=True))),
+    "pegasus": lambda: PegasusForConditionalGeneration(
+        PegasusConfig(**_bart_sizes(), activation_function="relu", scale_embedding=True)
+    ),
+    "m2m_100": lambda: M2M100ForConditionalGeneration(
+        M2M100Config(**_bart_sizes(), activation_function="relu", scale_embedding=True)
+    ),
     "whisper": _whisper,
 }
 

@@ -180,8 +180,8 @@ def test_opcheck() -> None:
         ("bart", WEIGHTS, lambda w: [w[0][:, :8], *w[1:]], "weights.embedding has shape"),
         ("bart", CONFIG, lambda c: [*c[:6], 32, *c[7:]], "config.memory_size is 32; expected 0 to"),
         ("bart", NUMBERS, lambda n: n[:-1], "numbers has 3 entries; expected 4"),
-        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :, :4].contiguous(), *w[3:]], "odd number of d"),
-        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :, :9].contiguous(), *w[3:]], r"expected 0 to"),
+        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :4].contiguous(), *w[3:]], "odd number of d"),
+        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :9].contiguous(), *w[3:]], r"expected 0 to"),
     ],
 )
 def test_bad_input(name: str, place: int, change: Callable[[Any], Any], message: str) -> None:

@@ -106,6 +106,10 @@ def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
         "positions": (None, config.model_size),
         "relative_bias": (config.num_heads, None),
     }
+    bias = weights.relative_bias
+    if isinstance(bias, Tensor) and bias.dim() == 2 and len(bias) != config.num_heads:
+        if len(bias) == config.num_layers * config.num_heads:  # of each layer
+            others["relative_bias"] = (len(bias), None)
     _check_fields(config, fields, others)
     for norm in ("embedding_norm", "final_norm"):
         if fields[f"{norm}_gamma"] is None and fields[f"{norm}_beta"] is not None:

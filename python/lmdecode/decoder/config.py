@@ -219,7 +219,7 @@ class DecoderWeights(NamedTuple):
         [P, D], added to the embeddings.
     relative_bias : Tensor or None
         [heads, distances], added to the scores of self-attention, by the distance from the query
-        back to the key.
+        back to the key; or [layers * heads, distances], of each layer its own.
     embedding_norm_gamma, embedding_norm_beta, final_norm_gamma, final_norm_beta : Tensor or None
         [D]; a gamma of None: no such norm.
     logits, logits_bias : Tensor
@@ -237,6 +237,13 @@ class DecoderWeights(NamedTuple):
     logits: Tensor
     logits_bias: Tensor | None
     layers: tuple[LayerWeights, ...]
+
+
+def bias_of_layer(config: DecoderConfig, relative_bias: Tensor | None, layer: int) -> Tensor | None:
+    """Return [heads, distances] of a layer, or None."""
+    if relative_bias is None or relative_bias.shape[0] == config.num_heads:
+        return relative_bias
+    return relative_bias[layer * config.num_heads :][: config.num_heads]
 
 
 LINEAR_FIELDS = frozenset(

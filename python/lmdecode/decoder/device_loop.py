@@ -23,6 +23,7 @@ from lmdecode.decoder.config import (
     DecoderConfig,
     DecoderWeights,
     LayerWeights,
+    bias_of_layer,
 )
 from lmdecode.decoder.device_greedy import greedy_candidates
 from lmdecode.decoder.state import padded
@@ -185,8 +186,8 @@ class _Forward:
             _linear(layer.qkv, layer.qkv_bias, self.normed, self.qkv)
             ops.decoder_self_attention_(
                 self.qkv.view(-1, 3, heads, head_size), self.self_keys[number],
-                self.self_values[number], self.table, self.positions, weights.relative_bias,
-                scale, epsilon, out=context,
+                self.self_values[number], self.table, self.positions,
+                bias_of_layer(config, weights.relative_bias, number), scale, epsilon, out=context,
             )  # fmt: skip
             torch.mm(self.context, layer.self_out.t(), out=self.delta)
             norm = (layer.self_norm_gamma, layer.self_norm_beta)

@@ -133,8 +133,8 @@ class EncoderWeights(NamedTuple):
     positions : Tensor or None
         [P, D], added to the embeddings.
     relative_bias : Tensor or None
-        [1 or layers, heads, 2 n - 1], added to the scores, by the key's place less the query's,
-        from 1 - n on.
+        [heads, 2 n - 1], added to the scores, by the key's place less the query's, from 1 - n on;
+        or [layers * heads, 2 n - 1], of each layer its own.
     embedding_norm_gamma, embedding_norm_beta, final_norm_gamma, final_norm_beta : Tensor or None
         [D]; a gamma of None: no such norm.
     layers : tuple of EncoderLayerWeights

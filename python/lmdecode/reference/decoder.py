@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights, bias_of_layer
 
 __all__ = [
     "activated",
@@ -65,13 +65,13 @@ def _attend(
     return out.transpose(1, 2).flatten(2)
 
 
-def _relative_bias(weights: DecoderWeights, length: int) -> Tensor | None:
+def _relative_bias(relative_bias: Tensor | None, length: int) -> Tensor | None:
     """[heads, T, T] of queries and keys."""
-    if weights.relative_bias is None:
+    if relative_bias is None:
         return None
     places = torch.arange(length)
     distance = (places[:, None] - places[None]).clamp(min=0)
-    return weights.relative_bias[:, distance]
+    return relative_bias[:, distance]
 
 
 def decoder_layer(
@@ -156,8 +156,8 @@ def decoder_logits(
         x = x + weights.positions[config.position_offset :][:steps]
     if weights.embedding_norm_gamma is not None:
         x = normed(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
-    bias = _relative_bias(weights, steps)
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
+        bias = _relative_bias(bias_of_layer(config, weights.relative_bias, number), steps)
         x = decoder_layer(config, layer, x, memory, memory_lengths, bias)
     if weights.final_norm_gamma is not None:
         x = normed(config, x, weights.final_norm_gamma, weights.final_norm_beta)

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights, EncoderWeights
-from lmdecode.integrations.transformers.decoding.modules import activation, joined_modules
+from lmdecode.integrations.transformers.decoding.modules import (
+    T5_DISTANCES,
+    activation,
+    joined_modules,
+    positions_of,
+    t5_bias,
+)
 
 __all__ = ["encoder_of"]
-
-# Distances for which T5's buckets are worked out; further ones would need longer sequences.
-_T5_DISTANCES = 8192
 
 
 def _bart_layer(layer: Any) -> EncoderLayerWeights:
@@ -46,7 +48,6 @@ def _bart_kind(
     heads = config.encoder_attention_heads
     first = getattr(encoder, "layernorm_embedding", None)
     last = getattr(encoder, "layer_norm", None)
-    positions = encoder.embed_positions
     return (
         EncoderConfig(
             num_layers=len(encoder.layers),
@@ -63,7 +64,7 @@ def _bart_kind(
         ),
         EncoderWeights(
             embedding=None if takes_rows else encoder.embed_tokens.weight,
-            positions=positions.weight if hasattr(positions, "weight") else positions.weights,
+            positions=positions_of(encoder),
             relative_bias=None,
             embedding_norm_gamma=None if first is None else first.weight,
             embedding_norm_beta=None if first is None else first.bias,
@@ -122,27 +123,10 @@ def _t5_layer(block: Any, gated: bool) -> EncoderLayerWeights:
     )
 
 
-def _t5_bias(config: Any, attention: Any) -> Tensor:
-    """Return [heads, 2 n - 1], by the key's place less the query's."""
-    places = torch.arange(1 - _T5_DISTANCES, _T5_DISTANCES)
-    if config.model_type == "umt5":  # whose attention knows all of it
-        buckets = attention._relative_position_bucket(places)
-    else:
-        buckets = attention._relative_position_bucket(
-            places,
-            bidirectional=True,
-            num_buckets=config.relative_attention_num_buckets,
-            max_distance=config.relative_attention_max_distance,
-        )
-    bias: Tensor = attention.relative_attention_bias.weight[buckets].T
-    return bias
-
-
 def _t5(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
     config, encoder = model.config, model.get_encoder()
     gated = bool(config.is_gated_act)
-    attentions = [block.layer[0].SelfAttention for block in encoder.block]
-    biases = [_t5_bias(config, a) for a in attentions if a.has_relative_attention_bias]
+    places = torch.arange(1 - T5_DISTANCES, T5_DISTANCES)
     return (
         EncoderConfig(
             num_layers=len(encoder.block),
@@ -161,7 +145,7 @@ def _t5(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
         EncoderWeights(
             embedding=encoder.embed_tokens.weight,
             positions=None,
-            relative_bias=torch.stack(biases),
+            relative_bias=t5_bias(config, encoder, places),
             embedding_norm_gamma=None,
             embedding_norm_beta=None,
             final_norm_gamma=encoder.final_layer_norm.weight,

@@ -23,7 +23,13 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
-from lmdecode.integrations.transformers.decoding.modules import activation, joined_modules
+from lmdecode.integrations.transformers.decoding.modules import (
+    T5_DISTANCES,
+    activation,
+    joined_modules,
+    positions_of,
+    t5_bias,
+)
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
@@ -90,7 +96,7 @@ def _bart_kind(
         ),
         DecoderWeights(
             embedding=decoder.embed_tokens.weight,
-            positions=decoder.embed_positions.weight,
+            positions=positions_of(decoder),
             relative_bias=None,
             embedding_norm_gamma=None if embedding_norm is None else embedding_norm.weight,
             embedding_norm_beta=None if embedding_norm is None else embedding_norm.bias,
@@ -145,6 +151,31 @@ def _mbart(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     )
 
 
+def _pegasus(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    return _bart_kind(
+        model,
+        norm_first=True,
+        scale=_scale(model.config),
+        position_offset=0,
+        embedding_norm=None,
+        final_norm=model.get_decoder().layer_norm,
+        final_logits_bias=model.final_logits_bias,
+    )
+
+
+def _m2m_100(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
+    decoder = model.get_decoder()
+    return _bart_kind(
+        model,
+        norm_first=True,
+        scale=_scale(model.config),
+        position_offset=decoder.embed_positions.offset,
+        embedding_norm=None,
+        final_norm=decoder.layer_norm,
+        final_logits_bias=None,
+    )
+
+
 def _whisper(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
@@ -188,22 +219,12 @@ def _t5_layer(block: Any, gated: bool) -> LayerWeights:
     )
 
 
-# Distances for which T5's buckets are worked out; further ones would need longer sequences.
-_T5_DISTANCES = 8192
-
-
 def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     config, decoder = model.config, model.get_decoder()
     gated = bool(config.is_gated_act)
-    attention = decoder.block[0].layer[0].SelfAttention
-    buckets = attention._relative_position_bucket(
-        -torch.arange(_T5_DISTANCES),
-        bidirectional=False,
-        num_buckets=config.relative_attention_num_buckets,
-        max_distance=config.relative_attention_max_distance,
-    )
     final_norm = decoder.final_layer_norm.weight
-    if getattr(config, "scale_decoder_outputs", False):  # MT5Config has no such field
+    is_scaled = getattr(config, "scale_decoder_outputs", False)  # MT5Config has no such field
+    if is_scaled or (config.model_type == "umt5" and config.tie_word_embeddings):
         final_norm = final_norm.float() * config.d_model**-0.5
     output = model.get_output_embeddings()
     return (
@@ -224,7 +245,7 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
         DecoderWeights(
             embedding=decoder.embed_tokens.weight,
             positions=None,
-            relative_bias=attention.relative_attention_bias.weight[buckets].T,
+            relative_bias=t5_bias(config, decoder, -torch.arange(T5_DISTANCES)),
             embedding_norm_gamma=None,
             embedding_norm_beta=None,
             final_norm_gamma=final_norm,
@@ -238,10 +259,13 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 
 MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = {
     "bart": _bart,
+    "m2m_100": _m2m_100,
     "marian": _marian,
     "mbart": _mbart,
     "mt5": _t5,
+    "pegasus": _pegasus,
     "t5": _t5,
+    "umt5": _t5,
     "whisper": _whisper,
 }
 
