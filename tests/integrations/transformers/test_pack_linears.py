@@ -211,6 +211,13 @@ def test_packed_weights_are_counted() -> None:
     assert is_counted(model) and model.lm_head.layer.packed.equal(before)
 
 
+def test_the_buffer_stays_that_of_the_layer() -> None:
+    module = PackedLinearModule(PackedLinear(torch.ones(4, 4)))
+    with pytest.raises(ValueError, match="packed cannot be set"):
+        module.packed = torch.zeros(3)
+    assert module.packed is module.layer.packed
+
+
 def test_state_dicts_are_refused() -> None:
     state = llama().state_dict()
     model = pack_linears_(llama())
