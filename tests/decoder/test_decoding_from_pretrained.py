@@ -94,6 +94,20 @@ def test_weights_that_are_not_loaded_are_refused(part: str) -> None:
         lmdecode.Decoding.from_pretrained(model)
 
 
+def test_a_folder_that_save_wrote(tmp_path: Path) -> None:
+    lmdecode.Decoding.from_pretrained(random_model("llama", "plain")).save(tmp_path)
+    with pytest.raises(OSError, match=r"was written by Decoding\.save; expected Decoding\.load"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="none"):
+        lmdecode.Decoding.from_pretrained(tmp_path / "none")
+
+
+def test_what_is_no_model() -> None:
+    config = random_model("llama", "plain").config
+    with pytest.raises(ValueError, match=r"model is a LlamaConfig of type 'llama'; .* the folder"):
+        lmdecode.Decoding.from_pretrained(config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
 def test_spellings_of_a_format(dtype: Any) -> None:
     model = make_model("marian")

@@ -200,7 +200,13 @@ class CausalBatch:
         running = self._of("truncate", request)
         limits = f"0 to {running.length}, its length"
         length = check_int(f"{_OP}.truncate", "length", length, 0, running.length, limits=limits)
-        self._caches.truncate([running.place], [length])
+        try:
+            self._caches.truncate([running.place], [length])
+        except ValueError as error:
+            raise ValueError(
+                f"{_OP}.truncate: length is {length} for request {request!r}, which has "
+                f"{running.length} tokens; expected a length whose window a layer still keeps"
+            ) from error
         running.length, running.unread = length, []
 
     @_one_at_a_time
@@ -232,6 +238,8 @@ class CausalBatch:
             Names what does not fit; nothing has been read then.
         """
         tokens = {} if tokens is None else tokens
+        if not isinstance(tokens, Mapping):
+            raise type_error(f"{_OP}.step", "tokens", tokens, "a mapping of requests to tokens")
         entries, ids, readers = list[list[int]](), list[int](), list[Hashable]()
         if len(tokens) > self._max_step_tokens:
             raise ValueError(

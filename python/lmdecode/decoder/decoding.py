@@ -22,7 +22,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.saved_model import load_packed, save_packed
+from lmdecode.decoder.saved_model import MANIFEST, load_packed, save_packed
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
@@ -140,7 +140,21 @@ class Decoding:
         from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
         if isinstance(model, (str, os.PathLike)):
-            model, config, weights = load_parts(model)
+            try:
+                model, config, weights = load_parts(model)
+            except OSError as error:
+                if not (Path(model) / MANIFEST).is_file():
+                    raise
+                raise OSError(
+                    f"Decoding.from_pretrained: {model} was written by Decoding.save; expected "
+                    "Decoding.load, or the folder of a model of transformers"
+                ) from error
+        elif not hasattr(model, "config"):
+            raise ValueError(
+                f"Decoding.from_pretrained: model is a {type(model).__name__} of type "
+                f"{getattr(model, 'model_type', None)!r}; expected a model of transformers, or the "
+                "folder or name of one"
+            )
         else:
             config, weights = parts_of(model)
             if not keep_model and isinstance(config, CausalConfig):
@@ -328,12 +342,16 @@ class Decoding:
             ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
             not have are called step by step. A decoder-only model also takes ``do_sample`` with
             ``seed``, ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
-            ``beam_search`` of ``lmdecode.integrations.transformers`` do.
+            ``beam_search`` of ``lmdecode.integrations.transformers`` do. How transformers would
+            keep caches and compile has no meaning here and no effect: ``use_cache``,
+            ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``, ``compile_config``.
 
         Raises
         ------
         ValueError
-            Names an argument that this cannot do; nothing is ignored.
+            Names an argument that this cannot do; no other is ignored.
+        TypeError
+            Names an argument of another type: a store, a session, a seed.
         """
         if self.model is None:
             raise ValueError(
@@ -354,12 +372,12 @@ class Decoding:
             loop = self._decoder_loop(self.decoder, arguments)
         # A cache is of no use here, and a good part of a small model's call to prepare.
         config = arguments.get("generation_config")
-        if "use_cache" not in arguments:
-            if config is None:
-                arguments["use_cache"] = False
-            else:  # beside which generate() does not want arguments
-                arguments["generation_config"] = config = copy.deepcopy(config)
-                config.use_cache = False
+        if config is None:
+            arguments["use_cache"] = False
+        else:  # beside which generate() does not want arguments
+            arguments["generation_config"] = config = copy.deepcopy(config)
+            config.use_cache = False
+            arguments.pop("use_cache", None)
         generate = self.model.generate
         if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
             generate = partial(type(self.model).generate, self.model)

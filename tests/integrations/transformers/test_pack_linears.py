@@ -262,6 +262,8 @@ WRONG: WrongCalls = {
     "skip, a str": ("skip is of type str; expected a sequence of str", TypeError,
                     lambda: pack_linears_(LINEARS, skip="lm_head")),
     "skip, numbers": ("skip is of type int", TypeError, lambda: pack_linears_(LINEARS, skip=[1])),
+    "skip, no name": ("skip has 'lm_heed', which is in the name of no module", ValueError,
+                      lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"])),
     "meta": ("0.1 is on meta; expected a model on cpu", ValueError, lambda: pack_linears_(
         nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta"))))),
     "float64": ("1 has dtype float64", ValueError, lambda: pack_linears_(

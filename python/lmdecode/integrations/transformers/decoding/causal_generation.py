@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
@@ -154,9 +155,16 @@ def _refuse(
     # Zeros of Gemma 3's processor say that all is text; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
-    refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
+    refuse_handed_on(model_kwargs, _IGNORED | empty | {"past_key_values"}, "model")
+    if model_kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
+            "are there for a later call with store=, and between steps with Decoding.batch()"
+        )
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: expected integers, got dtype {dtype_name(input_ids)}")
     mask = model_kwargs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(input_ids)
@@ -166,8 +174,13 @@ def _refuse(
             f"{list(mask.shape)}"
         )
     seen = mask != 0
+    if not bool(seen.any(dim=-1).all()):
+        raise ValueError("attention_mask: expected a token in each row, one is padding alone")
     if not bool(seen[:, -1].all()):
-        raise ValueError("attention_mask: expected prompts that are padded on the left")
+        raise ValueError(
+            "attention_mask: expected prompts that are padded on the left, as a tokenizer with "
+            'padding_side="left" does'
+        )
     if has_windows and bool((seen[:, :-1] & ~seen[:, 1:]).any()):
         raise ValueError(
             "attention_mask: expected padding on the left alone: the windows of transformers' "
@@ -213,7 +226,7 @@ def decode_causal(
     synced_gpus
         Of no use here.
     streamer, seed, stop_strings, tokenizer, constraints, force_words_ids
-        As ``sample`` and ``beam_search`` take them.
+        As ``sample`` and ``beam_search`` take them; ``seed`` with beams is an error.
 
     Returns
     -------
@@ -233,8 +246,14 @@ def decode_causal(
     with ending(streamer):
         refuse_assistance(config, caller, "Decoding runs the model itself")
         _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
+        has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
+        if has_beams and seed is not None:
+            raise ValueError(
+                f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
+                "default generator, for torch.manual_seed"
+            )
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
-        input_ids = input_ids.cpu()
+        input_ids = input_ids.to("cpu", torch.int64)
         most = packed.max_positions
         padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
         if most is not None and config.max_length > padding + most + 1:
@@ -257,7 +276,7 @@ def decode_causal(
             runner, input_ids, logits_processor, stopping_criteria, config, False, streamer
         ]  # fmt: skip
         result: Any
-        if (config.num_beams or 1) > 1 or constraints or force_words_ids:
+        if has_beams:
             result = beam_search(
                 *common, constraints=constraints, force_words_ids=force_words_ids, **kwargs
             )

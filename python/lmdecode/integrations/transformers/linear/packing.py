@@ -13,7 +13,15 @@ from lmdecode._checks import type_error
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.linear import PackedLinear, check_linear_format
 
-__all__ = ["checked_skip", "is_linear", "is_skipped", "pack_linears_", "pack_weight", "untie"]
+__all__ = [
+    "check_skip_of_model",
+    "checked_skip",
+    "is_linear",
+    "is_skipped",
+    "pack_linears_",
+    "pack_weight",
+    "untie",
+]
 
 _OP = "pack_linears_"
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +46,17 @@ def checked_skip(op: str, skip: object) -> tuple[str, ...]:
 def is_skipped(name: str, skip: Sequence[str]) -> bool:
     """Whether the parts of one of the names stand side by side in the name of a module."""
     return any(f".{part}." in f".{name}." for part in skip)
+
+
+def check_skip_of_model(op: str, model: nn.Module, skip: Sequence[str]) -> None:
+    """Raise ValueError for a name that no module of the model has."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for part in skip:
+        if not any(is_skipped(name, [part]) for name in modules):
+            raise ValueError(
+                f"{op}: skip has {part!r}, which is in the name of no module of the model; "
+                "expected names as in named_modules()"
+            )
 
 
 def pack_weight(
@@ -110,6 +129,7 @@ def pack_linears_(
         raise type_error(_OP, "model", model, "an nn.Module")
     name_of_dtype, _, size = check_linear_format(_OP, dtype, group_size)
     names = checked_skip(_OP, skip)
+    check_skip_of_model(_OP, model, names)
     places: dict[int, list[str]] = {}  # of each module, all of its names
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module) and not is_skipped(name, names):
