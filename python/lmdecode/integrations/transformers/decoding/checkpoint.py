@@ -104,16 +104,21 @@ class Checkpoint:
     def of(cls, folder: Path, model: Any) -> Checkpoint | None:
         """Return that of a folder, None where it does not have the model's tensors as they are."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            files = {name: folder / file for name, file in names.items()}
-        elif single.is_file():
+        if single.is_file():  # where there are both, transformers reads this one
             with safe_open(single, framework="pt") as opened:
                 files = dict.fromkeys(opened.keys(), single)
+        elif index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            files = {name: folder / file for name, file in names.items()}
         else:
             return None
         checkpoint = cls(files)
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        for target, source in tied.items():
+            # Transformers ties tensors of which the folder has both where they are equal alone.
+            both = target in files and source in files
+            if both and not checkpoint._are_equal(target, source):
+                return None
         for name, parameter in model.named_parameters():
             if name in files:
                 if checkpoint.shape(name) != list(parameter.shape):
@@ -127,6 +132,10 @@ class Checkpoint:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        one, other = self.read(first), self.read(second)
+        return one.dtype == other.dtype and torch.equal(one, other)
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor."""
