@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lmdecode
-from tests.support.causal_models import random_model, random_tokens
+from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+from tests.support.causal_models import CASES, random_model, random_tokens
 
 TIED = [("qwen3", "plain"), ("gemma3_text", "plain"), ("gpt2", "plain")]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -70,3 +73,66 @@ def test_a_folder_with_an_index_beside_a_whole_file(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     _check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_skeleton_has_the_buffers_of_the_model(case: tuple[str, str]) -> None:
+    model = random_model(*case)
+    made = skeleton(copy.deepcopy(model.config))
+    assert [(name, p.shape) for name, p in made.named_parameters()] == [
+        (name, p.shape) for name, p in model.named_parameters()
+    ]
+    assert all(set(p.stride()) == {0} and p.device.type == "cpu" for p in made.parameters())
+    buffers, expected = dict(made.named_buffers()), dict(model.named_buffers())
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffers[name], expected[name]) for name in expected)
+
+
+def test_a_buffer_that_is_written_to_after_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", "plain")
+    kind = type(model.model.rotary_emb)
+    init = kind.__init__
+
+    def init_with_empty(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self.inv_freq = torch.empty(self.inv_freq.shape).copy_(self.inv_freq)
+
+    monkeypatch.setattr(kind, "__init__", init_with_empty)
+    made = skeleton(copy.deepcopy(model.config))
+    assert torch.equal(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_models_are_loaded_in_many_threads(tmp_path: Path) -> None:
+    """Modules that other threads make meanwhile, and all that are made later, have weights."""
+    _saved(("llama", "plain"), tmp_path)
+    register = torch.nn.Module.register_parameter
+    interval = sys.getswitchinterval()
+    done, on_meta, failed = threading.Event(), list[bool](), list[Exception]()
+
+    def make_modules() -> None:
+        while not done.is_set():
+            on_meta.append(torch.nn.Linear(2, 2).weight.is_meta)
+
+    def load() -> None:
+        try:
+            for _ in range(4):
+                lmdecode.Decoding.from_pretrained(tmp_path)
+        except Exception as error:
+            failed.append(error)
+
+    other = threading.Thread(target=make_modules)
+    loaders = [threading.Thread(target=load) for _ in range(4)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (other, *loaders):
+            thread.start()
+        for thread in loaders:
+            thread.join()
+    finally:
+        done.set()
+        other.join()
+        sys.setswitchinterval(interval)
+        is_patched = torch.nn.Module.register_parameter is not register
+        torch.nn.Module.register_parameter = register
+    assert on_meta and not any(on_meta)
+    assert not is_patched and not failed

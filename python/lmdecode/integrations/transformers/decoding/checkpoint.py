@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 __all__ = ["Checkpoint", "save_beside", "skeleton", "skeleton_of"]
@@ -24,21 +23,19 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made have parameters without memory; buffers are made as ever."""
-    register = Module.register_parameter
+class _EmptyOnMeta(TorchFunctionMode):
+    """``torch.empty``, which weights are made by, gives tensors without memory: in this thread.
 
-    def register_on_meta(self: Module, name: str, param: Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = Parameter(param.to("meta"), requires_grad=False)
-        register(self, name, param)
+    Buffers are computed, so that they have values.
+    """
 
-    Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Module.register_parameter = register  # type: ignore[method-assign]
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def _without_weights(model: Any) -> Any:
@@ -58,9 +55,11 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
 
     ``generate()`` of it does all but run the model.
     """
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _without_weights(model)
+    with _EmptyOnMeta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _without_weights(model.eval())
     if generation_config is not None:
         model.generation_config = generation_config
     return model
