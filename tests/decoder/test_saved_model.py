@@ -48,6 +48,26 @@ def test_what_is_saved_replaces_what_was_there(tmp_path: Path) -> None:
     assert lmdecode.Decoding.load(tmp_path).decoder.weight_format == "bfloat16"
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Only the weights that the manifest before named are removed, and no file elsewhere."""
+    folder, names = tmp_path / "model", ("weights-mine.bin", "weights-00000000.bin")
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("mine")
+    (tmp_path / "weights-00000000.bin").write_text("mine")
+    _saved(folder, "int8")
+    manifest = json.loads((folder / "lmdecode.json").read_text())
+    first = folder / manifest["weights"]["file"]
+    _saved(folder, "bfloat16")
+    assert not first.exists()
+    for damaged in ("{", "[]", json.dumps({"weights": {"file": "../weights-00000000.bin"}})):
+        (folder / "lmdecode.json").write_text(damaged)
+        _saved(folder, "int8")
+        assert lmdecode.Decoding.load(folder).decoder.weight_format == "int8"
+    kept = [folder / name for name in names] + [tmp_path / "weights-00000000.bin"]
+    assert all(path.read_text() == "mine" for path in kept)
+
+
 @pytest.mark.parametrize("dtype", sorted(FORMATS))
 @pytest.mark.slow
 def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path) -> None:

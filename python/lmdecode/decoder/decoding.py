@@ -158,7 +158,8 @@ class Decoding:
         ----------
         folder
             Is made; a model that it holds is replaced, once this one is written whole. It holds the
-            model's config, and the tokenizer's files where the model's own folder has some.
+            model's config, and the tokenizer's files where the model's own folder has some. One
+            writer at a time.
 
         Raises
         ------

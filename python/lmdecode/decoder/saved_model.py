@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import warnings
 import zlib
 from pathlib import Path
@@ -50,8 +51,20 @@ def _replace(path: Path, data: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _weights_before(folder: Path) -> str | None:
+    """Return the file of weights that a folder's manifest names, None where it is not known."""
+    try:
+        name = json.loads((folder / MANIFEST).read_text())["weights"]["file"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    is_ours = isinstance(name, str) and re.fullmatch(r"weights-[0-9a-f]{8}\.bin", name)
+    return name if is_ours else None
+
+
 def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
     """Write a model's weights to a folder, which is made; one that is there is replaced.
+
+    One writer at a time. No file goes but the weights that the manifest before named.
 
     Parameters
     ----------
@@ -63,7 +76,7 @@ def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     memory = bytes_of(model.memory)
     crc = zlib.crc32(memory)
-    name = f"weights-{crc:08x}.bin"
+    name, before = f"weights-{crc:08x}.bin", _weights_before(folder)
     _replace(folder / name, memory)
     manifest = {
         "version": _VERSION,
@@ -77,9 +90,8 @@ def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
         **more,
     }
     _replace(folder / MANIFEST, json.dumps(manifest).encode())
-    for other in folder.glob("weights-*.bin"):
-        if other.name != name:
-            other.unlink()
+    if before not in (None, name):
+        (folder / str(before)).unlink(missing_ok=True)
 
 
 def _bad(folder: Path, what: str) -> ValueError:
