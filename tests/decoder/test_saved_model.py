@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import lmdecode
 from lmdecode.decoder.config import FORMATS
+from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +68,83 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         assert lmdecode.Decoding.load(folder).decoder.weight_format == "int8"
     kept = [folder / name for name in names] + [tmp_path / "weights-00000000.bin"]
     assert all(path.read_text() == "mine" for path in kept)
+
+
+def test_a_model_is_not_joined_with_the_config_of_another(tmp_path: Path) -> None:
+    kjv = lmdecode.Decoding.from_pretrained(ROOT / "examples" / "kjv_mistral" / "model")
+    of_kjv = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    kjv.save(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.json")} == of_kjv | {"lmdecode.json"}
+    assert lmdecode.Decoding.load(tmp_path).model.config.vocab_size == kjv.config.vocab_size
+    lmdecode.Decoding.load(tmp_path).save(tmp_path)  # whose folder is this one
+    assert {path.name for path in tmp_path.glob("*.json")} == of_kjv | {"lmdecode.json"}
+    _saved(tmp_path)
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert names == {"config.json", "generation_config.json", "lmdecode.json"}
+    without = lmdecode.Decoding(*causal_model_of(random_model(*MODEL)))
+    without.save(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.json")] == ["lmdecode.json"]
+    assert lmdecode.Decoding.load(tmp_path).model is None
+
+
+def test_a_model_without_a_config_in_a_folder_that_has_one(tmp_path: Path) -> None:
+    """It is the user's: it stays, and is not of the model."""
+    of_others = {"config.json": "{}", "tokenizer.json": "[]"}
+    for name, text in of_others.items():
+        (tmp_path / name).write_text(text)
+    for _ in range(2):
+        lmdecode.Decoding(*causal_model_of(random_model(*MODEL))).save(tmp_path)
+        assert lmdecode.Decoding.load(tmp_path).model is None
+        assert {name: (tmp_path / name).read_text() for name in of_others} == of_others
+
+
+def test_a_model_whose_own_folder_has_more(tmp_path: Path) -> None:
+    """What was there before the first save is not removed by the second."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "examples" / "kjv_mistral" / "model", folder)
+    lmdecode.Decoding.from_pretrained(folder).save(folder)
+    lmdecode.Decoding(*causal_model_of(random_model(*MODEL))).save(folder)
+    assert (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file()
+    assert lmdecode.Decoding.load(folder).model is None
+
+
+def test_what_cannot_be_written_leaves_the_model_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _saved(tmp_path).generate(random_tokens(9)[None], **NEW)
+    names, written = sorted(path.name for path in tmp_path.iterdir()), list[int]()
+    sync = os.fsync
+
+    def sync_twice(file: int) -> None:
+        written.append(file)
+        if len(written) == 3:
+            raise OSError("no space left")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", sync_twice)
+    other = lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+    with pytest.raises(OSError, match="no space left"):
+        other.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    loaded = lmdecode.Decoding.load(tmp_path, verify=True)
+    assert torch.equal(loaded.generate(random_tokens(9)[None], **NEW), expected)
+
+
+def test_a_config_that_is_gone(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    (tmp_path / "config.json").unlink()
+    message = r"^Decoding\.load: .* has no config\.json, which its lmdecode\.json names; expected"
+    with pytest.raises(ValueError, match=message):
+        lmdecode.Decoding.load(tmp_path)
+
+
+def test_the_working_directory_is_no_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("of another model")
+    monkeypatch.chdir(tmp_path)
+    _saved(tmp_path / "model")
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("dtype", sorted(FORMATS))

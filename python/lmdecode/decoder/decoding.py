@@ -172,11 +172,12 @@ class Decoding:
             raise ValueError(
                 "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
             )
-        save_packed(Path(folder), self.decoder, cache_dtype=self.cache_dtype)
+        files: dict[str, bytes] = {}
         if self.model is not None:
-            from lmdecode.integrations.transformers.decoding.checkpoint import save_beside
+            from lmdecode.integrations.transformers.decoding.checkpoint import files_of
 
-            save_beside(self.model, Path(folder))
+            files = files_of(self.model)
+        save_packed(Path(folder), self.decoder, files, cache_dtype=self.cache_dtype)
 
     @classmethod
     def load(
@@ -211,7 +212,7 @@ class Decoding:
         decoding.decoder, decoding.model = packed, None
         kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
         decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
-        if (Path(folder) / "config.json").is_file():
+        if "config.json" in manifest["files"]:
             from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
 
             decoding.model = skeleton_of(Path(folder))

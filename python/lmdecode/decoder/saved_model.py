@@ -1,7 +1,8 @@
 """Packed weights of a decoder-only model in a folder: written once, mapped by every process.
 
-The folder holds ``lmdecode.json``, which says what the model is, and the file of weights that it
-names. The weights are in the order that a processor reads them: they are mapped as they are.
+The folder holds ``lmdecode.json``, which says what the model is, and the files that it names: the
+weights, and what transformers knows of the model. The weights are in the order that a processor
+reads them: they are mapped as they are.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import warnings
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = ["MANIFEST", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
 _VERSION = 1
+_CONFIGS = ("config.json", "generation_config.json")
 _HEADER_BYTES = 24  # of a packed weight: what it is, and the tile that it is cut into
 
 
@@ -38,46 +40,55 @@ def _tile(weight_format: str) -> str:
     return bytes(packed[:_HEADER_BYTES].tolist()).hex()
 
 
-def _replace(path: Path, data: Any) -> None:
-    """Write a file whole, or leave what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _write(folder: Path, files: Mapping[str, Any]) -> None:
+    """Write files, all of them or none; the last one, the manifest, when the others are there."""
+    temporaries = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for name, data in files.items():
+            with open(temporaries[name], "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        # While names change hands there is no model, rather than one of another one's parts.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name, temporary in temporaries.items():
+            os.replace(temporary, folder / name)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
-def _weights_before(folder: Path) -> str | None:
-    """Return the file of weights that a folder's manifest names, None where it is not known."""
+def _files_before(folder: Path) -> set[str]:
+    """Return the files that the save before made, none where its manifest cannot be read."""
     try:
-        name = json.loads((folder / MANIFEST).read_text())["weights"]["file"]
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
-    is_ours = isinstance(name, str) and re.fullmatch(r"weights-[0-9a-f]{8}\.bin", name)
-    return name if is_ours else None
+        manifest = json.loads((folder / MANIFEST).read_text())
+        names = [name for name, is_made in manifest["files"].items() if is_made]
+        names.append(manifest["weights"]["file"])
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        return set()
+    return {name for name in names if isinstance(name, str) and Path(name).name == name}
 
 
-def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
-    """Write a model's weights to a folder, which is made; one that is there is replaced.
+def save_packed(
+    folder: Path, model: PackedCausalModel, files: Mapping[str, bytes], **more: Any
+) -> None:
+    """Write a model to a folder, which is made; one that is there is replaced.
 
-    One writer at a time. No file goes but the weights that the manifest before named.
+    One writer at a time. Of the model that is replaced the files go that were made for it.
 
     Parameters
     ----------
     folder, model
         Where, and what.
+    files
+        Beside the weights, by their names; the manifest names them.
     **more
-        Kept beside, to be returned by ``load_packed``.
+        Kept in the manifest, to be returned by ``load_packed``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     memory = bytes_of(model.memory)
     crc = zlib.crc32(memory)
-    name, before = f"weights-{crc:08x}.bin", _weights_before(folder)
-    _replace(folder / name, memory)
+    name, before = f"weights-{crc:08x}.bin", _files_before(folder)
     manifest = {
         "version": _VERSION,
         "config": dataclasses.asdict(model.config),
@@ -87,11 +98,14 @@ def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
         "numbers": model.numbers,
         "layout": model.layout.tolist(),
         "weights": {"file": name, "bytes": len(memory), "crc32": crc},
+        # Whether this or a save before made it: what was there is the user's, and stays.
+        "files": {file: file in before or not (folder / file).exists() for file in files},
         **more,
     }
-    _replace(folder / MANIFEST, json.dumps(manifest).encode())
-    if before not in (None, name):
-        (folder / str(before)).unlink(missing_ok=True)
+    written = {name: memory, **files, MANIFEST: json.dumps(manifest).encode()}
+    _write(folder, written)
+    for other in before - written.keys():
+        (folder / other).unlink(missing_ok=True)
 
 
 def _bad(folder: Path, what: str) -> ValueError:
@@ -133,6 +147,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
             )
         path, size = folder / str(weights["file"]), int(weights["bytes"])
         crc, tile = int(weights["crc32"]), manifest["tile"]
+        configs = [name for name in _CONFIGS if name in manifest["files"]]
     except FileNotFoundError:
         raise FileNotFoundError(
             f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
@@ -141,6 +156,9 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
         raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
     if version != _VERSION:
         raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
+    for name in configs:
+        if not (folder / name).is_file():
+            raise _bad(folder, f"has no {name}, which its {MANIFEST} names")
     if not path.is_file() or path.stat().st_size != size:
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
         raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")

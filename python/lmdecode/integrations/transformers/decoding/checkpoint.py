@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-__all__ = ["Checkpoint", "save_beside", "skeleton", "skeleton_of"]
+__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
@@ -75,15 +75,17 @@ def skeleton_of(folder: Path, config: Any = None) -> Any:
     return skeleton(config, generation_config)
 
 
-def save_beside(model: Any, folder: Path) -> None:
-    """Write a model's configs to a folder, and its tokenizer's files from its own folder."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    source = Path(str(getattr(model.config, "_name_or_path", "") or model.name_or_path))
-    if source.is_dir() and source.resolve() != folder.resolve():
-        for name in _TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+def files_of(model: Any) -> dict[str, bytes]:
+    """Return a model's configs as files, by name, and the tokenizer's files of its own folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    source = getattr(model.config, "_name_or_path", "") or model.name_or_path
+    if source and Path(source).is_dir():
+        paths = [Path(source) / name for name in _TOKENIZER_FILES]
+        files |= {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return files
 
 
 class Checkpoint:
