@@ -7,7 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +65,10 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     first = folder / manifest["weights"]["file"]
     _saved(folder, "bfloat16")
     assert not first.exists()
-    for damaged in ("{", "[]", json.dumps({"weights": {"file": "../weights-00000000.bin"}})):
+    manifest["weights"]["file"] = "../weights-00000000.bin"
+    _write_manifest(folder, manifest)
+    _saved(folder, "int8")
+    for damaged in ("{", "[]", json.dumps({"weights": {"file": "weights-mine.bin"}})):
         (folder / "lmdecode.json").write_text(damaged)
         _saved(folder, "int8")
         assert lmdecode.Decoding.load(folder).decoder.weight_format == "int8"
@@ -173,23 +179,82 @@ _saved(Path(sys.argv[1]), sys.argv[2])
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda m: m.pop("layout"), r"has a damaged lmdecode\.json \('layout'\)"),
-        (lambda m: m.update(version=2), "is of version 2, this is version 1"),
-        (lambda m: m["weights"].update(bytes=10), "has .* bytes in .* instead of 10 bytes"),
-        (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
-        (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
+        lambda m: m.pop("crc32"),
+        lambda m: m["config"].update(norm_epsilon=0.5),
+        lambda m: m["config"]["windows"].__setitem__(0, None),
+        lambda m: m["facts"].update(norms_all_heads=True),
+        lambda m: m["facts"]["layer_offsets"].reverse(),
+        lambda m: m["facts"]["layer_offsets"][0].__setitem__(0, 64),
+        lambda m: m["weights"].update(bytes=10),
+        lambda m: m.update(cache_dtype="float32"),
     ],
 )
-def test_damaged_manifests(damage: object, message: str, tmp_path: Path) -> None:
+def test_damaged_manifests(damage: Callable[[Any], Any], tmp_path: Path) -> None:
+    """With damaged numbers, a model would load and compute something else."""
     _saved(tmp_path)
     path = tmp_path / "lmdecode.json"
     manifest = json.loads(path.read_text())
-    damage(manifest)  # type: ignore[operator]
+    damage(manifest)
     path.write_text(json.dumps(manifest))
+    message = r"^Decoding\.load: .* has a damaged lmdecode\.json \(its checksum is"
+    with pytest.raises(ValueError, match=message):
+        lmdecode.Decoding.load(tmp_path)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest with its checksum."""
+    manifest.pop("crc32", None)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (folder / "lmdecode.json").write_text(json.dumps(manifest))
+
+
+def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
+    facts = manifest["facts"]
+    facts["model_offsets"][5] = facts["layer_offsets"][0][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["facts"].pop("model_offsets"), r"damaged lmdecode\.json \('model_offsets'\)"),
+        (
+            lambda m: m["facts"]["layer_offsets"].pop(),
+            r"layer_offsets has shape \[2, 18\]; expected",
+        ),
+        (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
+        (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),
+        (lambda m: m.update(version=1), "is of version 1, this is version 2"),
+        (lambda m: m["weights"].update(bytes=10), "has .* bytes in .* instead of 10 bytes"),
+        (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
+        (lambda m: m["facts"].update(embedding_format=3), "other weights .*embedding_format is 3"),
+        (lambda m: m["facts"].update(max_positions=9), "other weights .*num_positions is 9"),
+        (lambda m: m["facts"]["layer_offsets"][1].__setitem__(2, 1 << 40), "other weights .*qkv"),
+        (_take_qkv_for_logits, r"other weights .*logits is a weight of shape \["),
+        (lambda m: m["facts"]["model_offsets"].__setitem__(5, -1), "other weights .*repack_linear"),
+    ],
+)
+def test_manifests_of_other_models(
+    change: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
+    """Whole ones, but not as ``save`` writes them; known at once, not at the first step."""
+    _saved(tmp_path)
+    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
+    change(manifest)
+    _write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
         lmdecode.Decoding.load(tmp_path)
+
+
+def test_a_manifest_says_nothing_twice(tmp_path: Path) -> None:
+    """What a model of it has beside: worked out from it again."""
+    packed = _saved(tmp_path).decoder
+    loaded = lmdecode.Decoding.load(tmp_path).decoder
+    assert loaded.sizes == packed.sizes and loaded.numbers == packed.numbers
+    assert torch.equal(loaded.layout, packed.layout)
+    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
+    assert not {"sizes", "numbers", "layout"} & manifest.keys()
 
 
 def test_damaged_weights(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
@@ -29,15 +30,15 @@ from lmdecode.decoder.huge_memory import new_memory
 __all__ = ["MANIFEST", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
-_VERSION = 1
+_VERSION = 2
 _CONFIGS = ("config.json", "generation_config.json")
-_HEADER_BYTES = 24  # of a packed weight: what it is, and the tile that it is cut into
+_TILE = slice(8, 20)  # bytes of a packed weight, in PackedHeader of csrc/linear/packed_layout.h
 
 
-def _tile(weight_format: str) -> str:
-    """Return how this process cuts weights of a format: those cut otherwise are of no use to it."""
-    packed = ops.pack_linear(torch.zeros(1, 1), FORMATS[weight_format])
-    return bytes(packed[:_HEADER_BYTES].tolist()).hex()
+def _is_cut_as_here(model: PackedCausalModel) -> bool:
+    """Whether this process's kernels read weights that are cut as the model's are."""
+    own = ops.pack_linear(torch.zeros(1, 1), FORMATS[model.weight_format])
+    return torch.equal(own[_TILE], model.memory[model.head_offset :][_TILE])
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> None:
@@ -58,15 +59,43 @@ def _write(folder: Path, files: Mapping[str, Any]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def _bad(folder: Path, what: str) -> ValueError:
+    return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    """Return that of a manifest without it."""
+    others = {name: value for name, value in manifest.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder, as it was written; raise for what ``load_packed`` does."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        version, crc = manifest["version"], manifest.get("crc32")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
+    if version != _VERSION:
+        raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
+    if crc != (expected := _checksum(manifest)):
+        raise _bad(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
+    return manifest
+
+
 def _files_before(folder: Path) -> set[str]:
     """Return the files that the save before made, none where its manifest cannot be read."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        names = [name for name, is_made in manifest["files"].items() if is_made]
-        names.append(manifest["weights"]["file"])
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        manifest = _read_manifest(folder)
+    except (OSError, ValueError):
         return set()
-    return {name for name in names if isinstance(name, str) and Path(name).name == name}
+    names = [name for name, is_made in manifest["files"].items() if is_made]
+    names.append(manifest["weights"]["file"])
+    return {name for name in names if Path(name).name == name}
 
 
 def save_packed(
@@ -89,27 +118,21 @@ def save_packed(
     memory = bytes_of(model.memory)
     crc = zlib.crc32(memory)
     name, before = f"weights-{crc:08x}.bin", _files_before(folder)
-    manifest = {
+    manifest: dict[str, Any] = {
         "version": _VERSION,
         "config": dataclasses.asdict(model.config),
         "weight_format": model.weight_format,
-        "tile": _tile(model.weight_format),
-        "sizes": model.sizes,
-        "numbers": model.numbers,
-        "layout": model.layout.tolist(),
+        "facts": model.facts(),
         "weights": {"file": name, "bytes": len(memory), "crc32": crc},
         # Whether this or a save before made it: what was there is the user's, and stays.
         "files": {file: file in before or not (folder / file).exists() for file in files},
         **more,
     }
+    manifest["crc32"] = _checksum(manifest)
     written = {name: memory, **files, MANIFEST: json.dumps(manifest).encode()}
     _write(folder, written)
     for other in before - written.keys():
         (folder / other).unlink(missing_ok=True)
-
-
-def _bad(folder: Path, what: str) -> ValueError:
-    return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
 
 
 def _packed_again(model: PackedCausalModel) -> Tensor:
@@ -131,31 +154,16 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     ValueError
         It is damaged, or of another version.
     """
+    manifest = _read_manifest(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, weights = manifest["version"], manifest["weights"]
-        if version == _VERSION:
-            config = dict(manifest["config"])
-            for name in ("windows", "rotary", "rotary_scales"):
-                config[name] = tuple(config[name])
-            model = PackedCausalModel.of_packed(
-                CausalConfig(**config),
-                manifest["weight_format"],
-                [int(size) for size in manifest["sizes"]],
-                [float(number) for number in manifest["numbers"]],
-                torch.tensor(manifest["layout"], dtype=torch.int64),
-            )
-        path, size = folder / str(weights["file"]), int(weights["bytes"])
-        crc, tile = int(weights["crc32"]), manifest["tile"]
+        weights = manifest["weights"]
+        model = PackedCausalModel.of_packed(
+            CausalConfig(**manifest["config"]), manifest["weight_format"], manifest["facts"]
+        )
+        path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
         configs = [name for name in _CONFIGS if name in manifest["files"]]
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
-        ) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
-    if version != _VERSION:
-        raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
     for name in configs:
         if not (folder / name).is_file():
             raise _bad(folder, f"has no {name}, which its {MANIFEST} names")
@@ -165,11 +173,18 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     model.memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     if verify and zlib.crc32(bytes_of(model.memory)) != crc:
         raise _bad(folder, f"has other bytes in {path.name} than were written")
-    if tile != _tile(model.weight_format):
+    is_cut_as_here = _is_cut_as_here(model)
+    try:
+        if not is_cut_as_here:
+            model.memory = _packed_again(model)
+        nothing = torch.empty(0, dtype=torch.int64)
+        CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
+    except (RuntimeError, ValueError) as error:
+        raise _bad(folder, f"has other weights than its {MANIFEST} says ({error})") from error
+    if not is_cut_as_here:
         warnings.warn(
             f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
             "packed again, in memory of this process; save the model to have them mapped",
             stacklevel=3,
         )
-        model.memory = _packed_again(model)
     return model, manifest
