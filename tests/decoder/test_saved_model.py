@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode._ops import ops
 from lmdecode.decoder.config import FORMATS
+from lmdecode.decoder.saved_model import _TILE
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
 
@@ -245,6 +247,25 @@ def test_manifests_of_other_models(
     _write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
         lmdecode.Decoding.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_where_a_packed_weight_says_how_it_is_cut(dtype: str) -> None:
+    """``repack_linear`` takes it from these bytes, and writes its own there; others stay."""
+    packed = ops.pack_linear(torch.ones(3, 70), FORMATS[dtype])
+    assert bytes(packed[:4].tolist()) == b"LMDL"
+    assert packed[4:8].view(torch.int32).tolist() == [FORMATS[dtype]]
+    assert packed[24:40].view(torch.int64).tolist() == [70, 3]
+    width, _, _ = packed[_TILE].view(torch.int32).tolist()
+    other = packed.clone()
+    other[_TILE].view(torch.int32)[0] = 64 if width != 64 else 32
+    repacked = ops.repack_linear(other)
+    assert not torch.equal(other[_TILE], packed[_TILE])
+    assert torch.equal(repacked[:64], packed[:64])
+    other = packed.clone()
+    other[_TILE].view(torch.int32)[1] = 0
+    with pytest.raises(ValueError, match=f"in panels of {width} by 0; expected"):
+        ops.repack_linear(other)
 
 
 def test_a_manifest_says_nothing_twice(tmp_path: Path) -> None:
