@@ -75,6 +75,21 @@ def test_a_folder_with_an_index_beside_a_whole_file(tmp_path: Path) -> None:
     _check_folder(tmp_path)
 
 
+@pytest.mark.parametrize("is_read_whole", [True, False])
+def test_a_model_of_a_folder_that_is_not_kept(is_read_whole: bool, tmp_path: Path) -> None:
+    tensors, embedding = _saved(TIED[0], tmp_path)
+    if is_read_whole:
+        tensors["lm_head.weight"] = tensors[embedding].flip(0)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = _check_folder(tmp_path)
+    decoding = lmdecode.Decoding.from_pretrained(tmp_path, keep_model=False)
+    assert type(decoding.model) is type(expected.model) and not decoding.model.training
+    parameters = list(decoding.model.parameters())
+    assert all(set(p.stride()) == {0} and p.untyped_storage().nbytes() == 4 for p in parameters)
+    ids = random_tokens(9)[None]
+    assert torch.equal(decoding.generate(ids, **OPTIONS), expected.generate(ids, **OPTIONS))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_skeleton_has_the_buffers_of_the_model(case: tuple[str, str]) -> None:
     model = random_model(*case)

@@ -126,8 +126,8 @@ class Decoding:
             See the class.
         keep_model : bool
             Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
-            False: a causal model's stand-in without weights, which ``generate`` needs; so it is
-            where the folder of one was given.
+            False: a causal model's stand-in without weights, which ``generate`` needs; so it always
+            is where the weights of a folder are read one after the other.
 
         Raises
         ------
@@ -136,18 +136,24 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+        from lmdecode.integrations.transformers.decoding.checkpoint import (
+            skeleton,
+            without_weights,
+        )
         from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
-        if isinstance(model, (str, os.PathLike)):
+        is_loaded_here = isinstance(model, (str, os.PathLike))
+        if is_loaded_here:
             model, config, weights = load_parts(model)
         else:
             config, weights = parts_of(model)
-            if not keep_model and isinstance(config, CausalConfig):
-                configs = copy.deepcopy((model.config, model.generation_config))
-                model = skeleton(*configs)  # of their own: transformers writes the dtype to one
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
+        if not keep_model and isinstance(config, CausalConfig):
+            if is_loaded_here:
+                model = without_weights(model)
+            else:  # configs of their own: transformers writes the dtype to one
+                model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
         decoding.model = model
         return decoding
 

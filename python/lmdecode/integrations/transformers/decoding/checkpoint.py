@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of"]
+__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of", "without_weights"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
@@ -38,7 +38,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_weights(model: Any) -> Any:
+def without_weights(model: Any) -> Any:
     """Give each parameter of a model a single value on the CPU: its shape and dtype stay."""
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
@@ -59,7 +59,7 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _without_weights(model.eval())
+    without_weights(model.eval())
     if generation_config is not None:
         model.generation_config = generation_config
     return model
