@@ -90,10 +90,12 @@ class CausalModel:
 
     def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
+        places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
         for row, prompt in enumerate(prompts):
-            if not leaders or not torch.equal(prompt, prompts[leaders[-1]]):
+            place = places.setdefault(tuple(prompt.tolist()), len(leaders))
+            if place == len(leaders):
                 leaders.append(row)
-            parents.append(len(leaders) - 1)
+            parents.append(place)
         logits = self._read_prompts(leaders)
         if len(leaders) < len(prompts):
             of_rows = torch.tensor(parents)
