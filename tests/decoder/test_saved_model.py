@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode._ops import ops
 from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.saved_model import _TILE
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
 
+ops = torch.ops.lmdecode
 ROOT = Path(__file__).parents[2]
 MODEL = ("qwen3", "biases, layer types, yarn")
 NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
