@@ -147,6 +147,8 @@ def test_what_is_refused(decoding: lmdecode.Decoding) -> None:
     with pytest.raises(ValueError, match="2 sequences run; expected a free place"):
         batch.add([5])
     assert list(batch.step()) == [request, other]
+    with pytest.raises(ValueError, match=r"^CausalBatch\.fork: 2 sequences run; expected a free"):
+        batch.fork(request)
     before = batch.length(request)
     with pytest.raises(ValueError, match="a token is -1"):
         batch.step({request: 3, other: -1})

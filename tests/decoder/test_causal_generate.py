@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation import utils as generation_utils
 
 import lmdecode
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.causal_models import (
     CASES,
@@ -338,6 +339,36 @@ def test_a_generation_config_brings_no_warning(monkeypatch: pytest.MonkeyPatch) 
     assert of_decoding == seen
     assert got.equal(expected)
     assert config.use_cache is not False
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 0, 0, 1, 2], [2, 1, 0, 2]], ids=str)
+def test_rows_of_the_same_prompt(
+    order: list[int], case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read once, wherever they stand, and have the bits that they have alone."""
+    options = {
+        "do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    decoding, inputs = decoding_of(*case), ragged()
+    alone = [
+        decoding.generate(**{name: value[row, None] for name, value in inputs.items()}, **options)
+        for row in range(3)
+    ]
+    forward, tokens = CausalCaches.forward, list[int]()
+
+    def counted(self: CausalCaches, ids: Tensor, *others: Any) -> Tensor:
+        tokens.append(len(ids))
+        return forward(self, ids, *others)
+
+    monkeypatch.setattr(CausalCaches, "forward", counted)
+    got = decoding.generate(**{name: value[order] for name, value in inputs.items()}, **options)
+    assert tokens == [sum({row: 20 - 3 * row for row in order}.values())] + [len(order)] * 11
+    for row, other in enumerate(order):
+        assert torch.equal(got.sequences[row], alone[other].sequences[0])
+        for logits, expected in zip(got.logits, alone[other].logits, strict=True):
+            assert torch.equal(logits[row], expected[0])
 
 
 def test_a_result_does_not_depend_on_batch_or_threads(threads: None) -> None:

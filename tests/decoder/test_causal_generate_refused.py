@@ -44,16 +44,25 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
         ({"do_sample": True, "num_beams": 2, "force_words_ids": [[3]]}, "^do_sample: expected Fal"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "^penalty_alpha: expected None"),
         ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
-        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "^attention_mask: .* on the left"),
+        (
+            {"attention_mask": torch.tensor([[1] * 8 + [0]])},
+            "^attention_mask: .* on the left, .* got 0 for the last token of row 0",
+        ),
         ({"attention_mask": torch.tensor([[1, 1, 0] * 3])}, '^att.* left, .* padding_side="left'),
         ({"attention_mask": torch.zeros(1, 9)}, "^attention_mask: .* one is padding alone"),
-        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])}, "^attention_mask: .* windows"),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])},
+            "^attention_mask: .* alone, got 0 behind 1 in row 0: .* windows",
+        ),
         (
             {"attention_mask": torch.tensor([[0] + [1] * 7])},
             "^attention_mask: expected shape",
         ),
         ({"attention_mask": torch.ones(1, 8).long()}, "^position_ids: expected None, or"),
-        ({"position_ids": torch.arange(9)[None] + 1}, "^position_ids: expected None, or"),
+        (
+            {"position_ids": torch.arange(9)[None] + 1},
+            r"^position_ids: expected None, .*, got \[1, 2, 3, 4, 5, 6, 7, 8\] and more in row 0",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )

@@ -108,6 +108,25 @@ def test_what_is_no_model() -> None:
         lmdecode.Decoding.from_pretrained(config)
 
 
+@pytest.mark.parametrize(
+    ("method", "others"),
+    [
+        ("awq", "checkpoints of AWQ and GPTQ there is .*load_quantized$"),
+        ("gptq", "checkpoints of AWQ and GPTQ there is .*load_quantized$"),
+        ("fp8", "other models there is .*pack_linears_$"),
+    ],
+)
+def test_a_folder_of_a_quantized_model(method: str, others: str, tmp_path: Path) -> None:
+    config = copy.deepcopy(random_model("llama", "plain").config)
+    config.quantization_config = {"quant_method": method, "bits": 4}
+    config.save_pretrained(tmp_path)
+    expected = rf"are quantized \({method}\); expected floats; for {others}"
+    with pytest.raises(
+        ValueError, match=rf"^Decoding\.from_pretrained: the weights of .* {expected}"
+    ):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
 def test_spellings_of_a_format(dtype: Any) -> None:
     model = make_model("marian")

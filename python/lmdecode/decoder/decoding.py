@@ -126,8 +126,8 @@ class Decoding:
             See the class.
         keep_model : bool
             Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
-            False: a causal model's stand-in without weights, which ``generate`` needs; so it is
-            where the folder of one was given.
+            False: a causal model's stand-in without weights, which ``generate`` needs; so it always
+            is where the weights of a folder are read one after the other.
 
         Raises
         ------
@@ -136,10 +136,14 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+        from lmdecode.integrations.transformers.decoding.checkpoint import (
+            skeleton,
+            without_weights,
+        )
         from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
-        if isinstance(model, (str, os.PathLike)):
+        is_loaded_here = isinstance(model, (str, os.PathLike))
+        if is_loaded_here:
             try:
                 model, config, weights = load_parts(model)
             except OSError as error:
@@ -157,11 +161,13 @@ class Decoding:
             )
         else:
             config, weights = parts_of(model)
-            if not keep_model and isinstance(config, CausalConfig):
-                configs = copy.deepcopy((model.config, model.generation_config))
-                model = skeleton(*configs)  # of their own: transformers writes the dtype to one
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
+        if not keep_model and isinstance(config, CausalConfig):
+            if is_loaded_here:
+                model = without_weights(model)
+            else:  # configs of their own: transformers writes the dtype to one
+                model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
         decoding.model = model
         return decoding
 
@@ -172,7 +178,8 @@ class Decoding:
         ----------
         folder
             Is made; a model that it holds is replaced, once this one is written whole. It holds the
-            model's config, and the tokenizer's files where the model's own folder has some.
+            model's config, and the tokenizer's files where the model's own folder has some. One
+            writer at a time.
 
         Raises
         ------
@@ -185,11 +192,12 @@ class Decoding:
             raise ValueError(
                 "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
             )
-        save_packed(Path(folder), self.decoder, cache_dtype=self.cache_dtype)
+        files: dict[str, bytes] = {}
         if self.model is not None:
-            from lmdecode.integrations.transformers.decoding.checkpoint import save_beside
+            from lmdecode.integrations.transformers.decoding.checkpoint import files_of
 
-            save_beside(self.model, Path(folder))
+            files = files_of(self.model)
+        save_packed(Path(folder), self.decoder, files, cache_dtype=self.cache_dtype)
 
     @classmethod
     def load(
@@ -224,7 +232,7 @@ class Decoding:
         decoding.decoder, decoding.model = packed, None
         kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
         decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
-        if (Path(folder) / "config.json").is_file():
+        if "config.json" in manifest["files"]:
             from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
 
             decoding.model = skeleton_of(Path(folder))

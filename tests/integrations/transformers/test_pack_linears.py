@@ -275,3 +275,16 @@ WRONG: WrongCalls = {
 def test_wrong_calls(name: str) -> None:
     assert_refused(*WRONG[name])
     assert type(LINEARS[0]) is nn.Linear and LINEARS[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, lambda inputs, outputs: Conv1D(outputs, inputs)])
+def test_a_later_layer_of_too_many_inputs(kind: Callable[[int, int], nn.Module]) -> None:
+    """It is known before the first layer is packed."""
+    model = nn.Sequential(kind(4, 4), kind((1 << 17) + 1, 1))
+    message = (
+        "^pack_linears_: 1: weight has 131073 input features; expected at most 131072 for int8"
+    )
+    with pytest.raises(ValueError, match=message):
+        pack_linears_(model)
+    assert not packed(model) and model[0].weight.requires_grad
+    assert len(packed(pack_linears_(model, "int4"))) == 2

@@ -91,10 +91,12 @@ class CausalModel:
 
     def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
+        places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
         for row, prompt in enumerate(prompts):
-            if not leaders or not torch.equal(prompt, prompts[leaders[-1]]):
+            place = places.setdefault(tuple(prompt.tolist()), len(leaders))
+            if place == len(leaders):
                 leaders.append(row)
-            parents.append(len(leaders) - 1)
+            parents.append(place)
         logits = self._read_prompts(leaders)
         if len(leaders) < len(prompts):
             of_rows = torch.tensor(parents)
@@ -140,6 +142,16 @@ class CausalModel:
         return not finished
 
 
+def _first(rows: Tensor) -> int:
+    """Return the first row, [rows], of which something is true."""
+    return int(rows.int().argmax())
+
+
+def _some(numbers: Tensor) -> str:
+    """Return the first of some numbers, [n]."""
+    return f"{numbers[:8].tolist()}{' and more' if len(numbers) > 8 else ''}"
+
+
 def _refuse(
     config: GenerationConfig,
     model: Any,
@@ -179,19 +191,26 @@ def _refuse(
     if not bool(seen[:, -1].all()):
         raise ValueError(
             "attention_mask: expected prompts that are padded on the left, as a tokenizer with "
-            'padding_side="left" does'
+            f'padding_side="left" does, got 0 for the last token of row {_first(~seen[:, -1])}'
         )
-    if has_windows and bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+    within = seen[:, :-1] & ~seen[:, 1:]
+    if has_windows and bool(within.any()):
         raise ValueError(
-            "attention_mask: expected padding on the left alone: the windows of transformers' "
-            "layers count what is masked within a prompt, those of Decoding do not"
+            "attention_mask: expected padding on the left alone, got 0 behind 1 in row "
+            f"{_first(within.any(-1))}: the windows of transformers' layers count what is masked "
+            "within a prompt, those of Decoding do not"
         )
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return
-    same_length = positions.shape[-1] == seen.shape[-1]
-    if not same_length or bool(((positions != seen.cumsum(-1) - 1) & seen).any()):
-        raise ValueError("position_ids: expected None, or those of prompts that begin at 0")
+    expected = "position_ids: expected None, or those of prompts that begin at 0"
+    if positions.shape[-1] != seen.shape[-1]:
+        raise ValueError(f"{expected}, {list(seen.shape)}, got shape {list(positions.shape)}")
+    wrong = (positions != seen.cumsum(-1) - 1) & seen
+    if bool(wrong.any()):
+        row = _first(wrong.any(-1).flatten())
+        got = positions.expand(wrong.shape).flatten(0, -2)[row]
+        raise ValueError(f"{expected}, got {_some(got)} in row {row}")
 
 
 def decode_causal(

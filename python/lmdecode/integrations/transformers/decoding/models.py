@@ -304,8 +304,13 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
-        if getattr(config, "quantization_config", None) is not None:
-            raise refused(f"the weights of {name} are quantized; expected floats")
+        settings = getattr(config, "quantization_config", None)
+        if settings is not None:
+            method = settings.get("quant_method")
+            what = f"the weights of {name} are quantized ({method}); expected floats"
+            if method in ("awq", "gptq"):
+                raise refused(what, "checkpoints of AWQ and GPTQ", "load_quantized")
+            raise refused(what)
         model = skeleton_of(folder, config)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lmdecode._checks import type_error
+from lmdecode._ops import ops
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.linear import PackedLinear, check_linear_format
 
@@ -127,13 +128,13 @@ def pack_linears_(
     """
     if not isinstance(model, nn.Module):
         raise type_error(_OP, "model", model, "an nn.Module")
-    name_of_dtype, _, size = check_linear_format(_OP, dtype, group_size)
+    name_of_dtype, number, size = check_linear_format(_OP, dtype, group_size)
     names = checked_skip(_OP, skip)
     check_skip_of_model(_OP, model, names)
     places: dict[int, list[str]] = {}  # of each module, all of its names
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module) and not is_skipped(name, names):
-            _check_layer(name, module)
+            _check_layer(name, module, number)
             places.setdefault(id(module), []).append(name)
     for where in places.values():
         module = model.get_submodule(where[0])
@@ -149,7 +150,7 @@ def pack_linears_(
     return model
 
 
-def _check_layer(name: str, module: nn.Module) -> None:
+def _check_layer(name: str, module: nn.Module, number: int) -> None:
     if name == "":
         raise ValueError(f"{_OP}: model is a linear layer itself; expected a module that holds it")
     weight = module.weight
@@ -161,3 +162,9 @@ def _check_layer(name: str, module: nn.Module) -> None:
             f"{_OP}: {name} has dtype {str(weight.dtype).removeprefix('torch.')}; expected "
             "float32, bfloat16 or float16"
         )
+    try:  # whether this format takes so many inputs, without an output
+        ops.pack_linear(
+            torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1]), number
+        )
+    except ValueError as error:
+        raise ValueError(f"{_OP}: {name}: {str(error).partition(': ')[2]}") from error
