@@ -14,6 +14,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from lmdecode.integrations.transformers.stand_in import WithoutWeights
+
 __all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of", "without_weights"]
 
 _TOKENIZER_FILES = (
@@ -39,7 +41,10 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def without_weights(model: Any) -> Any:
-    """Give each parameter of a model a single value on the CPU: its shape and dtype stay."""
+    """Give each parameter of a model a single value on the CPU: its shape and dtype stay.
+
+    The model says so where it is run.
+    """
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -47,6 +52,7 @@ def without_weights(model: Any) -> Any:
                 value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 replaced[id(parameter)] = Parameter(value, requires_grad=False)
             setattr(module, name, replaced[id(parameter)])
+    model.forward = WithoutWeights(type(model))
     return model
 
 

@@ -24,6 +24,7 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
@@ -345,6 +346,7 @@ def parts_of(model: Any) -> tuple[Any, Any]:
     ValueError
         See ``decoder_of`` and ``causal_model_of``.
     """
+    refuse_stand_in("Decoding.from_pretrained", model)
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind in CAUSAL_MODEL_TYPES or getattr(config, "is_encoder_decoder", None) is False:

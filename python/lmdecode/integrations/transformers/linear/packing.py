@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
 
 __all__ = [
@@ -128,6 +129,7 @@ def pack_linears_(
     """
     if not isinstance(model, nn.Module):
         raise type_error(_OP, "model", model, "an nn.Module")
+    refuse_stand_in(_OP, model)
     name_of_dtype, number, size = check_linear_format(_OP, dtype, group_size)
     names = checked_skip(_OP, skip)
     check_skip_of_model(_OP, model, names)
