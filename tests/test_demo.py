@@ -148,6 +148,82 @@ def test_chat_names_a_model_that_it_does_not_run(
     assert "--tokens is 0" in refused("chat", "--tokens", 0, status=2)
 
 
+@pytest.mark.parametrize("demo", ["chat", "model", "beam"])
+def test_a_folder_without_a_tokenizer(
+    demo: str, model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+    store = ("--store", tmp_path / "store") if demo == "chat" else ()
+    error = refused(demo, "--model", folder, *store)
+    assert error == f"lmdecode.demo: no tokenizer in {folder}\n"
+    (folder / "tokenizer.json").write_text("{}")
+    error = refused(demo, "--model", folder, *store)
+    assert error.startswith(f"lmdecode.demo: cannot load the tokenizer in {folder}: ")
+    assert error.count("\n") == 1
+    (folder / "config.json").write_text('{"model_type": "mixtral"}')
+    if demo != "beam":  # which runs any model
+        error = refused(demo, "--model", folder, *store)
+        assert "has a model of type 'mixtral'; expected a causal language model of" in error
+
+
+def test_stores_that_chat_cannot_open(
+    model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    store_module = pytest.importorskip("lmdecode.store")
+    import transformers
+
+    import lmdecode
+
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x"
+    error = refused("chat", "--model", model, "--store", path)
+    assert error.startswith(f"lmdecode.demo: --store {path}: ") and error.count("\n") == 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    fingerprint = lmdecode.Decoding.from_pretrained(model, "int8").fingerprint(tokenizer)
+    path = tmp_path / "store"
+    with store_module.KVStore(path, fingerprint=fingerprint, capacity_bytes=1 << 24):
+        error = refused("chat", "--model", model, "--store", path)
+    assert error.startswith(f"lmdecode.demo: --store {path}: ") and error.count("\n") == 1
+
+
+def test_talks_in_other_formats(
+    model: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("lmdecode.store")
+    import io
+
+    import lmdecode
+    from lmdecode.demo import chat
+
+    def talk(path: Path, session: str, dtype: str | None) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("In the\n\n"))
+        chat.run(path, tmp_path / "store", session, dtype, 3)
+        return capsys.readouterr().out
+
+    assert "begins anew" not in talk(model, "a", None)
+    assert "It goes on behind" in talk(model, "a", "int8")
+    assert "It begins anew: the talk 'a' there is of " in (text := talk(model, "a", "bfloat16"))
+    assert ", int8, " in text and "begins anew" not in talk(model, "b", "float32")
+    saved = tmp_path / "saved"
+    lmdecode.Decoding.from_pretrained(model, "bfloat16").save(saved)
+    assert "It goes on behind" in talk(saved, "a", "bf16")
+    error = refused("chat", "--model", saved, "--dtype", "int8", "--store", tmp_path / "store")
+    assert f"--dtype is int8; expected bfloat16, in which {saved} was saved" in error
+
+
+def test_options_of_other_demos_are_refused(refused: Callable[..., str]) -> None:
+    for option in ("--dtype", "--store", "--session"):
+        assert f"{option} is of chat alone" in refused("model", option, "int4", status=2)
+    assert "--quick is not of chat" in refused("chat", "--quick", status=2)
+    assert "--plot is not of chat" in refused("chat", "--plot", "x.png", status=2)
+    assert "chat is given beside others; expected it" in refused("chat", "model", status=2)
+
+
 def _check_sampling(text: str) -> None:
     assert "Greedy: ids equal to those of transformers, 4 prompts" in text
     assert "Sampled with lmdecode" in text
@@ -413,7 +489,9 @@ def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path)
 
 
 def test_demo_refuses_unknown_names_and_no_tokens(refused: Callable[..., str]) -> None:
-    expected = "there is no demo 'beams'; expected model, sampling, beam, window, store, g2p"
+    expected = (
+        "there is no demo 'beams'; expected model, sampling, beam, window, store, g2p, or chat"
+    )
     assert expected in refused("beams", status=2)
     assert "--tokens is 0; expected at least 1" in refused("--tokens", 0, status=2)
     assert "--plot is out.txt; expected a name in .png" in refused("--plot", "out.txt", status=2)

@@ -2,7 +2,9 @@
 
 import doctest
 import importlib
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -137,6 +139,37 @@ def test_examples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
     if len(skipped) == len(found):
         pytest.skip("; ".join(skipped))
+
+
+@pytest.mark.parametrize("page", ["docs/guides/prompts_on_disk.md", "docs/reference/store.md"])
+def test_conversations_in_which_the_model_writes_its_padding_token(
+    page: str, tmp_path: Path
+) -> None:
+    """The examples go on with such a one: a token of the answer is made that of padding."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("lmdecode.store")
+    shipped = ROOT / "examples/kjv_mistral/model"
+    if not (shipped / "model.safetensors").is_file():
+        pytest.skip(f"needs {shipped}")
+    folder = tmp_path / "model"
+    shutil.copytree(shipped, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("In the beginning", return_tensors="pt").input_ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    pad = next(token for token in answer if token not in ids)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": pad}))
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    found = [
+        code.replace("examples/kjv_mistral/model", str(folder))
+        for language, _, code in blocks(ROOT / page)
+        if language == "python" and ('"chat"' in code)
+    ]
+    assert found
+    for code in found:
+        exec(compile(code, page, "exec"), namespace)
+        assert pad in namespace["ids"]  # type: ignore[operator]
 
 
 def links(page: Path) -> list[str]:

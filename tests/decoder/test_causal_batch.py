@@ -140,10 +140,15 @@ def test_what_is_refused(decoding: lmdecode.Decoding) -> None:
     for prompt in ("text", 3, [1.5]):
         with pytest.raises(TypeError, match="expected"):
             batch.add(prompt)
+    for tokens in ([5, 6], 5, "a"):
+        with pytest.raises(TypeError, match=r"^CausalBatch\.step: tokens is of type .* a mapping"):
+            batch.step(tokens)  # type: ignore[arg-type]
     other = batch.add([5])
     with pytest.raises(ValueError, match="2 sequences run; expected a free place"):
         batch.add([5])
     assert list(batch.step()) == [request, other]
+    with pytest.raises(ValueError, match=r"^CausalBatch\.fork: 2 sequences run; expected a free"):
+        batch.fork(request)
     before = batch.length(request)
     with pytest.raises(ValueError, match="a token is -1"):
         batch.step({request: 3, other: -1})
@@ -175,3 +180,13 @@ def test_threads_take_turns(decoding: lmdecode.Decoding) -> None:
         for row in rows:
             assert torch.equal(row, alone.step(tokens)[request])
             tokens = {request: int(row.argmax())}
+
+
+def test_a_length_behind_which_a_window_has_let_go(decoding: lmdecode.Decoding) -> None:
+    batch = decoding.batch(max_requests=1, capacity=200)
+    batch.add(random_tokens(150), request_id="a")
+    batch.step()
+    message = r"^CausalBatch\.truncate: length is 5 for request 'a', which has 150 tokens; expected"
+    with pytest.raises(ValueError, match=message):
+        batch.truncate("a", 5)
+    assert batch.length("a") == 150

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation import utils as generation_utils
 
 import lmdecode
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.causal_models import (
     CASES,
@@ -219,6 +220,57 @@ def test_sampling(arguments: dict[str, Any]) -> None:
     assert not decoding_of(*FEW[-1]).generate(**ragged(), **other).equal(expected)
 
 
+def test_a_seed_below_0_makes_its_row_greedy() -> None:
+    decoding, inputs = decoding_of(*FEW[0]), ragged(rows=2)
+    arguments = {"do_sample": True, "max_new_tokens": 12, "top_k": 20}
+    greedy = decoding.generate(**inputs, do_sample=False, max_new_tokens=12)
+    drawn = decoding.generate(**inputs, seed=[4, 5], **arguments)
+    want = torch.stack((greedy[0], drawn[1]))
+    assert not torch.equal(greedy[0], drawn[0])
+    for seed in ([-1, 5], torch.tensor([-1, 5])):
+        assert decoding.generate(**inputs, seed=seed, **arguments).equal(want)
+        stock = random_model(*FEW[0]).generate(
+            **inputs, seed=seed, custom_generate=sample, **arguments
+        )
+        assert stock.equal(want)
+
+
+def test_greedy_search_has_no_noise() -> None:
+    decoding, options = decoding_of(*FEW[0]), {"do_sample": False, "max_new_tokens": 12}
+    want = decoding.generate(**ragged(), **options)
+    for seed in (7, [7, 8, 9, -1], torch.tensor(3)):
+        assert decoding.generate(**ragged(), seed=seed, **options).equal(want)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_tokens_of_other_integers(kind: torch.dtype, num_beams: int) -> None:
+    inputs, options = ragged(), {"do_sample": False, "max_new_tokens": 8, "num_beams": num_beams}
+    want = decoding_of(*FEW[0]).generate(**inputs, **options)
+    inputs["input_ids"] = inputs["input_ids"].to(kind)
+    got = decoding_of(*FEW[0]).generate(**inputs, **options)
+    assert got.dtype == torch.int64 and got.equal(want)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"use_cache": True},
+        {"use_cache": False},
+        {"use_cache": True, "cache_implementation": "static"},
+        {"cache_implementation": "dynamic", "prefill_chunk_size": 3},
+        {"compile_config": transformers.CompileConfig()},
+        {"generation_config": GenerationConfig(max_new_tokens=8, use_cache=True)},
+    ],
+    ids=lambda a: "+".join(a),
+)
+def test_the_caches_of_transformers_are_of_no_account(arguments: dict[str, Any]) -> None:
+    want = decoding_of(*FEW[0]).generate(**ragged(), do_sample=False, max_new_tokens=8)
+    if "generation_config" not in arguments:
+        arguments = {"do_sample": False, "max_new_tokens": 8} | arguments
+    assert decoding_of(*FEW[0]).generate(**ragged(), **arguments).equal(want)
+
+
 def test_beams_that_are_sampled() -> None:
     arguments = {"do_sample": True, "num_beams": 3, "max_new_tokens": 12, "top_k": 10}
     torch.manual_seed(3)
@@ -287,6 +339,36 @@ def test_a_generation_config_brings_no_warning(monkeypatch: pytest.MonkeyPatch) 
     assert of_decoding == seen
     assert got.equal(expected)
     assert config.use_cache is not False
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 0, 0, 1, 2], [2, 1, 0, 2]], ids=str)
+def test_rows_of_the_same_prompt(
+    order: list[int], case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read once, wherever they stand, and have the bits that they have alone."""
+    options = {
+        "do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    decoding, inputs = decoding_of(*case), ragged()
+    alone = [
+        decoding.generate(**{name: value[row, None] for name, value in inputs.items()}, **options)
+        for row in range(3)
+    ]
+    forward, tokens = CausalCaches.forward, list[int]()
+
+    def counted(self: CausalCaches, ids: Tensor, *others: Any) -> Tensor:
+        tokens.append(len(ids))
+        return forward(self, ids, *others)
+
+    monkeypatch.setattr(CausalCaches, "forward", counted)
+    got = decoding.generate(**{name: value[order] for name, value in inputs.items()}, **options)
+    assert tokens == [sum({row: 20 - 3 * row for row in order}.values())] + [len(order)] * 11
+    for row, other in enumerate(order):
+        assert torch.equal(got.sequences[row], alone[other].sequences[0])
+        for logits, expected in zip(got.logits, alone[other].logits, strict=True):
+            assert torch.equal(logits[row], expected[0])
 
 
 def test_a_result_does_not_depend_on_batch_or_threads(threads: None) -> None:

@@ -23,7 +23,10 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"past_key_values": DynamicCache()}, "^past_key_values: expected None, Decoding hands"),
+        (
+            {"past_key_values": DynamicCache()},
+            r"^past_key_values: expected None, Decoding keeps caches .* store=.* Decoding\.batch",
+        ),
         ({"output_attentions": True}, "^output_attentions: expected False, .* model.generate.. do"),
         ({"output_hidden_states": True}, "^output_hidden_states: expected False"),
         ({"prompt_lookup_num_tokens": 2}, "^prompt_lookup_num_tokens: expected None, .* got 2"),
@@ -33,18 +36,33 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "^num_beam_groups: "),
         ({"do_sample": True, "seed": -1}, "^seed: expected an int >= 0, got -1"),
         ({"do_sample": True, "seed": [1, 2]}, "^seed: expected one number, or one for each of 1"),
+        ({"seed": [1, 2]}, "^seed: expected one number, or one for each of 1"),
+        ({"seed": -1}, "^seed: expected an int >= 0, got -1"),
+        ({"num_beams": 2, "seed": 7}, "^seed: expected None with beams, got 7"),
+        ({"num_beams": 2, "do_sample": True, "seed": [7]}, r"^seed: expected None .*, got \[7\]"),
+        ({"force_words_ids": [[3]], "num_beams": 2, "seed": 7}, "^seed: expected None with beams"),
         ({"do_sample": True, "num_beams": 2, "force_words_ids": [[3]]}, "^do_sample: expected Fal"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "^penalty_alpha: expected None"),
         ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
-        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "^attention_mask: .* on the left"),
-        ({"attention_mask": torch.tensor([[1, 1, 0] * 3])}, "^attention_mask: .* on the left"),
-        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])}, "^attention_mask: .* windows"),
+        (
+            {"attention_mask": torch.tensor([[1] * 8 + [0]])},
+            "^attention_mask: .* on the left, .* got 0 for the last token of row 0",
+        ),
+        ({"attention_mask": torch.tensor([[1, 1, 0] * 3])}, '^att.* left, .* padding_side="left'),
+        ({"attention_mask": torch.zeros(1, 9)}, "^attention_mask: .* one is padding alone"),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])},
+            "^attention_mask: .* alone, got 0 behind 1 in row 0: .* windows",
+        ),
         (
             {"attention_mask": torch.tensor([[0] + [1] * 7])},
             "^attention_mask: expected shape",
         ),
         ({"attention_mask": torch.ones(1, 8).long()}, "^position_ids: expected None, or"),
-        ({"position_ids": torch.arange(9)[None] + 1}, "^position_ids: expected None, or"),
+        (
+            {"position_ids": torch.arange(9)[None] + 1},
+            r"^position_ids: expected None, .*, got \[1, 2, 3, 4, 5, 6, 7, 8\] and more in row 0",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
@@ -52,6 +70,19 @@ def test_what_it_cannot_do(arguments: dict[str, Any], message: str) -> None:
     arguments = {"max_new_tokens": 5, "return_dict_in_generate": True} | arguments
     with pytest.raises(ValueError, match=message):
         decoding_of(*CASE).generate(IDS, **arguments)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("seed", ["abc", 1.5, [1.5]], ids=str)
+def test_seeds_that_are_none(seed: Any, do_sample: bool) -> None:
+    with pytest.raises(TypeError, match=r"seed.* is of type (str|float); expected an int"):
+        decoding_of(*CASE).generate(IDS, seed=seed, do_sample=do_sample, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool], ids=str)
+def test_tokens_that_are_none(kind: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"^input_ids: expected integers, got dtype "):
+        decoding_of(*CASE).generate(IDS.to(kind), max_new_tokens=5)
 
 
 def test_embeddings() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import BloomConfig, MvpConfig
 
 import lmdecode
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers import pack_linears_
 from tests.decoder.decoder_models import make_inputs, make_model
 from tests.support.causal_models import random_model, random_tokens
 
@@ -94,6 +96,39 @@ def test_weights_that_are_not_loaded_are_refused(part: str) -> None:
         lmdecode.Decoding.from_pretrained(model)
 
 
+def test_a_folder_that_save_wrote(tmp_path: Path) -> None:
+    lmdecode.Decoding.from_pretrained(random_model("llama", "plain")).save(tmp_path)
+    with pytest.raises(OSError, match=r"was written by Decoding\.save; expected Decoding\.load"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="none"):
+        lmdecode.Decoding.from_pretrained(tmp_path / "none")
+
+
+def test_what_is_no_model() -> None:
+    config = random_model("llama", "plain").config
+    with pytest.raises(ValueError, match=r"model is a LlamaConfig of type 'llama'; .* the folder"):
+        lmdecode.Decoding.from_pretrained(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "others"),
+    [
+        ("awq", "checkpoints of AWQ and GPTQ there is .*load_quantized$"),
+        ("gptq", "checkpoints of AWQ and GPTQ there is .*load_quantized$"),
+        ("fp8", "other models there is .*pack_linears_$"),
+    ],
+)
+def test_a_folder_of_a_quantized_model(method: str, others: str, tmp_path: Path) -> None:
+    config = copy.deepcopy(random_model("llama", "plain").config)
+    config.quantization_config = {"quant_method": method, "bits": 4}
+    config.save_pretrained(tmp_path)
+    expected = rf"are quantized \({method}\); expected floats; for {others}"
+    with pytest.raises(
+        ValueError, match=rf"^Decoding\.from_pretrained: the weights of .* {expected}"
+    ):
+        lmdecode.Decoding.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "torch.bfloat16"], ids=str)
 def test_spellings_of_a_format(dtype: Any) -> None:
     model = make_model("marian")
@@ -121,3 +156,31 @@ def _config_and_weights() -> tuple[Any, Any]:
     from lmdecode.integrations.transformers.decoding.models import decoder_of
 
     return decoder_of(make_model("marian"))
+
+
+def test_what_stands_in_for_a_model_says_so(tmp_path: Path) -> None:
+    """Of a folder there are no weights but the packed ones: nothing computes with others unseen."""
+    model = random_model("llama", "plain")
+    model.save_pretrained(tmp_path)
+    decoding = lmdecode.Decoding.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 9, 7]])
+    expected = decoding.generate(ids, max_new_tokens=3)
+    stand_in = decoding.model
+    for run in (
+        lambda: stand_in(ids),
+        lambda: stand_in.generate(ids, max_new_tokens=3),
+        lambda: decoding.generate(ids, guidance_scale=2.0, max_new_tokens=3),
+    ):
+        with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM: .* has no weights; expected"):
+            run()
+    for take in (lmdecode.Decoding.from_pretrained, pack_linears_):
+        with pytest.raises(ValueError, match=r"model stands in .* no weights; expected a model"):
+            take(stand_in)
+    copied = pickle.loads(pickle.dumps(decoding))
+    for other in (copied, copy.deepcopy(decoding)):
+        assert other.generate(ids, max_new_tokens=3).equal(expected)
+    stand_in.generate = decoding.generate  # as pipelines call it
+    assert stand_in.generate(ids, max_new_tokens=3).equal(expected)
+    whole = lmdecode.Decoding.from_pretrained(model)  # guidance runs the model itself
+    guided = model.generate(ids, guidance_scale=2.0, max_new_tokens=3, do_sample=False)
+    assert whole.generate(ids, guidance_scale=2.0, max_new_tokens=3).equal(guided)

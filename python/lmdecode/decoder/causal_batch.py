@@ -146,15 +146,20 @@ class CausalBatch:
         ValueError, TypeError
             Names what does not fit; nothing has been changed then.
         """
-        prompt = self._tokens("add", prompt_ids, 0)
+        return self._add("add", prompt_ids, request_id)
+
+    def _add(self, method: str, prompt_ids: Any, request_id: Hashable) -> Hashable:
+        prompt = self._tokens(method, prompt_ids, 0)
         if not self._free:
             raise ValueError(
-                f"{_OP}.add: {len(self._running)} sequences run; expected a free place"
+                f"{_OP}.{method}: {len(self._running)} sequences run; expected a free place"
             )
         if request_id is None:
             request_id = next(n for n in self._numbers if n not in self._running)
         elif request_id in self._running:
-            raise ValueError(f"{_OP}.add: request_id {request_id!r} is in use; expected another")
+            raise ValueError(
+                f"{_OP}.{method}: request_id {request_id!r} is in use; expected another"
+            )
         self._running[request_id] = _Running(self._free.pop(), prompt)
         return request_id
 
@@ -180,7 +185,7 @@ class CausalBatch:
                 f"{_OP}.fork: {len(running.unread)} tokens of request {request!r} have not been "
                 "read; expected a prompt that has been read"
             )
-        fork = self.add([0], request_id=request_id)
+        fork = self._add("fork", [0], request_id)
         child = self._running[fork]
         child.unread, child.length = [], running.length
         parents = torch.arange(self._caches.sequences)
@@ -200,7 +205,13 @@ class CausalBatch:
         running = self._of("truncate", request)
         limits = f"0 to {running.length}, its length"
         length = check_int(f"{_OP}.truncate", "length", length, 0, running.length, limits=limits)
-        self._caches.truncate([running.place], [length])
+        try:
+            self._caches.truncate([running.place], [length])
+        except ValueError as error:
+            raise ValueError(
+                f"{_OP}.truncate: length is {length} for request {request!r}, which has "
+                f"{running.length} tokens; expected a length whose window a layer still keeps"
+            ) from error
         running.length, running.unread = length, []
 
     @_one_at_a_time
@@ -232,6 +243,8 @@ class CausalBatch:
             Names what does not fit; nothing has been read then.
         """
         tokens = {} if tokens is None else tokens
+        if not isinstance(tokens, Mapping):
+            raise type_error(f"{_OP}.step", "tokens", tokens, "a mapping of requests to tokens")
         entries, ids, readers = list[list[int]](), list[int](), list[Hashable]()
         if len(tokens) > self._max_step_tokens:
             raise ValueError(

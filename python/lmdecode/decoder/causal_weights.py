@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ _ALIGNMENT = 64  # bytes
 _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
-_NUM_POSITIONS, _NORMS_ALL_HEADS = 9, 10  # in sizes
-_LOGITS = 5  # in the layout's row of the model
+_EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
+_NUM_MODEL_PARTS, _LOGITS = 7, 5  # in the layout's row of the model
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16 = 0, 1, 2
 
@@ -139,26 +140,64 @@ class PackedCausalModel:
         else:
             embedding_format = _IS_FLOAT32 if weight_format == "float32" else _IS_BFLOAT16
         self.max_positions = None if weights.positions is None else weights.positions.shape[0]
-        self._set_numbers(embedding_format, len(weights.rotary))
+        self._set_numbers(embedding_format)
         self._set_caches()
         self._pack(weights, embedding_format)
 
     @classmethod
     def of_packed(
-        cls,
-        config: CausalConfig,
-        weight_format: str,
-        sizes: list[int],
-        numbers: list[float],
-        layout: Tensor,
+        cls, config: CausalConfig, weight_format: str, facts: Mapping[str, Any]
     ) -> PackedCausalModel:
-        """Return a model whose weights have been packed before; ``memory`` is to be set."""
+        """Return a model whose weights have been packed before; ``memory`` is to be set.
+
+        Parameters
+        ----------
+        config, weight_format
+            As it was made of.
+        facts
+            Its ``facts()``.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Facts are missing, or of another type or shape. That they fit the memory is for the ops
+            to see.
+        """
         model = cls.__new__(cls)
-        model.config, model.weight_format = config, weight_format
-        model.sizes, model.numbers, model.layout = sizes, numbers, layout
-        model.max_positions = sizes[_NUM_POSITIONS] or None
+        model.config, model.weight_format = config, check_format("Decoding", weight_format, FORMATS)
+        model.max_positions = facts["max_positions"]
+        model._set_numbers(facts["embedding_format"])
+        model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
         model._set_caches()
+        for name, part in model._offsets().items():
+            offsets = torch.tensor(facts[name], dtype=torch.int64)
+            if offsets.shape != part.shape:
+                raise ValueError(
+                    f"{name} has shape {list(offsets.shape)}; expected {list(part.shape)}"
+                )
+            part.copy_(offsets)
         return model
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells, beside config and format, how the memory is to be read."""
+        return {
+            "embedding_format": self.sizes[_EMBEDDING_FORMAT],
+            "max_positions": self.max_positions,
+            "norms_all_heads": bool(self.sizes[_NORMS_ALL_HEADS]),
+            **{name: part.tolist() for name, part in self._offsets().items()},
+        }
+
+    def _offsets(self) -> dict[str, Tensor]:
+        """Return the layout without what the config tells: where parts of the memory begin."""
+        return {
+            "model_offsets": self.layout[0, :_NUM_MODEL_PARTS],
+            "layer_offsets": self.layout[1:, 4:],
+        }
+
+    @property
+    def head_offset(self) -> int:
+        """Where the projection to the vocabulary, which is packed, begins in the memory."""
+        return int(self.layout[0, _LOGITS])
 
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
@@ -168,7 +207,7 @@ class PackedCausalModel:
             for column, name in enumerate(CausalLayerWeights._fields, start=4)
             if name in sizes
         ]
-        head = (int(self.layout[0, _LOGITS]), sizes["logits"])
+        head = (self.head_offset, sizes["logits"])
         of_layers = [
             (int(row[column]), size) for row in self.layout[1:] for column, size in of_layer
         ]
@@ -199,7 +238,7 @@ class PackedCausalModel:
                 f"num_layers, {c.num_layers}"
             )
 
-    def _set_numbers(self, embedding_format: int, num_rotary: int) -> None:
+    def _set_numbers(self, embedding_format: int) -> None:
         c = self.config
         assert c.rotary_size is not None and c.attention_scale is not None
         self.sizes = [
@@ -211,7 +250,7 @@ class PackedCausalModel:
             c.ffn_size,
             c.vocab_size,
             c.rotary_size,
-            num_rotary,
+            len(c.rotary_scales),
             self.max_positions or 0,
             0,  # norms_all_heads: the layers tell
             NORMS[c.norm],
@@ -231,18 +270,27 @@ class PackedCausalModel:
         ]
 
     def _set_caches(self) -> None:
-        """Put layers with a window into a cache that lets go of what is behind it."""
+        """Put layers with a window into a cache that lets go of what is behind it.
+
+        The layout says so, and has no parts yet.
+        """
         windows = self.config.windows
         widest = max((window for window in windows if window is not None), default=0)
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
-        self._cache_of_layer: list[tuple[int, int]] = [(0, 0)] * len(windows)
+        self.layout = torch.full((len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64)
         for has_window in (False, True):
             layers = [i for i, w in enumerate(windows) if (w is not None) == has_window]
             if not layers:
                 continue
             for place, layer in enumerate(layers):
-                self._cache_of_layer[layer] = (len(self.cache_windows), place)
+                numbers = [
+                    windows[layer] or 0,
+                    _NONE if (rotary := self.config.rotary[layer]) is None else rotary,
+                    len(self.cache_windows),
+                    place,
+                ]
+                self.layout[layer + 1, :4] = torch.tensor(numbers)
             self.cache_windows.append(widest if has_window else 0)
             self.cache_layers.append(len(layers))
 
@@ -285,14 +333,7 @@ class PackedCausalModel:
         }
 
     def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
-        c = self.config
-        layout = torch.full((c.num_layers + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64)
-        for i in range(c.num_layers):
-            window, rotary = c.windows[i], c.rotary[i]
-            cache, place = self._cache_of_layer[i]
-            layout[i + 1, :4] = torch.tensor(
-                [window or 0, _NONE if rotary is None else rotary, cache, place]
-            )
+        c, layout = self.config, self.layout
         # Pages that nothing is written to are never had of the system.
         memory, used = new_memory(self._most_bytes(weights)), 0
         linear = linear_shapes(c)
@@ -335,4 +376,4 @@ class PackedCausalModel:
                     if value is not None:
                         put(i + 1, column, name, value)
             self.sizes[_NORMS_ALL_HEADS] = int(bool(norms_all_heads))
-        self.memory, self.layout = memory[:used], layout
+        self.memory = memory[:used]

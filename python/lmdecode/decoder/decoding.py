@@ -22,7 +22,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.saved_model import load_packed, save_packed
+from lmdecode.decoder.saved_model import MANIFEST, load_packed, save_packed
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
@@ -127,8 +127,8 @@ class Decoding:
             See the class.
         keep_model : bool
             Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
-            False: a causal model's stand-in without weights, which ``generate`` needs; so it is
-            where the folder of one was given.
+            False: a causal model's stand-in without weights, which ``generate`` needs; so it always
+            is where the weights of a folder are read one after the other.
 
         Raises
         ------
@@ -137,18 +137,38 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+        from lmdecode.integrations.transformers.decoding.checkpoint import (
+            skeleton,
+            without_weights,
+        )
         from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
 
-        if isinstance(model, (str, os.PathLike)):
-            model, config, weights = load_parts(model)
+        is_loaded_here = isinstance(model, (str, os.PathLike))
+        if is_loaded_here:
+            try:
+                model, config, weights = load_parts(model)
+            except OSError as error:
+                if not (Path(model) / MANIFEST).is_file():
+                    raise
+                raise OSError(
+                    f"Decoding.from_pretrained: {model} was written by Decoding.save; expected "
+                    "Decoding.load, or the folder of a model of transformers"
+                ) from error
+        elif not hasattr(model, "config"):
+            raise ValueError(
+                f"Decoding.from_pretrained: model is a {type(model).__name__} of type "
+                f"{getattr(model, 'model_type', None)!r}; expected a model of transformers, or the "
+                "folder or name of one"
+            )
         else:
             config, weights = parts_of(model)
-            if not keep_model and isinstance(config, CausalConfig):
-                configs = copy.deepcopy((model.config, model.generation_config))
-                model = skeleton(*configs)  # of their own: transformers writes the dtype to one
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
+        if not keep_model and isinstance(config, CausalConfig):
+            if is_loaded_here:
+                model = without_weights(model)
+            else:  # configs of their own: transformers writes the dtype to one
+                model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
         decoding.model = model
         if isinstance(decoding.decoder, PackedDecoder):
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
@@ -163,7 +183,8 @@ class Decoding:
         ----------
         folder
             Is made; a model that it holds is replaced, once this one is written whole. It holds the
-            model's config, and the tokenizer's files where the model's own folder has some.
+            model's config, and the tokenizer's files where the model's own folder has some. One
+            writer at a time.
 
         Raises
         ------
@@ -176,11 +197,12 @@ class Decoding:
             raise ValueError(
                 "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
             )
-        save_packed(Path(folder), self.decoder, cache_dtype=self.cache_dtype)
+        files: dict[str, bytes] = {}
         if self.model is not None:
-            from lmdecode.integrations.transformers.decoding.checkpoint import save_beside
+            from lmdecode.integrations.transformers.decoding.checkpoint import files_of
 
-            save_beside(self.model, Path(folder))
+            files = files_of(self.model)
+        save_packed(Path(folder), self.decoder, files, cache_dtype=self.cache_dtype)
 
     @classmethod
     def load(
@@ -215,7 +237,7 @@ class Decoding:
         decoding.decoder, decoding.model, decoding.encoder = packed, None, None
         kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
         decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
-        if (Path(folder) / "config.json").is_file():
+        if "config.json" in manifest["files"]:
             from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
 
             decoding.model = skeleton_of(Path(folder))
@@ -333,12 +355,16 @@ class Decoding:
             ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
             not have are called step by step. A decoder-only model also takes ``do_sample`` with
             ``seed``, ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
-            ``beam_search`` of ``lmdecode.integrations.transformers`` do.
+            ``beam_search`` of ``lmdecode.integrations.transformers`` do. How transformers would
+            keep caches and compile has no meaning here and no effect: ``use_cache``,
+            ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``, ``compile_config``.
 
         Raises
         ------
         ValueError
-            Names an argument that this cannot do; nothing is ignored.
+            Names an argument that this cannot do; no other is ignored.
+        TypeError
+            Names an argument of another type: a store, a session, a seed.
         """
         if self.model is None:
             raise ValueError(
@@ -359,12 +385,12 @@ class Decoding:
             loop = self._decoder_loop(self.decoder, arguments)
         # A cache is of no use here, and a good part of a small model's call to prepare.
         config = arguments.get("generation_config")
-        if "use_cache" not in arguments:
-            if config is None:
-                arguments["use_cache"] = False
-            else:  # beside which generate() does not want arguments
-                arguments["generation_config"] = config = copy.deepcopy(config)
-                config.use_cache = False
+        if config is None:
+            arguments["use_cache"] = False
+        else:  # beside which generate() does not want arguments
+            arguments["generation_config"] = config = copy.deepcopy(config)
+            config.use_cache = False
+            arguments.pop("use_cache", None)
         model = self.model
         if self.encoder is not None:
             from lmdecode.integrations.transformers.decoding.encoding import with_encoder

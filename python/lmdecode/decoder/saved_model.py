@@ -1,7 +1,8 @@
 """Packed weights of a decoder-only model in a folder: written once, mapped by every process.
 
-The folder holds ``lmdecode.json``, which says what the model is, and the file of weights that it
-names. The weights are in the order that a processor reads them: they are mapped as they are.
+The folder holds ``lmdecode.json``, which says what the model is, and the files that it names: the
+weights, and what transformers knows of the model. The weights are in the order that a processor
+reads them: they are mapped as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import warnings
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
@@ -27,63 +30,109 @@ from lmdecode.decoder.huge_memory import new_memory
 __all__ = ["MANIFEST", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
-_VERSION = 1
-_HEADER_BYTES = 24  # of a packed weight: what it is, and the tile that it is cut into
+_VERSION = 2
+_CONFIGS = ("config.json", "generation_config.json")
+_TILE = slice(8, 20)  # bytes of a packed weight, in PackedHeader of csrc/linear/packed_layout.h
 
 
-def _tile(weight_format: str) -> str:
-    """Return how this process cuts weights of a format: those cut otherwise are of no use to it."""
-    packed = ops.pack_linear(torch.zeros(1, 1), FORMATS[weight_format])
-    return bytes(packed[:_HEADER_BYTES].tolist()).hex()
+def _is_cut_as_here(model: PackedCausalModel) -> bool:
+    """Whether this process's kernels read weights that are cut as the model's are."""
+    own = ops.pack_linear(torch.zeros(1, 1), FORMATS[model.weight_format])
+    return torch.equal(own[_TILE], model.memory[model.head_offset :][_TILE])
 
 
-def _replace(path: Path, data: Any) -> None:
-    """Write a file whole, or leave what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _write(folder: Path, files: Mapping[str, Any]) -> None:
+    """Write files, all of them or none; the last one, the manifest, when the others are there."""
+    temporaries = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for name, data in files.items():
+            with open(temporaries[name], "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        # While names change hands there is no model, rather than one of another one's parts.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name, temporary in temporaries.items():
+            os.replace(temporary, folder / name)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
-def save_packed(folder: Path, model: PackedCausalModel, **more: Any) -> None:
-    """Write a model's weights to a folder, which is made; one that is there is replaced.
+def _bad(folder: Path, what: str) -> ValueError:
+    return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    """Return that of a manifest without it."""
+    others = {name: value for name, value in manifest.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder, as it was written; raise for what ``load_packed`` does."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        version, crc = manifest["version"], manifest.get("crc32")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
+    if version != _VERSION:
+        raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
+    if crc != (expected := _checksum(manifest)):
+        raise _bad(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
+    return manifest
+
+
+def _files_before(folder: Path) -> set[str]:
+    """Return the files that the save before made, none where its manifest cannot be read."""
+    try:
+        manifest = _read_manifest(folder)
+    except (OSError, ValueError):
+        return set()
+    names = [name for name, is_made in manifest["files"].items() if is_made]
+    names.append(manifest["weights"]["file"])
+    return {name for name in names if Path(name).name == name}
+
+
+def save_packed(
+    folder: Path, model: PackedCausalModel, files: Mapping[str, bytes], **more: Any
+) -> None:
+    """Write a model to a folder, which is made; one that is there is replaced.
+
+    One writer at a time. Of the model that is replaced the files go that were made for it.
 
     Parameters
     ----------
     folder, model
         Where, and what.
+    files
+        Beside the weights, by their names; the manifest names them.
     **more
-        Kept beside, to be returned by ``load_packed``.
+        Kept in the manifest, to be returned by ``load_packed``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     memory = bytes_of(model.memory)
     crc = zlib.crc32(memory)
-    name = f"weights-{crc:08x}.bin"
-    _replace(folder / name, memory)
-    manifest = {
+    name, before = f"weights-{crc:08x}.bin", _files_before(folder)
+    manifest: dict[str, Any] = {
         "version": _VERSION,
         "config": dataclasses.asdict(model.config),
         "weight_format": model.weight_format,
-        "tile": _tile(model.weight_format),
-        "sizes": model.sizes,
-        "numbers": model.numbers,
-        "layout": model.layout.tolist(),
+        "facts": model.facts(),
         "weights": {"file": name, "bytes": len(memory), "crc32": crc},
+        # Whether this or a save before made it: what was there is the user's, and stays.
+        "files": {file: file in before or not (folder / file).exists() for file in files},
         **more,
     }
-    _replace(folder / MANIFEST, json.dumps(manifest).encode())
-    for other in folder.glob("weights-*.bin"):
-        if other.name != name:
-            other.unlink()
-
-
-def _bad(folder: Path, what: str) -> ValueError:
-    return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
+    manifest["crc32"] = _checksum(manifest)
+    written = {name: memory, **files, MANIFEST: json.dumps(manifest).encode()}
+    _write(folder, written)
+    for other in before - written.keys():
+        (folder / other).unlink(missing_ok=True)
 
 
 def _packed_again(model: PackedCausalModel) -> Tensor:
@@ -105,41 +154,37 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     ValueError
         It is damaged, or of another version.
     """
+    manifest = _read_manifest(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, weights = manifest["version"], manifest["weights"]
-        if version == _VERSION:
-            config = dict(manifest["config"])
-            for name in ("windows", "rotary", "rotary_scales"):
-                config[name] = tuple(config[name])
-            model = PackedCausalModel.of_packed(
-                CausalConfig(**config),
-                manifest["weight_format"],
-                [int(size) for size in manifest["sizes"]],
-                [float(number) for number in manifest["numbers"]],
-                torch.tensor(manifest["layout"], dtype=torch.int64),
-            )
-        path, size = folder / str(weights["file"]), int(weights["bytes"])
-        crc, tile = int(weights["crc32"]), manifest["tile"]
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
-        ) from None
-    except (KeyError, TypeError, ValueError) as error:
+        weights = manifest["weights"]
+        model = PackedCausalModel.of_packed(
+            CausalConfig(**manifest["config"]), manifest["weight_format"], manifest["facts"]
+        )
+        path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
+        configs = [name for name in _CONFIGS if name in manifest["files"]]
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
-    if version != _VERSION:
-        raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
+    for name in configs:
+        if not (folder / name).is_file():
+            raise _bad(folder, f"has no {name}, which its {MANIFEST} names")
     if not path.is_file() or path.stat().st_size != size:
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
         raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")
     model.memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     if verify and zlib.crc32(bytes_of(model.memory)) != crc:
         raise _bad(folder, f"has other bytes in {path.name} than were written")
-    if tile != _tile(model.weight_format):
+    is_cut_as_here = _is_cut_as_here(model)
+    try:
+        if not is_cut_as_here:
+            model.memory = _packed_again(model)
+        nothing = torch.empty(0, dtype=torch.int64)
+        CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
+    except (RuntimeError, ValueError) as error:
+        raise _bad(folder, f"has other weights than its {MANIFEST} says ({error})") from error
+    if not is_cut_as_here:
         warnings.warn(
             f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
             "packed again, in memory of this process; save the model to have them mapped",
             stacklevel=3,
         )
-        model.memory = _packed_again(model)
     return model, manifest

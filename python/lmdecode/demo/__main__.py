@@ -61,24 +61,33 @@ def main() -> int:
         "--store", type=Path, metavar="DIR", help="of chat: where talks are kept (default: in the "
         "user's cache)",
     )  # fmt: skip
-    parser.add_argument("--session", default="chat", help="of chat: the name of the talk")
-    parser.add_argument("--dtype", default="int8", help="of chat: the weights (default int8)")
+    parser.add_argument("--session", help="of chat: the name of the talk (default chat)")
+    parser.add_argument("--dtype", help="of chat: the weights (default int8)")
     parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
     arguments = parser.parse_intermixed_args()
     tokens: int | None = arguments.tokens
     if tokens is not None and tokens < 1:
         parser.error(f"--tokens is {tokens}; expected at least 1")
-    if arguments.demos == ["chat"]:
-        options = (arguments.store, arguments.session, arguments.dtype, tokens or _CHAT_TOKENS)
-        return _told(lambda: chat.run(arguments.model, *options))
+    is_chat = arguments.demos == ["chat"]
+    for option in ("plot", "quick") if is_chat else ("store", "session", "dtype"):
+        if getattr(arguments, option):
+            whose = "not of chat" if is_chat else "of chat alone"
+            parser.error(f"--{option} is {whose}")
+    if is_chat:
+        session, count = arguments.session or "chat", tokens or _CHAT_TOKENS
+        return _told(
+            lambda: chat.run(arguments.model, arguments.store, session, arguments.dtype, count)
+        )
     names: list[str] = arguments.demos or [*_NAMES]
     words: list[str] = []
     if "g2p" in arguments.demos:
         end = names.index("g2p") + 1
         names, words = names[:end], names[end:]
     for name in names:
+        if name == "chat":
+            parser.error("chat is given beside others; expected it alone")
         if name not in _NAMES:
-            parser.error(f"there is no demo {name!r}; expected {', '.join(_NAMES)}")
+            parser.error(f"there is no demo {name!r}; expected {', '.join(_NAMES)}, or chat alone")
     if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
         parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
     if len(names) > 1:

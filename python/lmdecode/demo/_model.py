@@ -7,9 +7,29 @@ from typing import Any
 
 import torch
 
-from lmdecode.demo._output import DemoError, readable_path, require
+from lmdecode.demo._output import DemoError, one_line, readable_path, require
 
-__all__ = ["load_model", "print_model"]
+__all__ = ["load_model", "load_tokenizer", "print_model"]
+
+# What the files of tokenizers are called.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder.
+
+    Raises
+    ------
+    DemoError
+        There is none, or it cannot be loaded.
+    """
+    transformers = require("transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of the packages, too, that read the files
+        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+            raise DemoError(f"no tokenizer in {folder}") from error
+        raise DemoError(f"cannot load the tokenizer in {folder}: {one_line(error)}") from error
 
 
 def load_model(
@@ -35,12 +55,11 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = {} if dtype is None else {"dtype": dtype}
+    tokenizer = load_tokenizer(folder)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = getattr(transformers, auto_class).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
-        message = str(error).strip().splitlines()[0]
-        raise DemoError(f"cannot load the model in {folder}: {message}") from error
+        raise DemoError(f"cannot load the model in {folder}: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer

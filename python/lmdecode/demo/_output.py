@@ -19,6 +19,11 @@ class DemoError(Exception):
     """Ends a demo with its text, a line for the user, and exit status 1."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error says, in a line."""
+    return " ".join(str(error).split())
+
+
 def require(package: str) -> ModuleType:
     """Import an optional package.
 

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 
 import lmdecode
-from lmdecode.demo._output import DemoError, model_folder, readable_path, require
+from lmdecode._checks import check_format
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.config import FORMATS
+from lmdecode.demo._model import load_tokenizer
+from lmdecode.demo._output import DemoError, model_folder, one_line, readable_path, require
 
 CAPACITY_BYTES = 1 << 30
+DEFAULT_DTYPE = "int8"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
 
 
@@ -61,8 +66,49 @@ class Template:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def _decoding_of(folder: Path, dtype: str | None) -> lmdecode.Decoding:
+    """Return the model of a folder; a saved one is in the format that it was saved in."""
+    if not (folder / "lmdecode.json").is_file():
+        return lmdecode.Decoding.from_pretrained(folder, dtype or DEFAULT_DTYPE)
+    decoding = lmdecode.Decoding.load(folder)
+    assert isinstance(decoding.decoder, PackedCausalModel)
+    saved = decoding.decoder.weight_format
+    if dtype is not None and check_format("demo chat", dtype, FORMATS) != saved:
+        raise DemoError(f"--dtype is {dtype}; expected {saved}, in which {folder} was saved")
+    return decoding
+
+
+def _opened(path: Path, fingerprint: Any) -> Any:
+    from lmdecode.store import KVStore, StoreError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return KVStore(path, fingerprint=fingerprint, capacity_bytes=CAPACITY_BYTES)
+    except (OSError, StoreError) as error:
+        raise DemoError(f"--store {path}: {one_line(error)}") from error
+
+
+def _talks_of_others(path: Path, session: str, fingerprint: Any) -> list[str]:
+    """Return which other models, or formats of one, have a talk of this name in a folder."""
+    from lmdecode.store import Fingerprint, KVStore, StoreError
+
+    found = []
+    for file in sorted(path.glob("*/fingerprint.json")):
+        try:
+            other = Fingerprint.decoded(file.read_bytes())
+            if other == fingerprint:
+                continue
+            with KVStore(path, fingerprint=other, readonly=True) as store:
+                has_talk = any(name == session for name, _ in store.sessions())
+        except (OSError, StoreError, TypeError, ValueError):  # it is of no account here
+            continue
+        if has_talk:  # the layout names the format of weights and the level of the CPU
+            found.append(", ".join([other.model_id, *other.layout.split("/")[1:]]))
+    return found
+
+
 def run(
-    model_path: Path | None, store_path: Path | None, session: str, dtype: str, tokens: int
+    model_path: Path | None, store_path: Path | None, session: str, dtype: str | None, tokens: int
 ) -> None:
     """Talk until the end of the input, or an empty line.
 
@@ -76,7 +122,7 @@ def run(
     session
         Name of the talk.
     dtype
-        Format of the weights.
+        Format of the weights; None: int8, or that of a saved model.
     tokens
         The most tokens of an answer.
 
@@ -86,26 +132,22 @@ def run(
         Something is missing, or the model is one that ``Decoding`` does not run.
     """
     transformers = require("transformers")
-    from lmdecode.store import KVStore
-
     transformers.utils.logging.set_verbosity_error()
     folder, path = model_folder(model_path), store_path or default_store()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        if (folder / "lmdecode.json").is_file():
-            decoding = lmdecode.Decoding.load(folder)
-        else:
-            decoding = lmdecode.Decoding.from_pretrained(folder, dtype)
+        decoding = _decoding_of(folder, dtype)
     except (OSError, ValueError) as error:
-        raise DemoError(str(error).splitlines()[0]) from error
+        raise DemoError(one_line(error)) from error
+    tokenizer = load_tokenizer(folder)
     template = Template(tokenizer)
     fingerprint = decoding.fingerprint(tokenizer)
-    path.mkdir(parents=True, exist_ok=True)
-    with KVStore(path, fingerprint=fingerprint, capacity_bytes=CAPACITY_BYTES) as store:
+    with _opened(path, fingerprint) as store:
         said = list(store.session(session).tokens)
         print(f"Model: {readable_path(folder)}. Talk {session!r} in {path}.")
         if said:
             print(f"It goes on behind {len(said)} tokens.")
+        elif others := _talks_of_others(path, session, fingerprint):
+            print(f"It begins anew: the talk {session!r} there is of {'; '.join(others)}.")
         print("Write a line; an empty one ends the talk.", flush=True)
         while True:
             print("> ", end="", flush=True)
@@ -117,14 +159,17 @@ def run(
             streamer = transformers.TextStreamer(
                 tokenizer, skip_prompt=True, skip_special_tokens=True
             )
-            ids = decoding.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=tokens,
-                store=store,
-                session=session,
-                streamer=streamer,
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-                **SAMPLING,
-            )
+            try:
+                ids = decoding.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                    max_new_tokens=tokens,
+                    store=store,
+                    session=session,
+                    streamer=streamer,
+                    pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+                    **SAMPLING,
+                )
+            except ValueError as error:  # such as a talk that is longer than the model's positions
+                raise DemoError(one_line(error)) from error
             said = ids[0].tolist()

@@ -15,6 +15,7 @@ from lmdecode.demo._output import (
     aligned_table,
     bar_chart,
     model_folder,
+    one_line,
     quoted,
     readable_path,
     require_packages,
@@ -68,11 +69,11 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
-    model, tokenizer = load_model(folder, torch.float32)
-    try:
+    try:  # before the tokenizer is asked for, which a model that is not supported may lack
         engines = {name: lmdecode.Decoding.from_pretrained(folder, name) for name in FORMATS}
-    except ValueError as error:
-        raise DemoError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise DemoError(one_line(error)) from error
+    model, tokenizer = load_model(folder, torch.float32)
     print_model(folder, model)
     inputs = tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
     ids = engines["float32"].generate(**inputs, max_new_tokens=tokens, **_SEARCHES["4 beams"])

@@ -231,7 +231,7 @@ def test_models_of_other_types() -> None:
         (
             "qwen2",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has 'sliding_attention', sliding_window is None",
+            "layer_types has 'sliding_attention', sliding_window is None; expected a number",
         ),
         (
             "qwen2",

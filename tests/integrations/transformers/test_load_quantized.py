@@ -190,7 +190,8 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
 
 
-def test_biases_that_the_checkpoint_alone_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["", "pytorch_model.bin", "names of AutoModel", "AutoModel"])
+def test_biases_that_the_checkpoint_alone_has(case: str, tmp_path: Path) -> None:
     """Older programs that write GPTQ's checkpoints give every layer a bias."""
     want = write(tmp_path, GPTQ, llama(attention_bias=False))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -198,7 +199,28 @@ def test_biases_that_the_checkpoint_alone_has(tmp_path: Path) -> None:
         if is_linear(module) and name != "lm_head":
             tensors[f"{name}.bias"] = torch.randn(len(module.weight)).half()
             module.bias = nn.Parameter(tensors[f"{name}.bias"].float())
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    if case == "names of AutoModel":
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    if case == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(tensors, tmp_path / case)
+    else:
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    if case == "AutoModel":  # it has no head
+        got = llama().requires_grad_(False)
+        got.model = load_quantized(
+            tmp_path, dtype=torch.float32, model_class=transformers.AutoModel
+        )  # fmt: skip
+        got.lm_head.load_state_dict(want.lm_head.state_dict())
+    else:
+        got = load_quantized(tmp_path, dtype=torch.float32)
+    check(got, want, torch.float32)
+
+
+def test_a_quantised_head_stays_apart_where_the_config_ties_it(tmp_path: Path) -> None:
+    """As transformers unties a head that differs from the embedding."""
+    want = write(tmp_path, {**AWQ, "lm_head": True}, llama())
+    change_config(tmp_path, tie_word_embeddings=True)
     check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
 
 
@@ -220,11 +242,14 @@ Q_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj
          "checkpoint_format of quantization_config is 'marlin'; expected 'gptq' or 'gptq_v2'"),
         ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "format of .* is 'bitblas'"),
         ({**AWQ, "group_size": 48}, "group_size of .* is 48; expected 32 or 64 or 128 or -1"),
+        ("awq", "quantization_config of .*config.json is 'awq'; expected names and values"),
         ({**AWQ, "group_size": 64}, r"proj.scales has shape \[\d+, \d+\]; expected \["),
         ({**GPTQ, "group_size": 32}, r"model.layers.0.\S+: packed_from_gptq: "),
     ],
 )  # fmt: skip
-def test_other_checkpoints(settings: dict[str, Any] | None, message: str, tmp_path: Path) -> None:
+def test_other_checkpoints(
+    settings: dict[str, Any] | str | None, message: str, tmp_path: Path
+) -> None:
     write(tmp_path, AWQ, llama())
     change_config(tmp_path, quantization_config=settings)
     with pytest.raises(ValueError, match=f"^load_quantized: .*{message}"):
@@ -263,11 +288,72 @@ def _set(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
     ],
 )  # fmt: skip
 def test_damaged_checkpoints(edit: Callable[[dict], None], message: str, tmp_path: Path) -> None:
-    write(tmp_path, GPTQ, llama())
-    tensors = load_file(tmp_path / "model.safetensors")
+    _refused(GPTQ, edit, message, tmp_path)
+
+
+def _refused(
+    settings: dict[str, Any], edit: Callable[[dict], None], message: str, folder: Path
+) -> None:
+    write(folder, settings, llama())
+    tensors = load_file(folder / "model.safetensors")
     edit(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"^load_quantized: .*{message}"):
+        load_quantized(folder)
+
+
+@pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_set(f"{UP_PROJ}.scales", lambda t: t.int()), f"{UP_PROJ}: .* scales has dtype int32"),
+        (_set(f"{UP_PROJ}.scales", lambda t: t / 0), f"{UP_PROJ}: .* scales holds infinities"),
+        (lambda tensors: tensors.update({f"{UP_PROJ}.weight": torch.ones(256, 128).half()}),
+         f"the checkpoint has {UP_PROJ}.weight beside {UP_PROJ}.qweight"),
+        (_set(f"{Q_PROJ}.bias", lambda t: t[:3]),
+         rf"{Q_PROJ}.bias has shape \[3\]; expected \[128\]"),
+        (_set("model.norm.weight", lambda t: t[:3]),
+         r"model.norm.weight has shape \[3\]; expected \[128\]"),
+    ],
+)  # fmt: skip
+def test_damaged_layers(
+    settings: dict[str, Any], edit: Callable[[dict], None], message: str, tmp_path: Path
+) -> None:
+    _refused(settings, edit, message, tmp_path)
+
+
+def test_sizes_that_may_differ(tmp_path: Path) -> None:
+    """transformers' option: what has another shape is made anew."""
+    write(tmp_path, AWQ, llama())
+    change_config(tmp_path, vocab_size=208)
+    got = load_quantized(tmp_path, ignore_mismatched_sizes=True)
+    assert got.lm_head.weight.shape == (208, 128) and len(packed(got)) == 14
+
+
+def test_biases_that_have_no_place(tmp_path: Path) -> None:
+    """Names that an option maps are not known when room is made."""
+    write(tmp_path, AWQ, llama())
+    change_config(tmp_path, attention_bias=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"foo.{name}".replace("foo.model.", "foo."): t for name, t in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\S+_proj.bias; expected no"):
+        load_quantized(tmp_path, key_mapping={"^foo.lm_head": "lm_head", "^foo": "model"})
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", ["cut", "other"])
+def test_damaged_files(file: str, content: str, tmp_path: Path) -> None:
+    write(tmp_path, AWQ, llama())
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / file
+    if file == "model.safetensors":
+        save_file(tensors, path, {"format": "pt"})
+    else:
+        torch.save(tensors, path)
+    path.write_bytes(path.read_bytes()[:-100] if content == "cut" else b"hello world" * 10)
+    with pytest.raises(ValueError, match=f"^load_quantized: .*{file} cannot be read: "):
         load_quantized(tmp_path)
 
 
@@ -276,6 +362,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         load_quantized(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model_class is of type str; expected a class with from_"):
         load_quantized(tmp_path, model_class="llama")
+    for name in ("config", "quantization_config", "output_loading_info"):
+        with pytest.raises(ValueError, match=f"load_quantized: {name} is given; expected none"):
+            load_quantized(tmp_path, **{name: None})
     with pytest.raises(FileNotFoundError, match="expected a model's folder"):
         load_quantized(tmp_path)
     quantizer = AutoHfQuantizer.from_config(_QuantizedConfig(AWQ), pre_quantized=True)

@@ -211,6 +211,13 @@ def test_packed_weights_are_counted() -> None:
     assert is_counted(model) and model.lm_head.layer.packed.equal(before)
 
 
+def test_the_buffer_stays_that_of_the_layer() -> None:
+    module = PackedLinearModule(PackedLinear(torch.ones(4, 4)))
+    with pytest.raises(ValueError, match="packed cannot be set"):
+        module.packed = torch.zeros(3)
+    assert module.packed is module.layer.packed
+
+
 def test_state_dicts_are_refused() -> None:
     state = llama().state_dict()
     model = pack_linears_(llama())
@@ -255,6 +262,8 @@ WRONG: WrongCalls = {
     "skip, a str": ("skip is of type str; expected a sequence of str", TypeError,
                     lambda: pack_linears_(LINEARS, skip="lm_head")),
     "skip, numbers": ("skip is of type int", TypeError, lambda: pack_linears_(LINEARS, skip=[1])),
+    "skip, no name": ("skip has 'lm_heed', which is in the name of no module", ValueError,
+                      lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"])),
     "meta": ("0.1 is on meta; expected a model on cpu", ValueError, lambda: pack_linears_(
         nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta"))))),
     "float64": ("1 has dtype float64", ValueError, lambda: pack_linears_(
@@ -266,3 +275,16 @@ WRONG: WrongCalls = {
 def test_wrong_calls(name: str) -> None:
     assert_refused(*WRONG[name])
     assert type(LINEARS[0]) is nn.Linear and LINEARS[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, lambda inputs, outputs: Conv1D(outputs, inputs)])
+def test_a_later_layer_of_too_many_inputs(kind: Callable[[int, int], nn.Module]) -> None:
+    """It is known before the first layer is packed."""
+    model = nn.Sequential(kind(4, 4), kind((1 << 17) + 1, 1))
+    message = (
+        "^pack_linears_: 1: weight has 131073 input features; expected at most 131072 for int8"
+    )
+    with pytest.raises(ValueError, match=message):
+        pack_linears_(model)
+    assert not packed(model) and model[0].weight.requires_grad
+    assert len(packed(pack_linears_(model, "int4"))) == 2

@@ -81,16 +81,24 @@ WRONG: WrongCalls = {
                             lambda: packed_from_awq(AWQ[0].long(), *AWQ[1:])),
     "awq, qzeros: a shape": (r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
                              ValueError, lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S)),
-    "awq, scales: beyond float16": ("scales holds numbers that float16 does not hold", ValueError,
-                                    lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9)),
+    "awq, scales: beyond float16": (
+        r"scales holds numbers that float16 does not hold, 0\.\d+ the first of them; expected",
+        ValueError, lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9)),
     "gptq, scales: a shape": (r"scales is of \[4, 71\]", ValueError,
                               lambda: packed_from_gptq(*GPTQ[:2], S[:, :71])),
     "gptq, scales: a vector": (r"scales has shape \[72\]; expected two", ValueError,
                                lambda: packed_from_gptq(*GPTQ[:2], S[0])),
     "gptq, g_idx: a size": (r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]", ValueError,
                             lambda: packed_from_gptq(*GPTQ, torch.arange(3))),
-    "gptq, g_idx: another number": ("does not have 64 inputs of each of 4 groups", ValueError,
-                                    lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int())),
+    "gptq, g_idx: another number": (
+        "does not have 64 inputs of each of 4 groups, but 256 of group 0; expected 64 of each from "
+        "0 to 3", ValueError, lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int())),
+    "gptq, g_idx: a group beyond": (
+        "does not have 64 inputs of each of 4 groups, but 64 of group 4; expected", ValueError,
+        lambda: packed_from_gptq(*GPTQ, torch.arange(1, 5).repeat_interleave(64))),
+    "gptq, g_idx: a group before": (
+        "does not have 64 inputs of each of 4 groups, but 64 of group -1; expected", ValueError,
+        lambda: packed_from_gptq(*GPTQ, torch.arange(-1, 3).repeat_interleave(64))),
     "gptq, zero_offset": ("zero_offset is 2; expected 0 or 1", ValueError,
                           lambda: packed_from_gptq(*GPTQ, zero_offset=2)),
 }  # fmt: skip

@@ -47,6 +47,11 @@ def test_auto_class_and_heads_of_their_own(tmp_path: Path) -> None:
     assert len(left) == 7 and all(name.startswith("model.layers.0.") for name in left)
 
 
+def test_a_name_to_skip_that_no_module_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^LmdecodeConfig: skip has 'lm_heed', which is in the"):
+        load(llama(), tmp_path, LmdecodeConfig("int8", skip=["lm_heed"]))
+
+
 @pytest.mark.slow
 def test_weights_are_packed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few of the weights of the layers are there at once, whatever the number of layers."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -47,7 +47,7 @@ def load_quantized(
         Whose ``from_pretrained`` loads the model.
     **options
         Of ``from_pretrained``: ``dtype`` is that of the weights which are not quantised, and of
-        what layers return.
+        what layers return. Not ``config``, ``quantization_config`` or ``output_loading_info``.
 
     Returns
     -------
@@ -60,7 +60,8 @@ def load_quantized(
         An argument of another type.
     ValueError
         The checkpoint is not quantised, or in another way; tensors are missing, or have another
-        dtype, shape or value than expected.
+        dtype, shape or value than expected; a layer has a weight beside its quantised one, or a
+        bias that the model has no place for; a file is damaged; an option is not taken.
     FileNotFoundError
         There is no model in the folder.
     """
@@ -68,9 +69,20 @@ def load_quantized(
         raise type_error(_OP, "folder", folder, "a str or a path")
     if not hasattr(model_class, "from_pretrained"):
         raise type_error(_OP, "model_class", model_class, "a class with from_pretrained")
+    for name in ("config", "quantization_config", "output_loading_info"):
+        if name in options:
+            raise ValueError(f"{_OP}: {name} is given; expected none, as the folder has the config")
     remote_code = bool(options.get("trust_remote_code", False))
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{_OP}: {folder} has no config.json; expected a model's folder")
+    read, _ = PretrainedConfig.get_config_dict(folder)
+    for part in (read, *read.values()):  # the model, and the parts of one of text and images
+        stated = part.get("quantization_config") if isinstance(part, dict) else None
+        if stated is not None and not isinstance(stated, dict):
+            raise ValueError(
+                f"{_OP}: quantization_config of {Path(folder) / 'config.json'} is {stated!r}; "
+                "expected names and values"
+            )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote_code)
     settings = None
     for part in (config, config.get_text_config(decoder=True)):
@@ -82,15 +94,28 @@ def load_quantized(
             f"{_OP}: {Path(folder) / 'config.json'} has no quantization_config; expected that of a "
             "checkpoint of AWQ or GPTQ"
         )
+    may_mismatch = options.pop("ignore_mismatched_sizes", False)
     model, report = model_class.from_pretrained(
         folder, config=config, quantization_config=_QuantizedConfig(settings),
-        output_loading_info=True, **options,
+        output_loading_info=True, ignore_mismatched_sizes=True,  # _check_report names them
+        **options,
     )  # fmt: skip
+    _check_report(model, report, may_mismatch)
+    return model
+
+
+def _check_report(model: PreTrainedModel, report: dict[str, Any], may_mismatch: bool) -> None:
+    """Refuse what transformers says of a checkpoint that does not fit the model."""
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"{_OP}: the checkpoint lacks {', '.join(missing[:3])}{more}")
-    return model
+    for key, got, want in () if may_mismatch else sorted(report["mismatched_keys"]):
+        raise ValueError(f"{_OP}: {key} has shape {list(got)}; expected {list(want)}")
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinearModule):
+            for bias in _parts(model, name, "bias") & report["unexpected_keys"]:
+                raise ValueError(f"{_OP}: the checkpoint has {bias}; expected no bias of {name}")
 
 
 class _QuantizedConfig(QuantizationConfigMixin):
@@ -164,17 +189,17 @@ class _FolderQuantizer(LmdecodeQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **others: Any
     ) -> PreTrainedModel:
-        """Make room for biases where the model has none, but the checkpoint."""
-        names: set[str] = set()
-        for path in checkpoint_files or ():
-            if str(path).endswith(".safetensors"):
-                with safe_open(path, "pt") as file:
-                    names.update(file.keys())
+        """Make room for biases where the model has none, but the checkpoint; untie its layers."""
+        names = {name for path in checkpoint_files or () for name in _names_in(path)}
         for name, module in model.named_modules():
-            if {f"{name}.qweight", f"{name}.bias"} <= names and is_linear(module):
-                if module.bias is None:
-                    size = _shape(module)[1]
-                    module.bias = nn.Parameter(torch.empty(size, dtype=module.weight.dtype))
+            if not is_linear(module) or names.isdisjoint(_parts(model, name, "qweight")):
+                continue
+            # As transformers unties a head that differs from the embedding: it compares values,
+            # and this layer's are words.
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+            if module.bias is None and not names.isdisjoint(_parts(model, name, "bias")):
+                size = _shape(module)[1]
+                module.bias = nn.Parameter(torch.empty(size, dtype=module.weight.dtype))
         return model
 
     def _process_model_after_weight_loading(
@@ -187,6 +212,23 @@ class _FolderQuantizer(LmdecodeQuantizer):
             del module, tensors  # before the next
         model.requires_grad_(False)
         return model
+
+
+def _names_in(path: str | os.PathLike[str]) -> Sequence[str]:
+    """The names of the tensors in a file of a checkpoint."""
+    try:
+        return list(load_state_dict(path, map_location="meta"))
+    except Exception as error:  # torch's reader of pickles lets out whatever happens to it
+        raise ValueError(f"{_OP}: {path} cannot be read: {error}") from error
+
+
+def _parts(model: PreTrainedModel, name: str, part: str) -> set[str]:
+    """What a checkpoint may call a part of a layer: with the prefix of the base model, or without.
+
+    transformers' ``rename_source_key`` puts it there, or takes it away, where only that fits.
+    """
+    prefix = f"{model.base_model_prefix}."
+    return {f"{layer}.{part}" for layer in (name, prefix + name, name.removeprefix(prefix))}
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
@@ -204,6 +246,8 @@ def _packed(
             raise ValueError(f"{_OP}: the checkpoint lacks {name}.{part}")
     if not is_linear(module):
         raise ValueError(f"{_OP}: {name} is a {type(module).__name__}; expected a linear layer")
+    if "weight" in tensors:
+        raise ValueError(f"{_OP}: the checkpoint has {name}.weight beside {name}.qweight")
     inputs, outputs = _shape(module)
     groups = 1 if config.group_size == -1 else inputs // config.group_size
     scales = tensors["scales"]

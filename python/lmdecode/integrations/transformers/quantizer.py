@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.linear.packing import (
+    check_skip_of_model,
     checked_skip,
     is_linear,
     is_skipped,
@@ -135,6 +136,12 @@ class LmdecodeQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         """Return what packs a weight."""
         return _Pack(self)
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, **others: Any
+    ) -> PreTrainedModel:
+        check_skip_of_model(self.op, model, self.quantization_config.skip)
+        return model
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **others: Any

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
@@ -90,10 +91,12 @@ class CausalModel:
 
     def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
+        places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
         for row, prompt in enumerate(prompts):
-            if not leaders or not torch.equal(prompt, prompts[leaders[-1]]):
+            place = places.setdefault(tuple(prompt.tolist()), len(leaders))
+            if place == len(leaders):
                 leaders.append(row)
-            parents.append(len(leaders) - 1)
+            parents.append(place)
         logits = self._read_prompts(leaders)
         if len(leaders) < len(prompts):
             of_rows = torch.tensor(parents)
@@ -139,6 +142,16 @@ class CausalModel:
         return not finished
 
 
+def _first(rows: Tensor) -> int:
+    """Return the first row, [rows], of which something is true."""
+    return int(rows.int().argmax())
+
+
+def _some(numbers: Tensor) -> str:
+    """Return the first of some numbers, [n]."""
+    return f"{numbers[:8].tolist()}{' and more' if len(numbers) > 8 else ''}"
+
+
 def _refuse(
     config: GenerationConfig,
     model: Any,
@@ -154,9 +167,16 @@ def _refuse(
     # Zeros of Gemma 3's processor say that all is text; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
-    refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
+    refuse_handed_on(model_kwargs, _IGNORED | empty | {"past_key_values"}, "model")
+    if model_kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
+            "are there for a later call with store=, and between steps with Decoding.batch()"
+        )
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: expected integers, got dtype {dtype_name(input_ids)}")
     mask = model_kwargs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(input_ids)
@@ -166,19 +186,31 @@ def _refuse(
             f"{list(mask.shape)}"
         )
     seen = mask != 0
+    if not bool(seen.any(dim=-1).all()):
+        raise ValueError("attention_mask: expected a token in each row, one is padding alone")
     if not bool(seen[:, -1].all()):
-        raise ValueError("attention_mask: expected prompts that are padded on the left")
-    if has_windows and bool((seen[:, :-1] & ~seen[:, 1:]).any()):
         raise ValueError(
-            "attention_mask: expected padding on the left alone: the windows of transformers' "
-            "layers count what is masked within a prompt, those of Decoding do not"
+            "attention_mask: expected prompts that are padded on the left, as a tokenizer with "
+            f'padding_side="left" does, got 0 for the last token of row {_first(~seen[:, -1])}'
+        )
+    within = seen[:, :-1] & ~seen[:, 1:]
+    if has_windows and bool(within.any()):
+        raise ValueError(
+            "attention_mask: expected padding on the left alone, got 0 behind 1 in row "
+            f"{_first(within.any(-1))}: the windows of transformers' layers count what is masked "
+            "within a prompt, those of Decoding do not"
         )
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return
-    same_length = positions.shape[-1] == seen.shape[-1]
-    if not same_length or bool(((positions != seen.cumsum(-1) - 1) & seen).any()):
-        raise ValueError("position_ids: expected None, or those of prompts that begin at 0")
+    expected = "position_ids: expected None, or those of prompts that begin at 0"
+    if positions.shape[-1] != seen.shape[-1]:
+        raise ValueError(f"{expected}, {list(seen.shape)}, got shape {list(positions.shape)}")
+    wrong = (positions != seen.cumsum(-1) - 1) & seen
+    if bool(wrong.any()):
+        row = _first(wrong.any(-1).flatten())
+        got = positions.expand(wrong.shape).flatten(0, -2)[row]
+        raise ValueError(f"{expected}, got {_some(got)} in row {row}")
 
 
 def decode_causal(
@@ -213,7 +245,7 @@ def decode_causal(
     synced_gpus
         Of no use here.
     streamer, seed, stop_strings, tokenizer, constraints, force_words_ids
-        As ``sample`` and ``beam_search`` take them.
+        As ``sample`` and ``beam_search`` take them; ``seed`` with beams is an error.
 
     Returns
     -------
@@ -233,8 +265,14 @@ def decode_causal(
     with ending(streamer):
         refuse_assistance(config, caller, "Decoding runs the model itself")
         _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
+        has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
+        if has_beams and seed is not None:
+            raise ValueError(
+                f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
+                "default generator, for torch.manual_seed"
+            )
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
-        input_ids = input_ids.cpu()
+        input_ids = input_ids.to("cpu", torch.int64)
         most = packed.max_positions
         padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
         if most is not None and config.max_length > padding + most + 1:
@@ -257,7 +295,7 @@ def decode_causal(
             runner, input_ids, logits_processor, stopping_criteria, config, False, streamer
         ]  # fmt: skip
         result: Any
-        if (config.num_beams or 1) > 1 or constraints or force_words_ids:
+        if has_beams:
             result = beam_search(
                 *common, constraints=constraints, force_words_ids=force_words_ids, **kwargs
             )

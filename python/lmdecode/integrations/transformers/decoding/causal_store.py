@@ -171,6 +171,8 @@ class StoredCall:
         inputs: Tensor | None,
         arguments: dict[str, Any],
     ) -> None:
+        if store is None:
+            raise TypeError(f"{_OP}: store is NoneType; expected a KVStore, which a session needs")
         check_is_store(_OP, store)
         if session is not None and not isinstance(session, str):
             raise type_error(_OP, "session", session, "str or None")

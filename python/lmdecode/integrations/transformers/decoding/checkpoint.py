@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-__all__ = ["Checkpoint", "save_beside", "skeleton", "skeleton_of"]
+from lmdecode.integrations.transformers.stand_in import WithoutWeights
+
+__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of", "without_weights"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
@@ -24,25 +25,26 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made have parameters without memory; buffers are made as ever."""
-    register = Module.register_parameter
+class _EmptyOnMeta(TorchFunctionMode):
+    """``torch.empty``, which weights are made by, gives tensors without memory: in this thread.
 
-    def register_on_meta(self: Module, name: str, param: Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = Parameter(param.to("meta"), requires_grad=False)
-        register(self, name, param)
+    Buffers are computed, so that they have values.
+    """
 
-    Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Module.register_parameter = register  # type: ignore[method-assign]
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
-def _without_weights(model: Any) -> Any:
-    """Give each parameter of a model a single value on the CPU: its shape and dtype stay."""
+def without_weights(model: Any) -> Any:
+    """Give each parameter of a model a single value on the CPU: its shape and dtype stay.
+
+    The model says so where it is run.
+    """
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -50,6 +52,7 @@ def _without_weights(model: Any) -> Any:
                 value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 replaced[id(parameter)] = Parameter(value, requires_grad=False)
             setattr(module, name, replaced[id(parameter)])
+    model.forward = WithoutWeights(type(model))
     return model
 
 
@@ -58,9 +61,11 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
 
     ``generate()`` of it does all but run the model.
     """
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _without_weights(model)
+    with _EmptyOnMeta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    without_weights(model.eval())
     if generation_config is not None:
         model.generation_config = generation_config
     return model
@@ -76,15 +81,17 @@ def skeleton_of(folder: Path, config: Any = None) -> Any:
     return skeleton(config, generation_config)
 
 
-def save_beside(model: Any, folder: Path) -> None:
-    """Write a model's configs to a folder, and its tokenizer's files from its own folder."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    source = Path(str(getattr(model.config, "_name_or_path", "") or model.name_or_path))
-    if source.is_dir() and source.resolve() != folder.resolve():
-        for name in _TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+def files_of(model: Any) -> dict[str, bytes]:
+    """Return a model's configs as files, by name, and the tokenizer's files of its own folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    source = getattr(model.config, "_name_or_path", "") or model.name_or_path
+    if source and Path(source).is_dir():
+        paths = [Path(source) / name for name in _TOKENIZER_FILES]
+        files |= {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return files
 
 
 class Checkpoint:
@@ -104,16 +111,21 @@ class Checkpoint:
     def of(cls, folder: Path, model: Any) -> Checkpoint | None:
         """Return that of a folder, None where it does not have the model's tensors as they are."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            files = {name: folder / file for name, file in names.items()}
-        elif single.is_file():
+        if single.is_file():  # where there are both, transformers reads this one
             with safe_open(single, framework="pt") as opened:
                 files = dict.fromkeys(opened.keys(), single)
+        elif index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            files = {name: folder / file for name, file in names.items()}
         else:
             return None
         checkpoint = cls(files)
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        for target, source in tied.items():
+            # Transformers ties tensors of which the folder has both where they are equal alone.
+            both = target in files and source in files
+            if both and not checkpoint._are_equal(target, source):
+                return None
         for name, parameter in model.named_parameters():
             if name in files:
                 if checkpoint.shape(name) != list(parameter.shape):
@@ -127,6 +139,10 @@ class Checkpoint:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        one, other = self.read(first), self.read(second)
+        return one.dtype == other.dtype and torch.equal(one, other)
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor."""

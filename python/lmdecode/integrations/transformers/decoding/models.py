@@ -30,6 +30,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     positions_of,
     t5_bias,
 )
+from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
@@ -314,8 +315,13 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
-        if getattr(config, "quantization_config", None) is not None:
-            raise refused(f"the weights of {name} are quantized; expected floats")
+        settings = getattr(config, "quantization_config", None)
+        if settings is not None:
+            method = settings.get("quant_method")
+            what = f"the weights of {name} are quantized ({method}); expected floats"
+            if method in ("awq", "gptq"):
+                raise refused(what, "checkpoints of AWQ and GPTQ", "load_quantized")
+            raise refused(what)
         model = skeleton_of(folder, config)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:
@@ -350,6 +356,7 @@ def parts_of(model: Any) -> tuple[Any, Any]:
     ValueError
         See ``decoder_of`` and ``causal_model_of``.
     """
+    refuse_stand_in("Decoding.from_pretrained", model)
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind in CAUSAL_MODEL_TYPES or getattr(config, "is_encoder_decoder", None) is False:

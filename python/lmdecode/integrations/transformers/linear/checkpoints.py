@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors
+from lmdecode._checks import check_dense_tensors, dtype_name
 from lmdecode.linear import PackedLinear
 
 __all__ = ["packed_from_awq", "packed_from_gptq"]
@@ -26,7 +26,8 @@ def packed_from_awq(
     qzeros : Tensor
         int32 ``[groups, out_features / 8]``.
     scales : Tensor
-        float16 ``[groups, out_features]``; another dtype whose numbers float16 holds.
+        float16 ``[groups, out_features]``; another float dtype, if float16 holds its
+        numbers. They are finite.
     bias : Tensor, optional
         ``[out_features]``.
 
@@ -68,7 +69,8 @@ def packed_from_gptq(
     qzeros : Tensor
         int32 ``[groups, out_features / 8]``.
     scales : Tensor
-        float16 ``[groups, out_features]``; another dtype whose numbers float16 holds.
+        float16 ``[groups, out_features]``; another float dtype, if float16 holds its
+        numbers. They are finite.
     g_idx : Tensor, optional
         int32 or int64 ``[in_features]``: the group of each input. Each has the same number of them.
         Without it groups are neighbours.
@@ -125,9 +127,17 @@ def _check(op: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
             raise ValueError(
                 f"{op}: {name} has dtype {str(value.dtype).removeprefix('torch.')}; expected int32"
             )
+    if not scales.is_floating_point():
+        raise ValueError(f"{op}: scales has dtype {dtype_name(scales)}; expected a float dtype")
     halves = scales.to(torch.float16)
-    if not torch.equal(halves.to(scales.dtype), scales):
-        raise ValueError(f"{op}: scales holds numbers that float16 does not hold")
+    if not scales.isfinite().all():
+        raise ValueError(f"{op}: scales holds infinities; expected finite numbers")
+    others = scales[halves.to(scales.dtype) != scales]
+    if others.numel():
+        raise ValueError(
+            f"{op}: scales holds numbers that float16 does not hold, {others[0].item()!r} the "
+            "first of them; expected those of float16"
+        )
     return halves
 
 
@@ -151,5 +161,13 @@ def _order(op: str, g_idx: Tensor, inputs: int, groups: int) -> Tensor:
     order, size = g_idx.argsort(stable=True), inputs // max(groups, 1)
     want = torch.arange(groups, dtype=g_idx.dtype).repeat_interleave(size)
     if not torch.equal(g_idx[order], want):
-        raise ValueError(f"{op}: g_idx does not have {size} inputs of each of {groups} groups")
+        numbers, counts = (found.tolist() for found in g_idx.unique(return_counts=True))
+        wrong = {
+            n: c for n, c in zip(numbers, counts, strict=True) if c != size or not 0 <= n < groups
+        }
+        number, count = next(iter(wrong.items()))
+        raise ValueError(
+            f"{op}: g_idx does not have {size} inputs of each of {groups} groups, but {count} of "
+            f"group {number}; expected {size} of each from 0 to {groups - 1}"
+        )
     return order

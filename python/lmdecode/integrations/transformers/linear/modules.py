@@ -33,7 +33,8 @@ class PackedLinearModule(nn.Module):
     layer : PackedLinear
         As given.
     packed : Tensor
-        ``layer.packed``, a buffer: ``buffers()`` and ``get_memory_footprint()`` count it.
+        ``layer.packed``, a buffer: ``buffers()`` and ``get_memory_footprint()`` count it. It cannot
+        be set.
     in_features, out_features : int
         Sizes.
     """
@@ -68,6 +69,11 @@ class PackedLinearModule(nn.Module):
             size = (self.out_features, self.in_features)
             return torch.empty(size, dtype=self.weight_dtype, device="meta")
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        if name == "packed":
+            raise ValueError("PackedLinearModule: packed cannot be set; it is that of the layer")
+        super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a bias; the weight is refused."""

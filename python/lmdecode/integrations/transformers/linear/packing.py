@@ -10,10 +10,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lmdecode._checks import type_error
+from lmdecode._ops import ops
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
 
-__all__ = ["checked_skip", "is_linear", "is_skipped", "pack_linears_", "pack_weight", "untie"]
+__all__ = [
+    "check_skip_of_model",
+    "checked_skip",
+    "is_linear",
+    "is_skipped",
+    "pack_linears_",
+    "pack_weight",
+    "untie",
+]
 
 _OP = "pack_linears_"
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +48,17 @@ def checked_skip(op: str, skip: object) -> tuple[str, ...]:
 def is_skipped(name: str, skip: Sequence[str]) -> bool:
     """Whether the parts of one of the names stand side by side in the name of a module."""
     return any(f".{part}." in f".{name}." for part in skip)
+
+
+def check_skip_of_model(op: str, model: nn.Module, skip: Sequence[str]) -> None:
+    """Raise ValueError for a name that no module of the model has."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for part in skip:
+        if not any(is_skipped(name, [part]) for name in modules):
+            raise ValueError(
+                f"{op}: skip has {part!r}, which is in the name of no module of the model; "
+                "expected names as in named_modules()"
+            )
 
 
 def pack_weight(
@@ -108,12 +129,14 @@ def pack_linears_(
     """
     if not isinstance(model, nn.Module):
         raise type_error(_OP, "model", model, "an nn.Module")
-    name_of_dtype, _, size = check_linear_format(_OP, dtype, group_size)
+    refuse_stand_in(_OP, model)
+    name_of_dtype, number, size = check_linear_format(_OP, dtype, group_size)
     names = checked_skip(_OP, skip)
+    check_skip_of_model(_OP, model, names)
     places: dict[int, list[str]] = {}  # of each module, all of its names
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module) and not is_skipped(name, names):
-            _check_layer(name, module)
+            _check_layer(name, module, number)
             places.setdefault(id(module), []).append(name)
     for where in places.values():
         module = model.get_submodule(where[0])
@@ -129,7 +152,7 @@ def pack_linears_(
     return model
 
 
-def _check_layer(name: str, module: nn.Module) -> None:
+def _check_layer(name: str, module: nn.Module, number: int) -> None:
     if name == "":
         raise ValueError(f"{_OP}: model is a linear layer itself; expected a module that holds it")
     weight = module.weight
@@ -141,3 +164,9 @@ def _check_layer(name: str, module: nn.Module) -> None:
             f"{_OP}: {name} has dtype {str(weight.dtype).removeprefix('torch.')}; expected "
             "float32, bfloat16 or float16"
         )
+    try:  # whether this format takes so many inputs, without an output
+        ops.pack_linear(
+            torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1]), number
+        )
+    except ValueError as error:
+        raise ValueError(f"{_OP}: {name}: {str(error).partition(': ')[2]}") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lmdecode._checks import is_int
+from lmdecode._checks import check_int, dtype_name
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.generate_call import (
@@ -145,8 +145,9 @@ def sample(
         ``generate()`` was given.
     seed
         int, or one for each row, a list or [B] int64: the noise of a row is a function of its seed
-        and of the token's position in its sequence, not of the other rows. None: drawn from torch's
-        default generator of the device, so that ``torch.manual_seed`` makes a run repeatable.
+        and of the token's position in its sequence, not of the other rows. One below 0 in a list or
+        tensor makes its row greedy. None: drawn from torch's default generator of the device, so
+        that ``torch.manual_seed`` makes a run repeatable. Without effect in greedy search.
         ``generate(seed=...)`` passes it through.
     stop_strings, tokenizer
         Texts at which a row ends, and the model's tokenizer, of ``generate()``. They are read from
@@ -167,6 +168,8 @@ def sample(
         contrastive, DoLa), for an int ``seed`` < 0 and seeds for other than B rows, for
         ``stop_strings`` without a tokenizer, and where a function around this one was given no
         streamer though ``generate()`` was.
+    TypeError
+        For a ``seed`` that is none, in greedy search too.
     RuntimeError
         If the logits of a row that is not finished have NaN, or nothing above -inf.
     """
@@ -202,14 +205,23 @@ def _seeds(
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
 ) -> int | torch.Tensor | None:
-    """Return the noise as the op takes it; raise ValueError for what does not fit the rows."""
-    for number in seed if isinstance(seed, (list, tuple)) else [seed]:
-        if is_int(number) and int(number) < 0:  # type: ignore[arg-type]
-            raise ValueError(f"seed: expected an int >= 0, got {int(number)}")  # type: ignore[arg-type]
+    """Return the noise as the op takes it; raise for what is none, or does not fit the rows.
+
+    Greedy search, which the op does without noise, gets what it asks for checked here too.
+    """
+    if seed is None:
+        return None
     if isinstance(seed, (list, tuple)):
         seed = row_tensor("seed", seed, torch.int64, input_ids.device)
+    elif not isinstance(seed, torch.Tensor) or not seed.dim():
+        number = check_int("sample", "seed", seed, kind="an int, a list or a tensor of them")
+        if number < 0:
+            raise ValueError(f"seed: expected an int >= 0, got {number}")
+        return number
+    if seed.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"seed: expected a tensor of int64 or int32, got {dtype_name(seed)}")
     rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
-    if isinstance(seed, torch.Tensor) and seed.dim() and seed.shape != (rows,):
+    if seed.shape != (rows,):
         reason = ""
         if results > 1:
             reason = f", as num_return_sequences = {results} makes {results} rows of each prompt"
@@ -217,7 +229,7 @@ def _seeds(
             f"seed: expected one number, or one for each of {rows} rows{reason}; "
             f"got {list(seed.shape)}"
         )
-    return seed  # type: ignore[return-value]
+    return seed
 
 
 def _decode(

@@ -132,7 +132,8 @@ def _check_padding(
         if config.pad_token_id not in ends and bool((ids == config.pad_token_id).any()):
             raise ValueError(
                 f"{op}: the tokens have the padding token {config.pad_token_id}; expected none: "
-                "one row needs no padding. Where it is a token like others, give a mask of ones"
+                "one row needs no padding. Where it is a token like others, as in an answer, give "
+                f"a mask of ones: {name}=torch.ones_like(ids)"
             )
 
 

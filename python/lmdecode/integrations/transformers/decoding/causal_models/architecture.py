@@ -11,11 +11,14 @@ from lmdecode.decoder.config import Norm
 __all__ = ["Architecture", "LayerModules", "Trunk", "refused"]
 
 
-def refused(what: str) -> ValueError:
-    """Return the error of a model that is not one of the table's, or has what there is not."""
+def refused(what: str, others: str = "other models", function: str = "pack_linears_") -> ValueError:
+    """Return the error of a model that is not one of the table's, or has what there is not.
+
+    It names the function that there is for others.
+    """
     return ValueError(
-        f"Decoding.from_pretrained: {what}; for other models there is "
-        "lmdecode.integrations.transformers.pack_linears_"
+        f"Decoding.from_pretrained: {what}; for {others} there is "
+        f"lmdecode.integrations.transformers.{function}"
     )
 
 

@@ -208,7 +208,9 @@ class _Reader:
             return (window,) * len(self.layers)
         sliding = [kind == "sliding_attention" for kind in self._layer_types()]
         if window is None and any(sliding):
-            raise refused("layer_types has 'sliding_attention', sliding_window is None")
+            raise refused(
+                "layer_types has 'sliding_attention', sliding_window is None; expected a number"
+            )
         return tuple(window if is_sliding else None for is_sliding in sliding)
 
     def _rotary(self) -> _Rotary:

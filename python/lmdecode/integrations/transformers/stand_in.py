@@ -1,0 +1,37 @@
+"""Models whose weights are packed elsewhere: all of a model but what it computes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+__all__ = ["WithoutWeights", "refuse_stand_in"]
+
+
+class WithoutWeights:
+    """The ``forward`` of a stand-in: an error that says so, with the signature of the model's."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Those of the model's arguments, which ``generate()`` looks at."""
+        found = inspect.signature(self._kind.forward)  # type: ignore[attr-defined]
+        return found.replace(parameters=list(found.parameters.values())[1:])
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            f"{self._kind.__name__}: this model stands in for one that a Decoding has packed, and "
+            "has no weights; expected decoding.generate, or a model that transformers has loaded"
+        )
+
+
+def refuse_stand_in(op: str, model: Any) -> None:
+    """Raise ValueError for a model without weights."""
+    if isinstance(getattr(model, "__dict__", {}).get("forward"), WithoutWeights):
+        raise ValueError(
+            f"{op}: model stands in for one that a Decoding has packed, and has no weights; "
+            "expected a model that transformers has loaded, or its folder"
+        )

@@ -1,0 +1,81 @@
+"""Where the ops read what ``PackedCausalModel`` writes: numbers that both sides have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lmdecode.decoder.causal_config import CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_weights import (
+    _EMBEDDING_FORMAT,
+    _IS_BFLOAT16,
+    _IS_FLOAT32,
+    _IS_LOGITS,
+    _LOGITS,
+    _NORMS_ALL_HEADS,
+    _NUM_COLUMNS,
+    _NUM_MODEL_PARTS,
+)
+from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
+from tests.support.causal_models import random_tokens
+
+ops = torch.ops.lmdecode
+LAYOUT, CONFIG = 1, 2
+MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
+               "logits_bias")  # fmt: skip
+FAR = 1 << 40  # a multiple of 64, behind every memory
+
+
+def _error(row: int, column: int, *, embedding_format: int | None = None) -> str:
+    """Return what the op says of a layout that puts a part behind the memory."""
+    model = packed("gemma3_text", "plain", "int8")
+    arguments = forward_arguments(new_caches(model, 1, 32), Entry(0, random_tokens(1)))
+    arguments[LAYOUT] = arguments[LAYOUT].clone()
+    arguments[LAYOUT][row, column] = FAR
+    arguments[CONFIG] = list(arguments[CONFIG])
+    if embedding_format is not None:
+        arguments[CONFIG][_EMBEDDING_FORMAT] = embedding_format
+    with pytest.raises(ValueError, match=r"^causal_forward_: ") as error:
+        ops.causal_forward_(*arguments)
+    return str(error.value).removeprefix("causal_forward_: ")
+
+
+def test_columns_of_the_model() -> None:
+    assert set(MODEL_PARTS) == {*CausalWeights._fields} - {"layers"}
+    assert len(MODEL_PARTS) == _NUM_MODEL_PARTS and MODEL_PARTS[_LOGITS] == "logits"
+    for column, name in enumerate(MODEL_PARTS):
+        assert _error(0, column).startswith(f"layout has {name} at byte {FAR}; expected")
+
+
+@pytest.mark.parametrize("row", [1, 3])
+def test_columns_of_a_layer(row: int) -> None:
+    fields = CausalLayerWeights._fields
+    assert _NUM_COLUMNS == 4 + len(fields)
+    for column, name in enumerate(fields, start=4):
+        assert _error(row, column).startswith(f"layout has {name} at byte {FAR}; expected")
+    for column, name in enumerate(("window", "rotary", "cache", "cache_layer")):
+        assert _error(row, column).startswith(f"layout[{row}].{name} is {FAR}; expected")
+
+
+def test_formats_of_an_embedding() -> None:
+    config = packed("gemma3_text", "plain", "int8").config
+    numbers = config.vocab_size * config.model_size
+    for embedding_format, size in ((_IS_FLOAT32, 4), (_IS_BFLOAT16, 2)):
+        found = re.search(r"and (\d+) bytes", _error(0, 0, embedding_format=embedding_format))
+        assert found is not None and int(found[1]) == size * numbers
+    expected = "config.embedding_format is 0 with format int8; expected"
+    assert _error(0, 0, embedding_format=_IS_LOGITS).startswith(expected)
+
+
+def test_numbers_of_the_config() -> None:
+    arguments = forward_arguments(
+        new_caches(packed("gemma3_text", "plain", "int8"), 1, 32), Entry(0, random_tokens(1))
+    )
+    names = {_EMBEDDING_FORMAT: "embedding_format", _NORMS_ALL_HEADS: "norms_all_heads"}
+    for place, name in names.items():
+        arguments[CONFIG] = list(packed("gemma3_text", "plain", "int8").sizes)
+        arguments[CONFIG][place] = 9
+        with pytest.raises(ValueError, match=f"^causal_forward_: config.{name} is 9; expected 0"):
+            ops.causal_forward_(*arguments)
