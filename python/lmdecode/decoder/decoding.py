@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format, type_error
-from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
@@ -402,6 +402,59 @@ class Decoding:
         positional = () if inputs is None else (inputs,)
         run = partial(generate, *positional, custom_generate=loop, **arguments)
         return run() if stored is None else stored.run(run)
+
+    def translate(
+        self,
+        sources: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        num_beams: int = 1,
+        num_return_sequences: int = 1,
+        max_new_tokens: int | None = None,
+        max_batch_tokens: int | None = None,
+        generation_config: Any = None,
+        **arguments: Any,
+    ) -> list[BeamResult]:
+        """Search any number of sources, without the preparation of ``generate()``.
+
+        They are sorted by length and searched in batches. The tokens are those of ``generate()``.
+
+        Parameters
+        ----------
+        sources : sequence of sequence of int, or Tensor
+            Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
+        attention_mask : Tensor, optional
+            [B, S], for a tensor: 0 for padding.
+        num_beams, num_return_sequences, max_new_tokens
+            As for ``generate()``.
+        max_batch_tokens : int, optional
+            Tokens that are searched together, with padding; 4096 by default.
+        generation_config, **arguments
+            As for ``generate()``: what a ``BeamRequest`` can express.
+
+        Returns
+        -------
+        list of BeamResult
+            In the order of the sources; ``request_id`` is a source's number.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected.
+        """
+        from lmdecode.integrations.transformers.decoding.translate import translate
+
+        return translate(
+            self,
+            sources,
+            attention_mask=attention_mask,
+            max_batch_tokens=max_batch_tokens,
+            generation_config=generation_config,
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            max_new_tokens=max_new_tokens,
+            **arguments,
+        )
 
     def fingerprint(self, tokenizer: Any = None) -> Any:
         """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
