@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,29 @@ def check_floats(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} is on meta; expected a tensor with values")
 
 
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight."""
-    size, attention, memory = config.model_size, config.attention_size, config.memory_size
-    assert memory is not None
-    return {
+def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight of a decoder or an encoder."""
+    size, attention = config.model_size, config.attention_size
+    shapes = {
         "qkv": (3 * attention, size),
         "self_out": (size, attention),
-        "cross_query": (attention, size),
-        "cross_key_value": (2 * attention, memory),
-        "cross_out": (size, attention),
         "ffn_up": (config.ffn_size, size),
         "ffn_gate": (config.ffn_size, size),
         "ffn_down": (size, config.ffn_size),
-        "logits": (config.vocab_size, size),
     }
+    if isinstance(config, DecoderConfig):
+        assert config.memory_size is not None
+        shapes |= {
+            "cross_query": (attention, size),
+            "cross_key_value": (2 * attention, config.memory_size),
+            "cross_out": (size, attention),
+            "logits": (config.vocab_size, size),
+        }
+    return shapes
 
 
 def _check_fields(
-    config: DecoderConfig, fields: Mapping[str, object], others: Mapping[str, _Shape]
+    config: Any, fields: Mapping[str, object], others: Mapping[str, _Shape], op: str = _OP
 ) -> None:
     """Every linear weight, its bias, every norm, and the others, as far as they are there."""
     linear = linear_shapes(config)
@@ -58,7 +63,7 @@ def _check_fields(
             shape = others.get(name, (config.model_size,))
         if tensor is None and name not in LINEAR_FIELDS and name != "embedding":
             continue
-        check_floats(_OP, name, tensor)
+        check_floats(op, name, tensor)
         assert isinstance(tensor, Tensor)
         fits = tensor.dim() == len(shape) and all(
             size == want or (want is None and size > 0)
@@ -66,26 +71,31 @@ def _check_fields(
         )
         if not fits:
             expected = ", ".join("any" if size is None else str(size) for size in shape)
-            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; expected [{expected}]")
+            raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}; expected [{expected}]")
         if name.endswith("_beta") and config.norm == "rms_norm":
-            raise ValueError(f"{_OP}: {name} is a tensor; expected None with norm='rms_norm'")
+            raise ValueError(f"{op}: {name} is a tensor; expected None with norm='rms_norm'")
 
 
-def check_layer(config: DecoderConfig, layer: LayerWeights) -> None:
-    """Raise TypeError or ValueError for the first tensor of a layer that does not fit."""
-    if not isinstance(layer, LayerWeights):
+def check_layer(config: Any, layer: Any) -> None:
+    """Raise TypeError or ValueError for the first tensor of a layer that does not fit.
+
+    Of a decoder, or of an encoder, whose layers have no cross-attention.
+    """
+    is_decoder = isinstance(config, DecoderConfig)
+    if is_decoder and not isinstance(layer, LayerWeights):
         raise type_error(_OP, "a layer", layer, "LayerWeights")
+    op = _OP if is_decoder else "EncoderWeights"
     fields = layer._asdict()
     if (layer.ffn_gate is None) == config.gated:
         raise ValueError(
-            f"{_OP}: ffn_gate is {'None' if layer.ffn_gate is None else 'a tensor'}; "
+            f"{op}: ffn_gate is {'None' if layer.ffn_gate is None else 'a tensor'}; "
             f"expected the opposite with gated={config.gated}"
         )
     if not config.gated:
         del fields["ffn_gate"]
         if fields.pop("ffn_gate_bias") is not None:
-            raise ValueError(f"{_OP}: ffn_gate_bias is a tensor; expected None with gated=False")
-    _check_fields(config, fields, {})
+            raise ValueError(f"{op}: ffn_gate_bias is a tensor; expected None with gated=False")
+    _check_fields(config, fields, {}, op)
 
 
 def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:

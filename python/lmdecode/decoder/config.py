@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,38 @@ def check_numbers(op: str, config: object, *names: str) -> None:
                 f"expected a finite number{' of at least 0' if at_least_0 else ''}"
             )
         object.__setattr__(config, name, number)
+
+
+def op_sizes(config: Any, memory_size: int, weight_format: str) -> list[int]:
+    """Return the integers that the ops take of a decoder, or of an encoder (memory_size 0)."""
+    return [
+        config.num_layers,
+        config.model_size,
+        config.num_heads,
+        config.head_size,
+        config.ffn_size,
+        config.vocab_size,
+        memory_size,
+        config.position_offset,
+        NORMS[config.norm],
+        int(config.norm_first),
+        int(config.gated),
+        ACTIVATIONS[config.activation],
+        FORMATS[weight_format],
+    ]
+
+
+def check_switches(op: str, config: Any) -> None:
+    """Check heads, flags and names of a decoder's or encoder's config, and fill in its scale."""
+    if config.num_heads * config.head_size >= 1 << 31:
+        raise ValueError(
+            f"{op}: {config.num_heads} heads of {config.head_size}; expected fewer than 2^31 in all"
+        )
+    for name in ("norm_first", "gated"):
+        check_bool(op, name, getattr(config, name))
+    if config.attention_scale is None:
+        object.__setattr__(config, "attention_scale", config.head_size**-0.5)
+    check_norm_and_activation(op, config)
 
 
 @dataclass(frozen=True)
@@ -112,15 +144,7 @@ class DecoderConfig:
         check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size",
                     "vocab_size", "memory_size")  # fmt: skip
         check_sizes(op, self, "position_offset", least=0)
-        if self.num_heads * self.head_size >= 1 << 31:
-            raise ValueError(
-                f"{op}: {self.num_heads} heads of {self.head_size}; expected fewer than 2^31 in all"
-            )
-        for name in ("norm_first", "gated"):
-            check_bool(op, name, getattr(self, name))
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
-        check_norm_and_activation(op, self)
+        check_switches(op, self)
         check_numbers(
             op, self, "norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"
         )
@@ -133,21 +157,7 @@ class DecoderConfig:
     def sizes(self, weight_format: str) -> list[int]:
         """Return the integers that the ops take."""
         assert self.memory_size is not None
-        return [
-            self.num_layers,
-            self.model_size,
-            self.num_heads,
-            self.head_size,
-            self.ffn_size,
-            self.vocab_size,
-            self.memory_size,
-            self.position_offset,
-            NORMS[self.norm],
-            int(self.norm_first),
-            int(self.gated),
-            ACTIVATIONS[self.activation],
-            FORMATS[weight_format],
-        ]
+        return op_sizes(self, self.memory_size, weight_format)
 
     def numbers(self) -> list[float]:
         """Return the floats that the ops take."""

@@ -118,9 +118,9 @@ class Decoding:
         ----------
         model
             A causal language model of an architecture in docs/reference/causal_models.md, or a
-            conditional generation model of Marian, BART, mBART, T5, mT5 or Whisper; or the folder
-            or name of one. Of a causal model in a folder of safetensors, one weight after the other
-            is read and packed.
+            conditional generation model of one in docs/reference/decoder.md; or the folder or name
+            of one. Of a causal model in a folder of safetensors, one weight after the other is read
+            and packed.
         dtype : {"float32", "bfloat16", "int8", "int4"}
             See the class.
         cache_dtype, use_cuda_graph

@@ -8,25 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_bool, check_format
+from lmdecode._checks import check_format
 from lmdecode._ops import ops
-from lmdecode.decoder.checks import check_floats
 from lmdecode.decoder.config import (
-    ACTIVATIONS,
     FORMATS,
-    NORMS,
     ActivationName,
     Norm,
-    check_norm_and_activation,
     check_numbers,
     check_sizes,
+    check_switches,
     float32,
+    op_sizes,
 )
 from lmdecode.decoder.huge_memory import gather
+from lmdecode.decoder.weights import pack_layer
 
 __all__ = ["EncoderConfig", "EncoderLayerWeights", "EncoderWeights", "PackedEncoder"]
-
-_OP = "EncoderWeights"
 
 
 @dataclass(frozen=True)
@@ -70,30 +67,17 @@ class EncoderConfig:
         op = "EncoderConfig"
         check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size")
         check_sizes(op, self, "vocab_size", "position_offset", least=0)
-        for name in ("norm_first", "gated"):
-            check_bool(op, name, getattr(self, name))
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
-        check_norm_and_activation(op, self)
+        check_switches(op, self)
         check_numbers(op, self, "norm_epsilon", "attention_scale", "embedding_scale")
 
     def sizes(self, weight_format: str) -> list[int]:
         """Return the integers that the op takes."""
-        return [
-            self.num_layers,
-            self.model_size,
-            self.num_heads,
-            self.head_size,
-            self.ffn_size,
-            self.vocab_size,
-            0,  # memory_size: no cross-attention
-            self.position_offset,
-            NORMS[self.norm],
-            int(self.norm_first),
-            int(self.gated),
-            ACTIVATIONS[self.activation],
-            FORMATS[weight_format],
-        ]
+        return op_sizes(self, 0, weight_format)  # no cross-attention
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
 
     def numbers(self) -> list[float]:
         """Return the floats that the op takes."""
@@ -150,18 +134,6 @@ class EncoderWeights(NamedTuple):
     layers: tuple[EncoderLayerWeights, ...]
 
 
-def linear_shapes(config: EncoderConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight of a layer."""
-    size, attention, ffn = config.model_size, config.num_heads * config.head_size, config.ffn_size
-    return {
-        "qkv": (3 * attention, size),
-        "self_out": (size, attention),
-        "ffn_up": (ffn, size),
-        "ffn_gate": (ffn, size),
-        "ffn_down": (size, ffn),
-    }
-
-
 class PackedEncoder:
     """An encoder's weights, packed once.
 
@@ -201,21 +173,8 @@ class PackedEncoder:
             self.longest = weights.relative_bias.shape[1] // 2 + 1
         embedding = float32(weights.embedding)
         tensors = [float32(value) for value in weights[1:-1]]
-        shapes = linear_shapes(config)
         for layer in weights.layers:
-            for name, value in layer._asdict().items():
-                if name in shapes and value is not None:
-                    check_floats(_OP, name, value)
-                    if value.shape != shapes[name]:
-                        raise ValueError(
-                            f"{_OP}: {name} has shape {list(value.shape)}; expected "
-                            f"{list(shapes[name])}"
-                        )
-                    tensors.append(ops.pack_linear(float32(value), FORMATS[weight_format]))
-                elif name in shapes:
-                    tensors.append(torch.empty(0, dtype=torch.uint8))
-                else:
-                    tensors.append(float32(value))
+            tensors += pack_layer(config, layer, weight_format)
         self._take_tensors(embedding, tensors)
 
     def _take_tensors(self, embedding: Tensor, tensors: list[Tensor]) -> None:

@@ -15,7 +15,6 @@ from lmdecode.decoder.config import (
     LINEAR_FIELDS,
     DecoderConfig,
     DecoderWeights,
-    LayerWeights,
     float32,
 )
 from lmdecode.decoder.huge_memory import SpareMemory, gather
@@ -29,13 +28,13 @@ def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
     return ops.pack_linear(float32(weight), FORMATS[weight_format])
 
 
-def _norm_gamma(config: DecoderConfig, gamma: Tensor | None) -> Tensor | None:
+def _norm_gamma(config: Any, gamma: Tensor | None) -> Tensor | None:
     """Layers have all of their norms; a gamma of None is 1."""
     return torch.ones(config.model_size) if gamma is None else gamma
 
 
-def pack_layer(config: DecoderConfig, layer: LayerWeights, weight_format: str) -> list[Tensor]:
-    """Return the 22 tensors of a layer, which are checked."""
+def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:
+    """Return the 22 tensors of a decoder's layer, or the 14 of an encoder's, which are checked."""
     check_layer(config, layer)
     packed = []
     for name, tensor in layer._asdict().items():

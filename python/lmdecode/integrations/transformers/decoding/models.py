@@ -26,9 +26,13 @@ from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, s
 from lmdecode.integrations.transformers.decoding.modules import (
     T5_DISTANCES,
     activation,
+    bart_parts,
+    embedding_scale,
     joined_modules,
     positions_of,
     t5_bias,
+    t5_parts,
+    t5_sizes,
 )
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 
@@ -36,17 +40,10 @@ __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
 
 def _bart_layer(layer: Any) -> LayerWeights:
-    """Return a layer of BART's kind: Marian, mBART and Whisper have the same modules."""
-    own, cross = layer.self_attn, layer.encoder_attn
-    qkv, qkv_bias = joined_modules(own.q_proj, own.k_proj, own.v_proj)
+    cross = layer.encoder_attn
     key_value, key_value_bias = joined_modules(cross.k_proj, cross.v_proj)
     return LayerWeights(
-        self_norm_gamma=layer.self_attn_layer_norm.weight,
-        self_norm_beta=layer.self_attn_layer_norm.bias,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        self_out=own.out_proj.weight,
-        self_out_bias=own.out_proj.bias,
+        **bart_parts(layer),  # type: ignore[arg-type]
         cross_norm_gamma=layer.encoder_attn_layer_norm.weight,
         cross_norm_beta=layer.encoder_attn_layer_norm.bias,
         cross_query=cross.q_proj.weight,
@@ -55,14 +52,6 @@ def _bart_layer(layer: Any) -> LayerWeights:
         cross_key_value_bias=key_value_bias,
         cross_out=cross.out_proj.weight,
         cross_out_bias=cross.out_proj.bias,
-        ffn_norm_gamma=layer.final_layer_norm.weight,
-        ffn_norm_beta=layer.final_layer_norm.bias,
-        ffn_up=layer.fc1.weight,
-        ffn_up_bias=layer.fc1.bias,
-        ffn_gate=None,
-        ffn_gate_bias=None,
-        ffn_down=layer.fc2.weight,
-        ffn_down_bias=layer.fc2.bias,
     )
 
 
@@ -110,15 +99,11 @@ def _bart_kind(
     )
 
 
-def _scale(config: Any) -> float:
-    return float(config.d_model) ** 0.5 if config.scale_embedding else 1.0
-
-
 def _marian(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
         norm_first=False,
-        scale=_scale(model.config),
+        scale=embedding_scale(model.config),
         position_offset=0,
         embedding_norm=None,
         final_norm=None,
@@ -131,7 +116,7 @@ def _bart(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
         norm_first=False,
-        scale=_scale(model.config),
+        scale=embedding_scale(model.config),
         position_offset=decoder.embed_positions.offset,
         embedding_norm=decoder.layernorm_embedding,
         final_norm=None,
@@ -144,7 +129,7 @@ def _mbart(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
         norm_first=True,
-        scale=_scale(model.config),
+        scale=embedding_scale(model.config),
         position_offset=decoder.embed_positions.offset,
         embedding_norm=decoder.layernorm_embedding,
         final_norm=decoder.layer_norm,
@@ -156,7 +141,7 @@ def _pegasus(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
         norm_first=True,
-        scale=_scale(model.config),
+        scale=embedding_scale(model.config),
         position_offset=0,
         embedding_norm=None,
         final_norm=model.get_decoder().layer_norm,
@@ -169,7 +154,7 @@ def _m2m_100(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return _bart_kind(
         model,
         norm_first=True,
-        scale=_scale(model.config),
+        scale=embedding_scale(model.config),
         position_offset=decoder.embed_positions.offset,
         embedding_norm=None,
         final_norm=decoder.layer_norm,
@@ -189,18 +174,11 @@ def _whisper(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     )
 
 
-def _t5_layer(block: Any, gated: bool) -> LayerWeights:
+def _t5_layer(block: Any) -> LayerWeights:
     own, cross, ffn = block.layer
-    attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
-    qkv, _ = joined_modules(attention.q, attention.k, attention.v)
     key_value, _ = joined_modules(cross.EncDecAttention.k, cross.EncDecAttention.v)
     return LayerWeights(
-        self_norm_gamma=own.layer_norm.weight,
-        self_norm_beta=None,
-        qkv=qkv,
-        qkv_bias=None,
-        self_out=attention.o.weight,
-        self_out_bias=None,
+        **t5_parts(own, ffn),  # type: ignore[arg-type]
         cross_norm_gamma=cross.layer_norm.weight,
         cross_norm_beta=None,
         cross_query=cross.EncDecAttention.q.weight,
@@ -209,20 +187,11 @@ def _t5_layer(block: Any, gated: bool) -> LayerWeights:
         cross_key_value_bias=None,
         cross_out=cross.EncDecAttention.o.weight,
         cross_out_bias=None,
-        ffn_norm_gamma=ffn.layer_norm.weight,
-        ffn_norm_beta=None,
-        ffn_up=(feed_forward.wi_1 if gated else feed_forward.wi).weight,
-        ffn_up_bias=None,
-        ffn_gate=feed_forward.wi_0.weight if gated else None,
-        ffn_gate_bias=None,
-        ffn_down=feed_forward.wo.weight,
-        ffn_down_bias=None,
     )
 
 
 def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     config, decoder = model.config, model.get_decoder()
-    gated = bool(config.is_gated_act)
     final_norm = decoder.final_layer_norm.weight
     is_scaled = getattr(config, "scale_decoder_outputs", False)  # MT5Config has no such field
     if is_scaled or (config.model_type == "umt5" and config.tie_word_embeddings):
@@ -231,17 +200,8 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     return (
         DecoderConfig(
             num_layers=len(decoder.block),
-            model_size=config.d_model,
-            num_heads=config.num_heads,
-            head_size=config.d_kv,
-            ffn_size=config.d_ff,
             vocab_size=output.weight.shape[0],
-            norm="rms_norm",
-            norm_first=True,
-            norm_epsilon=config.layer_norm_epsilon,
-            activation=activation(config.dense_act_fn),
-            gated=gated,
-            attention_scale=1.0,
+            **t5_sizes(config),
         ),
         DecoderWeights(
             embedding=decoder.embed_tokens.weight,
@@ -253,7 +213,7 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
             final_norm_beta=None,
             logits=output.weight,
             logits_bias=None,
-            layers=tuple(_t5_layer(block, gated) for block in decoder.block),
+            layers=tuple(_t5_layer(block) for block in decoder.block),
         ),
     )
 

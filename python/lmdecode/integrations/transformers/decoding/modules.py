@@ -11,8 +11,8 @@ from torch import Tensor
 from lmdecode.decoder.config import ActivationName
 
 __all__ = [
-    "ACTIVATIONS", "T5_DISTANCES", "activation", "joined", "joined_modules", "positions_of",
-    "t5_bias",
+    "ACTIVATIONS", "T5_DISTANCES", "activation", "bart_parts", "embedding_scale", "joined",
+    "joined_modules", "positions_of", "t5_bias", "t5_parts", "t5_sizes",
 ]  # fmt: skip
 
 # For which T5's buckets are worked out; further ones would need longer sequences.
@@ -84,3 +84,72 @@ def t5_bias(config: Any, stack: Any, places: Tensor) -> Tensor:
             )
         biases.append(attention.relative_attention_bias.weight[buckets].T)
     return torch.cat(biases)
+
+
+def embedding_scale(config: Any) -> float:
+    """Return what BART's kind of models multiplies embeddings by."""
+    return float(config.d_model) ** 0.5 if config.scale_embedding else 1.0
+
+
+def bart_parts(layer: Any) -> dict[str, Tensor | None]:
+    """Return the weights that layers of BART's encoder and decoder have, by our names.
+
+    Marian, mBART, M2M100, Pegasus and Whisper have the same modules.
+    """
+    own = layer.self_attn
+    qkv, qkv_bias = joined_modules(own.q_proj, own.k_proj, own.v_proj)
+    return {
+        "self_norm_gamma": layer.self_attn_layer_norm.weight,
+        "self_norm_beta": layer.self_attn_layer_norm.bias,
+        "qkv": qkv,
+        "qkv_bias": qkv_bias,
+        "self_out": own.out_proj.weight,
+        "self_out_bias": own.out_proj.bias,
+        "ffn_norm_gamma": layer.final_layer_norm.weight,
+        "ffn_norm_beta": layer.final_layer_norm.bias,
+        "ffn_up": layer.fc1.weight,
+        "ffn_up_bias": layer.fc1.bias,
+        "ffn_gate": None,
+        "ffn_gate_bias": None,
+        "ffn_down": layer.fc2.weight,
+        "ffn_down_bias": layer.fc2.bias,
+    }
+
+
+def t5_parts(own: Any, ffn: Any) -> dict[str, Tensor | None]:
+    """Return the weights that blocks of T5's encoder and decoder have, by our names."""
+    attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
+    gated = hasattr(feed_forward, "wi_1")
+    qkv, _ = joined_modules(attention.q, attention.k, attention.v)
+    return {
+        "self_norm_gamma": own.layer_norm.weight,
+        "self_norm_beta": None,
+        "qkv": qkv,
+        "qkv_bias": None,
+        "self_out": attention.o.weight,
+        "self_out_bias": None,
+        "ffn_norm_gamma": ffn.layer_norm.weight,
+        "ffn_norm_beta": None,
+        "ffn_up": (feed_forward.wi_1 if gated else feed_forward.wi).weight,
+        "ffn_up_bias": None,
+        "ffn_gate": feed_forward.wi_0.weight if gated else None,
+        "ffn_gate_bias": None,
+        "ffn_down": feed_forward.wo.weight,
+        "ffn_down_bias": None,
+    }
+
+
+def t5_sizes(config: Any) -> dict[str, Any]:
+    """Return the sizes and switches that T5's encoder and decoder have in common."""
+    return {
+        "model_size": config.d_model,
+        "num_heads": config.num_heads,
+        "head_size": config.d_kv,
+        "ffn_size": config.d_ff,
+        "norm": "rms_norm",
+        "norm_first": True,
+        "norm_epsilon": config.layer_norm_epsilon,
+        "activation": activation(config.dense_act_fn),
+        "gated": bool(config.is_gated_act),
+        "attention_scale": 1.0,
+    }
