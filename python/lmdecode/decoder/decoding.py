@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -366,42 +364,9 @@ class Decoding:
         TypeError
             Names an argument of another type: a store, a session, a seed.
         """
-        if self.model is None:
-            raise ValueError(
-                "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
-            )
-        if "custom_generate" in arguments:
-            raise ValueError(
-                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
-            )
-        stored: Any = None
-        if store is not None or session is not None:
-            from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+        from lmdecode.integrations.transformers.decoding.call import call_generate
 
-            stored = StoredCall(self, store, session, inputs, arguments)
-        if isinstance(self.decoder, PackedCausalModel):
-            loop = self._causal_loop(self.decoder, stored)
-        else:
-            loop = self._decoder_loop(self.decoder, arguments)
-        # A cache is of no use here, and a good part of a small model's call to prepare.
-        config = arguments.get("generation_config")
-        if config is None:
-            arguments["use_cache"] = False
-        else:  # beside which generate() does not want arguments
-            arguments["generation_config"] = config = copy.deepcopy(config)
-            config.use_cache = False
-            arguments.pop("use_cache", None)
-        model = self.model
-        if self.encoder is not None:
-            from lmdecode.integrations.transformers.decoding.encoding import with_encoder
-
-            model = with_encoder(model, self.encoder)
-        generate = model.generate
-        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
-            generate = partial(type(model).generate, model)
-        positional = () if inputs is None else (inputs,)
-        run = partial(generate, *positional, custom_generate=loop, **arguments)
-        return run() if stored is None else stored.run(run)
+        return call_generate(self, inputs, store, session, arguments)
 
     def translate(
         self,
@@ -481,27 +446,3 @@ class Decoding:
         from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
 
         return causal_fingerprint(self, tokenizer)
-
-    def _causal_loop(self, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
-        """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
-        from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
-
-        new_runner = None if stored is None else stored.new_model
-        return partial(decode_causal, new_runner, packed, self.cache_dtype)
-
-    @staticmethod
-    def _decoder_loop(
-        decoder: PackedDecoder | DeviceDecoder, arguments: dict[str, Any]
-    ) -> Callable[..., Any]:
-        """Return the loop of an encoder-decoder model; arguments are those of ``generate()``."""
-        if arguments.get("streamer") is not None:  # before generate() gives it the prompt
-            raise ValueError(
-                "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
-                "search has ended"
-            )
-        from lmdecode.integrations.transformers.decoding.generation import decode
-
-        if isinstance(arguments.get("encoder_outputs"), dict):
-            # generate() writes the outputs of the beams to it.
-            arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
-        return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))
