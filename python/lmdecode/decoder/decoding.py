@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format, type_error
-from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
@@ -366,42 +364,62 @@ class Decoding:
         TypeError
             Names an argument of another type: a store, a session, a seed.
         """
-        if self.model is None:
-            raise ValueError(
-                "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
-            )
-        if "custom_generate" in arguments:
-            raise ValueError(
-                "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
-            )
-        stored: Any = None
-        if store is not None or session is not None:
-            from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+        from lmdecode.integrations.transformers.decoding.call import call_generate
 
-            stored = StoredCall(self, store, session, inputs, arguments)
-        if isinstance(self.decoder, PackedCausalModel):
-            loop = self._causal_loop(self.decoder, stored)
-        else:
-            loop = self._decoder_loop(self.decoder, arguments)
-        # A cache is of no use here, and a good part of a small model's call to prepare.
-        config = arguments.get("generation_config")
-        if config is None:
-            arguments["use_cache"] = False
-        else:  # beside which generate() does not want arguments
-            arguments["generation_config"] = config = copy.deepcopy(config)
-            config.use_cache = False
-            arguments.pop("use_cache", None)
-        model = self.model
-        if self.encoder is not None:
-            from lmdecode.integrations.transformers.decoding.encoding import with_encoder
+        return call_generate(self, inputs, store, session, arguments)
 
-            model = with_encoder(model, self.encoder)
-        generate = model.generate
-        if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
-            generate = partial(type(model).generate, model)
-        positional = () if inputs is None else (inputs,)
-        run = partial(generate, *positional, custom_generate=loop, **arguments)
-        return run() if stored is None else stored.run(run)
+    def translate(
+        self,
+        sources: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        num_beams: int = 1,
+        num_return_sequences: int = 1,
+        max_new_tokens: int | None = None,
+        max_batch_tokens: int | None = None,
+        generation_config: Any = None,
+        **arguments: Any,
+    ) -> list[BeamResult]:
+        """Search any number of sources, without the preparation of ``generate()``.
+
+        They are sorted by length and searched in batches. The tokens are those of ``generate()``.
+
+        Parameters
+        ----------
+        sources : sequence of sequence of int, or Tensor
+            Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
+        attention_mask : Tensor, optional
+            [B, S], for a tensor: 0 for padding.
+        num_beams, num_return_sequences, max_new_tokens
+            As for ``generate()``.
+        max_batch_tokens : int, optional
+            Tokens that are searched together, with padding; 4096 by default.
+        generation_config, **arguments
+            As for ``generate()``: what a ``BeamRequest`` can express.
+
+        Returns
+        -------
+        list of BeamResult
+            In the order of the sources; ``request_id`` is a source's number.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected.
+        """
+        from lmdecode.integrations.transformers.decoding.translate import translate
+
+        return translate(
+            self,
+            sources,
+            attention_mask=attention_mask,
+            max_batch_tokens=max_batch_tokens,
+            generation_config=generation_config,
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            max_new_tokens=max_new_tokens,
+            **arguments,
+        )
 
     def fingerprint(self, tokenizer: Any = None) -> Any:
         """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
@@ -428,27 +446,3 @@ class Decoding:
         from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
 
         return causal_fingerprint(self, tokenizer)
-
-    def _causal_loop(self, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
-        """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
-        from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
-
-        new_runner = None if stored is None else stored.new_model
-        return partial(decode_causal, new_runner, packed, self.cache_dtype)
-
-    @staticmethod
-    def _decoder_loop(
-        decoder: PackedDecoder | DeviceDecoder, arguments: dict[str, Any]
-    ) -> Callable[..., Any]:
-        """Return the loop of an encoder-decoder model; arguments are those of ``generate()``."""
-        if arguments.get("streamer") is not None:  # before generate() gives it the prompt
-            raise ValueError(
-                "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
-                "search has ended"
-            )
-        from lmdecode.integrations.transformers.decoding.generation import decode
-
-        if isinstance(arguments.get("encoder_outputs"), dict):
-            # generate() writes the outputs of the beams to it.
-            arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
-        return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))

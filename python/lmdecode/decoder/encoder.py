@@ -150,6 +150,11 @@ class PackedEncoder:
     ------
     ValueError, TypeError
         Names what has a wrong shape, dtype or type.
+
+    Attributes
+    ----------
+    longest : int or None
+        Rows that a sequence may have, where positions or distances limit them.
     """
 
     def __init__(
@@ -161,6 +166,11 @@ class PackedEncoder:
         weight_format = check_format("Decoding", weight_format, FORMATS)
         self.config, self.weight_format = config, weight_format
         self._sizes, self._numbers = config.sizes(weight_format), config.numbers()
+        self.longest: int | None = None
+        if weights.positions is not None:
+            self.longest = weights.positions.shape[0] - config.position_offset
+        elif weights.relative_bias is not None:
+            self.longest = weights.relative_bias.shape[1] // 2 + 1
         embedding = float32(weights.embedding)
         tensors = [float32(value) for value in weights[1:-1]]
         for layer in weights.layers:

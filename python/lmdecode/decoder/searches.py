@@ -14,7 +14,16 @@ from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
 from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["DecodingSearches", "new_searches"]
+__all__ = ["DecodingSearches", "length_limits", "new_searches"]
+
+
+def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str]]:
+    """Return what a decoder has a table of, and so many that sequences may have one token more."""
+    limits = [
+        (decoder.num_positions, "positions"),
+        (decoder.num_distances, "distances of the relative bias"),
+    ]
+    return [(most, name) for most, name in limits if most is not None]
 
 
 class DecodingSearches:

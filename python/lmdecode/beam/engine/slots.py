@@ -21,9 +21,11 @@ __all__ = ["BeamSlots", "begin_search"]
 
 
 def begin_search(
-    state: BeamState, parameters: BeamParameters, slot: int, request: BeamRequest
+    state: BeamState, parameters: BeamParameters, slot: int | slice, request: BeamRequest
 ) -> None:
     """Begin the search of a request, or of one of its groups, in a slot that has room for it.
+
+    With a slice in all of these: so many searches by the same request.
 
     Nothing of the slot's last search is left that could be read.
     """

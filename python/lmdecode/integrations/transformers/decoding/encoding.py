@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,33 @@ class Encoder:
         )
 
     __call__ = forward
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether its input is tokens, and not features."""
+        return not self._convolutions
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a source, where that is limited."""
+        return self._packed.longest
+
+    def memories(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Return [n, S, D] float32 of sources of tokens, and their lengths, [n] int64.
+
+        Rows behind a source are 0.
+        """
+        lengths = torch.tensor([len(source) for source in sources])
+        begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        places = torch.cat([torch.arange(len(source)) for source in sources])
+        tokens = torch.tensor([token for source in sources for token in source])
+        rows = self._packed.forward(begins, places, tokens=tokens)
+        longest = int(lengths.max())
+        if len(rows) == len(sources) * longest:
+            return rows.view(len(sources), longest, -1), lengths
+        states = rows.new_zeros(len(sources), longest, rows.shape[1])
+        states[torch.arange(longest) < lengths[:, None]] = rows
+        return states, lengths
 
     def _of_tokens(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """Return [B, S, D], or None where the mask has several runs of ones in a row."""

@@ -15,7 +15,7 @@ from transformers.generation.utils import (
 from lmdecode.beam.state import Rules
 from lmdecode.beam.token_rules import repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.searches import DecodingSearches, new_searches
+from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.search import search_result
@@ -97,11 +97,8 @@ def _refuse_on_device(config: GenerationConfig) -> None:
 
 def _check_max_length(decoder: PackedDecoder | DeviceDecoder, settings: SearchSettings) -> None:
     """Raise ValueError for sequences that might outgrow the model."""
-    for most, name in (
-        (decoder.num_positions, "positions"),
-        (decoder.num_distances, "distances of the relative bias"),
-    ):
-        if most is not None and settings.max_length > most + 1:
+    for most, name in length_limits(decoder):
+        if settings.max_length > most + 1:
             raise ValueError(
                 f"max_length: expected at most {most + 1}, as the decoder has {most} {name}, got "
                 f"{settings.max_length}: a prompt of {settings.prompt_length} and "

@@ -1,0 +1,81 @@
+"""``Decoding.generate``: the model's own ``generate()`` with a loop, and an encoder, in C++."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.decoding import Decoding
+from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
+from lmdecode.integrations.transformers.decoding.encoding import with_encoder
+from lmdecode.integrations.transformers.decoding.generation import decode
+
+__all__ = ["call_generate"]
+
+
+def _causal_loop(decoding: Decoding, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
+    """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
+    new_runner = None if stored is None else stored.new_model
+    return partial(decode_causal, new_runner, packed, decoding.cache_dtype)
+
+
+def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Return the loop of an encoder-decoder model; arguments are those of ``generate()``."""
+    if arguments.get("streamer") is not None:  # before generate() gives it the prompt
+        raise ValueError(
+            "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
+            "search has ended"
+        )
+    if isinstance(arguments.get("encoder_outputs"), dict):
+        # generate() writes the outputs of the beams to it.
+        arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
+    return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))
+
+
+def call_generate(
+    decoding: Decoding,
+    inputs: Tensor | None,
+    store: Any,
+    session: str | None,
+    arguments: dict[str, Any],
+) -> Any:
+    """See ``Decoding.generate``; arguments are changed."""
+    if decoding.model is None:
+        raise ValueError(
+            "Decoding.generate: there is no model; expected one, by Decoding.from_pretrained"
+        )
+    if "custom_generate" in arguments:
+        raise ValueError(
+            "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
+        )
+    stored: Any = None
+    if store is not None or session is not None:
+        from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+
+        stored = StoredCall(decoding, store, session, inputs, arguments)
+    if isinstance(decoding.decoder, PackedCausalModel):
+        loop = _causal_loop(decoding, decoding.decoder, stored)
+    else:
+        loop = _decoder_loop(decoding.decoder, arguments)
+    # A cache is of no use here, and a good part of a small model's call to prepare.
+    config = arguments.get("generation_config")
+    if config is None:
+        arguments["use_cache"] = False
+    else:  # beside which generate() does not want arguments
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.use_cache = False
+        arguments.pop("use_cache", None)
+    model = decoding.model
+    if decoding.encoder is not None:
+        model = with_encoder(model, decoding.encoder)
+    generate = model.generate
+    if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+        generate = partial(type(model).generate, model)
+    positional = () if inputs is None else (inputs,)
+    run = partial(generate, *positional, custom_generate=loop, **arguments)
+    return run() if stored is None else stored.run(run)

@@ -1,0 +1,120 @@
+"""``Decoding.translate``: from lists of tokens to results, without ``generate()``'s preparation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lmdecode._checks import check_int, dtype_name, is_int, type_error
+from lmdecode.beam.engine.request import BeamResult
+from lmdecode.decoder.searches import length_limits
+from lmdecode.decoder.translation import search_all
+from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.decoding.requests import request_of_config
+
+__all__ = ["translate"]
+
+_OP = "Decoding.translate"
+_MAX_BATCH_TOKENS = 4096
+
+
+def _tokens(name: str, source: Any) -> list[int]:
+    if isinstance(source, Tensor):
+        if source.dim() != 1 or source.is_floating_point() or source.is_complex():
+            raise ValueError(
+                f"{_OP}: {name} is a tensor of shape {list(source.shape)} and dtype "
+                f"{dtype_name(source)}; expected [length] of integers"
+            )
+        source = source.tolist()
+    if not isinstance(source, Sequence) or isinstance(source, (str, bytes)):
+        raise type_error(_OP, name, source, "a sequence of int")
+    for token in source:
+        if not is_int(token):
+            raise type_error(_OP, f"a token of {name}", token, "an int")
+    return [int(token) for token in source]
+
+
+def _sources(sources: Any, attention_mask: Any) -> list[list[int]]:
+    if isinstance(sources, Tensor):
+        if sources.dim() != 2:
+            raise ValueError(
+                f"{_OP}: sources has shape {list(sources.shape)}; expected [batch, length]"
+            )
+        if attention_mask is None:
+            return [_tokens(f"sources[{i}]", row) for i, row in enumerate(sources)]
+        if not isinstance(attention_mask, Tensor):
+            raise type_error(_OP, "attention_mask", attention_mask, "a tensor")
+        if attention_mask.shape != sources.shape:
+            raise ValueError(
+                f"{_OP}: attention_mask has shape {list(attention_mask.shape)}; expected "
+                f"{list(sources.shape)}, that of sources"
+            )
+        seen = attention_mask != 0
+        return [
+            _tokens(f"sources[{i}]", row[mask])
+            for i, (row, mask) in enumerate(zip(sources, seen, strict=True))
+        ]
+    if attention_mask is not None:
+        raise ValueError(f"{_OP}: attention_mask is given; expected None with lists of tokens")
+    if not isinstance(sources, Sequence) or isinstance(sources, (str, bytes)):
+        raise type_error(_OP, "sources", sources, "a sequence of sequences of int, or a tensor")
+    return [_tokens(f"sources[{i}]", source) for i, source in enumerate(sources)]
+
+
+def _config(generation_config: Any, arguments: dict[str, Any]) -> Any:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if generation_config is None:
+        return GenerationConfig(**given)
+    config = copy.deepcopy(generation_config)
+    unknown = config.update(**given)
+    if unknown:
+        raise ValueError(f"{_OP}: {next(iter(unknown))} is given; expected generate's arguments")
+    return config
+
+
+def translate(
+    decoding: Any,
+    sources: Any,
+    *,
+    attention_mask: Any,
+    max_batch_tokens: int | None,
+    generation_config: Any,
+    **arguments: Any,
+) -> list[BeamResult]:
+    """See ``Decoding.translate``."""
+    decoder, encoder = decoding.decoder, decoding.encoder
+    if not isinstance(decoder, PackedDecoder) or encoder is None:
+        raise ValueError(
+            f"{_OP}: the model is not an encoder-decoder one of transformers on the cpu; expected "
+            "Decoding.from_pretrained of such a model"
+        )
+    if not encoder.takes_tokens:
+        raise ValueError(f"{_OP}: the model takes input_features; expected a model of tokens")
+    most = _MAX_BATCH_TOKENS
+    if max_batch_tokens is not None:
+        most = check_int(_OP, "max_batch_tokens", max_batch_tokens, 1, limits="at least 1")
+    found = _sources(sources, attention_mask)
+    for i, source in enumerate(found):
+        longest = encoder.longest
+        if not source or (longest is not None and len(source) > longest):
+            expected = "at least 1" if longest is None else f"1 to {longest}"
+            raise ValueError(f"{_OP}: sources[{i}] has {len(source)} tokens; expected {expected}")
+    request = request_of_config(None, _config(generation_config, arguments), decoding.model)
+    for limit, name in length_limits(decoder):
+        if request.max_length > limit + 1:
+            raise ValueError(
+                f"{_OP}: max_length is {request.max_length}; expected at most {limit + 1}: the "
+                f"model has {limit} {name}"
+            )
+
+    def encode(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        memory: tuple[Tensor, Tensor] = encoder.memories([found[number] for number in numbers])
+        return memory
+
+    with torch.no_grad():
+        return search_all(decoder, encode, request, [len(source) for source in found], most)

@@ -1,0 +1,153 @@
+"""``Decoding.translate`` against ``model.generate()``, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import lmdecode
+from tests.decoder.decoder_models import END, MODELS, PAD, make_inputs, pair
+from tests.support.causal_models import random_model
+
+NEW = 9
+
+
+def lists(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    return [
+        ids[mask != 0].tolist()
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("kind", sorted(MODELS.keys() - {"whisper"}))
+def test_tokens_are_those_of_generate(kind: str, num_beams: int) -> None:
+    """Of sources of any length, cut into batches, in the order in which they came."""
+    model, decoding = pair(kind)
+    inputs = make_inputs(kind, 7)
+    options: dict[str, Any] = {"num_beams": num_beams, "num_return_sequences": num_beams}
+    options["max_new_tokens"] = NEW
+    with torch.no_grad():
+        expected = model.generate(
+            **inputs, **options, return_dict_in_generate=True, output_scores=True
+        )
+    found = decoding.translate(lists(inputs), max_batch_tokens=30, **options)
+    assert [result.request_id for result in found] == list(range(7))
+    sequences = expected.sequences.view(7, num_beams, -1)
+    for result, rows in zip(found, sequences.tolist(), strict=True):
+        for tokens, length, row in zip(result.sequences, result.lengths, rows, strict=True):
+            assert tokens[:length].tolist() == row[:length]
+            assert set(row[length:]) <= {PAD}
+    if num_beams > 1:  # of the same memories, bit for bit
+        scores = torch.cat([result.scores for result in found]).float()
+        arguments = {**inputs, **options, "return_dict_in_generate": True, "output_scores": True}
+        assert scores.equal(decoding.generate(**arguments).sequences_scores)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_a_source_depends_on_no_other(dtype: str) -> None:
+    model, _ = pair("marian")
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
+    sources = lists(make_inputs("marian", 9))
+    together = decoding.translate(sources, num_beams=3, max_new_tokens=NEW)
+    for source, result in zip(sources, together, strict=True):
+        (alone,) = decoding.translate([source], num_beams=3, max_new_tokens=NEW)
+        assert alone.sequences.equal(result.sequences) and alone.scores.equal(result.scores)
+
+
+def test_a_padded_tensor_and_other_kinds_of_sources() -> None:
+    _, decoding = pair("bart")
+    inputs = make_inputs("bart", 4)
+    sources = lists(inputs)
+    expected = decoding.translate(sources, num_beams=2, max_new_tokens=NEW)
+    left = torch.full_like(inputs["input_ids"], PAD)
+    for row, source in zip(left, sources, strict=True):
+        row[len(row) - len(source) :] = torch.tensor(source)
+    for given, mask in (
+        (inputs["input_ids"], inputs["attention_mask"]),
+        (left, left != PAD),
+        ([torch.tensor(source, dtype=torch.int32) for source in sources], None),
+        (tuple(map(tuple, sources)), None),
+    ):
+        found = decoding.translate(given, attention_mask=mask, num_beams=2, max_new_tokens=NEW)
+        assert [r.sequences.tolist() for r in found] == [r.sequences.tolist() for r in expected]
+    assert decoding.translate([]) == []
+
+
+def test_a_generation_config() -> None:
+    model, decoding = pair("marian")
+    inputs = make_inputs("marian")
+    config = GenerationConfig(
+        num_beams=3, max_new_tokens=NEW, no_repeat_ngram_size=2, length_penalty=0.5,
+        decoder_start_token_id=END, eos_token_id=END, pad_token_id=PAD,
+    )  # fmt: skip
+    with torch.no_grad():
+        expected = model.generate(**inputs, generation_config=config)
+    found = decoding.translate(lists(inputs), generation_config=config, num_beams=3)
+    for result, row in zip(found, expected.tolist(), strict=True):
+        assert result.sequences[0, : result.lengths[0]].tolist() == row[: result.lengths[0]]
+    assert config.num_beams == 3 and config.max_new_tokens == NEW
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"sources": "abc"},
+            TypeError,
+            "sources is of type str; expected a sequence of sequences of int",
+        ),
+        (
+            {"sources": ["abc"]},
+            TypeError,
+            r"sources\[0\] is of type str; expected a sequence of int",
+        ),
+        (
+            {"sources": [[1], [2.0]]},
+            TypeError,
+            r"a token of sources\[1\] is of type float; expected",
+        ),
+        ({"sources": [[1], []]}, ValueError, r"sources\[1\] has 0 tokens; expected 1 to 96"),
+        ({"sources": [[1] * 97]}, ValueError, r"sources\[0\] has 97 tokens; expected 1 to 96"),
+        ({"sources": [[64]]}, ValueError, r"tokens\[0\] is 64; expected 0 to 63"),
+        ({"sources": torch.ones(3)}, ValueError, r"sources has shape \[3\]; expected \[batch"),
+        ({"sources": torch.ones(1, 3)}, ValueError, r"sources\[0\] is a tensor .* dtype float32"),
+        (
+            {"attention_mask": torch.ones(1, 2)},
+            ValueError,
+            "attention_mask is given; expected None",
+        ),
+        ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens is 0; expected at least 1"),
+        (
+            {"max_new_tokens": 97},
+            ValueError,
+            "max_length is 98; expected at most 97: the model has",
+        ),
+        ({"do_sample": True}, ValueError, "do_sample is True; expected none"),
+        ({"colour": "red"}, ValueError, "colour"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], error: type, message: str) -> None:
+    _, decoding = pair("bart")
+    options = {"sources": [[5, 6, END]], "max_new_tokens": 4, **given}
+    with pytest.raises(error, match=message):
+        decoding.translate(**options)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "message"),
+    [
+        (lambda: pair("whisper")[1], "the model takes input_features; expected a model of tokens"),
+        (
+            lambda: lmdecode.Decoding.from_pretrained(random_model("llama", "plain")),
+            "the model is not an encoder-decoder one of transformers on the cpu",
+        ),
+    ],
+)
+def test_other_models(decoding: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Decoding.translate: {message}"):
+        decoding().translate([[5, 6]])
