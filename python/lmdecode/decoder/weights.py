@@ -69,6 +69,8 @@ class PackedDecoder:
         The config as the ops take it.
     spare_memory : SpareMemory
         Of searches: their caches and scratch.
+    translators : dict
+        What ``Decoding.translate`` keeps from call to call, by what was asked for.
 
     Raises
     ------
@@ -87,6 +89,7 @@ class PackedDecoder:
         self.config, self.weight_format = config, weight_format
         self.device = torch.device("cpu")
         self.spare_memory = SpareMemory()
+        self.translators: dict[bytes, Any] = {}
         self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
         self.num_positions: int | None = None
         if weights.positions is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -90,12 +91,12 @@ class Encoder:
 
         Rows behind a source are 0.
         """
-        lengths = torch.tensor([len(source) for source in sources])
-        begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        places = torch.cat([torch.arange(len(source)) for source in sources])
-        tokens = torch.tensor([token for source in sources for token in source])
+        counts = [len(source) for source in sources]
+        lengths, longest = torch.tensor(counts), max(counts)
+        begins = torch.tensor([0, *accumulate(counts)])
+        places = torch.tensor([*chain.from_iterable(map(range, counts))])
+        tokens = torch.tensor([*chain.from_iterable(sources)])
         rows = self._packed.forward(begins, places, tokens=tokens)
-        longest = int(lengths.max())
         if len(rows) == len(sources) * longest:
             return rows.view(len(sources), longest, -1), lengths
         states = rows.new_zeros(len(sources), longest, rows.shape[1])
