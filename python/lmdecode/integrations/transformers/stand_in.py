@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["WithoutWeights", "refuse_stand_in"]
+__all__ = ["WithoutWeights", "is_stand_in", "refuse_stand_in"]
 
 
 class WithoutWeights:
@@ -28,9 +28,14 @@ class WithoutWeights:
         )
 
 
+def is_stand_in(module: Any) -> bool:
+    """Whether a model, or its encoder, has no weights."""
+    return isinstance(getattr(module, "__dict__", {}).get("forward"), WithoutWeights)
+
+
 def refuse_stand_in(op: str, model: Any) -> None:
     """Raise ValueError for a model without weights."""
-    if isinstance(getattr(model, "__dict__", {}).get("forward"), WithoutWeights):
+    if is_stand_in(model):
         raise ValueError(
             f"{op}: model stands in for one that a Decoding has packed, and has no weights; "
             "expected a model that transformers has loaded, or its folder"

@@ -12,15 +12,26 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+)
 
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
-__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of", "without_weights"]
+__all__ = [
+    "Checkpoint", "auto_class_of", "files_of", "skeleton", "skeleton_of", "without_weights",
+]  # fmt: skip
 
+# What tokenizers and processors are made of.
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
-    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "normalizer.json", "preprocessor_config.json", "processor_config.json",
+    "sentencepiece.bpe.model", "source.spm", "special_tokens_map.json", "spiece.model",
+    "target.spm", "target_vocab.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
 
@@ -53,18 +64,30 @@ def without_weights(model: Any) -> Any:
                 replaced[id(parameter)] = Parameter(value, requires_grad=False)
             setattr(module, name, replaced[id(parameter)])
     model.forward = WithoutWeights(type(model))
+    if model.config.is_encoder_decoder:
+        encoder = model.get_encoder()
+        encoder.forward = WithoutWeights(type(encoder))
     return model
 
 
+def auto_class_of(config: Any) -> Any:
+    """Return the class of transformers that makes the model which a config's ``Decoding`` takes."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    speech = AutoModelForSpeechSeq2Seq
+    return speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
+
+
 def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
-    """Return the causal language model of a config, whose parameters have no memory.
+    """Return the model of a config, whose parameters have no memory.
 
     ``generate()`` of it does all but run the model.
     """
+    kind = auto_class_of(config)
     with _EmptyOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     without_weights(model.eval())
     if generation_config is not None:
         model.generation_config = generation_config
