@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.decoding import Decoding
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
@@ -18,7 +17,7 @@ from lmdecode.integrations.transformers.decoding.generation import decode
 __all__ = ["call_generate"]
 
 
-def _causal_loop(decoding: Decoding, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
+def _causal_loop(decoding: Any, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
     """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
     new_runner = None if stored is None else stored.new_model
     return partial(decode_causal, new_runner, packed, decoding.cache_dtype)
@@ -38,7 +37,7 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
 
 
 def call_generate(
-    decoding: Decoding,
+    decoding: Any,
     inputs: Tensor | None,
     store: Any,
     session: str | None,
@@ -74,7 +73,7 @@ def call_generate(
     if decoding.encoder is not None:
         model = with_encoder(model, decoding.encoder)
     generate = model.generate
-    if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+    if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
         generate = partial(type(model).generate, model)
     positional = () if inputs is None else (inputs,)
     run = partial(generate, *positional, custom_generate=loop, **arguments)
