@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["WithoutWeights", "is_stand_in", "refuse_stand_in"]
+__all__ = ["ForwardOf", "WithoutWeights", "is_stand_in", "refuse_stand_in"]
 
 
-class WithoutWeights:
-    """The ``forward`` of a stand-in: an error that says so, with the signature of the model's."""
+class ForwardOf:
+    """What is put in the place of the ``forward`` of a model of a class, with its signature."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -19,6 +19,10 @@ class WithoutWeights:
         """Those of the model's arguments, which ``generate()`` looks at."""
         found = inspect.signature(self._kind.forward)  # type: ignore[attr-defined]
         return found.replace(parameters=list(found.parameters.values())[1:])
+
+
+class WithoutWeights(ForwardOf):
+    """The ``forward`` of a stand-in: an error that says so."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Raise RuntimeError."""

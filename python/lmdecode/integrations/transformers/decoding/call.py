@@ -13,6 +13,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
+from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
 
 __all__ = ["call_generate"]
 
@@ -72,6 +73,8 @@ def call_generate(
     model = decoding.model
     if decoding.encoder is not None:
         model = with_encoder(model, decoding.encoder)
+        if hasattr(model, "detect_language"):  # Whisper's, which runs the model
+            model.forward = PromptLogits(type(model), decoding.encoder, decoding.decoder)
     generate = model.generate
     if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
         generate = partial(type(model).generate, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -108,7 +109,10 @@ def files_of(model: Any) -> dict[str, bytes]:
     """Return a model's configs as files, by name, and the tokenizer's files of its own folder."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        generation_config = copy.deepcopy(model.generation_config)
+        # Of one that is marked so, transformers reads what it knows alone: no languages of Whisper.
+        generation_config._from_model_config = False
+        generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     source = getattr(model.config, "_name_or_path", "") or model.name_or_path
     if source and Path(source).is_dir():
