@@ -117,8 +117,11 @@ def test_models_of_the_two_kinds_replace_each_other(tmp_path: Path) -> None:
         assert lmdecode.Decoding.load(tmp_path, verify=True).config == decoding.config
 
 
-def test_what_encoder_and_decoder_share_stands_once(tmp_path: Path) -> None:
-    decoding = _saved(tmp_path)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_what_encoder_and_decoder_share_stands_once(own: torch.dtype, tmp_path: Path) -> None:
+    """In the file, and before: of a model in bfloat16 there is one float32 embedding."""
+    decoding = lmdecode.Decoding.from_pretrained(make_model("marian").to(own))
+    decoding.save(tmp_path)
     embedding = decoding.decoder.tensors[0]
     (file,) = tmp_path.glob("weights-*.bin")
     taken = sum(-(-tensor.nbytes // 64) * 64 for tensor in _tensors(decoding))
@@ -204,7 +207,7 @@ def test_what_the_models_own_encoder_does(is_kept: bool | None, tmp_path: Path) 
     for what, arguments in (
         ("inputs_embeds is given", {"inputs_embeds": torch.zeros(1, 3, 32)}),
         ("output_hidden_states is True", {**inputs, "output_hidden_states": True}),
-        (r"attention_mask of shape \[3, 12\] is none", {**inputs, "attention_mask": holes}),
+        (r"attention_mask of shape \[3, 12\] is not one run", {**inputs, "attention_mask": holes}),
     ):
         with pytest.raises(ValueError, match=NEEDS) as error:
             decoding.generate(**arguments, max_new_tokens=NEW, return_dict_in_generate=True)

@@ -172,7 +172,7 @@ class Decoding:
         if isinstance(decoding.decoder, PackedDecoder):
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
-            decoding.encoder = Encoder(model, decoding.decoder.weight_format)
+            decoding.encoder = Encoder(model, decoding.decoder)
         if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
             if is_loaded_here:
                 model = without_weights(model)
@@ -234,7 +234,8 @@ class Decoding:
         folder
             Must stay as it is while the model is in use.
         cache_dtype
-            See the class; by default that with which it was saved.
+            See the class; by default that with which it was saved. None for an encoder-decoder
+            model.
         verify : bool
             Whether every byte of the weights is compared with its checksum, which reads them all.
 
@@ -243,7 +244,7 @@ class Decoding:
         FileNotFoundError
             There is no such model.
         ValueError
-            It is damaged, or of another version.
+            It is damaged, or of another version; or another ``cache_dtype``.
         """
         packed, manifest = load_packed(Path(folder), verify=verify)
         decoding = cls.__new__(cls)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.decoder.encoder import PackedEncoder
+from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 from lmdecode.linear import PackedLinear
@@ -30,13 +31,16 @@ class Encoder:
     ----------
     model
         An encoder-decoder model.
-    dtype : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
+    decoder : PackedDecoder
+        The model's, whose format, and embedding where it is the same, are the encoder's too.
     """
 
-    def __init__(self, model: Any, dtype: str) -> None:
-        own = model.get_encoder()
-        parts: dict[str, Any] = {"encoder": PackedEncoder(*encoder_of(model), dtype)}
+    def __init__(self, model: Any, decoder: PackedDecoder) -> None:
+        own, dtype = model.get_encoder(), decoder.weight_format
+        config, weights = encoder_of(model)
+        if weights.embedding is model.get_decoder().embed_tokens.weight:
+            weights = weights._replace(embedding=decoder.tensors[0])
+        parts: dict[str, Any] = {"encoder": PackedEncoder(config, weights, dtype)}
         for name in _CONVOLUTIONS:
             if hasattr(own, name):
                 parts[name] = _packed_convolution(getattr(own, name), dtype)
@@ -111,9 +115,11 @@ class Encoder:
             )
         elif "attention_mask" in given:
             what = (
-                f"attention_mask of shape {list(given['attention_mask'].shape)} is none of one run "
-                f"of ones a row; expected such a mask for input_ids"
+                f"attention_mask of shape {list(given['attention_mask'].shape)} is not one run of "
+                "ones in each row of input_ids; expected such a mask"
             )
+            if self._kind == "m2m_100":
+                what += ", with 0 for every padding token"
         else:
             what = "input_ids is None or not [batch, length] on cpu; expected such"
         return (
