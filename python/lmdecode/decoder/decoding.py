@@ -172,7 +172,8 @@ class Decoding:
         if isinstance(decoding.decoder, PackedDecoder):
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
-            decoding.encoder = Encoder(model, decoding.decoder)
+            decoder = decoding.decoder
+            decoding.encoder = Encoder(model, decoder.weight_format, decoder.tensors[0])
         if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
             if is_loaded_here:
                 model = without_weights(model)

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.decoder.encoder import PackedEncoder
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 from lmdecode.linear import PackedLinear
@@ -31,15 +30,17 @@ class Encoder:
     ----------
     model
         An encoder-decoder model.
-    decoder : PackedDecoder
-        The model's, whose format, and embedding where it is the same, are the encoder's too.
+    dtype : {"float32", "bfloat16", "int8", "int4"}
+        What linear weights are held as.
+    embedding : Tensor, optional
+        [V, D] float32 of the decoder, which is the encoder's where the model has one for both.
     """
 
-    def __init__(self, model: Any, decoder: PackedDecoder) -> None:
-        own, dtype = model.get_encoder(), decoder.weight_format
+    def __init__(self, model: Any, dtype: str, embedding: Tensor | None = None) -> None:
+        own = model.get_encoder()
         config, weights = encoder_of(model)
-        if weights.embedding is model.get_decoder().embed_tokens.weight:
-            weights = weights._replace(embedding=decoder.tensors[0])
+        if embedding is not None and weights.embedding is model.get_decoder().embed_tokens.weight:
+            weights = weights._replace(embedding=embedding)
         parts: dict[str, Any] = {"encoder": PackedEncoder(config, weights, dtype)}
         for name in _CONVOLUTIONS:
             if hasattr(own, name):
