@@ -217,6 +217,7 @@ def test_what_the_models_own_encoder_does(is_kept: bool | None, tmp_path: Path) 
         lambda: model(ids),
         lambda: model.generate(ids, max_new_tokens=2),
         lambda: model.get_encoder()(ids),
+        lambda: model.get_decoder()(ids),
     ):
         with pytest.raises(RuntimeError, match=r"^Marian\w+: .* has no weights; expected"):
             run()

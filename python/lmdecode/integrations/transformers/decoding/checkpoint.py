@@ -55,7 +55,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 def without_weights(model: Any) -> Any:
     """Give each parameter of a model a single value on the CPU: its shape and dtype stay.
 
-    The model says so where it is run.
+    The model says so where it is run, and so do its encoder and its decoder.
     """
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
@@ -66,8 +66,8 @@ def without_weights(model: Any) -> Any:
             setattr(module, name, replaced[id(parameter)])
     model.forward = WithoutWeights(type(model))
     if model.config.is_encoder_decoder:
-        encoder = model.get_encoder()
-        encoder.forward = WithoutWeights(type(encoder))
+        for stack in (model.get_encoder(), model.get_decoder()):
+            stack.forward = WithoutWeights(type(stack))
     return model
 
 
