@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
@@ -59,7 +60,6 @@ def beam_results(
         final.lengths,
         final.log_probs,
         final.beam_indices,
-        final.places // num_hypotheses,
     )
     results = []
     for request_id, took, places, counts, bits, *tensors in zip(
@@ -78,7 +78,8 @@ def beam_results(
         new = columns - prompt
         if found < len(places):
             tensors = [tensor[:found] for tensor in tensors]
-        sequences, scores, lengths, log_probs, indices, groups = tensors
+        sequences, scores, lengths, log_probs, indices = tensors
+        groups = [place // num_hypotheses for place in places[:found]]
         results.append(
             BeamResult(
                 request_id=request_id,
@@ -87,7 +88,7 @@ def beam_results(
                 lengths=lengths,
                 log_probs=log_probs.narrow(1, prompt, new).contiguous(),
                 beam_indices=indices.narrow(1, prompt, new).contiguous(),
-                groups=groups,
+                groups=torch.tensor(groups, dtype=torch.int64, device=scores.device),
                 prompt_length=prompt,
                 num_steps=took,
                 status=functools.reduce(operator.or_, bits, 0),
