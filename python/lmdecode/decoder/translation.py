@@ -135,8 +135,8 @@ class Translator:
             memory, counts = encode(numbers)
             sizes = (len(numbers), padded(memory.shape[1]))
             batch = self._take(sizes)
-            for result in batch.run(memory, counts, numbers):
-                results[result.request_id] = result
+            found = batch.run(memory, counts, numbers)
+            results |= dict(zip(numbers, found, strict=True))
             self._give(sizes, batch)
         return [results[i] for i in range(len(lengths))]
 
