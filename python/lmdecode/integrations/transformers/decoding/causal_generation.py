@@ -234,7 +234,8 @@ def _lookup_of(config: GenerationConfig) -> tuple[GenerationConfig, Lookup | Non
     num_tokens = check_count(_OP, "prompt_lookup_num_tokens", num_tokens)
     size = config.max_matching_ngram_size
     size = _MATCHING_NGRAM if size is None else size
-    lookup = Lookup(min(num_tokens, config.max_length), check_count(_OP, "max_matching_ngram_size", size))
+    size = check_count(_OP, "max_matching_ngram_size", size)
+    lookup = Lookup(min(num_tokens, config.max_length), size)
     config = copy.copy(config)
     config.prompt_lookup_num_tokens = None
     return config, lookup
