@@ -53,6 +53,7 @@ set(CPU_SOURCES
   linear/norms_cpu.cpp
   linear/packed_linear_cpu.cpp
   linear/repack_linear.cpp
+  sampling/prompt_lookup_cpu.cpp
   sampling/top_k_top_p_sample_cpu.cpp
   simd/cpu_capability.cpp)
 

@@ -192,6 +192,8 @@ _ARGUMENTS: dict[str, tuple[int, Callable[[Any], object]]] = {
     "BeamSearch.vocab_size": (7, lambda n: lmdecode.BeamSearch(n)._vocab_size),
     "DecoderConfig.head_size": (4, lambda n: _config(head_size=n)),
     "gather_tree.end_token": (5, _tree),
+    "prompt_lookup.num_tokens": (2, lambda n: lmdecode.prompt_lookup(torch.arange(9) % 4, n)),
+    "prompt_lookup.max_ngram": (2, lambda n: lmdecode.prompt_lookup(torch.arange(9) % 4, 3, n)),
 }
 
 

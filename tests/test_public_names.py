@@ -20,7 +20,7 @@ DisjunctiveConstraint KVStore LayerWeights OutOfBlocksError PackedLinear Phrasal
 RingKVCache RingSnapshot RowTokens SampleOutput Session StepOutput beam_finalize beam_parameters
 beam_step compressed_swa_mask copy_blocks_ cpu_capability expand_compressed_swa_mask format_trace
 gather_indirect gather_tree has_cuda layer_norm log_softmax_top_k merge_attention_states
-new_beam_state reorder_cache_ ring_cache_append_ rms_norm sliding_window_attention
+new_beam_state prompt_lookup reorder_cache_ ring_cache_append_ rms_norm sliding_window_attention
 sliding_window_decode swa_mask top_k_top_p_sample update_beam_indirection_
 """.split()
 

@@ -85,7 +85,8 @@ CPU_ONLY = [
     "causal_caches_reorder_", "causal_caches_start_", "causal_caches_truncate_",
     "causal_forward_", "decoder_layer", "decoding_read_memory_", "decoding_steps_",
     "encoder_forward", "faster_transformer_decoding_", "gather_tree", "layer_norm", "pack_linear",
-    "pack_quantized_linear", "packed_linear", "packed_linear.out", "repack_linear", "rms_norm",
+    "pack_quantized_linear", "packed_linear", "packed_linear.out", "prompt_lookup",
+    "repack_linear", "rms_norm",
 ]  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def test_ops() -> None:
         "lmdecode::pack_quantized_linear",
         "lmdecode::packed_linear",
         "lmdecode::packed_linear.out",
+        "lmdecode::prompt_lookup",
         "lmdecode::reorder_cache_",
         "lmdecode::repack_linear",
         "lmdecode::ring_cache_append_",
@@ -75,7 +76,7 @@ def test_every_op_has_a_fake(name: str) -> None:
 
 
 # What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
-# and the norms between them. On devices the loop is one of ops and cuBLAS's products.
+# and the norms between them, drafts. On devices the loop is one of ops and cuBLAS's products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_start_",
@@ -92,6 +93,7 @@ CPU_ONLY = {
     "lmdecode::pack_quantized_linear",
     "lmdecode::packed_linear",
     "lmdecode::packed_linear.out",
+    "lmdecode::prompt_lookup",
     "lmdecode::repack_linear",
     "lmdecode::rms_norm",
 }

@@ -140,6 +140,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lmdecode.layer_norm, lambda: {"x": random(2, 3), "weight": random(3), "bias": random(3)},
     ),
     "rms_norm": (lmdecode.rms_norm, lambda: {"x": random(2, 3), "weight": random(3)}),
+    "prompt_lookup": (
+        lmdecode.prompt_lookup,
+        lambda: {
+            "tokens": torch.ones(2, 3, dtype=torch.int64), "num_tokens": 2,
+            "lengths": torch.tensor([2, 3]),
+        },
+    ),
     "gather_tree": (
         lmdecode.gather_tree,
         lambda: {

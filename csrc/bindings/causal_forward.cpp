@@ -12,8 +12,18 @@ namespace {
 constexpr const char* kForwardOp = "causal_forward_";
 constexpr const char* kBytesOp = "causal_workspace_bytes";
 
-// Blocks that sequences name.
-void check_table(const PagedCache& cache) {
+// Blocks that sequences name, as far back as layers look: caches may keep more of windows, so that
+// sequences can go back.
+void check_table(const CausalForwardParams& p, int64_t number) {
+  PagedCache cache = p.caches[number];
+  if (cache.window != 0) {
+    int64_t seen = 1;
+    for (int64_t i = 0; i < p.model->config.layers; ++i) {
+      const CausalLayer& layer = p.model->layers[i];
+      if (layer.cache == number) seen = std::max(seen, layer.window);
+    }
+    cache.window = seen;
+  }
   const kv_cache::BlockTable& table = cache.table;
   for (int64_t row = 0; row < table.rows; ++row) {
     check_blocks(kForwardOp, "caches.blocks", table, row, 0,
@@ -110,7 +120,7 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   p.model = &model.model;
   p.num_caches = paged_caches(op, caches, windows, p.caches);
   check_layers(p);
-  for (int64_t i = 0; i < p.num_caches; ++i) check_table(p.caches[i]);
+  for (int64_t i = 0; i < p.num_caches; ++i) check_table(p, i);
   check_rank(op, "entries", entries, 2, "[entries, 4]");
   const Tensors work_tensors{tokens, entries};
   TensorList work(op, "", work_tensors, 2);

@@ -28,6 +28,10 @@ inline constexpr OpSchema kOpSchemas[] = {
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, int dialect, "
      "*, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, Tensor(d!) "
      "kept_count, Tensor(e!) status) -> ()"},
+    // tokens [batch, capacity]; what follows the earliest of the longest n-grams that end a text, -1
+    // behind it.
+    {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
+     Devices::kCpuOnly},
     // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
     // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
     // num_candidates], status [requests]; log_probs are the scores without those of the beams.

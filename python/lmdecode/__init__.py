@@ -75,7 +75,7 @@ from lmdecode.kv_cache import (
     update_beam_indirection_,
 )
 from lmdecode.linear import PackedLinear, layer_norm, rms_norm
-from lmdecode.sampling import DIALECTS, SampleOutput, top_k_top_p_sample
+from lmdecode.sampling import DIALECTS, SampleOutput, prompt_lookup, top_k_top_p_sample
 from lmdecode.system import cpu_capability, has_cuda
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ __all__ = [
     "log_softmax_top_k",
     "merge_attention_states",
     "new_beam_state",
+    "prompt_lookup",
     "reorder_cache_",
     "ring_cache_append_",
     "rms_norm",

@@ -29,7 +29,6 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
         ),
         ({"output_attentions": True}, "^output_attentions: expected False, .* model.generate.. do"),
         ({"output_hidden_states": True}, "^output_hidden_states: expected False"),
-        ({"prompt_lookup_num_tokens": 2}, "^prompt_lookup_num_tokens: expected None, .* got 2"),
         ({"assistant_model": random_model("llama", "plain")}, "^assistant_model: expected None"),
         ({"custom_generate": "here"}, "custom_generate is given; expected none"),
         ({"num_beams": 2, "low_memory": True}, "^low_memory: expected None"),

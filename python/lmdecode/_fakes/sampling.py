@@ -64,3 +64,9 @@ def _top_k_top_p_sample_out(
         q=q, seed=seed, position=position,
     )  # fmt: skip
     check_devices("top_k_top_p_sample", "logits", logits, {**rows, **outputs})
+
+
+@fake("prompt_lookup")
+def _prompt_lookup(tokens, lengths, num_tokens, max_ngram):
+    check_devices("prompt_lookup", "tokens", tokens, dict(lengths=lengths))
+    return tokens.new_empty((tokens.shape[0], num_tokens))

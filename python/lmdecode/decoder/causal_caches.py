@@ -51,6 +51,9 @@ class CausalCaches:
         Of keys and values. "int8": of each, whole multiples of a 127th of its largest magnitude.
     max_rows : int
         Tokens that are computed together: longer steps are cut into these.
+    rollback : int
+        Positions that a sequence can go back at any time, where layers have windows; these keep so
+        many more.
 
     Attributes
     ----------
@@ -66,14 +69,16 @@ class CausalCaches:
         *,
         dtype: str = "float32",
         max_rows: int = 512,
+        rollback: int = 0,
     ) -> None:
         c = self._config = model.config
+        self._windows = [window + rollback if window else 0 for window in model.cache_windows]
         self.model, self.max_rows = model, max_rows
         self.sequences, self.max_length = sequences, max_length
         max_blocks = -(-max_length // BLOCK_SIZE)
         self._tensors: list[Tensor] = []
         kind, row_size = row_format(c.head_size, dtype)
-        for window, layers in zip(model.cache_windows, model.cache_layers, strict=True):
+        for window, layers in zip(self._windows, model.cache_layers, strict=True):
             of_sequence = max_blocks
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
@@ -137,7 +142,7 @@ class CausalCaches:
             model.sizes,
             model.numbers,
             self._tensors,
-            model.cache_windows,
+            self._windows,
             self._workspace,
             tokens,
             entries,
@@ -148,7 +153,7 @@ class CausalCaches:
 
     def reorder(self, parents: Tensor) -> None:
         """Let sequence i go on as sequence ``parents[i]``, [sequences] int64; nothing is copied."""
-        ops.causal_caches_reorder_(self._tensors, self.model.cache_windows, parents)
+        ops.causal_caches_reorder_(self._tensors, self._windows, parents)
 
     def truncate(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Let sequences go back to lengths; 0 frees a place."""
@@ -200,7 +205,7 @@ class CausalCaches:
             The sequence is not empty, there is no room, or states have other sizes.
         """
         start = torch.tensor([[sequence, length]])
-        ops.causal_caches_start_(self._tensors, self.model.cache_windows, start)
+        ops.causal_caches_start_(self._tensors, self._windows, start)
         try:
             for layer, ((parts, blocks, window), pair) in enumerate(
                 zip(self._layers(sequence, length), states, strict=True)

@@ -22,6 +22,7 @@ from lmdecode.reference.attention import (
 )
 from lmdecode.reference.beam import log_softmax_top_k
 from lmdecode.reference.beam_rules import beam_finalize, beam_step
+from lmdecode.reference.drafts import prompt_lookup
 from lmdecode.reference.kv_cache import (
     block_table_append_,
     block_table_reorder_,
@@ -58,6 +59,7 @@ __all__ = [
     "packed_linear",
     "packed_quantized_linear",
     "philox",
+    "prompt_lookup",
     "quantize_groups",
     "quantize_rows",
     "reorder_cache_",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import dtype_name
+from lmdecode._checks import check_count, dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.decoding.lookahead import Lookahead, Lookup
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CausalModel", "decode_causal"]
 
+_OP = "Decoding.generate"
+_MATCHING_NGRAM = 2  # the default of transformers
 # What generate() hands on and is of no account here.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
@@ -62,6 +66,8 @@ class CausalModel:
         Of a row, padding counted.
     cache_dtype : str
         See ``CausalCaches``.
+    lookup : Lookup, optional
+        Lets steps read tokens ahead; for loops whose rows stay where they are.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class CausalModel:
         attention_mask: Tensor | None,
         max_length: int,
         cache_dtype: str,
+        lookup: Lookup | None = None,
     ) -> None:
         self.config = model.config
         rows = input_ids.shape[0]
@@ -86,8 +93,12 @@ class CausalModel:
             rows,
             longest + max(1, max_length - input_ids.shape[1]),
             dtype=cache_dtype,
+            rollback=0 if lookup is None else lookup.num_tokens,
         )
         self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        self._lookahead: Lookahead | None = None
+        if lookup is not None:
+            self._lookahead = Lookahead(self.caches, self._prompts, *lookup)
 
     def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
@@ -114,9 +125,11 @@ class CausalModel:
         return {"input_ids": input_ids}
 
     def __call__(self, input_ids: Tensor, **options: Any) -> _Outputs:
-        logits = self.caches.forward(
-            input_ids[:, -1].contiguous(), self._entries, len(self._entries)
-        )
+        last = input_ids[:, -1].contiguous()
+        if self._lookahead is not None:
+            logits = self._lookahead.logits(last)
+        else:
+            logits = self.caches.forward(last, self._entries, len(self._entries))
         return _Outputs(logits[:, None])
 
     def _reorder_cache(self, caches: CausalCaches, parents: Tensor) -> CausalCaches:
@@ -213,6 +226,21 @@ def _refuse(
         raise ValueError(f"{expected}, got {_some(got)} in row {row}")
 
 
+def _lookup_of(config: GenerationConfig) -> tuple[GenerationConfig, Lookup | None]:
+    """Return a config without prompt lookup, and what it says of it."""
+    num_tokens = getattr(config, "prompt_lookup_num_tokens", None)
+    if num_tokens is None:
+        return config, None
+    num_tokens = check_count(_OP, "prompt_lookup_num_tokens", num_tokens)
+    size = config.max_matching_ngram_size
+    size = _MATCHING_NGRAM if size is None else size
+    size = check_count(_OP, "max_matching_ngram_size", size)
+    lookup = Lookup(min(num_tokens, config.max_length), size)
+    config = copy.copy(config)
+    config.prompt_lookup_num_tokens = None
+    return config, lookup
+
+
 def decode_causal(
     new_runner: Callable[..., CausalModel] | None,
     packed: PackedCausalModel,
@@ -263,6 +291,7 @@ def decode_causal(
     caller = arguments_of_generate(sys._getframe(1))
     streamer = caller.streamer if streamer is None else streamer
     with ending(streamer):
+        config, lookup = _lookup_of(config)
         refuse_assistance(config, caller, "Decoding runs the model itself")
         _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
         has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
@@ -270,6 +299,10 @@ def decode_causal(
             raise ValueError(
                 f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
                 "default generator, for torch.manual_seed"
+            )
+        if has_beams and lookup is not None:
+            raise ValueError(
+                f"prompt_lookup_num_tokens: expected None with beams, got {lookup.num_tokens}"
             )
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
         input_ids = input_ids.to("cpu", torch.int64)
@@ -281,7 +314,9 @@ def decode_causal(
                 f"positions, got {config.max_length}"
             )
         new_runner = new_runner or CausalModel
-        runner: Any = new_runner(packed, model, input_ids, mask, config.max_length, cache_dtype)
+        runner: Any = new_runner(
+            packed, model, input_ids, mask, config.max_length, cache_dtype, lookup
+        )
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
         kwargs: dict[str, Any] = {
             "use_cache": True,

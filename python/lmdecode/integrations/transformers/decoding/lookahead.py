@@ -1,0 +1,97 @@
+"""Logits ahead: a step reads tokens that a text may go on with, before they are chosen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.sampling.drafts import prompt_lookup
+
+__all__ = ["Lookahead", "Lookup"]
+
+
+class Lookup(NamedTuple):
+    """What ``generate()`` was asked to look up; see ``prompt_lookup``."""
+
+    num_tokens: int
+    max_ngram: int
+
+
+class Lookahead:
+    """The logits behind the last tokens of some sequences, some of which were computed before.
+
+    A step of a sequence reads its last token and what ``prompt_lookup`` proposes behind it. While
+    the tokens that are chosen are those that were proposed, the logits are there; they have the
+    bits of steps of one token. What was read in vain is taken back, and the next step reads fewer
+    tokens ahead.
+
+    Parameters
+    ----------
+    caches : CausalCaches
+        In which the prompts are read before the first step, with room to go back ``num_tokens``.
+    prompts : list of Tensor
+        [n] int64 each.
+    num_tokens, max_ngram : int
+        See ``prompt_lookup``.
+    """
+
+    def __init__(
+        self, caches: CausalCaches, prompts: list[Tensor], num_tokens: int, max_ngram: int
+    ) -> None:
+        self._caches, self._num_tokens, self._max_ngram = caches, num_tokens, max_ngram
+        self._texts = torch.full((len(prompts), caches.max_length + 1), -1)
+        self._lengths = torch.tensor([len(prompt) for prompt in prompts])
+        for text, prompt in zip(self._texts, prompts, strict=True):
+            text[: len(prompt)] = prompt
+        # Of each sequence: tokens that were read ahead, and the logits behind the last token and
+        # behind each of them.
+        self._drafts: list[list[int]] = [[] for _ in prompts]
+        self._read_ahead = [0] * len(prompts)  # tokens of the last draft, and those to propose next
+        self._propose = [num_tokens] * len(prompts)
+        self._logits: list[Tensor] = [torch.empty(0, 0) for _ in prompts]
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Return the logits behind the tokens that were chosen, [rows] int64: [rows, V]."""
+        rows = torch.arange(len(last))
+        self._texts[rows, self._lengths] = last
+        self._lengths += 1
+        to_read = []
+        for row, token in enumerate(last.tolist()):
+            drafts = self._drafts[row]
+            if drafts and drafts[0] == token:
+                self._drafts[row], self._logits[row] = drafts[1:], self._logits[row][1:]
+            else:
+                to_read.append(row)
+        if to_read:
+            self._read(to_read)
+        if len(last) == 1:
+            return self._logits[0][:1]
+        return torch.stack([logits[0] for logits in self._logits])
+
+    def _read(self, rows: list[int]) -> None:
+        lengths = self._lengths[rows]
+        behind = (lengths - 1).tolist()  # positions that were rightly read
+        if any(
+            int(self._caches.lengths[row]) > have for row, have in zip(rows, behind, strict=True)
+        ):
+            self._caches.truncate(rows, behind)
+        proposed = prompt_lookup(
+            self._texts[rows], self._num_tokens, self._max_ngram, lengths=lengths
+        )
+        tokens, entries = [], []
+        for row, have, draft in zip(rows, behind, proposed.tolist(), strict=True):
+            room = max(0, self._caches.max_length - have - 2)  # the last token is not read
+            if self._read_ahead[row]:
+                right = self._read_ahead[row] - len(self._drafts[row])
+                self._propose[row] = min(self._num_tokens, 2 * (right + 1))
+            draft = [token for token in draft[: min(room, self._propose[row])] if token >= 0]
+            self._drafts[row], self._read_ahead[row] = draft, len(draft)
+            tokens += [int(self._texts[row, have]), *draft]
+            entries.append([row, 1 + len(draft), 0, 1 + len(draft)])
+        logits = self._caches.forward(torch.tensor(tokens), torch.tensor(entries), len(tokens))
+        parts = logits.split([entry[1] for entry in entries])
+        for row, part in zip(rows, parts, strict=True):
+            self._logits[row] = part
