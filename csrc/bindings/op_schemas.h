@@ -28,7 +28,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, int dialect, "
      "*, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, Tensor(d!) "
      "kept_count, Tensor(e!) status) -> ()"},
-    // tokens [batch, capacity]; what follows the earliest of the longest n-grams that end a text, -1
+    // tokens [batch, capacity]; what follows the earliest of the longest n-grams that end a text,
+    // -1
     // behind it.
     {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
      Devices::kCpuOnly},
