@@ -13,7 +13,7 @@ constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
 
 TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, int64_t vocab) {
-  TensorList list(op, "token_rules", tensors, 6);
+  TensorList list(op, "token_rules", tensors, 7);
   TokenRules rules;
   rules.repetition_penalty =
       list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
@@ -26,11 +26,21 @@ TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, in
   check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
   rules.num_forced = tensors[4].size(1);
   rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {slots, rules.num_forced, 2});
+  rules.timestamps = list.next<const int64_t>("timestamps", ScalarType::Long, {slots, 4});
   rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
   for (int64_t slot = 0; slot < slots; ++slot) {
     if (!(rules.repetition_penalty[slot] > 0.0f)) {
       fail(op, "token_rules.repetition_penalty[", slot, "] is ", rules.repetition_penalty[slot],
            "; expected a number above 0");
+    }
+    const TimestampRule rule = rules.timestamp_rule(slot);
+    if (!rule.is_on()) continue;
+    const bool fits = rule.first >= 1 && rule.first < vocab && rule.end >= 0 &&
+                      rule.end < rule.first && rule.begin >= 0 && rule.last_initial < vocab;
+    if (!fits) {
+      fail(op, "token_rules.timestamps[", slot, "] is ", rule.first, ", ", rule.end, ", ",
+           rule.begin, ", ", rule.last_initial, "; expected the first timestamp, 1 to ", vocab - 1,
+           ", an end token below it, a length, and a timestamp below ", vocab, " or -1");
     }
   }
   return rules;

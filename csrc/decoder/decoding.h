@@ -12,6 +12,7 @@
 
 #include "beam/beam_search_state.h"
 #include "decoder/decoder_forward.h"
+#include "decoder/timestamp_rule.h"
 
 namespace lmdecode::decoder {
 
@@ -29,7 +30,16 @@ struct TokenRules {
   // go on with
   const int64_t* forced = nullptr;
   int64_t num_forced = 0;
+  // [slots, 4]: the numbers of a TimestampRule; null: none is on. It comes behind the other rules,
+  // but for a forced token, which it leaves alone.
+  const int64_t* timestamps = nullptr;
   const float* bias = nullptr;  // [vocab] or null
+
+  TimestampRule timestamp_rule(int64_t slot) const {
+    if (timestamps == nullptr) return {};
+    const int64_t* const rule = timestamps + slot * 4;
+    return {rule[0], rule[1], rule[2], rule[3]};
+  }
 };
 
 struct DecodingParams {

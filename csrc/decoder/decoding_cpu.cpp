@@ -172,16 +172,49 @@ class Decoding {
     }
   }
 
+  TimestampRow timestamp_row(int64_t slot, int64_t beam) const {
+    return {p_.token_rules.timestamp_rule(slot),
+            state_.sequences + (slot * state_.beams + beam) * state_.capacity,
+            state_.lengths[slot]};
+  }
+
+  // Whether the rule of timestamps is on for any of these searches; then what it allows.
+  bool collect_allowed_tokens(int64_t begin, int64_t count, beam::LogitsProcessors* to) {
+    const int64_t vocab = p_.config.vocab, words = (vocab + 31) / 32;
+    bool any = false;
+    for (int64_t i = 0; i < count; ++i) {
+      any |= p_.token_rules.timestamp_rule(w_.slots[begin + i]).is_on();
+    }
+    if (!any) return false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t first = w_.pass_offsets[i], rows = w_.pass_offsets[i + 1] - first;
+      for (int64_t row = first; row < first + rows; ++row) {
+        int32_t* const bitmask = w_.allowed_tokens + row * words;
+        const TimestampRow timestamps = timestamp_row(w_.slots[begin + i], row - first);
+        if (timestamps.rule.is_on()) {
+          find_allowed(processors_of_row(*to, i, row, vocab), timestamps,
+                       forward_.logits() + (w_.row_offsets[begin] + row) * vocab, w_.row_values,
+                       vocab, DecodingWorkspace::max_edits(p_), w_.edits, bitmask);
+        } else {
+          std::fill_n(bitmask, words, -1);
+        }
+      }
+    }
+    to->token_bitmask = {w_.allowed_tokens, words, words, 1, beam::TensorRows<int32_t>::Per::kBeam};
+    return true;
+  }
+
   void choose(int64_t begin, int64_t end) {
     const int64_t count = end - begin, first_row = w_.row_offsets[begin];
     for (int64_t i = 0; i <= count; ++i) {
       w_.pass_offsets[i] = w_.row_offsets[begin + i] - first_row;
     }
     beam::LogitsProcessors processors;
-    const bool processed = collect_processors(begin, end, &processors);
+    bool processed = collect_processors(begin, end, &processors);
     if (p_.greedy) {
       choose_greedy_tokens(begin, count, processors);
     } else {
+      processed |= collect_allowed_tokens(begin, count, &processors);
       choose_candidates(begin, count, processed ? &processors : nullptr);
     }
     advance(begin, count);
@@ -190,12 +223,12 @@ class Decoding {
   void choose_greedy_tokens(int64_t begin, int64_t count,
                             const beam::LogitsProcessors& processors) {
     const int64_t vocab = p_.config.vocab;
-    const int64_t max_edits = state_.capacity + p_.token_rules.num_bans;
+    const int64_t max_edits = DecodingWorkspace::max_edits(p_);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = w_.row_offsets[begin + i];
-      const GreedyChoice choice =
-          choose_greedily(processors_of_row(processors, i, i, vocab),
-                          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
+      const GreedyChoice choice = choose_greedily(
+          processors_of_row(processors, i, i, vocab), timestamp_row(w_.slots[begin + i], 0),
+          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
       w_.status[i] = choice.status;
       w_.tokens[i] = choice.token;
       w_.beams[i] = 0;

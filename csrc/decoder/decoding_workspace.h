@@ -41,7 +41,9 @@ struct DecodingWorkspace {
   int64_t* diversity_tokens;      // [slots, (num_groups - 1) * beams]
   int64_t* banned;                // [slots, num_bans]
   int64_t* forced;                // [slots]
-  unsigned char* edits;           // of the greedy choice
+  unsigned char* edits;           // of one row
+  float* row_values;              // [vocab]
+  int32_t* allowed_tokens;        // [cache rows, ceil(vocab / 32)]
 
   BeamParents parents;
 
@@ -49,6 +51,11 @@ struct DecodingWorkspace {
 
   static int64_t max_rows(const DecodingParams& p) {
     return p.cache_rows() > kPromptRows ? p.cache_rows() : kPromptRows;
+  }
+
+  // The most tokens of a row that rules name one by one.
+  static int64_t max_edits(const DecodingParams& p) {
+    return p.state.capacity + p.token_rules.num_bans + (p.num_groups - 1) * p.state.beams;
   }
 
   // With null for the memory it only counts. Returns the bytes.
@@ -84,8 +91,9 @@ struct DecodingWorkspace {
     block.take(&diversity_tokens, slot_count * (p.num_groups - 1) * p.state.beams);
     block.take(&banned, slot_count * p.token_rules.num_bans);
     block.take(&forced, slot_count);
-    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(
-                           p.state.capacity + p.token_rules.num_bans, p.config.vocab)));
+    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(max_edits(p), p.config.vocab)));
+    block.take(&row_values, p.config.vocab);
+    block.take(&allowed_tokens, cache_rows * ((p.config.vocab + 31) / 32));
     parents.take(&block, p.state.beams, p.state.capacity);
     return block.used();
   }

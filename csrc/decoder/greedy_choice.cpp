@@ -31,10 +31,20 @@ void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, 
   }
 }
 
+bool changes_values(const beam::RowProcessors& processors) {
+  return processors.bias.data != nullptr || processors.history.size > 0 ||
+         processors.suppressed_tokens.size > 0 || processors.diversity_tokens.size > 0;
+}
+
+double log_sum_of(const float* logits, int64_t vocab, float top) {
+  return static_cast<double>(top) +
+         std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
+}
+
 }  // namespace
 
-GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logits, int64_t vocab,
-                             int64_t max_edits, void* memory) {
+GreedyChoice choose_greedily(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                             float* logits, int64_t vocab, int64_t max_edits, void* memory) {
   const auto largest = LMD_SELECT_KERNEL(decoder, largest_value);
   GreedyChoice choice;
   const float top = largest(logits, vocab);
@@ -42,9 +52,7 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logit
     choice.status = beam::kBeamStatusNan;
     return choice;
   }
-  const double log_sum =
-      static_cast<double>(top) +
-      std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
+  const double log_sum = log_sum_of(logits, vocab, top);
   const auto log_prob = [&](float logit) {
     return static_cast<float>(static_cast<double>(logit) - log_sum);
   };
@@ -58,13 +66,15 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logit
     return choice;
   }
   // Only what changes logits needs another look.
-  const bool changes = processors.bias.data != nullptr || processors.history.size > 0 ||
-                       processors.suppressed_tokens.size > 0;
-  float best = top;
-  if (changes) {
-    apply(processors, logits, vocab, max_edits, memory);
-    best = largest(logits, vocab);
+  const bool changes = changes_values(processors);
+  if (changes) apply(processors, logits, vocab, max_edits, memory);
+  if (timestamps.rule.is_on()) {
+    keep_allowed(
+        timestamps.rule,
+        allowed_tokens(timestamps.rule, timestamps.sequence, timestamps.length, logits, vocab),
+        logits, vocab);
   }
+  const float best = changes || timestamps.rule.is_on() ? largest(logits, vocab) : top;
   if (std::isnan(best) || !(best > minus_infinity())) {
     choice.status = std::isnan(best) ? beam::kBeamStatusNan : beam::kBeamStatusEmpty;
     return choice;
@@ -72,6 +82,25 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logit
   choice.token = LMD_SELECT_KERNEL(decoder, first_place)(logits, vocab, best);
   choice.log_prob = log_prob(logits[choice.token]);
   return choice;
+}
+
+void find_allowed(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* values, int64_t vocab, int64_t max_edits,
+                  void* memory, int32_t* bitmask) {
+  const float* ruled = logits;
+  if (changes_values(processors)) {
+    const float top = LMD_SELECT_KERNEL(decoder, largest_value)(logits, vocab);
+    const double log_sum = log_sum_of(logits, vocab, top);
+    for (int64_t token = 0; token < vocab; ++token) {
+      values[token] = static_cast<float>(static_cast<double>(logits[token]) - log_sum);
+    }
+    apply(processors, values, vocab, max_edits, memory);
+    ruled = values;
+  }
+  write_allowed(
+      timestamps.rule,
+      allowed_tokens(timestamps.rule, timestamps.sequence, timestamps.length, ruled, vocab),
+      bitmask, vocab);
 }
 
 }  // namespace lmdecode::decoder

@@ -195,7 +195,9 @@ def decode(
             encoder_outputs["last_hidden_state"] = memory
     rules, vocab_size = None, decoder.config.vocab_size
     if ends is not None:
-        rules = token_rules_of_processors(logits_processor, vocab_size)
+        rules = token_rules_of_processors(
+            logits_processor, vocab_size, has_timestamps=is_on_cpu
+        )
     if ends is None or rules is None:
         if isinstance(decoder, PackedDecoder):
             return decode_with_any_rules(

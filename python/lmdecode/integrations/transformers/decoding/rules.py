@@ -17,16 +17,18 @@ __all__ = ["raise_for_processors", "token_rules_of_processors"]
 
 
 def token_rules_of_processors(
-    processors: LogitsProcessorList, vocab_size: int
+    processors: LogitsProcessorList, vocab_size: int, *, has_timestamps: bool
 ) -> TokenRules | None:
     """Return the rules of one slot, or None where rules cannot do what the processors do.
+
+    has_timestamps: whether Whisper's rules of timestamps are among them.
 
     Raises
     ------
     ValueError
         A token is forced that the vocabulary does not have.
     """
-    plan = ProcessorPlan(processors)
+    plan = ProcessorPlan(processors, has_timestamps=has_timestamps)
     if not plan.fits(vocab_size) or plan.ignores_prompt:
         return None
     rules = plan.token_rules(vocab_size)
