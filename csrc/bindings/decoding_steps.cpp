@@ -72,22 +72,22 @@ void check_search(const DecodingParams& p, int64_t slot) {
   }
   // What is not cached is read as the prompt of the request, for all of its groups at once.
   const int64_t first_slot = request * p.num_groups;
-  if (p.cached_lengths[request] < length - 1 &&
-      (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
+  const int64_t padding = p.padding(slot), cached = p.cached_lengths[request] + padding;
+  if (cached < length - 1 && (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
     fail(kStepsOp, "caches.cached_lengths[", request, "] is ", p.cached_lengths[request],
-         "; expected ", length - 1, ", since slot ", slot, " goes on alone");
+         "; expected ", length - 1 - padding, ", since slot ", slot, " goes on alone");
   }
   const int64_t rows = slot * state.beams;
   for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
     const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
-    const int64_t begin = beam == 0 ? p.cached_lengths[request] : length - 1;
+    const int64_t begin = beam == 0 ? cached : length - 1;
     for (int64_t i = begin < length ? begin : length - 1; i < length; ++i) {
       if (tokens[i] >= 0 && tokens[i] < p.config.vocab) continue;
       fail(kStepsOp, "state.sequences[", slot, ", ", beam, ", ", i, "] is ", tokens[i],
            "; expected a token, 0 to ", p.config.vocab - 1);
     }
     const int32_t* const table = p.caches.table + (rows + beam) * state.capacity;
-    for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1; ++i) {
+    for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1 - padding; ++i) {
       if (table[i] >= 0 && table[i] < p.cache_rows()) continue;
       fail(kStepsOp, "caches.table[", rows + beam, ", ", i, "] is ", table[i],
            "; expected a row of the cache, 0 to ", p.cache_rows() - 1);

@@ -7,6 +7,9 @@
 // tensors. Cache row s * beams + b is that of beam b of slot s; keys and values stay where they
 // were written, and the table says which cache row holds each position of a beam's sequence.
 //
+// A prompt may be padded on its left, with kPadding: its positions are counted from its first
+// token, and lengths are counted with the padding.
+//
 // Nothing is allocated in a step but what threads keep as scratch between calls.
 #pragma once
 
@@ -15,6 +18,8 @@
 #include "decoder/timestamp_rule.h"
 
 namespace lmdecode::decoder {
+
+constexpr int64_t kPadding = INT64_MIN;  // in sequences: nothing stands there
 
 // What is done to log-probabilities, or to the logits where it is greedy, before tokens are chosen;
 // each as in beam/logits_processors.h, with one row a slot.
@@ -63,6 +68,13 @@ struct DecodingParams {
   float* logits = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
+  // The padding of a slot's prompt, which is that of its request.
+  int64_t padding(int64_t slot) const {
+    const int64_t* const tokens = state.sequences + slot * state.beams * state.capacity;
+    int64_t count = 0;
+    while (count < state.lengths[slot] && tokens[count] == kPadding) ++count;
+    return count;
+  }
   // Whether the search of a slot goes on.
   bool is_running(int64_t slot) const {
     const int64_t most = parameters.max_lengths[slot];

@@ -20,6 +20,9 @@ class Decoding {
                  workspace.forward) {}
 
   int64_t run() {
+    for (int64_t slot = 0; slot < state_.slots; ++slot) {
+      w_.padding[slot] = p_.is_running(slot) ? p_.padding(slot) : 0;
+    }
     read_prompts();
     int64_t steps = 0;
     while (steps < p_.max_steps && collect_rows() > 0) {
@@ -49,8 +52,10 @@ class Decoding {
     for (int64_t request = 0; request < p_.caches.requests; ++request) {
       const int64_t slot = request * p_.num_groups;
       if (!p_.is_running(slot)) continue;
-      const int64_t first_row = slot * state_.beams, prompt = state_.lengths[slot] - 1;
-      const int64_t* const tokens = state_.sequences + first_row * state_.capacity;
+      const int64_t first_row = slot * state_.beams;
+      const int64_t prompt = state_.lengths[slot] - 1 - w_.padding[slot];
+      const int64_t* const tokens =
+          state_.sequences + first_row * state_.capacity + w_.padding[slot];
       for (int64_t& cached = p_.cached_lengths[request]; cached < prompt; ++cached) {
         forward_.add(first_row, cached, request, tokens[cached]);
         for (int64_t row = 1; row < p_.num_groups * state_.beams; ++row) {
@@ -79,10 +84,10 @@ class Decoding {
         }
         w_.slots[num_searches_] = slot;
         w_.row_offsets[num_searches_++] = forward_.count();
-        const int64_t position = state_.lengths[slot] - 1;
+        const int64_t last = state_.lengths[slot] - 1, position = last - w_.padding[slot];
         for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
           const int64_t row = slot * state_.beams + beam;
-          forward_.add(row, position, request, state_.sequences[row * state_.capacity + position]);
+          forward_.add(row, position, request, state_.sequences[row * state_.capacity + last]);
         }
         int64_t& cached = p_.cached_lengths[request];
         cached = std::max(cached, position + 1);
@@ -316,7 +321,8 @@ class Decoding {
     for (int64_t beam = 0; beam < beams; ++beam) {
       w_.parents.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
     }
-    w_.parents.follow(p_.caches, slot * state_.beams, beams, state_.lengths[slot] - 1);
+    w_.parents.follow(p_.caches, slot * state_.beams, beams,
+                      state_.lengths[slot] - 1 - w_.padding[slot]);
   }
 
   bool has_ended(int64_t searches) const {

@@ -15,6 +15,7 @@ struct DecodingWorkspace {
 
   // The searches that go on, group after group.
   int64_t* slots;         // [slots]
+  int64_t* padding;       // [slots]: of their prompts
   int64_t* row_offsets;   // [slots + 1]: where the rows of each begin, in the step
   int64_t* pass_offsets;  // [slots + 1]: the same, counted from the first row of a group
 
@@ -66,6 +67,7 @@ struct DecodingWorkspace {
     block.take(&forward,
                static_cast<int64_t>(DecoderForward::bytes(p.config, max_rows(p), cache_rows)));
     block.take(&slots, slot_count);
+    block.take(&padding, slot_count);
     block.take(&row_offsets, slot_count + 1);
     block.take(&pass_offsets, slot_count + 1);
     block.take(&beam_scores, cache_rows);

@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.decoding import Decoding
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
+from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, with_first_logits
 
 __all__ = ["call_generate"]
 
 
-def _causal_loop(decoding: Decoding, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
+def _causal_loop(decoding: Any, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
     """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
     new_runner = None if stored is None else stored.new_model
     return partial(decode_causal, new_runner, packed, decoding.cache_dtype)
@@ -38,7 +38,7 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
 
 
 def call_generate(
-    decoding: Decoding,
+    decoding: Any,
     inputs: Tensor | None,
     store: Any,
     session: str | None,
@@ -72,9 +72,15 @@ def call_generate(
         arguments.pop("use_cache", None)
     model = decoding.model
     if decoding.encoder is not None:
-        model = with_encoder(model, decoding.encoder)
+        encoder: Any = decoding.encoder
+        is_whisper = model.config.model_type == "whisper"
+        if is_whisper:
+            encoder = CallEncoder(encoder)
+        model = with_encoder(model, encoder)
+        if is_whisper:
+            with_first_logits(model, decoding.decoder, encoder)
     generate = model.generate
-    if isinstance(getattr(generate, "__self__", None), Decoding):  # put there by the caller
+    if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
         generate = partial(type(model).generate, model)
     positional = () if inputs is None else (inputs,)
     run = partial(generate, *positional, custom_generate=loop, **arguments)

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 
-__all__ = ["raise_for_processors", "token_rules_of_processors"]
+__all__ = ["looks_back", "raise_for_processors", "token_rules_of_processors"]
 
 
 def token_rules_of_processors(
@@ -43,6 +43,11 @@ def token_rules_of_processors(
             name = "forced_bos_token_id" if is_bos else "forced_eos_token_id"
             raise ValueError(f"{name}: expected a token, 0 to {vocab_size - 1}, got {token}")
     return rules
+
+
+def looks_back(rules: TokenRules) -> bool:
+    """Tell whether rules look at the tokens so far, prompts among them."""
+    return bool((rules.repetition_penalty != 1).any() or rules.no_repeat_ngram_size.any())
 
 
 def raise_for_processors(

@@ -25,6 +25,8 @@ class StepLogits:
         As ``generate()`` prepares it.
     processors
         What the scores have gone through; called here, each works on rows by themselves.
+    prompts : Tensor
+        [rows, length] int64: processors look at padding, too.
     is_kept
         Whether these searches can be asked for the logits of a step. None is kept otherwise.
 
@@ -38,7 +40,12 @@ class StepLogits:
     """
 
     def __init__(
-        self, config: GenerationConfig, processors: LogitsProcessorList, *, is_kept: bool
+        self,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        prompts: Tensor,
+        *,
+        is_kept: bool,
     ) -> None:
         is_kept = is_kept and bool(config.return_dict_in_generate)
         has_groups = (config.num_beam_groups or 1) > 1  # their diversity is no processor
@@ -49,6 +56,7 @@ class StepLogits:
         if is_kept and config.output_logits:
             self.logits = []
         self._processors, self._greedy = processors, config.num_beams == 1
+        self._prompts = prompts
 
     def run(self, searches: DecodingSearches | DeviceSearches) -> None:
         """Do steps until all searches have ended."""
@@ -65,6 +73,7 @@ class StepLogits:
                 return
             length = int(state.lengths[goes_on].max())
             sequences = state.sequences[:, :, :length].flatten(0, 1)[rows]
+            sequences[:, : self._prompts.shape[1]] = self._prompts[rows]
             logits = torch.zeros(slots * beams, vocab_size)
             searches.run(1, logits=logits)
             if self.logits is not None:
