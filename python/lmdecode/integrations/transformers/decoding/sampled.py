@@ -57,6 +57,7 @@ def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> A
     parameters, state = new_search(
         call.settings, call.input_ids, end_tokens=[], keep_beam_indices=False
     )
+    parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
     leave_out(state, call.padding)
     searches = DecodingSearches(
         decoder,

@@ -31,33 +31,49 @@ class CallEncoder:
 
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
-        self._features: list[Tensor] = []
-        self._memories: list[Tensor] = []
+        self._known: list[tuple[float, Tensor, Tensor]] = []  # sums, features and memories
 
     def forward(self, input_features: Tensor, **options: Any) -> Any:
         """Return a ``BaseModelOutput``; attentions are not among it."""
         options.pop("output_attentions", None)  # asked for with those of the decoder
-        places = [self._place_of(features) for features in input_features]
-        new = [number for number, place in enumerate(places) if place is None]
-        if len(new) == len(places):
-            found = self._encoder(input_features=input_features, **options)
-            self._features, self._memories = list(input_features), list(found[0])
-            return found
-        memories = [None if place is None else self._memories[place] for place in places]
+        options.pop("return_dict", None)
+        if any(options.values()) or input_features.dim() != 3:
+            return self._encoder(input_features=input_features, **options)
+        input_features = input_features.contiguous()  # for the order of the sums
+        sums = [float(features.sum()) for features in input_features]
+        memories = [self._find(*window) for window in zip(sums, input_features, strict=True)]
+        new = list[int]()
+        for row, memory in enumerate(memories):
+            is_known = memory is not None or any(
+                sums[row] == sums[other] and torch.equal(input_features[row], input_features[other])
+                for other in new
+            )
+            if not is_known:
+                new.append(row)
         if new:
-            found = self._encoder(input_features=input_features[new], **options)
-            for number, memory in zip(new, found[0], strict=True):
-                memories[number] = memory
-        rows = [memory for memory in memories if memory is not None]
-        self._features, self._memories = list(input_features), rows
-        return BaseModelOutput(last_hidden_state=torch.stack(rows))
+            windows = input_features if len(new) == len(sums) else input_features[new]
+            found = self._encoder(input_features=windows)[0]
+            # Of the windows before, those that are asked for again.
+            self._known = [known for known in self._known if known[0] in sums]
+            self._known += [
+                (sums[row], input_features[row], memory)
+                for row, memory in zip(new, found, strict=True)
+            ]
+            if len(new) == len(sums):
+                return BaseModelOutput(last_hidden_state=found)
+        rows = [
+            self._find(*window) if memory is None else memory
+            for window, memory in zip(zip(sums, input_features, strict=True), memories, strict=True)
+        ]
+        return BaseModelOutput(last_hidden_state=torch.stack(rows))  # type: ignore[arg-type]
 
     __call__ = forward
 
-    def _place_of(self, features: Tensor) -> int | None:
-        for place, known in enumerate(self._features):
-            if known.shape == features.shape and torch.equal(known, features):
-                return place
+    def _find(self, total: float, features: Tensor) -> Tensor | None:
+        """Return the memory of a window, [S, M], where it is known."""
+        for known_total, known, memory in self._known:
+            if known_total == total and torch.equal(known, features):
+                return memory
         return None
 
 
