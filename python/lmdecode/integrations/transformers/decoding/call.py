@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
+from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
 from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, with_first_logits
 
 __all__ = ["call_generate"]
@@ -31,6 +33,11 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
             "search has ended"
         )
+    if arguments.get("assistant_model") is not None:  # before generate() changes its config
+        raise ValueError("assistant_model: expected None, Decoding runs the model itself")
+    # Before Whisper's generate() asks for attentions itself, to align tokens.
+    refuse_inner_outputs(SimpleNamespace(**arguments))
+    refuse_inner_outputs(arguments.get("generation_config"))
     if isinstance(arguments.get("encoder_outputs"), dict):
         # generate() writes the outputs of the beams to it.
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
