@@ -28,6 +28,7 @@ class Decoding {
     while (steps < p_.max_steps && collect_rows() > 0) {
       const int64_t searches = num_searches_;
       forward_.run(/*to_logits=*/true);
+      repeat_logits();
       if (p_.logits != nullptr) copy_logits();
       if (!p_.chooses) return 1;
       for (int64_t begin = 0; begin < searches;) {
@@ -70,10 +71,29 @@ class Decoding {
     if (forward_.count() > 0) forward_.run(/*to_logits=*/false);
   }
 
-  // The rows of the searches that go on, group after group; returns how many.
+  // Whether the beams of a search have the same last token and look at the same keys before it, as
+  // they do where it begins: their rows are the same.
+  bool are_beams_alike(int64_t slot) const {
+    const int64_t length = state_.lengths[slot], row = slot * state_.beams;
+    if (length != p_.parameters.prompt_lengths[slot]) return false;
+    const int64_t* const tokens = state_.sequences + row * state_.capacity;
+    const int32_t* const table = p_.caches.table + row * state_.capacity;
+    for (int64_t beam = 1; beam < p_.parameters.num_beams[slot]; ++beam) {
+      const int64_t at = beam * state_.capacity;
+      if (tokens[at + length - 1] != tokens[length - 1] ||
+          !std::equal(table, table + length - 1 - w_.padding[slot], table + at)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // The rows of the searches that go on, group after group, of beams that are alike the first one
+  // alone; returns how many.
   int64_t collect_rows() {
     forward_.clear();
     num_searches_ = 0;
+    int64_t rows = 0;
     for (int64_t group = 0; group < p_.num_groups; ++group) {
       for (int64_t request = 0; request < p_.caches.requests; ++request) {
         const int64_t slot = request * p_.num_groups + group;
@@ -83,18 +103,42 @@ class Decoding {
           continue;
         }
         w_.slots[num_searches_] = slot;
-        w_.row_offsets[num_searches_++] = forward_.count();
+        const int64_t beams = p_.parameters.num_beams[slot];
+        const bool are_alike = are_beams_alike(slot);
+        w_.are_beams_alike[num_searches_] = are_alike;
+        w_.row_offsets[num_searches_++] = rows;
+        rows += beams;
         const int64_t last = state_.lengths[slot] - 1, position = last - w_.padding[slot];
-        for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
-          const int64_t row = slot * state_.beams + beam;
-          forward_.add(row, position, request, state_.sequences[row * state_.capacity + last]);
+        const int64_t first_row = slot * state_.beams;
+        for (int64_t beam = 0; beam < beams; ++beam) {
+          const int64_t row = first_row + beam;
+          if (beam == 0 || !are_alike) {
+            forward_.add(row, position, request, state_.sequences[row * state_.capacity + last]);
+          } else {
+            p_.caches.table[row * state_.capacity + position] = static_cast<int32_t>(first_row);
+          }
         }
         int64_t& cached = p_.cached_lengths[request];
         cached = std::max(cached, position + 1);
       }
     }
-    w_.row_offsets[num_searches_] = forward_.count();
-    return forward_.count();
+    w_.row_offsets[num_searches_] = rows;
+    return rows;
+  }
+
+  // From the logits of the rows that were computed to those of all beams, in place.
+  void repeat_logits() {
+    const int64_t vocab = p_.config.vocab;
+    float* const logits = forward_.logits();
+    int64_t row = forward_.count();
+    for (int64_t search = num_searches_ - 1; search >= 0; --search) {
+      const int64_t first = w_.row_offsets[search], end = w_.row_offsets[search + 1];
+      row -= w_.are_beams_alike[search] != 0 ? 1 : end - first;
+      for (int64_t to = end - 1; to >= first; --to) {
+        const int64_t from = w_.are_beams_alike[search] != 0 ? row : row + to - first;
+        if (from != to) std::copy_n(logits + from * vocab, vocab, logits + to * vocab);
+      }
+    }
   }
 
   void copy_logits() {

@@ -11,10 +11,9 @@
 namespace lmdecode::decoder {
 namespace {
 
-// Memories that are read at a time.
-int64_t memories_together(int64_t source) {
-  const int64_t rows = tuning::kReadMemoryRows;
-  return source > 0 && source < rows ? rows / source : 1;
+// Positions that are read at a time, at most: those of one memory, or of several short ones.
+int64_t rows_together(const ReadMemoryParams& p) {
+  return std::min(std::max(p.source, tuning::kReadMemoryRows), p.count * p.source);
 }
 
 AttentionShape shape_of(const DecoderConfig& config) {
@@ -22,13 +21,15 @@ AttentionShape shape_of(const DecoderConfig& config) {
 }
 
 struct Workspace {
-  float* key_value;       // [memories_together * source, 2, heads, head_size]
+  float* memory;          // [rows_together, memory_size]
+  float* key_value;       // [rows_together, 2, heads, head_size]
   unsigned char* linear;  // of apply_linear
 
   // With null for the memory it only counts. Returns the bytes.
-  size_t split(const ReadMemoryParams& p, void* memory) {
-    const int64_t rows = memories_together(p.source) * p.source;
-    SplitMemory parts(memory);
+  size_t split(const ReadMemoryParams& p, void* block) {
+    const int64_t rows = rows_together(p);
+    SplitMemory parts(block);
+    parts.take(&memory, rows * p.config.memory_size);
     parts.take(&key_value, rows * 2 * shape_of(p.config).size());
     parts.take(&linear, static_cast<int64_t>(
                             linear_input_bytes(p.config.format, p.config.memory_size, rows)));
@@ -47,27 +48,34 @@ void decoding_read_memory_cpu(const ReadMemoryParams& p) {
   Workspace workspace;
   workspace.split(p, p.workspace);
   const AttentionShape shape = shape_of(p.config);
-  const int64_t together = memories_together(p.source);
+  const int64_t most = rows_together(p), memory_size = p.config.memory_size;
   const int64_t area = shape.heads * shape.padded_head() * p.cache_source;  // of a request
   const auto length = [&](int64_t i) { return p.lengths[i * p.length_stride]; };
   const auto request = [&](int64_t i) { return p.requests[i * p.request_stride]; };
-  for (int64_t begin = 0; begin < p.count; begin += together) {
-    const int64_t end = std::min(begin + together, p.count);
+  for (int64_t begin = 0; begin < p.count;) {
+    // What counts of memories that fit, without what lies behind it.
+    int64_t end = begin, rows = 0;
+    for (; end < p.count && rows + length(end) <= most; ++end) {
+      std::copy_n(p.memory + end * p.source * memory_size, length(end) * memory_size,
+                  workspace.memory + rows * memory_size);
+      rows += length(end);
+    }
     for (int64_t layer = 0; layer < p.config.layers; ++layer) {
-      if (p.source > 0) {
+      if (rows > 0) {
         linear::LinearOutput output;
         output.y = workspace.key_value;
-        apply_linear(p.layers[layer].cross_key_value,
-                     p.memory + begin * p.source * p.config.memory_size, (end - begin) * p.source,
-                     workspace.linear, output);
+        apply_linear(p.layers[layer].cross_key_value, workspace.memory, rows, workspace.linear,
+                     output);
       }
+      const float* key_value = workspace.key_value;
       for (int64_t i = begin; i < end; ++i) {
         const int64_t at = layer * p.cache_requests + request(i);
-        write_cross_cache_cpu({shape, p.cache_source, length(i),
-                               workspace.key_value + (i - begin) * p.source * 2 * shape.size(),
+        write_cross_cache_cpu({shape, p.cache_source, length(i), key_value,
                                p.cross_keys + at * area, p.cross_values + at * area});
+        key_value += length(i) * 2 * shape.size();
       }
     }
+    begin = end;
   }
   for (int64_t i = 0; i < p.count; ++i) {
     p.memory_lengths[request(i)] = length(i);

@@ -14,10 +14,11 @@ struct DecodingWorkspace {
   unsigned char* forward;  // of DecoderForward
 
   // The searches that go on, group after group.
-  int64_t* slots;         // [slots]
-  int64_t* padding;       // [slots]: of their prompts
-  int64_t* row_offsets;   // [slots + 1]: where the rows of each begin, in the step
-  int64_t* pass_offsets;  // [slots + 1]: the same, counted from the first row of a group
+  int64_t* slots;            // [slots]
+  int64_t* padding;          // [slots]: of their prompts
+  int64_t* row_offsets;      // [slots + 1]: where the rows of each begin, in the step
+  uint8_t* are_beams_alike;  // [slots]: whether its beams have one row of the model's
+  int64_t* pass_offsets;     // [slots + 1]: the same, counted from the first row of a group
 
   // Candidates and next beams of a group.
   float* beam_scores;      // [cache rows]
@@ -69,6 +70,7 @@ struct DecodingWorkspace {
     block.take(&slots, slot_count);
     block.take(&padding, slot_count);
     block.take(&row_offsets, slot_count + 1);
+    block.take(&are_beams_alike, slot_count);
     block.take(&pass_offsets, slot_count + 1);
     block.take(&beam_scores, cache_rows);
     block.take(&scores, candidates);

@@ -31,8 +31,7 @@ inline void add_chain(const char* input, int64_t row_bytes, const char* weights,
     const char* const p = weights + d * kStepBytes;
 #pragma GCC unroll 4
     for (int i = 0; i < kLines; ++i)
-      __builtin_prefetch(ahead + d * kStepBytes + i * kLineBytes, 0,
-                         kLines == kStepLines<Dot> ? 3 : 2);
+      __builtin_prefetch(ahead + d * kStepBytes + i * kLineBytes, 0, 2);
 #pragma GCC unroll 2
     for (int phase = 0; phase < Dot::kPhases; ++phase) {
       typename Dot::Weight weight[kPanelVectors];
@@ -69,8 +68,9 @@ inline void add_chain(const char* input, int64_t row_bytes, const char* weights,
   }
 }
 
-// One chain for rows [0, rows) in tiles of about the same height. The tiles share the fetching of
-// the weights that follow.
+// One chain for rows [0, rows) in tiles of about the same height. Several tiles share the fetching
+// of the weights that follow, into the second cache. One tile reads in the order of the memory, as
+// fast as memory is: fetching ahead would slow it down.
 template <class Dot>
 void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
                        int64_t depth, bool is_first, typename Dot::Scalar* sums) {
@@ -105,7 +105,7 @@ void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* w
     constexpr int kLines = kStepLines<Dot>;
     const char* const next = weights + depth * kStepBytes;
     if (tiles == 1) {
-      run.template operator()<kLines>(weights + tuning::kPrefetchBytes);
+      run.template operator()<0>(next);
     } else if (tiles < kLines) {  // 2 or 3: the first two fetch two lines each
       constexpr int kShare = kLines > 2 ? 2 : 1;
       if (t < 2) {

@@ -9,9 +9,6 @@ namespace lmdecode::linear::tuning {
 // the part fetched ahead, their inputs stay in 1 MB of L2.
 constexpr int64_t kRowBlock = 144;
 
-// With few rows, how far ahead of its use a weight is fetched.
-constexpr int64_t kPrefetchBytes = 8192;
-
 // Of int4, rows of a tile, whose sums are kept in registers, and elements of in_features that
 // all rows pass over before the next.
 constexpr int kInt4TileRows = 4;

@@ -215,6 +215,50 @@ class PackedLinear:
         layer.packed = _pack_quantized_linear(weight, scales, zeros)
         return layer
 
+    @classmethod
+    def from_packed(
+        cls,
+        packed: Tensor,
+        bias: Tensor | None = None,
+        *,
+        in_features: int,
+        out_features: int,
+        dtype: str | torch.dtype = "float32",
+    ) -> PackedLinear:
+        """Take a weight that has been packed before, which is kept as it is: it may be mapped.
+
+        Parameters
+        ----------
+        packed : Tensor
+            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` and zeros are None.
+        bias : Tensor, optional
+            ``[out_features]``, float32, bfloat16 or float16. It is copied.
+        in_features, out_features, dtype
+            Of that layer.
+
+        Returns
+        -------
+        PackedLinear
+            The same layer.
+
+        Raises
+        ------
+        TypeError
+            An argument of another type.
+        ValueError
+            An argument of another dtype, shape, device or value than expected; or ``packed`` is of
+            another CPU capability.
+        """
+        op = "PackedLinear.from_packed"
+        check_dense_tensors(op, packed=packed)
+        layer = cls.__new__(cls)
+        layer.dtype, layer._format, layer.group_size = check_linear_format(op, dtype)
+        layer.in_features = check_int(op, "in_features", in_features, 0, limits="at least 0")
+        layer.out_features = check_int(op, "out_features", out_features, 0, limits="at least 0")
+        layer.bias, layer.packed = layer._checked_bias(op, bias), packed
+        layer(torch.empty(0, layer.in_features))  # the op sees whether they fit
+        return layer
+
     @staticmethod
     def _checked_order(op: str, order: object, size: int) -> Tensor:
         check_dense_tensors(op, input_order=order)

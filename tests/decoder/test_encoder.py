@@ -152,7 +152,7 @@ def test_no_sequences_and_empty_ones() -> None:
 def _arguments(name: str = "bart") -> list[Any]:
     encoder, (begins, positions) = packed(name), rows_of(LENGTHS)
     return [
-        list(encoder._tensors), encoder._sizes, encoder._numbers, tokens_of(LENGTHS), None,
+        list(encoder.tensors), encoder._sizes, encoder._numbers, tokens_of(LENGTHS), None,
         positions, begins,
     ]  # fmt: skip
 
@@ -251,7 +251,7 @@ def test_features(dtype: str) -> None:
 
 def test_a_copy_is_as_large_as_the_encoder() -> None:
     encoder, tokens = packed("marian", "int8"), tokens_of(LENGTHS)
-    weights = sum(tensor.nbytes for tensor in encoder._tensors)
+    weights = sum(tensor.nbytes for tensor in encoder.tensors)
     written = pickle.dumps(encoder)
     assert len(written) < 1.5 * weights + 20_000
     for copied in (pickle.loads(written), copy.deepcopy(encoder)):

@@ -227,7 +227,8 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
         ),
         (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
         (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),
-        (lambda m: m.update(version=1), "is of version 1, this is version 2"),
+        (lambda m: m.update(version=1), "is of version 1, this is version 3"),
+        (lambda m: m.update(kind="encoder"), r"damaged lmdecode\.json \('encoder'\)"),
         (lambda m: m["weights"].update(bytes=10), "has .* bytes in .* instead of 10 bytes"),
         (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
         (lambda m: m["facts"].update(embedding_format=3), "other weights .*embedding_format is 3"),
@@ -247,6 +248,16 @@ def test_manifests_of_other_models(
     _write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
         lmdecode.Decoding.load(tmp_path)
+
+
+def test_models_of_the_version_before(tmp_path: Path) -> None:
+    """It knew decoder-only models alone, and named no kind."""
+    expected = _saved(tmp_path, "int8").generate(random_tokens(9)[None], **NEW)
+    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
+    assert manifest.pop("kind") == "causal"
+    _write_manifest(tmp_path, manifest | {"version": 2})
+    loaded = lmdecode.Decoding.load(tmp_path, verify=True)
+    assert torch.equal(loaded.generate(random_tokens(9)[None], **NEW), expected)
 
 
 @pytest.mark.parametrize("dtype", sorted(FORMATS))
@@ -295,10 +306,3 @@ def test_damaged_weights(tmp_path: Path) -> None:
     (tmp_path / "lmdecode.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"^Decoding\.load: .* has no lmdecode\.json"):
         lmdecode.Decoding.load(tmp_path)
-
-
-def test_encoder_decoder_models_are_not_saved(tmp_path: Path) -> None:
-    decoding = lmdecode.Decoding.from_pretrained("examples/g2p/model")
-    with pytest.raises(ValueError, match=r"^Decoding\.save: the model is an encoder-decoder one"):
-        decoding.save(tmp_path)
-    assert not list(tmp_path.iterdir())

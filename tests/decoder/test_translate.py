@@ -57,6 +57,7 @@ def test_a_source_depends_on_no_other(dtype: str) -> None:
     for source, result in zip(sources, together, strict=True):
         (alone,) = decoding.translate([source], num_beams=3, max_new_tokens=NEW)
         assert alone.sequences.equal(result.sequences) and alone.scores.equal(result.scores)
+        assert alone.num_steps == result.num_steps and alone.status == result.status
 
 
 def test_a_padded_tensor_and_other_kinds_of_sources() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,18 @@ def test_what_it_needs() -> None:
     del model.generation_config.alignment_heads
     with pytest.raises(ValueError, match="alignment_heads"):
         decoding.generate(**arguments)
+
+
+def test_a_model_without_weights_says_so(tmp_path: Path) -> None:
+    """All else works with it."""
+    model, _ = whisper_pair(0)
+    lmdecode.Decoding.from_pretrained(model).save(tmp_path)
+    decoding = lmdecode.Decoding.load(tmp_path)
+    arguments: dict[str, Any] = dict(
+        **long_audio(5.2, 3.3), return_timestamps=True, no_speech_threshold=0.9,
+        logprob_threshold=-9.0, temperature=(0.0, 0.5), condition_on_prev_tokens=True,
+    )  # fmt: skip
+    expected = model.generate(**arguments)
+    assert decoding.generate(**arguments).tolist() == expected.tolist()
+    with pytest.raises(ValueError, match=r"^return_token_timestamps: expected None"):
+        decoding.generate(**short_audio(), language="en", return_token_timestamps=True)

@@ -31,6 +31,13 @@ def quantized(weight: Any = Q, scales: Any = S, zeros: Any = None, bias: Any = N
     return PackedLinear.from_quantized(weight, scales, zeros, bias, input_order=input_order)
 
 
+def packed_before(packed: Any = PACKED, bias: Any = None, in_features: Any = 30,
+                  out_features: Any = 20, dtype: Any = "float32") -> PackedLinear:  # fmt: skip
+    return PackedLinear.from_packed(
+        packed, bias, in_features=in_features, out_features=out_features, dtype=dtype
+    )
+
+
 OVERLAPPING = torch.ones(200)
 WRONG: WrongCalls = {
     "weight: a list": ("weight is of type list", TypeError, lambda: PackedLinear([1.0])),
@@ -53,6 +60,22 @@ WRONG: WrongCalls = {
     "dtype: half": ("dtype is 'half'; expected one of float32", ValueError,
                     lambda: PackedLinear(W, dtype="half")),
     "dtype: None": ("dtype is of type NoneType", TypeError, lambda: PackedLinear(W, dtype=None)),
+    "from_packed: a list": ("packed is of type list", TypeError, lambda: packed_before([1.0])),
+    "from_packed: floats": ("packed has shape", ValueError, lambda: packed_before(W)),
+    "from_packed: other bytes": ("other bytes than a packed", ValueError,
+                                 lambda: packed_before(torch.zeros(99, dtype=torch.uint8))),
+    "from_packed: in_features": (r"expected \[20, 31\]", ValueError,
+                                 lambda: packed_before(in_features=31)),
+    "from_packed: out_features": (r"expected \[99, 30\]", ValueError,
+                                  lambda: packed_before(out_features=99)),
+    "from_packed: a str": ("in_features is of type str", TypeError,
+                           lambda: packed_before(in_features="30")),
+    "from_packed: below 0": ("out_features is -1; expected at least 0", ValueError,
+                             lambda: packed_before(out_features=-1)),
+    "from_packed: dtype": ("format float32; expected int8", ValueError,
+                           lambda: packed_before(dtype="int8")),
+    "from_packed: bias": (r"bias has shape \[30\]; expected \[20\]", ValueError,
+                          lambda: packed_before(bias=W[0])),
     "dtype: int3": ("dtype is 'int3'; expected one of float32", ValueError,
                     lambda: PackedLinear(W, dtype="int3")),
     "group_size: 48": ("group_size is 48; expected 32, 64 or 128", ValueError,

@@ -27,6 +27,17 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor, weight:
     assert (error <= 2e-7 * (size * (1 + x.shape[1] / 100) ** 0.5 + want.abs()) + 1e-30).all()
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_weight_that_has_been_packed(dtype: str, has_bias: bool) -> None:
+    """It is kept as it is, and gives the bits of the layer that packed it."""
+    layer = PackedLinear(normal(17, 70), normal(17) if has_bias else None, dtype=dtype)
+    sizes = {"in_features": 70, "out_features": 17}
+    again = PackedLinear.from_packed(layer.packed, layer.bias, **sizes, dtype=dtype)
+    assert again.packed is layer.packed and repr(again) == repr(layer)
+    assert_same_bits(again(normal(3, 70, seed=1)), layer(normal(3, 70, seed=1)))
+
+
 # --- Against the reference ------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -146,16 +147,14 @@ class PackedCausalModel:
 
     @classmethod
     def of_packed(
-        cls, config: CausalConfig, weight_format: str, facts: Mapping[str, Any]
+        cls, config: Mapping[str, Any], weight_format: str, facts: Mapping[str, Any]
     ) -> PackedCausalModel:
-        """Return a model whose weights have been packed before; ``memory`` is to be set.
+        """Return a model whose weights have been packed before, without them: see ``take``.
 
         Parameters
         ----------
-        config, weight_format
-            As it was made of.
-        facts
-            Its ``facts()``.
+        config, weight_format, facts
+            Its ``config_fields()``, its format, and its ``facts()``.
 
         Raises
         ------
@@ -164,7 +163,8 @@ class PackedCausalModel:
             to see.
         """
         model = cls.__new__(cls)
-        model.config, model.weight_format = config, check_format("Decoding", weight_format, FORMATS)
+        model.config = CausalConfig(**config)
+        model.weight_format = check_format("Decoding", weight_format, FORMATS)
         model.max_positions = facts["max_positions"]
         model._set_numbers(facts["embedding_format"])
         model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
@@ -177,6 +177,18 @@ class PackedCausalModel:
                 )
             part.copy_(offsets)
         return model
+
+    def take(self, memory: Tensor) -> None:
+        """Take the weights, packed for this process; that they fit is for the ops to see."""
+        self.memory = memory
+
+    def buffers(self) -> list[Tensor]:
+        """Return the memory in parts, one behind the other."""
+        return [self.memory]
+
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of the config."""
+        return dataclasses.asdict(self.config)
 
     def facts(self) -> dict[str, Any]:
         """Return what tells, beside config and format, how the memory is to be read."""
@@ -194,20 +206,15 @@ class PackedCausalModel:
             "layer_offsets": self.layout[1:, 4:],
         }
 
-    @property
-    def head_offset(self) -> int:
-        """Where the projection to the vocabulary, which is packed, begins in the memory."""
-        return int(self.layout[0, _LOGITS])
-
     def packed_parts(self) -> list[tuple[int, int]]:
-        """Return where each packed weight begins in the memory, and its bytes."""
+        """Return where each packed weight begins in the memory, and its bytes; first the head."""
         sizes = self._packed_sizes()
         of_layer = [
             (column, sizes[name])
             for column, name in enumerate(CausalLayerWeights._fields, start=4)
             if name in sizes
         ]
-        head = (self.head_offset, sizes["logits"])
+        head = (int(self.layout[0, _LOGITS]), sizes["logits"])
         of_layers = [
             (int(row[column]), size) for row in self.layout[1:] for column, size in of_layer
         ]

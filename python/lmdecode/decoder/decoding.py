@@ -20,10 +20,19 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.saved_model import MANIFEST, load_packed, save_packed
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
+
+
+def _refuse_cache_dtype(cache_dtype: object) -> None:
+    if cache_dtype is not None:
+        raise ValueError(
+            f"Decoding: cache_dtype is {cache_dtype!r}; expected None for the decoder of an "
+            "encoder-decoder model, whose caches are float32"
+        )
 
 
 class Decoding:
@@ -83,11 +92,7 @@ class Decoding:
             self.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
             self.decoder = PackedCausalModel(config, weights, dtype)
             return
-        if cache_dtype is not None:
-            raise ValueError(
-                f"Decoding: cache_dtype is {cache_dtype!r}; expected None for the decoder of an "
-                "encoder-decoder model, whose caches are float32"
-            )
+        _refuse_cache_dtype(cache_dtype)
         weights = cast(DecoderWeights, weights)
         check_weights(config, weights)
         device = weights.embedding.device
@@ -124,9 +129,11 @@ class Decoding:
         cache_dtype, use_cuda_graph
             See the class.
         keep_model : bool
-            Whether ``decoding.model`` is the model itself, as it always is where its encoder runs.
-            False: a causal model's stand-in without weights, which ``generate`` needs; so it always
-            is where the weights of a folder are read one after the other.
+            Whether ``decoding.model`` is the model itself, as it always is on a CUDA device, where
+            its encoder runs. False: a stand-in without weights, which ``generate`` needs; so it
+            always is where the weights of a folder are read one after the other. Of an
+            encoder-decoder model it cannot do what ``generate`` needs the model's own encoder for:
+            see docs/reference/decoder.md.
 
         Raises
         ------
@@ -162,45 +169,54 @@ class Decoding:
             config, weights = parts_of(model)
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
-        if not keep_model and isinstance(config, CausalConfig):
+        if isinstance(decoding.decoder, PackedDecoder):
+            from lmdecode.integrations.transformers.decoding.encoding import Encoder
+
+            decoder = decoding.decoder
+            decoding.encoder = Encoder(model, decoder.weight_format, decoder.tensors[0])
+        if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
             if is_loaded_here:
                 model = without_weights(model)
             else:  # configs of their own: transformers writes the dtype to one
                 model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
+                if decoding.encoder is not None:
+                    decoding.encoder = Encoder.of_parts(model, decoding.encoder.parts)
         decoding.model = model
-        if isinstance(decoding.decoder, PackedDecoder):
-            from lmdecode.integrations.transformers.decoding.encoding import Encoder
-
-            decoding.encoder = Encoder(model, decoding.decoder.weight_format)
         return decoding
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a decoder-only model as it is packed, so that ``load`` is ready at once.
+        """Write a model as it is packed, so that ``load`` is ready at once.
 
         Parameters
         ----------
         folder
             Is made; a model that it holds is replaced, once this one is written whole. It holds the
-            model's config, and the tokenizer's files where the model's own folder has some. One
-            writer at a time.
+            model's config, and the files of its tokenizer and its processor where the model's own
+            folder has some. One writer at a time.
 
         Raises
         ------
         ValueError
-            An encoder-decoder model.
+            The model is on a CUDA device.
         OSError
             It cannot be written.
         """
-        if not isinstance(self.decoder, PackedCausalModel):
+        packed: PackedCausalModel | PackedEncoderDecoder
+        if isinstance(self.decoder, DeviceDecoder):
             raise ValueError(
-                "Decoding.save: the model is an encoder-decoder one; expected a decoder-only model"
+                f"Decoding.save: the decoder is on {self.decoder.device}; expected cpu"
             )
+        if isinstance(self.decoder, PackedCausalModel):
+            packed, more = self.decoder, {"cache_dtype": self.cache_dtype}
+        else:
+            of_encoder = {} if self.encoder is None else self.encoder.parts
+            packed, more = PackedEncoderDecoder({"decoder": self.decoder, **of_encoder}), {}
         files: dict[str, bytes] = {}
         if self.model is not None:
             from lmdecode.integrations.transformers.decoding.checkpoint import files_of
 
             files = files_of(self.model)
-        save_packed(Path(folder), self.decoder, files, cache_dtype=self.cache_dtype)
+        save_packed(Path(folder), packed, files, **more)
 
     @classmethod
     def load(
@@ -219,7 +235,8 @@ class Decoding:
         folder
             Must stay as it is while the model is in use.
         cache_dtype
-            See the class; by default that with which it was saved.
+            See the class; by default that with which it was saved. None for an encoder-decoder
+            model.
         verify : bool
             Whether every byte of the weights is compared with its checksum, which reads them all.
 
@@ -228,17 +245,26 @@ class Decoding:
         FileNotFoundError
             There is no such model.
         ValueError
-            It is damaged, or of another version.
+            It is damaged, or of another version; or another ``cache_dtype``.
         """
         packed, manifest = load_packed(Path(folder), verify=verify)
         decoding = cls.__new__(cls)
-        decoding.decoder, decoding.model, decoding.encoder = packed, None, None
-        kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
-        decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
+        decoding.model, decoding.encoder = None, None
         if "config.json" in manifest["files"]:
             from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
 
             decoding.model = skeleton_of(Path(folder))
+        if isinstance(packed, PackedCausalModel):
+            decoding.decoder = packed
+            kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
+            decoding.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
+            return decoding
+        _refuse_cache_dtype(cache_dtype)
+        decoding.decoder = cast(PackedDecoder, packed.parts["decoder"])
+        if "encoder" in packed.parts and decoding.model is not None:
+            from lmdecode.integrations.transformers.decoding.encoding import Encoder
+
+            decoding.encoder = Encoder.of_parts(decoding.model, packed.parts)
         return decoding
 
     def batch(

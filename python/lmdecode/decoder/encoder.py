@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from lmdecode.decoder.config import (
     float32,
     op_sizes,
 )
-from lmdecode.decoder.huge_memory import gather
-from lmdecode.decoder.weights import pack_layer
+from lmdecode.decoder.weights import PackedStack, pack_layer, size_of_table
 
 __all__ = ["EncoderConfig", "EncoderLayerWeights", "EncoderWeights", "PackedEncoder"]
 
@@ -134,7 +133,7 @@ class EncoderWeights(NamedTuple):
     layers: tuple[EncoderLayerWeights, ...]
 
 
-class PackedEncoder:
+class PackedEncoder(PackedStack):
     """An encoder's weights, packed once.
 
     Parameters
@@ -157,6 +156,8 @@ class PackedEncoder:
         Rows that a sequence may have, where positions or distances limit them.
     """
 
+    config: EncoderConfig
+
     def __init__(
         self,
         config: EncoderConfig,
@@ -164,31 +165,21 @@ class PackedEncoder:
         weight_format: str | torch.dtype = "float32",
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
-        self.config, self.weight_format = config, weight_format
-        self._sizes, self._numbers = config.sizes(weight_format), config.numbers()
-        self.longest: int | None = None
-        if weights.positions is not None:
-            self.longest = weights.positions.shape[0] - config.position_offset
-        elif weights.relative_bias is not None:
-            self.longest = weights.relative_bias.shape[1] // 2 + 1
-        embedding = float32(weights.embedding)
         tensors = [float32(value) for value in weights[1:-1]]
         for layer in weights.layers:
             tensors += pack_layer(config, layer, weight_format)
-        self._take_tensors(embedding, tensors)
+        self._gather(config, weight_format, float32(weights.embedding), tensors)
 
-    def _take_tensors(self, embedding: Tensor, tensors: list[Tensor]) -> None:
-        gather(tensors)
-        self._tensors = [embedding, *tensors]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # As PackedDecoder's: with each part of a memory pickle would write the whole of it.
-        embedding, *tensors = self._tensors
-        return {**self.__dict__, "_tensors": (embedding, [tensor.clone() for tensor in tensors])}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._take_tensors(*state["_tensors"])
+    def _take(self, config: EncoderConfig, weight_format: str, tensors: list[Tensor]) -> None:
+        super()._take(config, weight_format, tensors)
+        self._sizes, self._numbers = config.sizes(weight_format), config.numbers()
+        positions, relative_bias = tensors[1:3]
+        rows, distances = size_of_table(positions, 0), size_of_table(relative_bias, 1)
+        self.longest: int | None = None
+        if rows is not None:
+            self.longest = rows - config.position_offset
+        elif distances is not None:
+            self.longest = distances // 2 + 1
 
     def forward(
         self,
@@ -210,6 +201,6 @@ class PackedEncoder:
             [rows] int64, or [rows, model_size] float32: one of them.
         """
         out: Tensor = ops.encoder_forward(
-            self._tensors, self._sizes, self._numbers, tokens, inputs, positions, row_begins
+            self.tensors, self._sizes, self._numbers, tokens, inputs, positions, row_begins
         )
         return out

@@ -38,8 +38,14 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
         return mapped[begin : begin + size]
 
 
-def gather(tensors: list[Tensor]) -> None:
-    """Move the tensors, contiguous ones, to one memory, each at a multiple of 64 bytes."""
+def gather(tensors: list[Tensor]) -> Tensor:
+    """Move the tensors, contiguous ones, to one memory, each at a multiple of 64 bytes.
+
+    Returns
+    -------
+    Tensor
+        The memory, uint8.
+    """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     memory, at = new_memory(sum(sizes)), 0
     with torch.inference_mode(False):
@@ -47,6 +53,7 @@ def gather(tensors: list[Tensor]) -> None:
             part = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors[i] = part.copy_(tensor)
             at += size
+    return memory
 
 
 class SpareMemory:

@@ -1,4 +1,4 @@
-"""Packed weights of a decoder-only model in a folder: written once, mapped by every process.
+"""Packed weights of a model in a folder: written once, mapped by every process.
 
 The folder holds ``lmdecode.json``, which says what the model is, and the files that it names: the
 weights, and what transformers knows of the model. The weights are in the order that a processor
@@ -7,12 +7,11 @@ reads them: they are mapped as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +21,44 @@ from torch import Tensor
 from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
+from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
 
 __all__ = ["MANIFEST", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
-_VERSION = 2
+_VERSION = 3
+_BEFORE_KINDS = 2  # the version whose models are decoder-only ones, all of them
 _CONFIGS = ("config.json", "generation_config.json")
 _TILE = slice(8, 20)  # bytes of a packed weight, in PackedHeader of csrc/linear/packed_layout.h
 
+PackedModel = PackedCausalModel | PackedEncoderDecoder
+_KINDS: dict[str, type[PackedModel]] = {
+    "causal": PackedCausalModel,
+    "encoder_decoder": PackedEncoderDecoder,
+}
 
-def _is_cut_as_here(model: PackedCausalModel) -> bool:
-    """Whether this process's kernels read weights that are cut as the model's are."""
+
+def _is_cut_as_here(model: PackedModel, memory: Tensor) -> bool:
+    """Whether this process's kernels read weights that are cut as those in the memory are."""
     own = ops.pack_linear(torch.zeros(1, 1), FORMATS[model.weight_format])
-    return torch.equal(own[_TILE], model.memory[model.head_offset :][_TILE])
+    at, _ = model.packed_parts()[0]
+    return torch.equal(own[_TILE], memory[at:][_TILE])
 
 
-def _write(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write files, all of them or none; the last one, the manifest, when the others are there."""
+def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
+    """Write files, all of them or none; the last one, the manifest, when the others are there.
+
+    A file is what is given for it, one behind the other.
+    """
     temporaries = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
-        for name, data in files.items():
+        for name, parts in files.items():
             with open(temporaries[name], "wb") as file:
-                file.write(data)
+                for part in parts:
+                    file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
         # While names change hands there is no model, rather than one of another one's parts.
@@ -80,7 +91,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
-    if version != _VERSION:
+    if version not in (_BEFORE_KINDS, _VERSION):
         raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
     if crc != (expected := _checksum(manifest)):
         raise _bad(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
@@ -98,9 +109,7 @@ def _files_before(folder: Path) -> set[str]:
     return {name for name in names if Path(name).name == name}
 
 
-def save_packed(
-    folder: Path, model: PackedCausalModel, files: Mapping[str, bytes], **more: Any
-) -> None:
+def save_packed(folder: Path, model: PackedModel, files: Mapping[str, bytes], **more: Any) -> None:
     """Write a model to a folder, which is made; one that is there is replaced.
 
     One writer at a time. Of the model that is replaced the files go that were made for it.
@@ -115,36 +124,49 @@ def save_packed(
         Kept in the manifest, to be returned by ``load_packed``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    memory = bytes_of(model.memory)
-    crc = zlib.crc32(memory)
+    memory = [bytes_of(buffer) for buffer in model.buffers()]
+    crc = 0
+    for buffer in memory:
+        crc = zlib.crc32(buffer, crc)
     name, before = f"weights-{crc:08x}.bin", _files_before(folder)
     manifest: dict[str, Any] = {
         "version": _VERSION,
-        "config": dataclasses.asdict(model.config),
+        "kind": next(kind for kind, of in _KINDS.items() if isinstance(model, of)),
+        "config": model.config_fields(),
         "weight_format": model.weight_format,
         "facts": model.facts(),
-        "weights": {"file": name, "bytes": len(memory), "crc32": crc},
+        "weights": {"file": name, "bytes": sum(map(len, memory)), "crc32": crc},
         # Whether this or a save before made it: what was there is the user's, and stays.
         "files": {file: file in before or not (folder / file).exists() for file in files},
         **more,
     }
     manifest["crc32"] = _checksum(manifest)
-    written = {name: memory, **files, MANIFEST: json.dumps(manifest).encode()}
+    files = {**files, MANIFEST: json.dumps(manifest).encode()}
+    written: dict[str, Iterable[Any]] = {name: memory}
+    written |= {file: [data] for file, data in files.items()}
     _write(folder, written)
     for other in before - written.keys():
         (folder / other).unlink(missing_ok=True)
 
 
-def _packed_again(model: PackedCausalModel) -> Tensor:
+def _packed_again(model: PackedModel, memory: Tensor) -> Tensor:
     """Return a model's weights in the order of this process's kernels; sizes are the same."""
-    memory = new_memory(model.memory.numel())
-    memory.copy_(model.memory)
+    again = new_memory(memory.numel())
+    again.copy_(memory)
     for at, size in model.packed_parts():
-        memory[at : at + size].copy_(ops.repack_linear(model.memory[at : at + size]))
-    return memory
+        again[at : at + size].copy_(ops.repack_linear(memory[at : at + size]))
+    return again
 
 
-def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalModel, dict[str, Any]]:
+def _take(model: PackedModel, memory: Tensor) -> None:
+    """Give a model its weights; raise RuntimeError, TypeError or ValueError if they do not fit."""
+    model.take(memory)
+    if isinstance(model, PackedCausalModel):
+        nothing = torch.empty(0, dtype=torch.int64)
+        CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
+
+
+def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dict[str, Any]]:
     """Return the model of a folder, its weights mapped, and what was kept beside.
 
     Raises
@@ -157,8 +179,9 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     manifest = _read_manifest(folder)
     try:
         weights = manifest["weights"]
-        model = PackedCausalModel.of_packed(
-            CausalConfig(**manifest["config"]), manifest["weight_format"], manifest["facts"]
+        kind = "causal" if manifest["version"] == _BEFORE_KINDS else manifest["kind"]
+        model = _KINDS[kind].of_packed(
+            manifest["config"], manifest["weight_format"], manifest["facts"]
         )
         path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
         configs = [name for name in _CONFIGS if name in manifest["files"]]
@@ -170,16 +193,13 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedCausalMode
     if not path.is_file() or path.stat().st_size != size:
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
         raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")
-    model.memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    if verify and zlib.crc32(bytes_of(model.memory)) != crc:
+    memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    if verify and zlib.crc32(bytes_of(memory)) != crc:
         raise _bad(folder, f"has other bytes in {path.name} than were written")
-    is_cut_as_here = _is_cut_as_here(model)
+    is_cut_as_here = _is_cut_as_here(model, memory)
     try:
-        if not is_cut_as_here:
-            model.memory = _packed_again(model)
-        nothing = torch.empty(0, dtype=torch.int64)
-        CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
-    except (RuntimeError, ValueError) as error:
+        _take(model, memory if is_cut_as_here else _packed_again(model, memory))
+    except (RuntimeError, TypeError, ValueError) as error:
         raise _bad(folder, f"has other weights than its {MANIFEST} says ({error})") from error
     if not is_cut_as_here:
         warnings.warn(

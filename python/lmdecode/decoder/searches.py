@@ -132,6 +132,11 @@ class DecodingSearches:
         )
         return int(steps)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of keys, values and scratch."""
+        return len(self._memory)
+
     def release(self) -> None:
         """Leave the memory to searches to come; these, and their caches, are used no more."""
         self.decoder.spare_memory.give(self._memory)

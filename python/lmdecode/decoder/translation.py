@@ -9,15 +9,68 @@ from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.request_rules import token_rules_of_request
-from lmdecode.beam.engine.results import beam_result
+from lmdecode.beam.engine.results import beam_results
 from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize
-from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.state import BeamState, beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import repeat_token_rules
+from lmdecode.decoder.huge_memory import gather
 from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import padded
 from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["search_all"]
+__all__ = ["Translator"]
+
+# So many batches of a request are kept, to be used again, and none of more memory than this.
+_KEPT_BATCHES, _KEPT_BYTES = 8, 16 << 20
+
+
+class _Batch:
+    """So many searches by one request; used again and again, by one thread at a time."""
+
+    def __init__(
+        self, decoder: PackedDecoder, request: BeamRequest, count: int, source: int
+    ) -> None:
+        self._request, self._count = request, count
+        width = request.num_beams
+        state = new_beam_state(
+            count,
+            width,
+            request.max_length,
+            num_hypotheses=request.num_hypotheses,
+            keep_log_probs=True,
+            keep_beam_indices=True,
+        )
+        self._parameters = beam_parameters(
+            count, width, end_tokens=[list(request.eos_token_id)] * count
+        )
+        begin_search(state, self._parameters, slice(None), request)
+        tensors = list(state)
+        self._memory = gather(tensors)
+        self._begun = self._memory.clone()
+        self._state = BeamState._make(tensors)
+        rules = token_rules_of_request(request, decoder.config.vocab_size)
+        self.searches = DecodingSearches(
+            decoder,
+            self._state,
+            self._parameters,
+            repeat_token_rules(rules, count),
+            source,
+            num_candidates=request.num_candidates,
+        )
+        self._requests = torch.arange(count)
+
+    def run(self, memory: Tensor, lengths: Tensor, numbers: Sequence[int]) -> list[BeamResult]:
+        """Search memories, [count, at most source, M]; the results have these numbers."""
+        request, state = self._request, self._state
+        self._memory.copy_(self._begun)
+        self.searches.read_memory(memory, lengths, self._requests)
+        self.searches.run()
+        final = beam_finalize(state, self._parameters, request.num_return_sequences)
+        prompt = len(request.prompt_ids)
+        steps = [length - prompt for length in state.lengths.tolist()]
+        status = state.status[:, None]
+        return beam_results(request, numbers, final, status, request.num_hypotheses, steps)
 
 
 def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -36,70 +89,73 @@ def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def search_all(
-    decoder: PackedDecoder,
-    encode: Callable[[list[int]], tuple[Tensor, Tensor]],
-    request: BeamRequest,
-    lengths: Sequence[int],
-    max_tokens: int,
-) -> list[BeamResult]:
-    """Search each source as a request says.
+class Translator:
+    """Searches any number of sources, all as one request says.
+
+    Any number of threads may use it.
 
     Parameters
     ----------
     decoder
         That searches.
-    encode
-        Of the numbers of sources: their memories [n, S, M] float32, and how much of each counts,
-        [n] int64.
     request
-        How to search. The results' ids are the numbers of sources.
-    lengths
-        Of the sources.
-    max_tokens
-        Of those that are searched together, with padding.
-
-    Returns
-    -------
-    list of BeamResult
-        In the order of the sources.
+        How to search.
     """
-    results: dict[int, BeamResult] = {}
-    rules = token_rules_of_request(request, decoder.config.vocab_size)
-    width = request.num_beams
-    for batch in _batches(lengths, max_tokens):
-        count = len(batch)
-        state = new_beam_state(
-            count,
-            width,
-            request.max_length,
-            num_hypotheses=request.num_hypotheses,
-            keep_log_probs=True,
-            keep_beam_indices=True,
-        )
-        parameters = beam_parameters(count, width, end_tokens=[list(request.eos_token_id)] * count)
-        begin_search(state, parameters, slice(None), request)
-        memory, counts = encode(batch)
-        searches = DecodingSearches(
-            decoder,
-            state,
-            parameters,
-            repeat_token_rules(rules, count),
-            memory.shape[1],
-            num_candidates=max(2, 1 + len(request.eos_token_id)) * width,
-        )
-        searches.read_memory(memory, counts, torch.arange(count))
-        steps = searches.run()
-        final = beam_finalize(state, parameters, request.num_return_sequences)
-        searches.release()
-        for place, number in enumerate(batch):
-            one = type(final)._make(tensor[place : place + 1] for tensor in final)
-            results[number] = beam_result(
-                request,
-                number,
-                one,
-                state.status[place : place + 1],
-                state.hypothesis_scores.shape[1],
-                steps,
-            )
-    return [results[i] for i in range(len(lengths))]
+
+    def __init__(self, decoder: PackedDecoder, request: BeamRequest) -> None:
+        self._decoder, self._request = decoder, request
+        # What no thread uses, by its sizes, the last used one last.
+        self._kept: list[tuple[tuple[int, int], _Batch]] = []
+
+    def translate(
+        self,
+        encode: Callable[[list[int]], tuple[Tensor, Tensor]],
+        lengths: Sequence[int],
+        max_tokens: int,
+    ) -> list[BeamResult]:
+        """Search each source.
+
+        Parameters
+        ----------
+        encode
+            Of the numbers of sources: their memories [n, S, M] float32, and how much of each
+            counts, [n] int64.
+        lengths
+            Of the sources.
+        max_tokens
+            Of those that are searched together, with padding.
+
+        Returns
+        -------
+        list of BeamResult
+            In the order of the sources; their ids are the numbers of the sources.
+        """
+        results: dict[int, BeamResult] = {}
+        for numbers in _batches(lengths, max_tokens):
+            memory, counts = encode(numbers)
+            sizes = (len(numbers), padded(memory.shape[1]))
+            batch = self._take(sizes)
+            found = batch.run(memory, counts, numbers)
+            results |= dict(zip(numbers, found, strict=True))
+            self._give(sizes, batch)
+        return [results[i] for i in range(len(lengths))]
+
+    def _take(self, sizes: tuple[int, int]) -> _Batch:
+        kept = self._kept
+        for i, (have, _) in enumerate(kept):
+            if have == sizes:
+                try:
+                    taken = kept.pop(i)
+                except IndexError:  # another thread took one
+                    break
+                if taken[0] == sizes:
+                    return taken[1]
+                kept.append(taken)
+        return _Batch(self._decoder, self._request, *sizes)
+
+    def _give(self, sizes: tuple[int, int], batch: _Batch) -> None:
+        if batch.searches.memory_bytes > _KEPT_BYTES:
+            batch.searches.release()
+            return
+        self._kept.append((sizes, batch))
+        del self._kept[:-_KEPT_BATCHES]

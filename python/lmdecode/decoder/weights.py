@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from lmdecode.decoder.config import (
 )
 from lmdecode.decoder.huge_memory import SpareMemory, gather
 
-__all__ = ["PackedDecoder", "pack_layer"]
+__all__ = ["PackedDecoder", "PackedStack", "pack_layer"]
+
+_FIRST_OF_LAYERS = 9  # of a decoder's tensors
 
 
 def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
@@ -47,7 +49,63 @@ def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:
     return packed
 
 
-class PackedDecoder:
+def size_of_table(table: Tensor, dim: int) -> int | None:
+    """Return a size of one of a stack's tensors, None where it is empty: there is no such table."""
+    return table.shape[dim] if table.dim() == 2 else None
+
+
+class PackedStack:
+    """The layers of a decoder or of an encoder, and what is before and behind them, packed once.
+
+    Attributes
+    ----------
+    config
+        Of the stack.
+    weight_format : {"float32", "bfloat16", "int8", "int4"}
+        What linear weights are held as.
+    tensors : list of Tensor
+        What the ops take: float32, or uint8 of packed weights; of what is not there, empty ones.
+        The first is the embedding, which is not copied where it is float32 already.
+    """
+
+    config: Any
+    weight_format: str
+    tensors: list[Tensor]
+
+    @classmethod
+    def of_packed(cls, config: Any, weight_format: str, tensors: list[Tensor]) -> Self:
+        """Return a stack of the ``tensors`` of another one, which are kept as they are.
+
+        That they fit the config is for the ops to see.
+        """
+        stack = cls.__new__(cls)
+        stack._take(config, check_format("Decoding", weight_format, FORMATS), tensors)
+        return stack
+
+    def _gather(
+        self, config: Any, weight_format: str, embedding: Tensor, others: list[Tensor]
+    ) -> None:
+        """Move what was packed to one memory, and take it."""
+        gather(others)
+        self._take(config, weight_format, [embedding, *others])
+
+    def _take(self, config: Any, weight_format: str, tensors: list[Tensor]) -> None:
+        self.config, self.weight_format, self.tensors = config, weight_format, tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each tensor by itself: with each part of a memory pickle writes the whole of it, and
+        # torch.save takes no memory of several dtypes.
+        embedding, *others = self.tensors
+        if embedding.untyped_storage().nbytes() != embedding.nbytes:
+            embedding = embedding.clone()
+        tensors = (embedding, [tensor.clone() for tensor in others])
+        return {"config": self.config, "weight_format": self.weight_format, "tensors": tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._gather(state["config"], state["weight_format"], *state["tensors"])
+
+
+class PackedDecoder(PackedStack):
     """A decoder's weights, packed once.
 
     Parameters
@@ -67,14 +125,20 @@ class PackedDecoder:
         The CPU.
     sizes, numbers : list
         The config as the ops take it.
+    num_positions, num_distances : int or None
+        That there are embeddings, or relative biases, for.
     spare_memory : SpareMemory
         Of searches: their caches and scratch.
+    translators : dict
+        What ``Decoding.translate`` keeps from call to call, by what was asked for.
 
     Raises
     ------
     ValueError, TypeError
         Names what has a wrong shape, dtype or type.
     """
+
+    config: DecoderConfig
 
     def __init__(
         self,
@@ -84,17 +148,6 @@ class PackedDecoder:
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
         check_weights(config, weights)
-        self.config, self.weight_format = config, weight_format
-        self.device = torch.device("cpu")
-        self.spare_memory = SpareMemory()
-        self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
-        self.num_positions: int | None = None
-        if weights.positions is not None:
-            self.num_positions = weights.positions.shape[0] - config.position_offset
-        self.num_distances: int | None = None
-        if weights.relative_bias is not None:
-            self.num_distances = weights.relative_bias.shape[1]
-        embedding = float32(weights.embedding)
         tensors = [
             float32(weights.positions),
             float32(weights.relative_bias),
@@ -105,26 +158,18 @@ class PackedDecoder:
             _pack(weights.logits, weight_format),
             float32(weights.logits_bias),
         ]
-        first_of_layers = len(tensors)
         for layer in weights.layers:
             tensors += pack_layer(config, layer, weight_format)
-        self._take_tensors(embedding, tensors, first_of_layers)
+        self._gather(config, weight_format, float32(weights.embedding), tensors)
 
-    def _take_tensors(self, embedding: Tensor, tensors: list[Tensor], first_of_layers: int) -> None:
-        gather(tensors)
-        self.tensors, self.layer_tensors = [embedding, *tensors], tensors[first_of_layers:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Each tensor by itself: with each part of a memory pickle writes the whole of it, and
-        # torch.save takes no memory of several dtypes.
-        state = self.__dict__.copy()
-        del state["spare_memory"], state["layer_tensors"]
-        embedding, *tensors = self.tensors
-        first_of_layers = len(tensors) - len(self.layer_tensors)
-        state["tensors"] = (embedding, [tensor.clone() for tensor in tensors], first_of_layers)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._take_tensors(*state["tensors"])
+    def _take(self, config: DecoderConfig, weight_format: str, tensors: list[Tensor]) -> None:
+        super()._take(config, weight_format, tensors)
+        self.layer_tensors = tensors[_FIRST_OF_LAYERS:]
+        self.device = torch.device("cpu")
+        self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
+        positions, relative_bias = tensors[1:3]
+        rows = size_of_table(positions, 0)
+        self.num_positions = None if rows is None else rows - config.position_offset
+        self.num_distances = size_of_table(relative_bias, 1)
         self.spare_memory = SpareMemory()
+        self.translators: dict[bytes, Any] = {}

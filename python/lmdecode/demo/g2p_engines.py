@@ -61,7 +61,23 @@ def transformers_engine(model: Any) -> Engine:
 
 def our_engine(model: Any, dtype: str = "float32") -> Engine:
     """Build the engine of lmdecode, whose loop is in C++, with weights held as ``dtype``."""
-    return _generate_engine(model, lmdecode.Decoding.from_pretrained(model, dtype).generate)
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
+    end = model.config.eos_token_id
+
+    def found(result: lmdecode.BeamResult, rank: int, num_beams: int) -> Found:
+        tokens = result.new_tokens(rank)
+        tokens = tokens[:-1] if tokens and tokens[-1] == end else tokens
+        return Found(tokens, float(result.scores[rank]) if num_beams > 1 else 0.0)
+
+    def engine(ids: Tensor, mask: Tensor, num_beams: int, results: int) -> list[list[Found]]:
+        out = decoding.translate(
+            ids, attention_mask=mask, num_beams=num_beams, num_return_sequences=results
+        )
+        return [
+            [found(result, rank, num_beams) for rank in range(len(result.scores))] for result in out
+        ]
+
+    return engine
 
 
 def ctranslate2_engine(folder: Path, tokenizer: Any) -> Engine | None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+import operator
+from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.state import BeamFinal
 
-__all__ = ["beam_result", "final_columns"]
+__all__ = ["beam_result", "beam_results", "final_columns"]
+
+
+def _columns(found: int, shortest: int, longest: int, room_for_end: bool) -> int:
+    return min(max(found, shortest) + room_for_end, longest)
 
 
 def final_columns(lengths: Tensor, shortest: int, longest: int, *, room_for_end: bool) -> int:
@@ -18,8 +25,76 @@ def final_columns(lengths: Tensor, shortest: int, longest: int, *, room_for_end:
     transformers' scorer leaves room for an end token that lengths do not count, where the longest
     sequence that there may be has it.
     """
-    columns = int(lengths.max()) if lengths.numel() else shortest
-    return min(max(columns, shortest) + room_for_end, longest)
+    found = int(lengths.max()) if lengths.numel() else shortest
+    return _columns(found, shortest, longest, room_for_end)
+
+
+def beam_results(
+    request: BeamRequest,
+    request_ids: Sequence[Hashable],
+    final: BeamFinal,
+    status: Tensor,
+    num_hypotheses: int,
+    steps: Sequence[int],
+) -> list[BeamResult]:
+    """Return the results of searches by one request; waits for the device.
+
+    Parameters
+    ----------
+    request
+        How each of them searched.
+    request_ids, steps
+        As whom it ran, and for how many steps.
+    final
+        Of these alone.
+    status : Tensor
+        [searches, groups] uint8.
+    num_hypotheses
+        Of the state: what places count by.
+    """
+    prompt = len(request.prompt_ids)
+    room_for_end = request.rules == "scorer" and bool(request.eos_token_id)
+    parts = (
+        final.sequences,
+        final.scores,
+        final.lengths,
+        final.log_probs,
+        final.beam_indices,
+    )
+    results = []
+    for request_id, took, places, counts, bits, *tensors in zip(
+        request_ids,
+        steps,
+        final.places.tolist(),
+        final.lengths.tolist(),
+        status.tolist(),
+        *(part.unbind() for part in parts),
+        strict=True,
+    ):
+        found = sum(place >= 0 for place in places)
+        columns = _columns(
+            max(counts[:found], default=prompt), prompt, request.max_length, room_for_end
+        )
+        new = columns - prompt
+        if found < len(places):
+            tensors = [tensor[:found] for tensor in tensors]
+        sequences, scores, lengths, log_probs, indices = tensors
+        groups = [place // num_hypotheses for place in places[:found]]
+        results.append(
+            BeamResult(
+                request_id=request_id,
+                sequences=sequences.narrow(1, 0, columns).contiguous(),
+                scores=scores,
+                lengths=lengths,
+                log_probs=log_probs.narrow(1, prompt, new).contiguous(),
+                beam_indices=indices.narrow(1, prompt, new).contiguous(),
+                groups=torch.tensor(groups, dtype=torch.int64, device=scores.device),
+                prompt_length=prompt,
+                num_steps=took,
+                status=functools.reduce(operator.or_, bits, 0),
+            )
+        )
+    return results
 
 
 def beam_result(
@@ -30,36 +105,6 @@ def beam_result(
     num_hypotheses: int,
     steps: int,
 ) -> BeamResult:
-    """Return the result of one request; waits for the device.
-
-    Parameters
-    ----------
-    request, request_id, steps
-        The request, as whom it ran, and for how many steps.
-    final
-        Of this request alone.
-    status : Tensor
-        [groups] uint8.
-    num_hypotheses
-        Of the state: what places count by.
-    """
-    prompt = len(request.prompt_ids)
-    found = int((final.places[0] >= 0).sum())
-    lengths = final.lengths[0, :found]
-    room_for_end = request.rules == "scorer" and bool(request.eos_token_id)
-    columns = final_columns(lengths, prompt, request.max_length, room_for_end=room_for_end)
-    bits = 0
-    for value in status.tolist():
-        bits |= value
-    return BeamResult(
-        request_id=request_id,
-        sequences=final.sequences[0, :found, :columns].clone(),
-        scores=final.scores[0, :found].clone(),
-        lengths=lengths.clone(),
-        log_probs=final.log_probs[0, :found, prompt:columns].clone(),
-        beam_indices=final.beam_indices[0, :found, prompt:columns].clone(),
-        groups=final.places[0, :found] // num_hypotheses,
-        prompt_length=prompt,
-        num_steps=steps,
-        status=bits,
-    )
+    """Return the result of one search; see ``beam_results``. Status is [groups]."""
+    (result,) = beam_results(request, [request_id], final, status[None], num_hypotheses, [steps])
+    return result

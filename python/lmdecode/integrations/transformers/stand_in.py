@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["WithoutWeights", "refuse_stand_in"]
+__all__ = ["ForwardOf", "WithoutWeights", "is_stand_in", "refuse_stand_in"]
 
 
-class WithoutWeights:
-    """The ``forward`` of a stand-in: an error that says so, with the signature of the model's."""
+class ForwardOf:
+    """What is put in the place of the ``forward`` of a model of a class, with its signature."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -20,6 +20,10 @@ class WithoutWeights:
         found = inspect.signature(self._kind.forward)  # type: ignore[attr-defined]
         return found.replace(parameters=list(found.parameters.values())[1:])
 
+
+class WithoutWeights(ForwardOf):
+    """The ``forward`` of a stand-in: an error that says so."""
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Raise RuntimeError."""
         raise RuntimeError(
@@ -28,9 +32,14 @@ class WithoutWeights:
         )
 
 
+def is_stand_in(module: Any) -> bool:
+    """Whether a model, or its encoder, has no weights."""
+    return isinstance(getattr(module, "__dict__", {}).get("forward"), WithoutWeights)
+
+
 def refuse_stand_in(op: str, model: Any) -> None:
     """Raise ValueError for a model without weights."""
-    if isinstance(getattr(model, "__dict__", {}).get("forward"), WithoutWeights):
+    if is_stand_in(model):
         raise ValueError(
             f"{op}: model stands in for one that a Decoding has packed, and has no weights; "
             "expected a model that transformers has loaded, or its folder"

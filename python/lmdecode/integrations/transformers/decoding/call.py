@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
+from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
 from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
-from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, with_first_logits
+from lmdecode.integrations.transformers.decoding.whisper import CallEncoder
 
 __all__ = ["call_generate"]
 
@@ -80,12 +82,12 @@ def call_generate(
     model = decoding.model
     if decoding.encoder is not None:
         encoder: Any = decoding.encoder
-        is_whisper = model.config.model_type == "whisper"
+        is_whisper = hasattr(model, "detect_language")  # which runs the model
         if is_whisper:
             encoder = CallEncoder(encoder)
         model = with_encoder(model, encoder)
-        if is_whisper:
-            with_first_logits(model, decoding.decoder, encoder)
+        if is_whisper and isinstance(decoding.decoder, PackedDecoder):
+            model.forward = PromptLogits(type(model), encoder, decoding.decoder)
     generate = model.generate
     if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
         generate = partial(type(model).generate, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -12,15 +13,26 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+)
 
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
-__all__ = ["Checkpoint", "files_of", "skeleton", "skeleton_of", "without_weights"]
+__all__ = [
+    "Checkpoint", "auto_class_of", "files_of", "skeleton", "skeleton_of", "without_weights",
+]  # fmt: skip
 
+# What tokenizers and processors are made of.
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
-    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "normalizer.json", "preprocessor_config.json", "processor_config.json",
+    "sentencepiece.bpe.model", "source.spm", "special_tokens_map.json", "spiece.model",
+    "target.spm", "target_vocab.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
 
@@ -43,7 +55,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 def without_weights(model: Any) -> Any:
     """Give each parameter of a model a single value on the CPU: its shape and dtype stay.
 
-    The model says so where it is run.
+    The model says so where it is run, and so do its encoder and its decoder.
     """
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
@@ -53,18 +65,30 @@ def without_weights(model: Any) -> Any:
                 replaced[id(parameter)] = Parameter(value, requires_grad=False)
             setattr(module, name, replaced[id(parameter)])
     model.forward = WithoutWeights(type(model))
+    if model.config.is_encoder_decoder:
+        for stack in (model.get_encoder(), model.get_decoder()):
+            stack.forward = WithoutWeights(type(stack))
     return model
 
 
+def auto_class_of(config: Any) -> Any:
+    """Return the class of transformers that makes the model which a config's ``Decoding`` takes."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    speech = AutoModelForSpeechSeq2Seq
+    return speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
+
+
 def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
-    """Return the causal language model of a config, whose parameters have no memory.
+    """Return the model of a config, whose parameters have no memory.
 
     ``generate()`` of it does all but run the model.
     """
+    kind = auto_class_of(config)
     with _EmptyOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     without_weights(model.eval())
     if generation_config is not None:
         model.generation_config = generation_config
@@ -85,7 +109,10 @@ def files_of(model: Any) -> dict[str, bytes]:
     """Return a model's configs as files, by name, and the tokenizer's files of its own folder."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        generation_config = copy.deepcopy(model.generation_config)
+        # Of one that is marked so, transformers reads what it knows alone: no languages of Whisper.
+        generation_config._from_model_config = False
+        generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     source = getattr(model.config, "_name_or_path", "") or model.name_or_path
     if source and Path(source).is_dir():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -12,16 +13,19 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.decoder.encoder import PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
+from lmdecode.integrations.transformers.stand_in import is_stand_in
 from lmdecode.linear import PackedLinear
 
 __all__ = ["Encoder", "with_encoder"]
+
+_CONVOLUTIONS = ("conv1", "conv2")  # Whisper's
 
 
 class Encoder:
     """A model's encoder on packed weights.
 
     What it cannot do (embeddings as input, states of all layers, masks that are no runs of ones)
-    the model's own does.
+    the model's own does, where it has its weights.
 
     Parameters
     ----------
@@ -29,16 +33,37 @@ class Encoder:
         An encoder-decoder model.
     dtype : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held as.
+    embedding : Tensor, optional
+        [V, D] float32 of the decoder, which is the encoder's where the model has one for both.
     """
 
-    def __init__(self, model: Any, dtype: str) -> None:
+    def __init__(self, model: Any, dtype: str, embedding: Tensor | None = None) -> None:
+        own = model.get_encoder()
+        config, weights = encoder_of(model)
+        if embedding is not None and weights.embedding is model.get_decoder().embed_tokens.weight:
+            weights = weights._replace(embedding=embedding)
+        parts: dict[str, Any] = {"encoder": PackedEncoder(config, weights, dtype)}
+        for name in _CONVOLUTIONS:
+            if hasattr(own, name):
+                parts[name] = _packed_convolution(getattr(own, name), dtype)
+        self._take(model, parts)
+
+    @classmethod
+    def of_parts(cls, model: Any, parts: Mapping[str, Any]) -> Encoder:
+        """Return the encoder of a model that is packed already; parts are its ``parts``."""
+        encoder = cls.__new__(cls)
+        encoder._take(model, parts)
+        return encoder
+
+    def _take(self, model: Any, parts: Mapping[str, Any]) -> None:
         self._own, self._kind = model.get_encoder(), model.config.model_type
         self._padding = model.config.pad_token_id
-        self._packed = PackedEncoder(*encoder_of(model), dtype)
+        self.parts = {name: parts[name] for name in ("encoder", *_CONVOLUTIONS) if name in parts}
+        self._packed: PackedEncoder = self.parts["encoder"]
         self._convolutions = [
-            _Convolution(getattr(self._own, name), dtype)
-            for name in ("conv1", "conv2")
-            if hasattr(self._own, name)
+            _Convolution(getattr(self._own, name), self.parts[name])
+            for name in _CONVOLUTIONS
+            if name in self.parts
         ]
 
     def forward(
@@ -66,14 +91,43 @@ class Encoder:
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
         }
-        return self._own(
-            **{name: value for name, value in given.items() if value is not None},
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
+        given = {name: value for name, value in given.items() if value is not None}
+        outputs = {
+            "output_attentions": output_attentions,
+            "output_hidden_states": output_hidden_states,
+        }
+        if is_stand_in(self._own):
+            raise ValueError(self._what_is_not_packed(given, outputs))
+        return self._own(**given, **outputs, return_dict=return_dict)
 
     __call__ = forward
+
+    def _what_is_not_packed(self, given: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """Return which argument is for the model's own encoder, of which there are no weights."""
+        asked = [name for name, value in outputs.items() if value]
+        if asked:
+            what = f"{asked[0]} is True; expected False"
+        elif "inputs_embeds" in given:
+            what = "inputs_embeds is given; expected input_ids"
+        elif "input_features" in given:
+            size, longest = self.parts["conv1"].in_features // 3, 2 * (self.longest or 0)
+            what = (
+                f"input_features has shape {list(given['input_features'].shape)} on "
+                f"{given['input_features'].device}; expected [batch, {size}, {longest}] on cpu"
+            )
+        elif "attention_mask" in given:
+            what = (
+                f"attention_mask of shape {list(given['attention_mask'].shape)} is not one run of "
+                "ones in each row of input_ids; expected such a mask"
+            )
+            if self._kind == "m2m_100":
+                what += ", with 0 for every padding token"
+        else:
+            what = "input_ids is None or not [batch, length] on cpu; expected such"
+        return (
+            f"Decoding.generate: {what}, as decoding.model has no weights for its own encoder; "
+            "with Decoding.from_pretrained(..., keep_model=True) it has"
+        )
 
     @property
     def takes_tokens(self) -> bool:
@@ -90,12 +144,12 @@ class Encoder:
 
         Rows behind a source are 0.
         """
-        lengths = torch.tensor([len(source) for source in sources])
-        begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        places = torch.cat([torch.arange(len(source)) for source in sources])
-        tokens = torch.tensor([token for source in sources for token in source])
+        counts = [len(source) for source in sources]
+        lengths, longest = torch.tensor(counts), max(counts)
+        begins = torch.tensor([0, *accumulate(counts)])
+        places = torch.tensor([*chain.from_iterable(map(range, counts))])
+        tokens = torch.tensor([*chain.from_iterable(sources)])
         rows = self._packed.forward(begins, places, tokens=tokens)
-        longest = int(lengths.max())
         if len(rows) == len(sources) * longest:
             return rows.view(len(sources), longest, -1), lengths
         states = rows.new_zeros(len(sources), longest, rows.shape[1])
@@ -137,7 +191,7 @@ class Encoder:
         for convolution in self._convolutions:
             x = convolution(x)
         batch, length, size = x.shape
-        if length != self._own.embed_positions.weight.shape[0]:
+        if length != self.longest:
             return None  # the model's own says what is wrong
         begins = torch.arange(batch + 1) * length
         rows = self._packed.forward(
@@ -146,13 +200,17 @@ class Encoder:
         return rows.view(batch, length, size)
 
 
+def _packed_convolution(module: torch.nn.Conv1d, dtype: str) -> PackedLinear:
+    weight = module.weight.detach().transpose(1, 2).flatten(1)  # [out, width * in]
+    return PackedLinear(weight, module.bias, dtype=dtype)
+
+
 class _Convolution:
     """One of Whisper's: 3 frames wide, then GELU. Frames that are neighbours are a row."""
 
-    def __init__(self, module: torch.nn.Conv1d, dtype: str) -> None:
+    def __init__(self, module: torch.nn.Conv1d, linear: PackedLinear) -> None:
         (self._width,), (self._stride,) = module.kernel_size, module.stride
-        weight = module.weight.detach().transpose(1, 2).flatten(1)  # [out, width * in]
-        self._linear = PackedLinear(weight, module.bias, dtype=dtype)
+        self._linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [B, frames / stride, out] of [B, frames, in]."""

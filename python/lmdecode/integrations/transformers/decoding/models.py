@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
 )
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
@@ -22,7 +19,11 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
     causal_model_of,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
-from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
+from lmdecode.integrations.transformers.decoding.checkpoint import (
+    Checkpoint,
+    auto_class_of,
+    skeleton_of,
+)
 from lmdecode.integrations.transformers.decoding.modules import (
     T5_DISTANCES,
     activation,
@@ -242,24 +243,18 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
         There is none.
     """
     if not config.is_encoder_decoder:
-        return _load_causal_model(name, config)
-    if config.model_type not in MODEL_TYPES:
+        if config.model_type not in CAUSAL_MODEL_TYPES:
+            raise refused(
+                f"{name} has a model of type {config.model_type!r}; "
+                f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
+            )
+    elif config.model_type not in MODEL_TYPES:
         raise ValueError(
             f"Decoding.from_pretrained: {name} has a model of type {config.model_type!r}; "
             f"expected a conditional generation model of {', '.join(MODEL_TYPES)}"
         )
-    speech = AutoModelForSpeechSeq2Seq
-    kind = speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
+    kind = auto_class_of(config)
     return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
-
-
-def _load_causal_model(name: str | os.PathLike[str], config: Any) -> Any:
-    if config.model_type not in CAUSAL_MODEL_TYPES:
-        raise refused(
-            f"{name} has a model of type {config.model_type!r}; "
-            f"expected a causal language model of {', '.join(CAUSAL_MODEL_TYPES)}"
-        )
-    return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32).eval()
 
 
 def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import GenerationConfig
 from lmdecode._checks import check_int, dtype_name, is_int, type_error
 from lmdecode.beam.engine.request import BeamResult
 from lmdecode.decoder.searches import length_limits
-from lmdecode.decoder.translation import search_all
+from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.requests import request_of_config
 
@@ -21,9 +22,12 @@ __all__ = ["translate"]
 
 _OP = "Decoding.translate"
 _MAX_BATCH_TOKENS = 4096
+_KEPT = 8  # translators of a decoder
 
 
 def _tokens(name: str, source: Any) -> list[int]:
+    if type(source) is list and set(map(type, source)) <= {int}:
+        return source
     if isinstance(source, Tensor):
         if source.dim() != 1 or source.is_floating_point() or source.is_complex():
             raise ValueError(
@@ -77,6 +81,38 @@ def _config(generation_config: Any, arguments: dict[str, Any]) -> Any:
     return config
 
 
+def _key(*parts: Any) -> bytes | None:
+    """Return bytes that are the same only where all of this is; None where it has none."""
+    try:
+        return pickle.dumps(parts)
+    except Exception:  # whatever the objects that a caller put there raise
+        return None
+
+
+def _translator(
+    decoding: Any, decoder: PackedDecoder, generation_config: Any, arguments: dict[str, Any]
+) -> Translator:
+    """Return what searches as these say: that of a call before, where they said the same."""
+    model = decoding.model
+    configs = [generation_config, model.generation_config]
+    key = _key(arguments, [None if config is None else vars(config) for config in configs])
+    if key is not None and (kept := decoder.translators.get(key)) is not None:
+        return kept
+    request = request_of_config(None, _config(generation_config, arguments), model)
+    for limit, name in length_limits(decoder):
+        if request.max_length > limit + 1:
+            raise ValueError(
+                f"{_OP}: max_length is {request.max_length}; expected at most {limit + 1}: the "
+                f"model has {limit} {name}"
+            )
+    translator = Translator(decoder, request)
+    if key is not None:
+        if len(decoder.translators) >= _KEPT:
+            decoder.translators.clear()
+        decoder.translators[key] = translator
+    return translator
+
+
 def translate(
     decoding: Any,
     sources: Any,
@@ -104,17 +140,11 @@ def translate(
         if not source or (longest is not None and len(source) > longest):
             expected = "at least 1" if longest is None else f"1 to {longest}"
             raise ValueError(f"{_OP}: sources[{i}] has {len(source)} tokens; expected {expected}")
-    request = request_of_config(None, _config(generation_config, arguments), decoding.model)
-    for limit, name in length_limits(decoder):
-        if request.max_length > limit + 1:
-            raise ValueError(
-                f"{_OP}: max_length is {request.max_length}; expected at most {limit + 1}: the "
-                f"model has {limit} {name}"
-            )
+    translator = _translator(decoding, decoder, generation_config, arguments)
 
     def encode(numbers: list[int]) -> tuple[Tensor, Tensor]:
         memory: tuple[Tensor, Tensor] = encoder.memories([found[number] for number in numbers])
         return memory
 
     with torch.no_grad():
-        return search_all(decoder, encode, request, [len(source) for source in found], most)
+        return translator.translate(encode, [len(source) for source in found], most)

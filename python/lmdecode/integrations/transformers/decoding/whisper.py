@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import BaseModelOutput
 
-from lmdecode.beam.state import beam_parameters, new_beam_state
-from lmdecode.beam.token_rules import new_token_rules
-from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.stand_in import is_stand_in
 
-__all__ = ["CallEncoder", "cross_attentions", "with_first_logits"]
+__all__ = ["CallEncoder", "cross_attentions"]
 
 
 class CallEncoder:
@@ -77,67 +73,6 @@ class CallEncoder:
         return None
 
 
-def with_first_logits(runner: Any, decoder: Any, encoder: Any) -> None:
-    """Let a model, which nobody else has, say in C++ what follows the first token.
-
-    ``detect_language`` calls the model itself. All other calls are the model's own.
-
-    Parameters
-    ----------
-    runner
-        Of transformers; its ``forward`` is replaced.
-    decoder
-        A ``PackedDecoder``, or another.
-    encoder
-        See ``CallEncoder``.
-    """
-    own = runner.forward
-
-    @functools.wraps(own)
-    def forward(
-        input_features: Tensor | None = None,
-        *,
-        decoder_input_ids: Tensor | None = None,
-        encoder_outputs: Any = None,
-        use_cache: bool | None = None,
-        **others: Any,
-    ) -> Any:
-        ids = decoder_input_ids
-        if isinstance(decoder, PackedDecoder) and not others and ids is not None:
-            if ids.shape[1] == 1 and ids.device.type == "cpu":
-                if encoder_outputs is None:
-                    encoder_outputs = encoder(input_features=input_features)
-                memory = encoder_outputs[0].detach().float()
-                return Seq2SeqLMOutput(logits=_first_logits(decoder, memory, ids)[:, None])
-        return own(
-            input_features,
-            decoder_input_ids=decoder_input_ids,
-            encoder_outputs=encoder_outputs,
-            use_cache=use_cache,
-            **others,
-        )
-
-    runner.__dict__["forward"] = forward
-
-
-def _first_logits(decoder: PackedDecoder, memory: Tensor, ids: Tensor) -> Tensor:
-    """Return [B, V] behind one token each, [B, 1], of memories [B, S, M]."""
-    batch, source = memory.shape[:2]
-    state = new_beam_state(batch, 1, 2, keep_beam_indices=False)
-    state.sequences[:, 0, :1] = ids
-    state.lengths.fill_(1)
-    parameters = beam_parameters(
-        batch, 1, prompt_lengths=1, max_lengths=2, end_tokens=[], pad_tokens=0
-    )
-    searches = DecodingSearches(
-        decoder, state, parameters, new_token_rules(batch), source, num_candidates=1
-    )
-    searches.read_memory(memory, torch.full((batch,), source), torch.arange(batch))
-    logits = searches.read_tokens()
-    searches.release()
-    return logits
-
-
 def cross_attentions(
     model: Any, sequences: Tensor, memory: Tensor, padding: Tensor | None, num_beams: int
 ) -> tuple[tuple[Tensor, ...]]:
@@ -160,7 +95,17 @@ def cross_attentions(
     -------
     tuple of one tuple of Tensor
         As the only step of all: of each layer [B * num_beams, heads, length - 1, S].
+
+    Raises
+    ------
+    ValueError
+        The model has no weights.
     """
+    if is_stand_in(model.get_decoder()):
+        raise ValueError(
+            "return_token_timestamps: expected None or False, as decoding.model has no weights for "
+            "its own decoder; with Decoding.from_pretrained(..., keep_model=True) it has"
+        )
     inputs = sequences[:, :-1]
     options: dict[str, Any] = {}
     if padding is not None:
