@@ -37,9 +37,9 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
         )
     if arguments.get("assistant_model") is not None:  # before generate() changes its config
         raise ValueError("assistant_model: expected None, Decoding runs the model itself")
-    # Before Whisper's generate() asks for attentions itself, to align tokens.
-    refuse_inner_outputs(SimpleNamespace(**arguments))
-    refuse_inner_outputs(arguments.get("generation_config"))
+    if arguments.get("return_token_timestamps"):  # before generate() asks for attentions itself
+        refuse_inner_outputs(SimpleNamespace(**arguments))
+        refuse_inner_outputs(arguments.get("generation_config"))
     if isinstance(arguments.get("encoder_outputs"), dict):
         # generate() writes the outputs of the beams to it.
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
