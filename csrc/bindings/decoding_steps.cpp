@@ -103,9 +103,11 @@ void check_search(const DecodingParams& p, int64_t slot) {
 
 void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   check_dtype(kStepsOp, "logits", logits, ScalarType::Float);
-  if (logits.dim() != 2 || logits.size(0) != rows || logits.size(1) != vocab) {
+  const bool has_scores = logits.dim() == 3 && logits.size(0) == 2;
+  if ((logits.dim() != 2 && !has_scores) || logits.size(logits.dim() - 2) != rows ||
+      logits.size(logits.dim() - 1) != vocab) {
     fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
-         beam::sizes_text({rows, vocab}));
+         beam::sizes_text({rows, vocab}), " or ", beam::sizes_text({2, rows, vocab}));
   }
   if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
   if (!logits.is_contiguous()) {
@@ -192,6 +194,7 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
     check_apart(*logits, "caches", caches);
     check_apart(*logits, "workspace", {workspace});
     p.logits = static_cast<float*>(logits->mutable_data_ptr());
+    if (logits->dim() == 3) p.scores = p.logits + p.cache_rows() * p.config.vocab;
   }
   Tensor steps = new_tensor(first, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);

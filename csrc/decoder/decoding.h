@@ -66,6 +66,9 @@ struct DecodingParams {
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
   // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
   float* logits = nullptr;
+  // Likewise what the rules made of them: of the logits where it is greedy, else of their
+  // log-probabilities
+  float* scores = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
   // The padding of a slot's prompt, which is that of its request.

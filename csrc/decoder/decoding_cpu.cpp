@@ -253,6 +253,19 @@ class Decoding {
     return true;
   }
 
+  void write_beam_scores(int64_t begin, int64_t count, const beam::LogitsProcessors& processors) {
+    const int64_t vocab = p_.config.vocab;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = w_.slots[begin + i], first = w_.pass_offsets[i];
+      for (int64_t row = first; row < w_.pass_offsets[i + 1]; ++row) {
+        write_scores(processors_of_row(processors, i, row, vocab), timestamp_row(slot, row - first),
+                     forward_.logits() + (w_.row_offsets[begin] + row) * vocab,
+                     p_.scores + (slot * state_.beams + row - first) * vocab, vocab,
+                     DecodingWorkspace::max_edits(p_), w_.edits);
+      }
+    }
+  }
+
   void choose(int64_t begin, int64_t end) {
     const int64_t count = end - begin, first_row = w_.row_offsets[begin];
     for (int64_t i = 0; i <= count; ++i) {
@@ -263,6 +276,7 @@ class Decoding {
     if (p_.greedy) {
       choose_greedy_tokens(begin, count, processors);
     } else {
+      if (p_.scores != nullptr) write_beam_scores(begin, count, processors);
       processed |= collect_allowed_tokens(begin, count, &processors);
       choose_candidates(begin, count, processed ? &processors : nullptr);
     }
@@ -278,6 +292,10 @@ class Decoding {
       const GreedyChoice choice = choose_greedily(
           processors_of_row(processors, i, i, vocab), timestamp_row(w_.slots[begin + i], 0),
           forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
+      if (p_.scores != nullptr) {
+        std::copy_n(forward_.logits() + row * vocab, vocab,
+                    p_.scores + w_.slots[begin + i] * state_.beams * vocab);
+      }
       w_.status[i] = choice.status;
       w_.tokens[i] = choice.token;
       w_.beams[i] = 0;

@@ -36,4 +36,10 @@ void find_allowed(const beam::RowProcessors& processors, const TimestampRow& tim
                   const float* logits, float* values, int64_t vocab, int64_t max_edits,
                   void* memory, int32_t* bitmask);
 
+// What processors and the rule of timestamps, where that is on, make of the log-probabilities of a
+// row with beams. logits and scores [vocab].
+void write_scores(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* scores, int64_t vocab, int64_t max_edits,
+                  void* memory);
+
 }  // namespace lmdecode::decoder

@@ -54,6 +54,8 @@ def test_decoding_steps() -> None:
     opcheck(ops.decoding_steps_.default, step_arguments(searches))
     logits = torch.zeros(6, searches.decoder.config.vocab_size)
     opcheck(ops.decoding_steps_.default, (*step_arguments(searches), logits))
+    both = torch.zeros(2, *logits.shape)
+    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), both))
 
 
 def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:

@@ -203,3 +203,23 @@ def test_other_loops_refuse_them() -> None:
     on_device.decoder = DeviceDecoder(*decoder_of(model))
     with pytest.raises(ValueError, match="WhisperTimeStampLogitsProcessor is nothing"):
         on_device.generate(**short_audio(), language="en", return_timestamps=True)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("processors", PROCESSORS, ids=lambda p: "+".join(p) or "none")
+def test_scores_come_from_cpp(processors: dict[str, Any], num_beams: int, in_cpp: Any) -> None:
+    """What the rules made of each step's logits, -inf where they forbid a token."""
+    model, decoding = whisper_pair(1)
+    arguments: dict[str, Any] = {
+        **short_audio(), **processors, "language": "en", "num_beams": num_beams,
+        "return_timestamps": True, "return_dict_in_generate": True, "output_scores": True,
+        "output_logits": True, "force_unique_generate_call": True,
+    }  # fmt: skip
+    expected = model.generate(**arguments)
+    got = in_cpp(decoding.generate, **arguments)
+    assert got["sequences"].tolist() == expected["sequences"].tolist()
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(got[name], expected[name], strict=True):
+            goes_on = (ours != 0).any(-1)
+            assert goes_on.any()
+            torch.testing.assert_close(ours[goes_on], theirs[goes_on], atol=1e-3, rtol=1e-4)

@@ -299,7 +299,7 @@ def _decode_in_cpp(
         assert isinstance(searches, DecodingSearches)
         call.no_speech.read(searches)
     is_kept = isinstance(decoder, PackedDecoder)
-    outputs = StepLogits(config, call.processors, input_ids, is_kept=is_kept)
+    outputs = StepLogits(config, is_kept=is_kept)
     outputs.run(searches)
     state = searches.state
     failed = state.status != 0
