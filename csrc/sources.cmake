@@ -45,6 +45,7 @@ set(CPU_SOURCES
   decoder/faster_transformer_search.cpp
   decoder/greedy_choice.cpp
   decoder/step_attention_cpu.cpp
+  decoder/timestamp_rule.cpp
   kv_cache/block_table.cpp
   kv_cache/copy_blocks_cpu.cpp
   kv_cache/reorder_cache_cpu.cpp

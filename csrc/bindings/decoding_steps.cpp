@@ -13,7 +13,7 @@ constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
 
 TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, int64_t vocab) {
-  TensorList list(op, "token_rules", tensors, 6);
+  TensorList list(op, "token_rules", tensors, 7);
   TokenRules rules;
   rules.repetition_penalty =
       list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
@@ -26,11 +26,21 @@ TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, in
   check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
   rules.num_forced = tensors[4].size(1);
   rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {slots, rules.num_forced, 2});
+  rules.timestamps = list.next<const int64_t>("timestamps", ScalarType::Long, {slots, 4});
   rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
   for (int64_t slot = 0; slot < slots; ++slot) {
     if (!(rules.repetition_penalty[slot] > 0.0f)) {
       fail(op, "token_rules.repetition_penalty[", slot, "] is ", rules.repetition_penalty[slot],
            "; expected a number above 0");
+    }
+    const TimestampRule rule = rules.timestamp_rule(slot);
+    if (!rule.is_on()) continue;
+    const bool fits = rule.first >= 1 && rule.first < vocab && rule.end >= 0 &&
+                      rule.end < rule.first && rule.begin >= 0 && rule.last_initial < vocab;
+    if (!fits) {
+      fail(op, "token_rules.timestamps[", slot, "] is ", rule.first, ", ", rule.end, ", ",
+           rule.begin, ", ", rule.last_initial, "; expected the first timestamp, 1 to ", vocab - 1,
+           ", an end token below it, a length, and a timestamp below ", vocab, " or -1");
     }
   }
   return rules;
@@ -62,22 +72,22 @@ void check_search(const DecodingParams& p, int64_t slot) {
   }
   // What is not cached is read as the prompt of the request, for all of its groups at once.
   const int64_t first_slot = request * p.num_groups;
-  if (p.cached_lengths[request] < length - 1 &&
-      (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
+  const int64_t padding = p.padding(slot), cached = p.cached_lengths[request] + padding;
+  if (cached < length - 1 && (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {
     fail(kStepsOp, "caches.cached_lengths[", request, "] is ", p.cached_lengths[request],
-         "; expected ", length - 1, ", since slot ", slot, " goes on alone");
+         "; expected ", length - 1 - padding, ", since slot ", slot, " goes on alone");
   }
   const int64_t rows = slot * state.beams;
   for (int64_t beam = 0; beam < p.parameters.num_beams[slot]; ++beam) {
     const int64_t* const tokens = state.sequences + (rows + beam) * state.capacity;
-    const int64_t begin = beam == 0 ? p.cached_lengths[request] : length - 1;
+    const int64_t begin = beam == 0 ? cached : length - 1;
     for (int64_t i = begin < length ? begin : length - 1; i < length; ++i) {
       if (tokens[i] >= 0 && tokens[i] < p.config.vocab) continue;
       fail(kStepsOp, "state.sequences[", slot, ", ", beam, ", ", i, "] is ", tokens[i],
            "; expected a token, 0 to ", p.config.vocab - 1);
     }
     const int32_t* const table = p.caches.table + (rows + beam) * state.capacity;
-    for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1; ++i) {
+    for (int64_t i = 0; i < p.cached_lengths[request] && i < length - 1 - padding; ++i) {
       if (table[i] >= 0 && table[i] < p.cache_rows()) continue;
       fail(kStepsOp, "caches.table[", rows + beam, ", ", i, "] is ", table[i],
            "; expected a row of the cache, 0 to ", p.cache_rows() - 1);
@@ -93,9 +103,11 @@ void check_search(const DecodingParams& p, int64_t slot) {
 
 void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   check_dtype(kStepsOp, "logits", logits, ScalarType::Float);
-  if (logits.dim() != 2 || logits.size(0) != rows || logits.size(1) != vocab) {
+  const bool has_scores = logits.dim() == 3 && logits.size(0) == 2;
+  if ((logits.dim() != 2 && !has_scores) || logits.size(logits.dim() - 2) != rows ||
+      logits.size(logits.dim() - 1) != vocab) {
     fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
-         beam::sizes_text({rows, vocab}));
+         beam::sizes_text({rows, vocab}), " or ", beam::sizes_text({2, rows, vocab}));
   }
   if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
   if (!logits.is_contiguous()) {
@@ -182,6 +194,7 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
     check_apart(*logits, "caches", caches);
     check_apart(*logits, "workspace", {workspace});
     p.logits = static_cast<float*>(logits->mutable_data_ptr());
+    if (logits->dim() == 3) p.scores = p.logits + p.cache_rows() * p.config.vocab;
   }
   Tensor steps = new_tensor(first, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);

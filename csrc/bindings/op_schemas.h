@@ -123,7 +123,9 @@ inline constexpr OpSchema kOpSchemas[] = {
     // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
     // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates,
     // max_steps, stop_when_done, chooses (else one step at most, up to the logits); logits [rows of
-    // caches, vocab]: the last ones of each row are written. Returns the number of steps, int64.
+    // caches, vocab]: the last ones of each row are written; [2, rows of caches, vocab]: behind
+    // them
+    // what the rules made of them. Returns the number of steps, int64.
     {"decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
      "options, Tensor(d!)? logits=None) -> Tensor",

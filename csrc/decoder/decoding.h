@@ -7,13 +7,19 @@
 // tensors. Cache row s * beams + b is that of beam b of slot s; keys and values stay where they
 // were written, and the table says which cache row holds each position of a beam's sequence.
 //
+// A prompt may be padded on its left, with kPadding: its positions are counted from its first
+// token, and lengths are counted with the padding.
+//
 // Nothing is allocated in a step but what threads keep as scratch between calls.
 #pragma once
 
 #include "beam/beam_search_state.h"
 #include "decoder/decoder_forward.h"
+#include "decoder/timestamp_rule.h"
 
 namespace lmdecode::decoder {
+
+constexpr int64_t kPadding = INT64_MIN;  // in sequences: nothing stands there
 
 // What is done to log-probabilities, or to the logits where it is greedy, before tokens are chosen;
 // each as in beam/logits_processors.h, with one row a slot.
@@ -29,7 +35,16 @@ struct TokenRules {
   // go on with
   const int64_t* forced = nullptr;
   int64_t num_forced = 0;
+  // [slots, 4]: the numbers of a TimestampRule; null: none is on. It comes behind the other rules,
+  // but for a forced token, which it leaves alone.
+  const int64_t* timestamps = nullptr;
   const float* bias = nullptr;  // [vocab] or null
+
+  TimestampRule timestamp_rule(int64_t slot) const {
+    if (timestamps == nullptr) return {};
+    const int64_t* const rule = timestamps + slot * 4;
+    return {rule[0], rule[1], rule[2], rule[3]};
+  }
 };
 
 struct DecodingParams {
@@ -51,8 +66,18 @@ struct DecodingParams {
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
   // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
   float* logits = nullptr;
+  // Likewise what the rules made of them: of the logits where it is greedy, else of their
+  // log-probabilities
+  float* scores = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
+  // The padding of a slot's prompt, which is that of its request.
+  int64_t padding(int64_t slot) const {
+    const int64_t* const tokens = state.sequences + slot * state.beams * state.capacity;
+    int64_t count = 0;
+    while (count < state.lengths[slot] && tokens[count] == kPadding) ++count;
+    return count;
+  }
   // Whether the search of a slot goes on.
   bool is_running(int64_t slot) const {
     const int64_t most = parameters.max_lengths[slot];

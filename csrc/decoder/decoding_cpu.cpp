@@ -20,6 +20,9 @@ class Decoding {
                  workspace.forward) {}
 
   int64_t run() {
+    for (int64_t slot = 0; slot < state_.slots; ++slot) {
+      w_.padding[slot] = p_.is_running(slot) ? p_.padding(slot) : 0;
+    }
     read_prompts();
     int64_t steps = 0;
     while (steps < p_.max_steps && collect_rows() > 0) {
@@ -50,8 +53,10 @@ class Decoding {
     for (int64_t request = 0; request < p_.caches.requests; ++request) {
       const int64_t slot = request * p_.num_groups;
       if (!p_.is_running(slot)) continue;
-      const int64_t first_row = slot * state_.beams, prompt = state_.lengths[slot] - 1;
-      const int64_t* const tokens = state_.sequences + first_row * state_.capacity;
+      const int64_t first_row = slot * state_.beams;
+      const int64_t prompt = state_.lengths[slot] - 1 - w_.padding[slot];
+      const int64_t* const tokens =
+          state_.sequences + first_row * state_.capacity + w_.padding[slot];
       for (int64_t& cached = p_.cached_lengths[request]; cached < prompt; ++cached) {
         forward_.add(first_row, cached, request, tokens[cached]);
         for (int64_t row = 1; row < p_.num_groups * state_.beams; ++row) {
@@ -76,7 +81,7 @@ class Decoding {
     for (int64_t beam = 1; beam < p_.parameters.num_beams[slot]; ++beam) {
       const int64_t at = beam * state_.capacity;
       if (tokens[at + length - 1] != tokens[length - 1] ||
-          !std::equal(table, table + length - 1, table + at)) {
+          !std::equal(table, table + length - 1 - w_.padding[slot], table + at)) {
         return false;
       }
     }
@@ -103,13 +108,14 @@ class Decoding {
         w_.are_beams_alike[num_searches_] = are_alike;
         w_.row_offsets[num_searches_++] = rows;
         rows += beams;
-        const int64_t position = state_.lengths[slot] - 1, first_row = slot * state_.beams;
+        const int64_t last = state_.lengths[slot] - 1, position = last - w_.padding[slot];
+        const int64_t first_row = slot * state_.beams;
         for (int64_t beam = 0; beam < beams; ++beam) {
-          const int64_t row = first_row + beam, at = row * state_.capacity + position;
+          const int64_t row = first_row + beam;
           if (beam == 0 || !are_alike) {
-            forward_.add(row, position, request, state_.sequences[at]);
+            forward_.add(row, position, request, state_.sequences[row * state_.capacity + last]);
           } else {
-            p_.caches.table[at] = static_cast<int32_t>(first_row);
+            p_.caches.table[row * state_.capacity + position] = static_cast<int32_t>(first_row);
           }
         }
         int64_t& cached = p_.cached_lengths[request];
@@ -215,16 +221,63 @@ class Decoding {
     }
   }
 
+  TimestampRow timestamp_row(int64_t slot, int64_t beam) const {
+    return {p_.token_rules.timestamp_rule(slot),
+            state_.sequences + (slot * state_.beams + beam) * state_.capacity,
+            state_.lengths[slot]};
+  }
+
+  // Whether the rule of timestamps is on for any of these searches; then what it allows.
+  bool collect_allowed_tokens(int64_t begin, int64_t count, beam::LogitsProcessors* to) {
+    const int64_t vocab = p_.config.vocab, words = (vocab + 31) / 32;
+    bool any = false;
+    for (int64_t i = 0; i < count; ++i) {
+      any |= p_.token_rules.timestamp_rule(w_.slots[begin + i]).is_on();
+    }
+    if (!any) return false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t first = w_.pass_offsets[i], rows = w_.pass_offsets[i + 1] - first;
+      for (int64_t row = first; row < first + rows; ++row) {
+        int32_t* const bitmask = w_.allowed_tokens + row * words;
+        const TimestampRow timestamps = timestamp_row(w_.slots[begin + i], row - first);
+        if (timestamps.rule.is_on()) {
+          find_allowed(processors_of_row(*to, i, row, vocab), timestamps,
+                       forward_.logits() + (w_.row_offsets[begin] + row) * vocab, w_.row_values,
+                       vocab, DecodingWorkspace::max_edits(p_), w_.edits, bitmask);
+        } else {
+          std::fill_n(bitmask, words, -1);
+        }
+      }
+    }
+    to->token_bitmask = {w_.allowed_tokens, words, words, 1, beam::TensorRows<int32_t>::Per::kBeam};
+    return true;
+  }
+
+  void write_beam_scores(int64_t begin, int64_t count, const beam::LogitsProcessors& processors) {
+    const int64_t vocab = p_.config.vocab;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = w_.slots[begin + i], first = w_.pass_offsets[i];
+      for (int64_t row = first; row < w_.pass_offsets[i + 1]; ++row) {
+        write_scores(processors_of_row(processors, i, row, vocab), timestamp_row(slot, row - first),
+                     forward_.logits() + (w_.row_offsets[begin] + row) * vocab,
+                     p_.scores + (slot * state_.beams + row - first) * vocab, vocab,
+                     DecodingWorkspace::max_edits(p_), w_.edits);
+      }
+    }
+  }
+
   void choose(int64_t begin, int64_t end) {
     const int64_t count = end - begin, first_row = w_.row_offsets[begin];
     for (int64_t i = 0; i <= count; ++i) {
       w_.pass_offsets[i] = w_.row_offsets[begin + i] - first_row;
     }
     beam::LogitsProcessors processors;
-    const bool processed = collect_processors(begin, end, &processors);
+    bool processed = collect_processors(begin, end, &processors);
     if (p_.greedy) {
       choose_greedy_tokens(begin, count, processors);
     } else {
+      if (p_.scores != nullptr) write_beam_scores(begin, count, processors);
+      processed |= collect_allowed_tokens(begin, count, &processors);
       choose_candidates(begin, count, processed ? &processors : nullptr);
     }
     advance(begin, count);
@@ -233,12 +286,16 @@ class Decoding {
   void choose_greedy_tokens(int64_t begin, int64_t count,
                             const beam::LogitsProcessors& processors) {
     const int64_t vocab = p_.config.vocab;
-    const int64_t max_edits = state_.capacity + p_.token_rules.num_bans;
+    const int64_t max_edits = DecodingWorkspace::max_edits(p_);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = w_.row_offsets[begin + i];
-      const GreedyChoice choice =
-          choose_greedily(processors_of_row(processors, i, i, vocab),
-                          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
+      const GreedyChoice choice = choose_greedily(
+          processors_of_row(processors, i, i, vocab), timestamp_row(w_.slots[begin + i], 0),
+          forward_.logits() + row * vocab, vocab, max_edits, w_.edits);
+      if (p_.scores != nullptr) {
+        std::copy_n(forward_.logits() + row * vocab, vocab,
+                    p_.scores + w_.slots[begin + i] * state_.beams * vocab);
+      }
       w_.status[i] = choice.status;
       w_.tokens[i] = choice.token;
       w_.beams[i] = 0;
@@ -326,7 +383,8 @@ class Decoding {
     for (int64_t beam = 0; beam < beams; ++beam) {
       w_.parents.parents[beam] = static_cast<int32_t>(next_parents[beam] - first);
     }
-    w_.parents.follow(p_.caches, slot * state_.beams, beams, state_.lengths[slot] - 1);
+    w_.parents.follow(p_.caches, slot * state_.beams, beams,
+                      state_.lengths[slot] - 1 - w_.padding[slot]);
   }
 
   bool has_ended(int64_t searches) const {

@@ -15,6 +15,7 @@ struct DecodingWorkspace {
 
   // The searches that go on, group after group.
   int64_t* slots;            // [slots]
+  int64_t* padding;          // [slots]: of their prompts
   int64_t* row_offsets;      // [slots + 1]: where the rows of each begin, in the step
   uint8_t* are_beams_alike;  // [slots]: whether its beams have one row of the model's
   int64_t* pass_offsets;     // [slots + 1]: the same, counted from the first row of a group
@@ -42,7 +43,9 @@ struct DecodingWorkspace {
   int64_t* diversity_tokens;      // [slots, (num_groups - 1) * beams]
   int64_t* banned;                // [slots, num_bans]
   int64_t* forced;                // [slots]
-  unsigned char* edits;           // of the greedy choice
+  unsigned char* edits;           // of one row
+  float* row_values;              // [vocab]
+  int32_t* allowed_tokens;        // [cache rows, ceil(vocab / 32)]
 
   BeamParents parents;
 
@@ -50,6 +53,11 @@ struct DecodingWorkspace {
 
   static int64_t max_rows(const DecodingParams& p) {
     return p.cache_rows() > kPromptRows ? p.cache_rows() : kPromptRows;
+  }
+
+  // The most tokens of a row that rules name one by one.
+  static int64_t max_edits(const DecodingParams& p) {
+    return p.state.capacity + p.token_rules.num_bans + (p.num_groups - 1) * p.state.beams;
   }
 
   // With null for the memory it only counts. Returns the bytes.
@@ -60,6 +68,7 @@ struct DecodingWorkspace {
     block.take(&forward,
                static_cast<int64_t>(DecoderForward::bytes(p.config, max_rows(p), cache_rows)));
     block.take(&slots, slot_count);
+    block.take(&padding, slot_count);
     block.take(&row_offsets, slot_count + 1);
     block.take(&are_beams_alike, slot_count);
     block.take(&pass_offsets, slot_count + 1);
@@ -86,8 +95,9 @@ struct DecodingWorkspace {
     block.take(&diversity_tokens, slot_count * (p.num_groups - 1) * p.state.beams);
     block.take(&banned, slot_count * p.token_rules.num_bans);
     block.take(&forced, slot_count);
-    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(
-                           p.state.capacity + p.token_rules.num_bans, p.config.vocab)));
+    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(max_edits(p), p.config.vocab)));
+    block.take(&row_values, p.config.vocab);
+    block.take(&allowed_tokens, cache_rows * ((p.config.vocab + 31) / 32));
     parents.take(&block, p.state.beams, p.state.capacity);
     return block.used();
   }

@@ -1,5 +1,6 @@
 #include "decoder/greedy_choice.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "beam/log_softmax_top_k.h"
@@ -31,10 +32,37 @@ void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, 
   }
 }
 
+bool changes_values(const beam::RowProcessors& processors) {
+  return processors.bias.data != nullptr || processors.history.size > 0 ||
+         processors.suppressed_tokens.size > 0 || processors.diversity_tokens.size > 0;
+}
+
+double log_sum_of(const float* logits, int64_t vocab, float top) {
+  return static_cast<double>(top) +
+         std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
+}
+
+void write_log_probs(const float* logits, float* values, int64_t vocab) {
+  const double log_sum =
+      log_sum_of(logits, vocab, LMD_SELECT_KERNEL(decoder, largest_value)(logits, vocab));
+  for (int64_t token = 0; token < vocab; ++token) {
+    values[token] = static_cast<float>(static_cast<double>(logits[token]) - log_sum);
+  }
+}
+
+void force(const beam::RowProcessors& processors, float* values, int64_t vocab) {
+  std::fill_n(values, vocab, minus_infinity());
+  values[processors.forced_token] = processors.forced_log_prob();
+}
+
+AllowedTokens allowed(const TimestampRow& row, const float* values, int64_t vocab) {
+  return allowed_tokens(row.rule, row.sequence, row.length, values, vocab);
+}
+
 }  // namespace
 
-GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logits, int64_t vocab,
-                             int64_t max_edits, void* memory) {
+GreedyChoice choose_greedily(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                             float* logits, int64_t vocab, int64_t max_edits, void* memory) {
   const auto largest = LMD_SELECT_KERNEL(decoder, largest_value);
   GreedyChoice choice;
   const float top = largest(logits, vocab);
@@ -42,29 +70,28 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logit
     choice.status = beam::kBeamStatusNan;
     return choice;
   }
-  const double log_sum =
-      static_cast<double>(top) +
-      std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
+  const double log_sum = log_sum_of(logits, vocab, top);
   const auto log_prob = [&](float logit) {
     return static_cast<float>(static_cast<double>(logit) - log_sum);
   };
   if (processors.forced_token >= 0) {
+    const float forced = log_prob(logits[processors.forced_token]);
+    force(processors, logits, vocab);
     if (processors.forced_log_prob() < 0.0f) {
       choice.status = beam::kBeamStatusEmpty;
       return choice;
     }
     choice.token = processors.forced_token;
-    choice.log_prob = log_prob(logits[choice.token]);
+    choice.log_prob = forced;
     return choice;
   }
   // Only what changes logits needs another look.
-  const bool changes = processors.bias.data != nullptr || processors.history.size > 0 ||
-                       processors.suppressed_tokens.size > 0;
-  float best = top;
-  if (changes) {
-    apply(processors, logits, vocab, max_edits, memory);
-    best = largest(logits, vocab);
+  const bool changes = changes_values(processors);
+  if (changes) apply(processors, logits, vocab, max_edits, memory);
+  if (timestamps.rule.is_on()) {
+    keep_allowed(timestamps.rule, allowed(timestamps, logits, vocab), logits, vocab);
   }
+  const float best = changes || timestamps.rule.is_on() ? largest(logits, vocab) : top;
   if (std::isnan(best) || !(best > minus_infinity())) {
     choice.status = std::isnan(best) ? beam::kBeamStatusNan : beam::kBeamStatusEmpty;
     return choice;
@@ -72,6 +99,29 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logit
   choice.token = LMD_SELECT_KERNEL(decoder, first_place)(logits, vocab, best);
   choice.log_prob = log_prob(logits[choice.token]);
   return choice;
+}
+
+void find_allowed(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* values, int64_t vocab, int64_t max_edits,
+                  void* memory, int32_t* bitmask) {
+  const float* ruled = logits;
+  if (changes_values(processors)) {
+    write_log_probs(logits, values, vocab);
+    apply(processors, values, vocab, max_edits, memory);
+    ruled = values;
+  }
+  write_allowed(timestamps.rule, allowed(timestamps, ruled, vocab), bitmask, vocab);
+}
+
+void write_scores(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* scores, int64_t vocab, int64_t max_edits,
+                  void* memory) {
+  write_log_probs(logits, scores, vocab);
+  if (processors.forced_token >= 0) return force(processors, scores, vocab);
+  if (changes_values(processors)) apply(processors, scores, vocab, max_edits, memory);
+  if (timestamps.rule.is_on()) {
+    keep_allowed(timestamps.rule, allowed(timestamps, scores, vocab), scores, vocab);
+  }
 }
 
 }  // namespace lmdecode::decoder

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "beam/logits_processors.h"
+#include "decoder/timestamp_rule.h"
 
 namespace lmdecode::decoder {
 
@@ -15,11 +16,30 @@ struct GreedyChoice {
   uint8_t status = 0;     // a kBeamStatus of log_softmax_top_k.h; the token is 0 then
 };
 
+// What the rule of timestamps looks at besides the values of a row.
+struct TimestampRow {
+  TimestampRule rule;
+  const int64_t* sequence = nullptr;
+  int64_t length = 0;
+};
+
 // Scratch for at most so many tokens that processors touch one by one.
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab);
 
 // logits [vocab], which the processors are applied to in place; memory: greedy_edit_bytes().
-GreedyChoice choose_greedily(const beam::RowProcessors& processors, float* logits, int64_t vocab,
-                             int64_t max_edits, void* memory);
+GreedyChoice choose_greedily(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                             float* logits, int64_t vocab, int64_t max_edits, void* memory);
+
+// The tokens that the rule of timestamps, which is on, leaves of a row with beams. logits and
+// values [vocab]; the processors, which act on log-probabilities, are applied to values.
+void find_allowed(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* values, int64_t vocab, int64_t max_edits,
+                  void* memory, int32_t* bitmask);
+
+// What processors and the rule of timestamps, where that is on, make of the log-probabilities of a
+// row with beams. logits and scores [vocab].
+void write_scores(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+                  const float* logits, float* scores, int64_t vocab, int64_t max_edits,
+                  void* memory);
 
 }  // namespace lmdecode::decoder

@@ -54,6 +54,8 @@ def test_decoding_steps() -> None:
     opcheck(ops.decoding_steps_.default, step_arguments(searches))
     logits = torch.zeros(6, searches.decoder.config.vocab_size)
     opcheck(ops.decoding_steps_.default, (*step_arguments(searches), logits))
+    both = torch.zeros(2, *logits.shape)
+    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), both))
 
 
 def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
@@ -187,6 +189,8 @@ def put(searches: DecodingSearches, where: str, value: Any) -> None:
         ("caches.memory_lengths[1]", 17),
         ("caches.cached_lengths[0]", -1),
         ("token_rules.repetition_penalty[1]", 0.0),
+        ("token_rules.timestamps[1,0]", 40),
+        ("token_rules.timestamps[0,0]", 0),
         ("parameters.pad_tokens[0]", 40),
         ("parameters.pad_tokens[1]", -1),
     ],
@@ -273,7 +277,8 @@ def test_a_meta_tensor_in_a_list(number: int) -> None:
         (1, lambda c: [0, *c[1:]], "config.num_layers is 0"),
         (2, lambda n: n[:-1], "numbers has 3 entries"),
         (3, lambda s: s[:-1], "state has 13 tensors"),
-        (5, lambda r: r[:-1], "token_rules has 5 tensors"),
+        (5, lambda r: r[:-1], "token_rules has 6 tensors"),
+        (5, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
         (6, lambda c: c[:-1], "caches has 6 tensors"),
         (6, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
         (7, lambda w: w[:-1], "workspace has"),

@@ -16,7 +16,7 @@ from tests.decoder.decoder_models import VOCAB, make_inputs, make_model, pair
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"do_sample": True}, "do_sample"),
+        ({"do_sample": True, "num_beams": 2, "seed": 1}, "^seed: expected None with beams"),
         ({"num_beams": 0}, "^num_beams: expected at least 1, got 0"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),

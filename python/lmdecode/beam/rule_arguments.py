@@ -25,6 +25,11 @@ class RuleArguments:
     device
         Where steps run; by default every tensor stays where it is.
 
+    Raises
+    ------
+    ValueError
+        Timestamps are on, which are the decoder's in C++.
+
     Attributes
     ----------
     ngram_sizes : list of int
@@ -36,6 +41,10 @@ class RuleArguments:
     """
 
     def __init__(self, rules: TokenRules, device: torch.device | None = None) -> None:
+        if bool((rules.timestamps[:, 0] >= 0).any()):
+            raise ValueError(
+                "token_rules: timestamps are on; expected -1, log_softmax_top_k has none"
+            )
         self._bans, self._forced = rules.bans.to(device), rules.forced.to(device)
         self._diversity_penalty = rules.diversity_penalty.to(device)
         self._constant: dict[str, Any] = {}

@@ -45,6 +45,10 @@ class TokenRules(NamedTuple):
     forced : Tensor
         [slots, n, 2] int64: a length (-1: none), and the token that follows there. The last one of
         a length holds.
+    timestamps : Tensor
+        [slots, 4] int64, Whisper's rules of them: the first token that is one (-1: off), the end
+        token, the length of a sequence of which nothing is generated yet, and the last timestamp
+        that it may begin with (-1: any). For the decoder in C++ alone.
     bias : Tensor
         [V] float32, added to all rows, or empty; [slots, V] where slots differ, which the decoder
         in C++ does not take.
@@ -55,12 +59,13 @@ class TokenRules(NamedTuple):
     diversity_penalty: Tensor
     bans: Tensor
     forced: Tensor
+    timestamps: Tensor
     bias: Tensor
 
     def of_slots(self, slots: Tensor) -> TokenRules:
         """Return those of some slots, [n] int64."""
         bias = self.bias[slots] if self.bias.dim() == 2 else self.bias
-        return TokenRules._make([*(tensor[slots] for tensor in self[:5]), bias])
+        return TokenRules._make([*(tensor[slots] for tensor in self[:6]), bias])
 
 
 def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> TokenRules:
@@ -72,6 +77,7 @@ def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> Token
             torch.zeros(slots),
             torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
             torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
+            torch.full((slots, 4), -1, dtype=torch.int64),
             torch.empty(0),
         )
 
@@ -83,6 +89,7 @@ def one_slot(
     diversity_penalty: float = 0.0,
     bans: Sequence[Sequence[int]] = (),
     forced: Sequence[Sequence[int]] = (),
+    timestamps: Sequence[int] | None = None,
     bias: Tensor | None = None,
 ) -> TokenRules:
     """Return the rules of one slot, from numbers; see ``TokenRules``."""
@@ -94,12 +101,14 @@ def one_slot(
         rules.bans[0] = torch.tensor(bans)
     if forced:
         rules.forced[0] = torch.tensor(forced)
+    if timestamps is not None:
+        rules.timestamps[0] = torch.tensor(timestamps)
     return rules if bias is None else rules._replace(bias=bias)
 
 
 def write_token_rules(rules: TokenRules, slot: int, one: TokenRules) -> None:
     """Write the rules of one slot, without a bias, in place of those that a slot had."""
-    for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty"):
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty", "timestamps"):
         getattr(rules, name)[slot] = getattr(one, name)[0]
     for name in ("bans", "forced"):
         table, rows = getattr(rules, name)[slot], getattr(one, name)[0]
@@ -109,7 +118,7 @@ def write_token_rules(rules: TokenRules, slot: int, one: TokenRules) -> None:
 
 def repeat_token_rules(one: TokenRules, slots: int) -> TokenRules:
     """Return the rules of one slot for each of many."""
-    repeated = (tensor.repeat(slots, *[1] * (tensor.dim() - 1)) for tensor in one[:5])
+    repeated = (tensor.repeat(slots, *[1] * (tensor.dim() - 1)) for tensor in one[:6])
     return TokenRules._make([*repeated, one.bias])
 
 
@@ -132,5 +141,6 @@ def join_token_rules(rules: Sequence[TokenRules]) -> TokenRules:
         torch.cat([one.diversity_penalty for one in rules]),
         padded([one.bans[0] for one in rules]),
         padded([one.forced[0] for one in rules]),
+        torch.cat([one.timestamps for one in rules]),
         bias,
     )

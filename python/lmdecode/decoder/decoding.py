@@ -354,7 +354,7 @@ class Decoding:
         session: str | None = None,
         **arguments: Any,
     ) -> Any:
-        """Return what ``model.generate(...)`` returns; an encoder-decoder model does not sample.
+        """Return what ``model.generate(...)`` returns.
 
         With the format "float32" the tokens are those of transformers. It may stand in for the
         model's own: ``model.generate = decoding.generate``.
@@ -377,11 +377,12 @@ class Decoding:
             ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
             ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
             ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
-            not have are called step by step. A decoder-only model also takes ``do_sample`` with
-            ``seed``, ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
-            ``beam_search`` of ``lmdecode.integrations.transformers`` do. How transformers would
-            keep caches and compile has no meaning here and no effect: ``use_cache``,
-            ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``, ``compile_config``.
+            not have are called step by step. ``do_sample`` takes ``seed``; a decoder-only model
+            also takes ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
+            ``beam_search`` of ``lmdecode.integrations.transformers`` do.
+            How transformers would keep caches and compile has no meaning here and no effect:
+            ``use_cache``, ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``,
+            ``compile_config``.
 
         Raises
         ------

@@ -100,7 +100,9 @@ class DecodingSearches:
         Parameters
         ----------
         logits : Tensor, optional
-            [rows of the caches, V] float32: the last ones of each row are written to it.
+            [rows of the caches, V] float32: the last ones of each row are written to it. With
+            [2, rows, V] the second half gets the scores: the logits after the rules, with beams
+            the log-probabilities after them.
         """
         return self._run([max_steps, int(stop_when_done), 1], logits)
 

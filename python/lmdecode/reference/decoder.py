@@ -20,6 +20,7 @@ __all__ = [
     "faster_transformer_decoding",
     "gather_tree",
     "normed",
+    "timestamp_rule",
 ]
 
 
@@ -311,3 +312,41 @@ def gather_tree(
             if len(ends):
                 result[int(ends[0]) :, b, w] = end_token
     return result
+
+
+def timestamp_rule(
+    scores: Tensor, sequences: Tensor, first: int, end: int, begin: int, last_initial: int
+) -> Tensor:
+    """Return scores, -inf where Whisper's rules of timestamps forbid a token.
+
+    Parameters
+    ----------
+    scores : Tensor
+        [rows, V], logits or log-probabilities, after all other rules.
+    sequences : Tensor
+        [rows, length] int64.
+    first, end, begin, last_initial
+        The numbers of ``TokenRules.timestamps``.
+    """
+    scores, tokens = scores.clone(), torch.arange(scores.shape[1])
+    is_time = tokens >= first
+    scores[:, first - 1] = -torch.inf
+    for row, sequence in zip(scores, sequences, strict=True):
+        new = sequence[begin:].tolist()
+        times = [token for token in new if token >= first]
+        ends_in_time = bool(new) and new[-1] >= first
+        is_pair = len(new) < 2 or new[-2] >= first
+        if ends_in_time and is_pair:
+            row[is_time] = -torch.inf
+        elif ends_in_time:
+            row[tokens < end] = -torch.inf
+        if times:
+            earliest = times[-1] + (0 if ends_in_time and not is_pair else 1)
+            row[is_time & (tokens < earliest)] = -torch.inf
+        if len(sequence) == begin:
+            row[~is_time] = -torch.inf
+            if last_initial >= 0:
+                row[tokens > last_initial] = -torch.inf
+        if row[is_time].double().logsumexp(0) > row[~is_time].max():
+            row[~is_time] = -torch.inf
+    return scores

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
 )
 
 from lmdecode.beam.rule_arguments import RuleArguments
@@ -50,15 +51,27 @@ def _is_expressible(processor: Any) -> bool:
         return all(len(tokens) == 1 and bias < math.inf for tokens, bias in biases)
     if type(processor) is ForcedEOSTokenLogitsProcessor:
         return processor.eos_token_id.numel() == 1
+    if isinstance(processor, WhisperTimeStampLogitsProcessor):
+        first, end = processor.timestamp_begin, processor.eos_token_id
+        return (
+            bool(processor._detect_timestamp_from_logprob)
+            and isinstance(end, int)
+            and 0 <= end < first
+            and (processor.max_initial_timestamp_index or 0) >= 0
+        )
     return True
 
 
-def _is_in_order(processors: LogitsProcessorList) -> bool:
+def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
     """Tell whether the op's order gives what these give one after the other."""
     computed, forced, ngrams = -1, False, False
-    for processor in processors:
+    for place, processor in enumerate(processors):
         kind = type(processor)  # only the classes themselves: a subclass may do anything
-        if kind in _COMPUTING:
+        if kind is WhisperTimeStampLogitsProcessor:
+            # It looks at what all others leave, so it is the last one.
+            if not has_timestamps or forced or place + 1 < len(processors):
+                return False
+        elif kind in _COMPUTING:
             number = _COMPUTING.index(kind)
             if forced or number <= computed:
                 return False
@@ -79,6 +92,13 @@ def _is_in_order(processors: LogitsProcessorList) -> bool:
 class ProcessorPlan:
     """A list of processors as token rules, and as arguments of ``log_softmax_top_k``.
 
+    Parameters
+    ----------
+    processors
+        As ``generate()`` prepares them.
+    has_timestamps
+        Whether Whisper's rules of timestamps are among the rules, which the op does not have.
+
     Attributes
     ----------
     is_fused : bool
@@ -88,9 +108,11 @@ class ProcessorPlan:
         whole of what they are given, so ``arguments`` gives them less.
     """
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
+    def __init__(self, processors: LogitsProcessorList, *, has_timestamps: bool = False) -> None:
         # Another class of list may do more when it is called.
-        self.is_fused = type(processors) is LogitsProcessorList and _is_in_order(processors)
+        self.is_fused = type(processors) is LogitsProcessorList and _is_in_order(
+            processors, has_timestamps
+        )
         self._ignored: int | Tensor = 0
         self._processors = processors
         self._settings: list[Any] = []
@@ -111,13 +133,21 @@ class ProcessorPlan:
 
         One that names tokens beyond the vocabulary raises an error of its own when it is called.
         """
-        return self.is_fused and all(
-            token < vocab_size
+        if not self.is_fused:
+            return False
+        tokens = [
+            token
             for processor in self._processors
             if isinstance(processor, SequenceBiasLogitsProcessor)
             for tokens in processor.sequence_bias
             for token in tokens
-        )
+        ]
+        tokens += [
+            processor.timestamp_begin
+            for processor in self._processors
+            if isinstance(processor, WhisperTimeStampLogitsProcessor)
+        ]
+        return all(token < vocab_size for token in tokens)
 
     def token_rules(self, vocab_size: int, device: torch.device | None = None) -> TokenRules:
         """Return the rules of one slot, of a list that ``fits``; their bias is on a device."""
@@ -140,6 +170,8 @@ class ProcessorPlan:
                 rules["forced"].append((1, int(processor.bos_token_id)))
             elif kind is ForcedEOSTokenLogitsProcessor:
                 rules["forced"].append((processor.max_length - 1, int(processor.eos_token_id)))
+            elif kind is WhisperTimeStampLogitsProcessor:
+                rules["timestamps"] = _timestamps(processor, vocab_size)
             else:
                 # What is forced overrules what is banned before it.
                 after_forcing = int(bool(rules["forced"]))
@@ -188,6 +220,14 @@ class ProcessorPlan:
 def _content(tensor: Tensor) -> Any:
     """Return what differs after a change in place; torch counts none of an inference tensor's."""
     return tensor.tolist() if tensor.is_inference() else tensor._version
+
+
+def _timestamps(processor: Any, vocab_size: int) -> tuple[int, int, int, int]:
+    """Return the rule of timestamps that a processor has."""
+    first, last = processor.timestamp_begin, -1
+    if processor.max_initial_timestamp_index is not None:
+        last = min(first + processor.max_initial_timestamp_index, vocab_size - 1)
+    return first, processor.eos_token_id, int(processor.begin_index), last
 
 
 def _banned(processor: Any) -> tuple[list[int], int, int]:

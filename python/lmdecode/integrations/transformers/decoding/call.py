@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.generation import decode
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
+from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
+from lmdecode.integrations.transformers.decoding.whisper import CallEncoder
 
 __all__ = ["call_generate"]
 
@@ -31,6 +35,11 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
             "search has ended"
         )
+    if arguments.get("assistant_model") is not None:  # before generate() changes its config
+        raise ValueError("assistant_model: expected None, Decoding runs the model itself")
+    if arguments.get("return_token_timestamps"):  # before generate() asks for attentions itself
+        refuse_inner_outputs(SimpleNamespace(**arguments))
+        refuse_inner_outputs(arguments.get("generation_config"))
     if isinstance(arguments.get("encoder_outputs"), dict):
         # generate() writes the outputs of the beams to it.
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
@@ -72,9 +81,13 @@ def call_generate(
         arguments.pop("use_cache", None)
     model = decoding.model
     if decoding.encoder is not None:
-        model = with_encoder(model, decoding.encoder)
-        if hasattr(model, "detect_language"):  # Whisper's, which runs the model
-            model.forward = PromptLogits(type(model), decoding.encoder, decoding.decoder)
+        encoder: Any = decoding.encoder
+        is_whisper = hasattr(model, "detect_language")  # which runs the model
+        if is_whisper:
+            encoder = CallEncoder(encoder)
+        model = with_encoder(model, encoder)
+        if is_whisper and isinstance(decoding.decoder, PackedDecoder):
+            model.forward = PromptLogits(type(model), encoder, decoding.decoder)
     generate = model.generate
     if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
         generate = partial(type(model).generate, model)

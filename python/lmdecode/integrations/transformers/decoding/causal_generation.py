@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
 )
+from lmdecode.integrations.transformers.decoding.step_model import StepModel, StepOutputs
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     ending,
@@ -41,13 +41,7 @@ _IGNORED = frozenset(
 )  # fmt: skip
 
 
-class _Outputs(NamedTuple):
-    """What a loop takes of a model's outputs; logits are [rows, 1, V] float32."""
-
-    logits: Tensor
-
-
-class CausalModel:
+class CausalModel(StepModel):
     """A model to the loops of ``sample`` and ``beam_search``: what they ask of transformers' own.
 
     Rows whose prompts are the same share them: they are read once.
@@ -100,7 +94,7 @@ class CausalModel:
         if lookup is not None:
             self._lookahead = Lookahead(self.caches, self._prompts, *lookup)
 
-    def _prefill(self, *arguments: Any, **options: Any) -> _Outputs:
+    def _prefill(self, *arguments: Any, **options: Any) -> StepOutputs:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
         places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
         for row, prompt in enumerate(prompts):
@@ -113,7 +107,7 @@ class CausalModel:
             of_rows = torch.tensor(parents)
             self.caches.reorder(torch.tensor(leaders)[of_rows])
             logits = logits[of_rows]
-        return _Outputs(logits[:, None])
+        return StepOutputs(logits[:, None])
 
     def _read_prompts(self, leaders: list[int]) -> Tensor:
         """Read the prompts of these rows; returns the logits of their last tokens, [n, V]."""
@@ -121,38 +115,17 @@ class CausalModel:
         tokens = torch.cat([self._prompts[row] for row in leaders])
         return self.caches.forward(tokens, entries, len(leaders))
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **options: Any) -> dict[str, Any]:
-        return {"input_ids": input_ids}
-
-    def __call__(self, input_ids: Tensor, **options: Any) -> _Outputs:
+    def __call__(self, input_ids: Tensor, **options: Any) -> StepOutputs:
         last = input_ids[:, -1].contiguous()
         if self._lookahead is not None:
             logits = self._lookahead.logits(last)
         else:
             logits = self.caches.forward(last, self._entries, len(self._entries))
-        return _Outputs(logits[:, None])
+        return StepOutputs(logits[:, None])
 
     def _reorder_cache(self, caches: CausalCaches, parents: Tensor) -> CausalCaches:
         caches.reorder(parents)
         return caches
-
-    @staticmethod
-    def _update_model_kwargs_for_generation(
-        outputs: _Outputs, model_kwargs: dict[str, Any], **options: Any
-    ) -> dict[str, Any]:
-        return model_kwargs
-
-    @staticmethod
-    def _valid_auto_compile_criteria(*arguments: Any) -> bool:
-        return False
-
-    @staticmethod
-    def _optimize_model_for_decode() -> AbstractContextManager:
-        return nullcontext()
-
-    @staticmethod
-    def _has_unfinished_sequences(finished: bool, *arguments: Any, **options: Any) -> bool:
-        return not finished
 
 
 def _first(rows: Tensor) -> int:

@@ -229,7 +229,7 @@ class _Convolution:
         return out
 
 
-def with_encoder(model: Any, encoder: Encoder) -> Any:
+def with_encoder(model: Any, encoder: Any) -> Any:
     """Return a model that is this one, but for what ``get_encoder()`` returns."""
     runner = copy.copy(model)  # of its own attributes; modules and weights are shared
     runner.__dict__["get_encoder"] = lambda modality=None: encoder

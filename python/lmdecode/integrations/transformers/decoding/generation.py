@@ -13,7 +13,7 @@ from transformers.generation.utils import (
 )
 
 from lmdecode.beam.state import Rules
-from lmdecode.beam.token_rules import repeat_token_rules
+from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
@@ -24,16 +24,22 @@ from lmdecode.integrations.transformers.beam.settings import (
     new_search,
     raise_for_prompts,
 )
+from lmdecode.integrations.transformers.decoding.no_speech import NoSpeech
+from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out, prompt_padding
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
 )
 from lmdecode.integrations.transformers.decoding.rules import (
+    looks_back,
     raise_for_processors,
     token_rules_of_processors,
 )
+from lmdecode.integrations.transformers.decoding.sampled import decode_by_sampling
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
+from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
+from lmdecode.integrations.transformers.decoding.whisper import cross_attentions
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     refuse_assistance,
@@ -55,8 +61,6 @@ _IGNORED = frozenset(
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Raise ValueError for what ``generate()`` was asked for and the loop does not do."""
-    if config.do_sample:
-        raise ValueError("do_sample: expected False, Decoding searches and does not sample")
     if config.num_beams is not None and config.num_beams < 1:
         raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
     refuse_inner_outputs(config)
@@ -65,6 +69,8 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         if value is not None and not (name == "guidance_scale" and value == 1):
             raise ValueError(f"{name}: expected None, got {value!r}")
     groups, num_beams = config.num_beam_groups or 1, config.num_beams or 1
+    if config.do_sample and groups > 1:
+        raise ValueError("do_sample: expected False for groups of beams, got True")
     if groups > 1 and (num_beams % groups or not (config.diversity_penalty or 0.0) > 0):
         raise ValueError(
             f"num_beam_groups: expected a divisor of num_beams = {num_beams} and a "
@@ -72,21 +78,20 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         )
     if groups == 1 and config.diversity_penalty:
         raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
-    if config.num_return_sequences > num_beams:
+    if config.num_return_sequences > num_beams and not (config.do_sample and num_beams == 1):
         raise ValueError(
             f"num_return_sequences: expected at most num_beams = {num_beams}, "
             f"got {config.num_return_sequences}"
         )
-    mask = model_kwargs.get("decoder_attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise ValueError(
-            "decoder_attention_mask: expected ones, prompts of the decoder are not padded"
-        )
     refuse_handed_on(model_kwargs, _IGNORED, "decoder")
 
 
-def _refuse_on_device(config: GenerationConfig) -> None:
-    """Raise ValueError for outputs of each step, which only the loop on the CPU has."""
+def _refuse_on_device(config: GenerationConfig, padding: Tensor | None) -> None:
+    """Raise ValueError for what only the loop on the CPU has."""
+    if config.do_sample:
+        raise ValueError("do_sample: expected False on a device, got True")
+    if padding is not None:
+        raise ValueError("decoder_attention_mask: expected ones on a device, got zeros")
     if not config.return_dict_in_generate:
         return
     for name in ("output_logits", "output_scores"):
@@ -138,11 +143,12 @@ def decode(
     synced_gpus: bool | None = None,
     streamer: Any = None,
     *,
+    seed: Any = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode as ``generate()`` asks for: greedily, with beams, or with groups of beams.
+    """Decode as ``generate()`` asks for: greedily, with beams of any kind, or sampling.
 
     Parameters
     ----------
@@ -152,6 +158,8 @@ def decode(
         As ``generate()`` prepares them, the encoder's outputs among them.
     synced_gpus, streamer
         Of no use here.
+    seed
+        As ``sample`` takes it; with beams that are drawn it is an error.
     stop_strings, tokenizer
         Texts at which a sequence ends, and the model's tokenizer.
 
@@ -172,16 +180,25 @@ def decode(
     caller = arguments_of_generate(sys._getframe(1))
     refuse_assistance(config, caller, "Decoding runs the model itself")
     stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
+    # Whisper's generate() asks for attentions to find the times of tokens by.
+    aligns_tokens = bool(getattr(config, "return_token_timestamps", None))
+    if aligns_tokens:
+        config.output_attentions = False
+        model_kwargs.pop("output_attentions", None)
     _refuse(config, model_kwargs)
     config.num_beams = config.num_beams or 1
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
+    padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
-    search_rules: Rules = "scorer" if (config.num_beam_groups or 1) > 1 else "generate"
-    greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
+    if seed is not None and config.do_sample and config.num_beams > 1:
+        raise ValueError(
+            f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
+            "default generator, for torch.manual_seed"
+        )
     is_on_cpu = isinstance(decoder, PackedDecoder)
     if not is_on_cpu:
-        _refuse_on_device(config)
+        _refuse_on_device(config, padding)
     ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
@@ -193,29 +210,63 @@ def decode(
         memory, lengths = memory[:: config.num_beams].clone(), lengths[:: config.num_beams]
         if isinstance(encoder_outputs, dict) and "last_hidden_state" in encoder_outputs:
             encoder_outputs["last_hidden_state"] = memory
+    no_speech: NoSpeech | None = None
+    if is_on_cpu:
+        no_speech, logits_processor = NoSpeech.take_from(
+            logits_processor, input_ids, config.num_beams
+        )
     rules, vocab_size = None, decoder.config.vocab_size
-    if ends is not None:
-        rules = token_rules_of_processors(logits_processor, vocab_size)
-    if ends is None or rules is None:
-        if isinstance(decoder, PackedDecoder):
-            return decode_with_any_rules(
-                decoder,
-                model,
-                settings,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                config,
-                memory,
-                lengths,
-            )
-        if ends is None:
-            names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
-            raise ValueError(
-                "stopping_criteria: expected a maximum length and end tokens on a device, got "
-                f"{names}"
-            )
-        raise_for_processors(logits_processor, vocab_size, greedy)
+    if ends is not None and not config.do_sample:
+        rules = token_rules_of_processors(logits_processor, vocab_size, has_timestamps=is_on_cpu)
+    if rules is not None and padding is not None and looks_back(rules):
+        rules = None  # transformers' processors look at the padding, too
+    call = SearchCall(
+        model, settings, input_ids, padding, logits_processor, stopping_criteria, config, memory,
+        lengths, no_speech,
+    )  # fmt: skip
+    result: Any
+    if rules is not None and ends is not None:
+        result = _decode_in_cpp(decoder, call, rules, ends)
+    elif isinstance(decoder, PackedDecoder):
+        if config.do_sample and config.num_beams == 1:
+            result = decode_by_sampling(decoder, call, seed)
+        else:
+            result = decode_with_any_rules(decoder, call)
+    elif ends is None:
+        names = ", ".join(type(criterion).__name__ for criterion in stopping_criteria)
+        raise ValueError(
+            f"stopping_criteria: expected a maximum length and end tokens on a device, got {names}"
+        )
+    else:
+        raise_for_processors(logits_processor, vocab_size, config.num_beams == 1)
+    if aligns_tokens:
+        result["cross_attentions"] = cross_attentions(
+            model, result["sequences"], memory, padding, config.num_beams
+        )
+    return _on_device(result, device)
+
+
+def _on_device(result: Any, device: torch.device) -> Any:
+    """Return what was found where the inputs were."""
+    if device.type == "cpu":
+        return result
+    if isinstance(result, Tensor):
+        return result.to(device)
+    for name, value in result.items():
+        if isinstance(value, Tensor):
+            result[name] = value.to(device)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+            result[name] = tuple(tensor.to(device) for tensor in value)
+    return result
+
+
+def _decode_in_cpp(
+    decoder: PackedDecoder | DeviceDecoder, call: SearchCall, rules: TokenRules, ends: list[int]
+) -> Any:
+    """Search by token rules and these end tokens alone; between steps nothing returns here."""
+    config, settings, input_ids, memory = call.config, call.settings, call.input_ids, call.memory
+    greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
+    search_rules: Rules = "scorer" if groups > 1 else "generate"
     if groups > 1:
         rules.diversity_penalty.fill_(config.diversity_penalty or 0.0)
     parameters, state = new_search(
@@ -227,9 +278,10 @@ def decode(
     )
     if groups == 1:
         # Beams that go on where too few candidates do are run with it; results are filled below.
-        parameters.pad_tokens.clamp_(0, vocab_size - 1)
+        parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
     if greedy:
         parameters.early_stopping.fill_(1)
+    leave_out(state, call.padding)
     searches = new_searches(
         decoder,
         state,
@@ -241,8 +293,13 @@ def decode(
         rules=search_rules,
         greedy=greedy,
     )
-    searches.read_memory(memory, lengths, torch.arange(settings.batch, device=decoder.device))
-    outputs = StepLogits(config, logits_processor, is_kept=is_on_cpu)
+    requests = torch.arange(settings.batch, device=decoder.device)
+    searches.read_memory(memory, call.lengths, requests)
+    if call.no_speech is not None:
+        assert isinstance(searches, DecodingSearches)
+        call.no_speech.read(searches)
+    is_kept = isinstance(decoder, PackedDecoder)
+    outputs = StepLogits(config, is_kept=is_kept)
     outputs.run(searches)
     state = searches.state
     failed = state.status != 0
@@ -255,15 +312,13 @@ def decode(
     )
     if isinstance(searches, DecodingSearches):
         searches.release()
-    sequences = found.sequences.to(device)
     if not config.return_dict_in_generate:
-        return sequences
-    result: dict[str, Any] = {"sequences": sequences}
+        return found.sequences
+    result: dict[str, Any] = {"sequences": found.sequences}
     for name, kept in (("scores", outputs.scores), ("logits", outputs.logits)):
-        result[name] = None if kept is None else tuple(tensor.to(device) for tensor in kept)
+        result[name] = None if kept is None else tuple(kept)
     if greedy:
         return GenerateEncoderDecoderOutput(**result)
-    result["sequences_scores"] = found.scores.to(device) if config.output_scores else None
-    assert found.beam_indices is not None
-    result["beam_indices"] = found.beam_indices.to(device)
+    result["sequences_scores"] = found.scores if config.output_scores else None
+    result["beam_indices"] = found.beam_indices
     return GenerateBeamEncoderDecoderOutput(**result)

@@ -12,7 +12,6 @@ from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
-from lmdecode.integrations.transformers.decoding.encoding import Encoder
 from lmdecode.integrations.transformers.decoding.generation import memory_of
 from lmdecode.integrations.transformers.stand_in import ForwardOf
 
@@ -30,7 +29,7 @@ class PromptLogits(ForwardOf):
         The model's.
     """
 
-    def __init__(self, kind: type, encoder: Encoder, decoder: PackedDecoder) -> None:
+    def __init__(self, kind: type, encoder: Any, decoder: PackedDecoder) -> None:
         super().__init__(kind)
         self._encoder, self._decoder = encoder, decoder
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
+from typing import Any
 
 __all__ = ["refuse_handed_on", "refuse_inner_outputs"]
 
 
-def refuse_inner_outputs(config: GenerationConfig) -> None:
-    """Raise ValueError where outputs of a model's layers are asked for."""
+def refuse_inner_outputs(config: Any) -> None:
+    """Raise ValueError where outputs of a model's layers are asked for, by attributes of config."""
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(

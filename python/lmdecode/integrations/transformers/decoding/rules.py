@@ -13,20 +13,22 @@ from transformers.generation.logits_process import (
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 
-__all__ = ["raise_for_processors", "token_rules_of_processors"]
+__all__ = ["looks_back", "raise_for_processors", "token_rules_of_processors"]
 
 
 def token_rules_of_processors(
-    processors: LogitsProcessorList, vocab_size: int
+    processors: LogitsProcessorList, vocab_size: int, *, has_timestamps: bool
 ) -> TokenRules | None:
     """Return the rules of one slot, or None where rules cannot do what the processors do.
+
+    has_timestamps: whether Whisper's rules of timestamps are among them.
 
     Raises
     ------
     ValueError
         A token is forced that the vocabulary does not have.
     """
-    plan = ProcessorPlan(processors)
+    plan = ProcessorPlan(processors, has_timestamps=has_timestamps)
     if not plan.fits(vocab_size) or plan.ignores_prompt:
         return None
     rules = plan.token_rules(vocab_size)
@@ -41,6 +43,11 @@ def token_rules_of_processors(
             name = "forced_bos_token_id" if is_bos else "forced_eos_token_id"
             raise ValueError(f"{name}: expected a token, 0 to {vocab_size - 1}, got {token}")
     return rules
+
+
+def looks_back(rules: TokenRules) -> bool:
+    """Tell whether rules look at the tokens so far, prompts among them."""
+    return bool((rules.repetition_penalty != 1).any() or rules.no_repeat_ngram_size.any())
 
 
 def raise_for_processors(

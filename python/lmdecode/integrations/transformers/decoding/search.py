@@ -17,9 +17,11 @@ from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings, raise_for_prompts
+from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out
+from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     from lmdecode.decoder.weights import PackedDecoder
 
@@ -71,29 +73,8 @@ class GreedySearch(StateSearch):
         return SearchResult(input_ids, torch.zeros(len(input_ids)), None)
 
 
-def decode_with_any_rules(
-    decoder: PackedDecoder,
-    model: Any,
-    settings: SearchSettings,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    memory: Tensor,
-    lengths: Tensor,
-) -> Any:
+def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     """Run the decoder in C++ and choose as ``beam_search`` does: each step returns to Python.
-
-    Parameters
-    ----------
-    decoder, model, config
-        See ``decode`` of ``decoding``.
-    settings, input_ids
-        Of the search, and its prompts, [batch * num_beams, length] int64.
-    processors, criteria
-        Any.
-    memory, lengths
-        [batch, S, M] float32 and [batch] int64.
 
     Returns
     -------
@@ -105,30 +86,36 @@ def decode_with_any_rules(
     RuntimeError
         A prompt has NaN in its logits, or no candidate above -inf.
     """
+    config, settings, prompts = call.config, call.settings, call.input_ids
     groups, greedy = config.num_beam_groups or 1, settings.num_beams == 1
-    recorder = Recorder(model, config, {"encoder_outputs": {}})
-    common = (input_ids, processors, criteria, recorder)
+    recorder = Recorder(call.model, config, {"encoder_outputs": {}})
+    common = (prompts, call.processors, call.criteria, recorder)
     search: GreedySearch | PlainSearch | GroupSearch
     if greedy:
         search = GreedySearch(settings, *common)
     elif groups > 1:
         search = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
     else:
-        search = PlainSearch(settings, False, *common)
+        search = PlainSearch(settings, bool(config.do_sample), *common)
+    leave_out(search.state, call.padding)
     searches = DecodingSearches(
         decoder,
         search.state,
         search.parameters,
         new_token_rules(len(search.state.done)),
-        memory.shape[1],
+        call.memory.shape[1],
         num_groups=groups,
         num_candidates=1,
     )
-    searches.read_memory(memory, lengths, torch.arange(settings.batch))
-    beams, finished = search.state.scores.shape[1], False
+    searches.read_memory(call.memory, call.lengths, torch.arange(settings.batch))
+    if call.no_speech is not None:
+        call.no_speech.read(searches)
+    input_ids, finished = prompts, False
+    beams = search.state.scores.shape[1]
     while not finished:
         length, had_ended = input_ids.shape[1], (search.state.done != 0).repeat_interleave(beams)
         input_ids, parents, finished = search.step(None, searches.read_tokens(), input_ids)
+        input_ids[:, : prompts.shape[1]] = prompts  # with the padding
         if recorder.scores is not None:
             recorder.scores[-1][had_ended] = 0.0
         if parents is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lmdecode.decoder.device_loop import DeviceSearches
 from lmdecode.decoder.searches import DecodingSearches
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import GenerationConfig
 
 __all__ = ["StepLogits"]
 
@@ -23,8 +23,6 @@ class StepLogits:
     ----------
     config
         As ``generate()`` prepares it.
-    processors
-        What the scores have gone through; called here, each works on rows by themselves.
     is_kept
         Whether these searches can be asked for the logits of a step. None is kept otherwise.
 
@@ -37,9 +35,7 @@ class StepLogits:
         Likewise, as they come from the decoder.
     """
 
-    def __init__(
-        self, config: GenerationConfig, processors: LogitsProcessorList, *, is_kept: bool
-    ) -> None:
+    def __init__(self, config: GenerationConfig, *, is_kept: bool) -> None:
         is_kept = is_kept and bool(config.return_dict_in_generate)
         has_groups = (config.num_beam_groups or 1) > 1  # their diversity is no processor
         self.scores: list[Tensor] | None = None
@@ -48,33 +44,18 @@ class StepLogits:
             self.scores = []
         if is_kept and config.output_logits:
             self.logits = []
-        self._processors, self._greedy = processors, config.num_beams == 1
 
     def run(self, searches: DecodingSearches | DeviceSearches) -> None:
         """Do steps until all searches have ended."""
         if isinstance(searches, DeviceSearches) or (self.scores is None and self.logits is None):
             searches.run()
             return
-        state = searches.state
-        slots, beams, capacity = state.sequences.shape
-        vocab_size = searches.decoder.config.vocab_size
-        while True:
-            goes_on = (state.done == 0) & (state.status == 0) & (state.lengths < capacity)
-            rows = goes_on.repeat_interleave(beams).nonzero()[:, 0]
-            if not len(rows):
-                return
-            length = int(state.lengths[goes_on].max())
-            sequences = state.sequences[:, :, :length].flatten(0, 1)[rows]
-            logits = torch.zeros(slots * beams, vocab_size)
-            searches.run(1, logits=logits)
+        slots, beams, _ = searches.state.sequences.shape
+        shape = (slots * beams, searches.decoder.config.vocab_size)
+        found = torch.zeros(shape if self.scores is None else (2, *shape))
+        while searches.run(1, logits=found):
             if self.logits is not None:
-                self.logits.append(logits)
+                self.logits.append((found if self.scores is None else found[0]).clone())
             if self.scores is not None:
-                self.scores.append(self._scores(logits, rows, sequences))
-
-    def _scores(self, logits: Tensor, rows: Tensor, sequences: Any) -> Tensor:
-        """Return [rows of logits, V]; rows, [n], are those of the sequences, [n, length]."""
-        values = logits[rows]
-        if not self._greedy:
-            values = torch.log_softmax(values, dim=-1)
-        return torch.zeros_like(logits).index_copy_(0, rows, self._processors(sequences, values))
+                self.scores.append(found[1].clone())
+            found.zero_()

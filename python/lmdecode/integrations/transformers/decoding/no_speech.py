@@ -1,0 +1,85 @@
+"""How sure a Whisper model is that nobody speaks, without another forward pass of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import WhisperNoSpeechDetection
+
+from lmdecode.decoder.searches import DecodingSearches
+
+__all__ = ["NoSpeech"]
+
+
+class NoSpeech:
+    """What a ``WhisperNoSpeechDetection`` is to find out, by the search that is about to begin.
+
+    transformers' own runs encoder and decoder again, where the prompt is longer than one token.
+
+    Parameters
+    ----------
+    processor
+        Gets the probabilities.
+    input_ids : Tensor
+        [rows, length] int64, the prompts.
+    num_beams
+        Rows of an audio.
+    """
+
+    def __init__(
+        self, processor: WhisperNoSpeechDetection, input_ids: Tensor, num_beams: int
+    ) -> None:
+        self._processor: Any = processor
+        self._num_beams = num_beams
+        self._length = input_ids.shape[1]
+
+    @staticmethod
+    def take_from(
+        processors: LogitsProcessorList, input_ids: Tensor, num_beams: int
+    ) -> tuple[NoSpeech | None, LogitsProcessorList]:
+        """Return what is to be found out, and the processors that are left.
+
+        None where the detection looks at what processors before it made of the logits.
+        """
+        kinds = [type(processor) for processor in processors]
+        if type(processors) is not LogitsProcessorList:
+            return None, processors
+        if kinds.count(WhisperNoSpeechDetection) != 1:
+            return None, processors
+        place = kinds.index(WhisperNoSpeechDetection)
+        processor = processors[place]
+        if processor.start_of_trans_offset <= 1 and place > 0:
+            return None, processors
+        left = LogitsProcessorList([*processors[:place], *processors[place + 1 :]])
+        return NoSpeech(processor, input_ids, num_beams), left
+
+    def read(self, searches: DecodingSearches) -> None:
+        """Read the prompts as far as needed; the search goes on from there."""
+        processor = self._processor
+        if self._length != processor.begin_index:
+            return
+        offset = processor.start_of_trans_offset
+        if offset > 1:
+            # Of all audios, also where another temperature is tried for some: transformers goes by
+            # their places then, too.
+            if getattr(processor, "lmdecode_inputs", None) is processor.inputs:
+                return
+            processor.lmdecode_inputs = processor.inputs
+            logits = _logits_at(searches, processor.begin_index - offset)[:: self._num_beams]
+        else:
+            logits = _logits_at(searches, self._length - 1)
+        processor._no_speech_prob = logits.softmax(dim=-1)[:, processor.no_speech_token]
+
+
+def _logits_at(searches: DecodingSearches, place: int) -> Tensor:
+    """Return what the decoder says behind a token of the prompts, [rows, V]."""
+    lengths, prompts = searches.state.lengths, searches.parameters.prompt_lengths
+    before = lengths.clone(), prompts.clone()
+    lengths.fill_(place + 1)
+    prompts.fill_(place + 1)
+    logits = searches.read_tokens()
+    lengths.copy_(before[0])
+    prompts.copy_(before[1])
+    return logits

@@ -1,0 +1,46 @@
+"""What the loops of encoder-decoder models are given, once ``generate()`` has prepared it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from lmdecode.integrations.transformers.beam.settings import SearchSettings
+from lmdecode.integrations.transformers.decoding.no_speech import NoSpeech
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+__all__ = ["SearchCall"]
+
+
+class SearchCall(NamedTuple):
+    """One call of ``generate()`` at its loop; tensors are on the CPU but for the memory.
+
+    Attributes
+    ----------
+    model, config
+        Of transformers; the config is this call's own.
+    settings, input_ids
+        Of the search, and its prompts, [batch * num_beams, length] int64.
+    padding : Tensor or None
+        [batch * num_beams, length] bool: what of the prompts is padding.
+    processors, criteria
+        Any.
+    memory, lengths : Tensor
+        [batch, S, M] float32 and [batch] int64.
+    no_speech
+        What is to be found out of the prompts.
+    """
+
+    model: Any
+    settings: SearchSettings
+    input_ids: Tensor
+    padding: Tensor | None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    memory: Tensor
+    lengths: Tensor
+    no_speech: NoSpeech | None

@@ -1,0 +1,124 @@
+"""What ``generate()`` of a Whisper model calls beside its loop: encoder, language, alignment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from lmdecode.integrations.transformers.stand_in import is_stand_in
+
+__all__ = ["CallEncoder", "cross_attentions"]
+
+
+class CallEncoder:
+    """The encoder of one call of ``generate()``, which runs once for an audio.
+
+    ``generate()`` asks for the same windows again: to detect the language, and with each
+    temperature.
+
+    Parameters
+    ----------
+    encoder
+        Takes features, [B, channels, frames].
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        self._known: list[tuple[float, Tensor, Tensor]] = []  # sums, features and memories
+
+    def forward(self, input_features: Tensor, **options: Any) -> Any:
+        """Return a ``BaseModelOutput``; attentions are not among it."""
+        options.pop("output_attentions", None)  # asked for with those of the decoder
+        options.pop("return_dict", None)
+        if any(options.values()) or input_features.dim() != 3:
+            return self._encoder(input_features=input_features, **options)
+        input_features = input_features.contiguous()  # for the order of the sums
+        sums = [float(features.sum()) for features in input_features]
+        memories = [self._find(*window) for window in zip(sums, input_features, strict=True)]
+        new = list[int]()
+        for row, memory in enumerate(memories):
+            is_known = memory is not None or any(
+                sums[row] == sums[other] and torch.equal(input_features[row], input_features[other])
+                for other in new
+            )
+            if not is_known:
+                new.append(row)
+        if new:
+            windows = input_features if len(new) == len(sums) else input_features[new]
+            found = self._encoder(input_features=windows)[0]
+            # Of the windows before, those that are asked for again.
+            self._known = [known for known in self._known if known[0] in sums]
+            self._known += [
+                (sums[row], input_features[row], memory)
+                for row, memory in zip(new, found, strict=True)
+            ]
+            if len(new) == len(sums):
+                return BaseModelOutput(last_hidden_state=found)
+        rows = [
+            self._find(*window) if memory is None else memory
+            for window, memory in zip(zip(sums, input_features, strict=True), memories, strict=True)
+        ]
+        return BaseModelOutput(last_hidden_state=torch.stack(rows))  # type: ignore[arg-type]
+
+    __call__ = forward
+
+    def _find(self, total: float, features: Tensor) -> Tensor | None:
+        """Return the memory of a window, [S, M], where it is known."""
+        for known_total, known, memory in self._known:
+            if known_total == total and torch.equal(known, features):
+                return memory
+        return None
+
+
+def cross_attentions(
+    model: Any, sequences: Tensor, memory: Tensor, padding: Tensor | None, num_beams: int
+) -> tuple[tuple[Tensor, ...]]:
+    """Return what the decoder's layers attend to in a memory, by one pass over found tokens.
+
+    Parameters
+    ----------
+    model
+        Whisper, whose attention is the eager one.
+    sequences : Tensor
+        [B, length] int64; the last token is not read.
+    memory : Tensor
+        [B, S, M].
+    padding : Tensor, optional
+        [B * num_beams, prompt] bool: what of the prompts is padding.
+    num_beams
+        Of an audio: each gets the attentions of what was found.
+
+    Returns
+    -------
+    tuple of one tuple of Tensor
+        As the only step of all: of each layer [B * num_beams, heads, length - 1, S].
+
+    Raises
+    ------
+    ValueError
+        The model has no weights.
+    """
+    if is_stand_in(model.get_decoder()):
+        raise ValueError(
+            "return_token_timestamps: expected None or False, as decoding.model has no weights for "
+            "its own decoder; with Decoding.from_pretrained(..., keep_model=True) it has"
+        )
+    inputs = sequences[:, :-1]
+    options: dict[str, Any] = {}
+    if padding is not None:
+        seen = ~padding[::num_beams]
+        mask = torch.cat([seen, seen.new_ones(len(seen), inputs.shape[1] - seen.shape[1])], dim=1)
+        mask = mask.long()
+        places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        options = {"attention_mask": mask, "position_ids": places}
+    found = model.get_decoder()(
+        input_ids=inputs,
+        encoder_hidden_states=memory.to(model.dtype),
+        output_attentions=True,
+        use_cache=False,
+        **options,
+    )
+    return (tuple(layer.repeat_interleave(num_beams, 0) for layer in found.cross_attentions),)

@@ -1,0 +1,248 @@
+"""Whisper's long audio through Decoding.generate(): transformers' tokens, option by option."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.logits_process import WhisperNoSpeechDetection
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
+
+import lmdecode
+from tests.decoder.whisper_models import (
+    FIRST_TIMESTAMP,
+    NO_SPEECH,
+    PREVIOUS,
+    START,
+    TASKS,
+    long_audio,
+    make_whisper,
+    short_audio,
+    whisper_pair,
+)
+
+PROMPT = torch.tensor([PREVIOUS, 300, 301, 77])
+OPTIONS: list[dict[str, Any]] = [
+    {"language": "en"},
+    {"language": ["de", "en", "fr"]},
+    {"language": None, "task": "translate"},
+    {"language": "german", "task": "transcribe", "prompt_ids": PROMPT},
+    {"language": "en", "condition_on_prev_tokens": True},
+    {"language": "en", "condition_on_prev_tokens": True, "repetition_penalty": 1.2},
+    {"language": "en", "condition_on_prev_tokens": True, "no_repeat_ngram_size": 3},
+    {"language": "en", "condition_on_prev_tokens": True, "bad_words_ids": [[5, 6, 7]]},
+    {"language": "en", "condition_on_prev_tokens": True, "prompt_ids": PROMPT},
+    {
+        "language": "en",
+        "condition_on_prev_tokens": True,
+        "prompt_ids": PROMPT,
+        "prompt_condition_type": "all-segments",
+    },
+    {"compression_ratio_threshold": 1.2, "temperature": (0.0,)},
+    {"logprob_threshold": -1.0, "temperature": (0.0,)},
+    {"max_new_tokens": 7, "min_new_tokens": 3},
+]
+
+
+def check(arguments: dict[str, Any], seed: int = 0, **options: Any) -> Any:
+    """Compare sequences and segments; return those of transformers."""
+    model, decoding = whisper_pair(seed, **options)
+    arguments = {"return_timestamps": True, "return_segments": True, **arguments}
+    expected, got = model.generate(**arguments), decoding.generate(**arguments)
+    assert got["sequences"].tolist() == expected["sequences"].tolist()
+    for ours, theirs in zip(got["segments"], expected["segments"], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["tokens"].tolist() == other["tokens"].tolist()
+            if "start" in one:  # a prompt has none
+                assert float(one["start"]) == float(other["start"])
+                assert float(one["end"]) == float(other["end"])
+    return expected
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+def test_tokens_are_those_of_generate(options: dict[str, Any], num_beams: int) -> None:
+    audio = long_audio(5.3, 6.2, 4.1, seed=1)
+    found = check({**audio, **options, "num_beams": num_beams}, 1)
+    assert max(map(len, found["segments"])) > 3
+
+
+@pytest.mark.parametrize("options", OPTIONS[2:6:3], ids=lambda o: "+".join(o))
+def test_one_audio(options: dict[str, Any]) -> None:
+    audio = long_audio(6.4, seed=3)
+    for name in ("attention_mask", None):
+        check({**audio, **options}, 1)
+        audio.pop(name, None) if name else None
+
+
+def test_an_english_model() -> None:
+    check({**long_audio(5.2, 3.1), "num_beams": 2}, english=True)
+    check(
+        {
+            **long_audio(5.2),
+            "logprob_threshold": -1.0,
+            "no_speech_threshold": 0.1,
+            "temperature": (0.0,),
+        },
+        english=True,
+    )
+    _, decoding = whisper_pair(0, english=True)
+    with pytest.raises(ValueError, match="`task` or `language` for an English-only model"):
+        decoding.generate(**short_audio(), language="en")
+
+
+def test_is_multilingual_and_several_sequences() -> None:
+    check({**long_audio(4.2, 5.1), "num_return_sequences": 2, "num_beams": 3}, 1)
+    check({**short_audio(), "is_multilingual": True, "language": "fr", "num_beams": 2}, 1)
+
+
+def sure_of_silence(seed: int = 0) -> Any:
+    """Return a model to which about half of all windows have no speech."""
+    model = make_whisper(seed)
+    memory = model.get_encoder()(**{"input_features": short_audio(4)["input_features"]})[0]
+    hidden = model.get_decoder()(input_ids=torch.full((4, 1), START), encoder_hidden_states=memory)[
+        0
+    ][:, 0]
+    logits = model.proj_out(hidden)
+    with torch.no_grad():  # as large as all others together for the mean of them
+        mean = hidden.mean(0)
+        model.get_input_embeddings().weight[NO_SPEECH] = (
+            mean * logits.logsumexp(-1).mean() / mean.dot(mean)
+        )
+    return model
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("previous", [False, True])
+def test_the_probability_of_no_speech(
+    num_beams: int, previous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 1e-4, and so the windows that are left out, without torch's encoder or decoder."""
+    model = sure_of_silence()
+    decoding = lmdecode.Decoding.from_pretrained(model)
+    found: list[float] = []
+    own = WhisperGenerationMixin._need_fallback
+
+    def spy(self: Any, *arguments: Any) -> Any:
+        (processor,) = [p for p in arguments[3] if isinstance(p, WhisperNoSpeechDetection)]
+        found.append(float(processor.no_speech_prob[arguments[2]]))
+        return own(self, *arguments)
+
+    monkeypatch.setattr(WhisperGenerationMixin, "_need_fallback", spy)
+    arguments = dict(
+        **long_audio(5.3, 7.2, 4.1),
+        language="en",
+        num_beams=num_beams,
+        condition_on_prev_tokens=previous,
+        temperature=(0.0,),
+        logprob_threshold=0.0,  # so that this alone decides
+        no_speech_threshold=0.1,
+    )
+    expected = model.generate(**arguments)
+    theirs, found[:] = list(found), []
+    refuse_torch(monkeypatch)
+    got = decoding.generate(**arguments)
+    assert got.tolist() == expected.tolist()
+    assert found == pytest.approx(theirs, abs=1e-4)
+    assert len(theirs) > 4 and min(theirs) < 0.1 < max(theirs)
+
+
+def refuse_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's own encoder and decoder fail."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's own was called")
+
+    for kind in (WhisperEncoder, WhisperDecoder):
+        monkeypatch.setattr(kind, "forward", fail)
+
+
+def test_the_encoder_reads_a_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find the language, and for each temperature; and it is that in C++."""
+    model, decoding = whisper_pair(0)
+    features = {"input_features": short_audio()["input_features"]}
+    expected = model.generate(**features, return_timestamps=True)
+    languages = model.detect_language(**features)
+    rows: list[int] = []
+    encoder = decoding.encoder
+    own = encoder._of_features
+
+    def count(windows: torch.Tensor) -> Any:
+        rows.append(len(windows))
+        return own(windows)
+
+    refuse_torch(monkeypatch)
+    monkeypatch.setattr(encoder, "_of_features", count)
+    arguments = dict(**features, return_timestamps=True, force_unique_generate_call=True)
+    got = decoding.generate(**features, return_timestamps=True, return_segments=True)
+    assert got["sequences"].tolist() == expected.tolist()
+    first = [segments[0]["result"] for segments in got["segments"]]
+    assert [int(sequence[1]) for sequence in first] == languages.tolist()
+    rows.clear()
+    decoding.generate(**arguments)
+    assert rows == [3]
+    rows.clear()
+    # Nothing is as good as that: all temperatures are tried.
+    decoding.generate(**arguments, temperature=(0.0, 0.3, 0.6), logprob_threshold=0.0)
+    assert rows == [3]
+    rows.clear()
+    twice = features["input_features"][[0, 1, 0, 0]]
+    decoding.generate(**{**arguments, "input_features": twice}, language="en")
+    assert rows == [2]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_encoder_is_given_what_it_gave(num_beams: int) -> None:
+    model, decoding = whisper_pair(0)
+    memory = model.get_encoder()(short_audio()["input_features"])
+    common = dict(num_beams=num_beams, force_unique_generate_call=True, return_timestamps=True)
+    for more in ({"language": "en"}, {"task": "transcribe"}):
+        arguments: dict[str, Any] = {**common, **more}
+        # transformers writes to the outputs that it is given.
+        expected = model.generate(encoder_outputs=copy.copy(memory), **arguments)
+        assert decoding.generate(encoder_outputs=memory, **arguments).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_mask_of_the_prompt(num_beams: int) -> None:
+    """What it leaves out is not there, wherever it stands."""
+    model, decoding = whisper_pair(1)
+    prompt = torch.tensor([[PREVIOUS, 300, 301, START, 50259, TASKS["transcribe"]]]).repeat(3, 1)
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = 0
+    mask[2, 1] = 0
+    features = short_audio()["input_features"]
+    arguments: dict[str, Any] = dict(
+        input_features=features,
+        num_beams=num_beams,
+        return_timestamps=True,
+        decoder_input_ids=prompt,
+        decoder_attention_mask=mask,
+        force_unique_generate_call=True,
+    )
+    expected = model.generate(**arguments)
+    assert decoding.generate(**arguments).tolist() == expected.tolist()
+    alone = decoding.generate(
+        input_features=features[1:2],
+        num_beams=num_beams,
+        return_timestamps=True,
+        decoder_input_ids=prompt[1:2, 3:],
+        force_unique_generate_call=True,
+    )
+    new, length = expected[1, 6:], alone.shape[1] - 3
+    assert new[:length].tolist() == alone[0, 3:].tolist()
+    arguments["decoder_attention_mask"] = mask.clone()
+    arguments["decoder_attention_mask"][0, -1] = 0
+    with pytest.raises(ValueError, match=r"^decoder_attention_mask: expected 1 for the last"):
+        decoding.generate(**arguments)
+    arguments["decoder_attention_mask"] = mask[:, 1:]
+    with pytest.raises(ValueError, match="decoder_attention_mask"):
+        decoding.generate(**arguments)
+
+
+def test_times_in_text_are_timestamps() -> None:
+    found = check({**long_audio(4.4), "language": "en"})
+    assert (found["sequences"] >= FIRST_TIMESTAMP).any()
