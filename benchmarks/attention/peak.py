@@ -17,6 +17,9 @@ from pathlib import Path
 
 import lmdecode
 
+# With which of its dtypes multiply_add() does the products of a weight format.
+INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int8"}
+
 _SOURCE = """
 void run(long rounds) {{
   __asm__ volatile(

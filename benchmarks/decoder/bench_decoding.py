@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import lmdecode
-from benchmarks.attention.peak import multiply_add
+from benchmarks.attention.peak import INSTRUCTIONS, multiply_add
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
@@ -24,7 +24,6 @@ CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers"
 NUM_BEAMS, SOURCE = 4, 20
 # What CTranslate2 has for a format: it computes in no bfloat16 on the CPU.
 PEER_TYPES = {"float32": "float32", "bfloat16": "int8", "int8": "int8"}
-_INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}
 _FEW_ROWS = 6  # up to so many the weights' bytes are the limit, then the products
 _CROSS_KEY_VALUE = LayerWeights._fields.index("cross_key_value")
 
@@ -134,7 +133,7 @@ def _limit(decoder: Any, dtype: str, rows: int, steps: int) -> Callable[[], obje
         for other in ("cross_key_value", "ffn_gate"):  # once a request, and of gated models
             shapes.pop(other)
         weights = logits + decoder.config.num_layers * sum(map(math.prod, shapes.values()))
-        return multiply_add(2.0 * steps * rows * weights, _INSTRUCTIONS[dtype])
+        return multiply_add(2.0 * steps * rows * weights, INSTRUCTIONS[dtype])
     once = {id(w) for w in decoder.layer_tensors[_CROSS_KEY_VALUE :: len(LayerWeights._fields)]}
     packed = [tensor for tensor in decoder.tensors if tensor.dtype == torch.uint8]
     reads = [streaming_read(t) for t in packed if t.numel() and id(t) not in once]

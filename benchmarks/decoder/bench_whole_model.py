@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.attention.peak import multiply_add
+from benchmarks.attention.peak import INSTRUCTIONS, multiply_add
 from benchmarks.decoder.whole_model import models
 from benchmarks.decoder.whole_model.engine import seconds
 from benchmarks.decoder.whole_model.engines import (
@@ -38,7 +38,6 @@ PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
 SHARED, OWN = "4 beams of a prompt", "prompts of their own"
 GREEDY, BEAMS = "generate, greedy", "generate, 4 beams"
 DTYPES = tuple(dtype for dtype in models.BITS if dtype in FORMATS)
-_INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int8"}
 _PROBED = 256 << 20  # bytes, far more than caches hold
 _SHARE_OF_PEAK = 16
 
@@ -73,7 +72,7 @@ def _limit_of_prefill(
     c = models.MODELS[model]
     head = c["vocab_size"] * c["hidden_size"]
     products = tokens * (models.linear_weights(model) - head) + head
-    share = multiply_add(2.0 * products / _SHARE_OF_PEAK, _INSTRUCTIONS[dtype])
+    share = multiply_add(2.0 * products / _SHARE_OF_PEAK, INSTRUCTIONS[dtype])
     if share is None:
         return None
     return lambda: seconds(share, clock) * _SHARE_OF_PEAK / threads

@@ -249,8 +249,8 @@ class DecoderWeights(NamedTuple):
     layers: tuple[LayerWeights, ...]
 
 
-def bias_of_layer(config: DecoderConfig, relative_bias: Tensor | None, layer: int) -> Tensor | None:
-    """Return [heads, distances] of a layer, or None."""
+def bias_of_layer(config: Any, relative_bias: Tensor | None, layer: int) -> Tensor | None:
+    """Return [heads, distances] of a layer of a decoder or an encoder, or None."""
     if relative_bias is None or relative_bias.shape[0] == config.num_heads:
         return relative_bias
     return relative_bias[layer * config.num_heads :][: config.num_heads]

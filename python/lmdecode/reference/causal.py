@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.reference.decoder import activated, normed
+from lmdecode.reference.decoder import feed_forward, normed
 
 __all__ = ["CausalCache", "causal_logits"]
 
@@ -79,16 +79,6 @@ def _attention(
     return F.linear(out, w.attention_out, w.attention_out_bias)
 
 
-def _ffn(config: CausalConfig, w: CausalLayerWeights, x: Tensor) -> Tensor:
-    inner = F.linear(x, w.ffn_up, w.ffn_up_bias)
-    if config.gated:
-        assert w.ffn_gate is not None
-        inner = activated(config, F.linear(x, w.ffn_gate, w.ffn_gate_bias)) * inner
-    else:
-        inner = activated(config, inner)
-    return F.linear(inner, w.ffn_down, w.ffn_down_bias)
-
-
 @torch.no_grad()
 def causal_logits(
     config: CausalConfig,
@@ -133,7 +123,8 @@ def causal_logits(
         out = _attention(config, number, w, weights.rotary, given, cache)
         x = x + _norm(config, out, w.attention_out_norm_gamma, None)
         given = _norm(config, x, w.ffn_norm_gamma, w.ffn_norm_beta)
-        x = x + _norm(config, _ffn(config, w, given), w.ffn_out_norm_gamma, None)
+        out = feed_forward(config, w, given, F.linear)
+        x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
     x = _norm(config, x, wide(weights.final_norm_gamma), wide(weights.final_norm_beta))
     head = embedding if weights.logits is None else weights.logits.to(dtype)
     logits = F.linear(x, head, wide(weights.logits_bias)) * config.logits_scale

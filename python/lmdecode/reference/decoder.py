@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder.causal_config import CausalConfig
+from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights, bias_of_layer
+from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights
 
 __all__ = [
     "activated",
@@ -18,15 +20,19 @@ __all__ = [
     "decoder_logits",
     "faster_transformer_decoder",
     "faster_transformer_decoding",
+    "feed_forward",
     "gather_tree",
     "normed",
+    "residual",
+    "self_attention",
     "timestamp_rule",
 ]
 
+Config = DecoderConfig | EncoderConfig | CausalConfig
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows, a weight and its bias
 
-def normed(
-    config: DecoderConfig | CausalConfig, x: Tensor, gamma: Tensor | None, beta: Tensor | None
-) -> Tensor:
+
+def normed(config: Config, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
     """Return what the norm of all models here makes of x; a gamma of None is 1."""
     if config.norm == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], gamma, beta, config.norm_epsilon)
@@ -34,8 +40,20 @@ def normed(
     return x if gamma is None else x * gamma
 
 
-def activated(config: DecoderConfig | CausalConfig, x: Tensor) -> Tensor:
-    """Return what the activation of the feed-forward layers makes of x."""
+def residual(
+    config: DecoderConfig | EncoderConfig,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    sublayer: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return x and what a sublayer makes of it, with the norm before that or behind the sum."""
+    if config.norm_first:
+        return x + sublayer(normed(config, x, gamma, beta))
+    return normed(config, x + sublayer(x), gamma, beta)
+
+
+def activated(config: Config, x: Tensor) -> Tensor:
     if config.activation == "gelu":
         return F.gelu(x)
     if config.activation == "gelu_tanh":
@@ -43,27 +61,65 @@ def activated(config: DecoderConfig | CausalConfig, x: Tensor) -> Tensor:
     return F.silu(x) if config.activation == "silu" else F.relu(x)
 
 
-def _heads(config: DecoderConfig, x: Tensor) -> Tensor:
+def feed_forward(
+    config: Config,
+    w: LayerWeights | EncoderLayerWeights | CausalLayerWeights,
+    x: Tensor,
+    linear: Linear = F.linear,
+) -> Tensor:
+    """Return what the feed-forward layer makes of x."""
+    inner = linear(x, w.ffn_up, w.ffn_up_bias)
+    if config.gated:
+        assert w.ffn_gate is not None
+        inner = activated(config, linear(x, w.ffn_gate, w.ffn_gate_bias)) * inner
+    else:
+        inner = activated(config, inner)
+    return linear(inner, w.ffn_down, w.ffn_down_bias)
+
+
+def _heads(config: DecoderConfig | EncoderConfig, x: Tensor) -> Tensor:
     """[B, T, heads * head_size] to [B, heads, T, head_size]."""
     return x.view(*x.shape[:2], config.num_heads, config.head_size).transpose(1, 2)
 
 
 def _attend(
-    config: DecoderConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None
+    config: DecoderConfig | EncoderConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """[B, heads, T, size] queries to [B, T, heads * size]; visible broadcasts to the scores."""
+    """[B, T, heads * size] of each; visible, None: all, broadcasts to [B, heads, T, S] scores."""
     assert config.attention_scale is not None
+    q, k, v = (_heads(config, x) for x in (q, k, v))
     if k.shape[2] == 0:
         return torch.zeros_like(q).transpose(1, 2).flatten(2)
     scores = (q * config.attention_scale) @ k.transpose(2, 3)
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~visible, -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     top = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
-    divisor = weights.sum(dim=-1, keepdim=True) + config.denominator_epsilon
+    divisor = weights.sum(dim=-1, keepdim=True)
+    if isinstance(config, DecoderConfig):
+        divisor = divisor + config.denominator_epsilon
     out = (weights / divisor.masked_fill(divisor == 0, 1.0)) @ v
     return out.transpose(1, 2).flatten(2)
+
+
+def self_attention(
+    config: DecoderConfig | EncoderConfig,
+    w: LayerWeights | EncoderLayerWeights,
+    x: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    linear: Linear = F.linear,
+) -> Tensor:
+    """Return what self-attention makes of x, [B, T, D]; visible and bias are those of scores."""
+    q, k, v = linear(x, w.qkv, w.qkv_bias).chunk(3, dim=-1)
+    return linear(_attend(config, q, k, v, visible, bias), w.self_out, w.self_out_bias)
 
 
 def _relative_bias(relative_bias: Tensor | None, length: int) -> Tensor | None:
@@ -97,35 +153,17 @@ def decoder_layer(
         [heads, T, T] of queries and keys, added to the scores of self-attention.
     """
 
-    def before(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        return normed(config, x, gamma, beta) if config.norm_first else x
+    def cross_attention(x: Tensor) -> Tensor:
+        q = F.linear(x, w.cross_query, w.cross_query_bias)
+        k, v = F.linear(memory, w.cross_key_value, w.cross_key_value_bias).chunk(2, dim=-1)
+        there = (torch.arange(memory.shape[1]) < lengths[:, None])[:, None, None]
+        return F.linear(_attend(config, q, k, v, there, None), w.cross_out, w.cross_out_bias)
 
-    def behind(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        return x if config.norm_first else normed(config, x, gamma, beta)
-
-    steps = x.shape[1]
-    norm = (w.self_norm_gamma, w.self_norm_beta)
-    q, k, v = F.linear(before(x, *norm), w.qkv, w.qkv_bias).chunk(3, dim=-1)
-    causal = torch.ones(steps, steps, dtype=torch.bool).tril()
-    own = _attend(config, _heads(config, q), _heads(config, k), _heads(config, v), causal, bias)
-    x = behind(x + F.linear(own, w.self_out, w.self_out_bias), *norm)
-
-    norm = (w.cross_norm_gamma, w.cross_norm_beta)
-    q = F.linear(before(x, *norm), w.cross_query, w.cross_query_bias)
-    k, v = F.linear(memory, w.cross_key_value, w.cross_key_value_bias).chunk(2, dim=-1)
-    there = (torch.arange(memory.shape[1]) < lengths[:, None])[:, None, None]
-    other = _attend(config, _heads(config, q), _heads(config, k), _heads(config, v), there, None)
-    x = behind(x + F.linear(other, w.cross_out, w.cross_out_bias), *norm)
-
-    norm = (w.ffn_norm_gamma, w.ffn_norm_beta)
-    given = before(x, *norm)
-    inner = F.linear(given, w.ffn_up, w.ffn_up_bias)
-    if config.gated:
-        assert w.ffn_gate is not None
-        inner = activated(config, F.linear(given, w.ffn_gate, w.ffn_gate_bias)) * inner
-    else:
-        inner = activated(config, inner)
-    return behind(x + F.linear(inner, w.ffn_down, w.ffn_down_bias), *norm)
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    own = partial(self_attention, config, w, visible=causal, bias=bias)
+    x = residual(config, x, w.self_norm_gamma, w.self_norm_beta, own)
+    x = residual(config, x, w.cross_norm_gamma, w.cross_norm_beta, cross_attention)
+    return residual(config, x, w.ffn_norm_gamma, w.ffn_norm_beta, partial(feed_forward, config, w))
 
 
 def decoder_logits(

@@ -48,7 +48,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _grouped(x: Tensor, size: int) -> Tensor:
     """``[rows, features]`` as ``[rows, groups, size]``, zeros at the end."""
-    return F.pad(x, (0, -x.shape[1] % size)).view(x.shape[0], -1, size)
+    groups = -(-x.shape[1] // size)
+    return F.pad(x, (0, groups * size - x.shape[1])).view(x.shape[0], groups, size)
 
 
 def quantize_groups(weight: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
