@@ -127,6 +127,7 @@ class Searches {
         lengths(kRequests, 1),
         hypothesis_scores(kRequests * beams_),
         done(kRequests),
+        prompt_lengths(kRequests, 1),
         log_probs_(sequences.size()),
         hypotheses_(sequences.size()),
         hypothesis_log_probs_(sequences.size()),
@@ -135,7 +136,6 @@ class Searches {
         worst_(kRequests, 1e9),
         status_(kRequests),
         num_beams_(kRequests, beams_),
-        prompt_lengths_(kRequests, 1),
         max_lengths_(kRequests, kCapacity),
         early_stopping_(kRequests, 1),
         end_tokens_(kRequests, 2),
@@ -149,7 +149,7 @@ class Searches {
       const int64_t ban[] = {5, 0, 100, 1};
       for (int i = 0; i < 4; ++i) bans_[slot * 4 + i] = ban[i];
     }
-    lengths[1] = prompt_lengths_[1] = 3;
+    lengths[1] = prompt_lengths[1] = 3;
     beam::BeamSearchState& s = params.state;
     s.slots = kRequests;
     s.beams = s.hypotheses = beams_;
@@ -168,7 +168,7 @@ class Searches {
     s.status = status_.get();
     beam::BeamSearchParameters& p = params.parameters;
     p.num_beams = p.num_hypotheses = num_beams_.get();
-    p.prompt_lengths = prompt_lengths_.get();
+    p.prompt_lengths = prompt_lengths.get();
     p.max_lengths = max_lengths_.get();
     p.length_penalty = length_penalty_.get();
     p.early_stopping = early_stopping_.get();
@@ -207,6 +207,7 @@ class Searches {
   Exactly<int64_t> lengths;
   Exactly<double> hypothesis_scores;
   Exactly<uint8_t> done;
+  Exactly<int64_t> prompt_lengths;
 
  private:
   Exactly<float> log_probs_;
@@ -215,7 +216,7 @@ class Searches {
   Exactly<int64_t> hypothesis_lengths_, numbers_;
   Exactly<double> worst_;
   Exactly<uint8_t> status_;
-  Exactly<int64_t> num_beams_, prompt_lengths_, max_lengths_, early_stopping_, end_tokens_;
+  Exactly<int64_t> num_beams_, max_lengths_, early_stopping_, end_tokens_;
   Exactly<double> length_penalty_;
   Exactly<float> repetition_penalty_;
   Exactly<int64_t> ngram_;
@@ -274,6 +275,73 @@ TEST(a_search_does_not_depend_on_the_others) {
       CHECK_EQ(alone.hypothesis_scores[at], both.hypothesis_scores[at]);
     }
     CHECK_EQ(alone.lengths[slot], both.lengths[slot]);
+  }
+}
+
+// A padded prompt, whose positions are those of the same prompt without padding.
+TEST(padding_in_front_of_a_prompt_changes_nothing) {
+  constexpr int64_t kPads = 2, kSteps = 8;
+  for (const bool greedy : {false, true}) {
+    const Model model(small_config(!greedy, false));
+    const int64_t beams = greedy ? 1 : kBeams;
+    Searches plain(model, greedy), padded(model, greedy);
+    for (Searches* searches : {&plain, &padded}) searches->params.parameters.end_tokens = nullptr;
+    for (Searches* searches : {&plain, &padded}) searches->params.parameters.num_end_tokens = 0;
+    const int64_t first = beams * kCapacity;  // of the second request
+    for (int64_t beam = 0; beam < beams; ++beam) {
+      for (int64_t i = 0; i < kPads; ++i) padded.sequences[first + beam * kCapacity + i] = kPadding;
+    }
+    padded.lengths[1] += kPads;
+    padded.prompt_lengths[1] += kPads;
+    CHECK_EQ(plain.run(kSteps), kSteps);
+    CHECK_EQ(padded.run(kSteps), kSteps);
+    CHECK_EQ(padded.lengths[1], plain.lengths[1] + kPads);
+    for (int64_t row = 0; row < kRequests * beams; ++row) {
+      const int64_t shift = row < beams ? 0 : kPads;
+      for (int64_t i = 0; i < plain.lengths[row / beams]; ++i) {
+        CHECK_EQ(padded.sequences[row * kCapacity + shift + i],
+                 plain.sequences[row * kCapacity + i]);
+      }
+      CHECK_EQ(padded.scores[row], plain.scores[row]);
+    }
+  }
+}
+
+// Of 37 tokens 30 to 36 are timestamps, 29 is "no timestamps", and 2 is an end.
+TEST(timestamps_come_in_pairs_and_do_not_go_back) {
+  constexpr int64_t kFirst = 30, kLastInitial = 32;
+  for (const bool greedy : {false, true}) {
+    const Model model(small_config(!greedy, true));
+    const int64_t beams = greedy ? 1 : kBeams;
+    Searches searches(model, greedy);
+    searches.params.parameters.end_tokens = nullptr;
+    searches.params.parameters.num_end_tokens = 0;
+    Exactly<int64_t> rules(kRequests * 4);
+    for (int64_t slot = 0; slot < kRequests; ++slot) {
+      rules[slot * 4] = kFirst;
+      rules[slot * 4 + 1] = 3;
+      rules[slot * 4 + 2] = searches.lengths[slot];
+      rules[slot * 4 + 3] = kLastInitial;
+    }
+    const int64_t begins[] = {searches.lengths[0], searches.lengths[1]};
+    searches.params.token_rules.timestamps = rules.get();
+    Exactly<float> scores(kRequests * beams * model.config.vocab);
+    searches.params.scores = scores.get();
+    CHECK(searches.run(12) > 0);
+    for (int64_t row = 0; row < kRequests * beams; ++row) {
+      const int64_t slot = row / beams, length = searches.lengths[slot];
+      const int64_t* const tokens = &searches.sequences[row * kCapacity];
+      CHECK(tokens[begins[slot]] >= kFirst && tokens[begins[slot]] <= kLastInitial);
+      int64_t latest = 0, in_a_row = 0;
+      for (int64_t i = begins[slot]; i < length; ++i) {
+        CHECK(tokens[i] != kFirst - 1);
+        in_a_row = tokens[i] >= kFirst ? in_a_row + 1 : 0;
+        CHECK(in_a_row <= 2);
+        if (tokens[i] < kFirst) continue;
+        CHECK(tokens[i] >= latest);
+        latest = tokens[i];
+      }
+    }
   }
 }
 
