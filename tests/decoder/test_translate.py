@@ -88,9 +88,18 @@ def test_a_generation_config() -> None:
     )  # fmt: skip
     with torch.no_grad():
         expected = model.generate(**inputs, generation_config=config)
-    found = decoding.translate(lists(inputs), generation_config=config, num_beams=3)
-    for result, row in zip(found, expected.tolist(), strict=True):
-        assert result.sequences[0, : result.lengths[0]].tolist() == row[: result.lengths[0]]
+    options: list[dict[str, Any]] = [{}, {"num_beams": 3}]
+    for more in options:
+        found = decoding.translate(lists(inputs), generation_config=config, **more)
+        for result, row in zip(found, expected.tolist(), strict=True):
+            assert result.sequences[0, : result.lengths[0]].tolist() == row[: result.lengths[0]]
+    config.num_return_sequences = 2
+    found = decoding.translate(lists(inputs), generation_config=config)
+    assert [len(result.scores) for result in found] == [2] * len(found)
+    found = decoding.translate(
+        lists(inputs), generation_config=config, num_beams=1, num_return_sequences=1
+    )
+    assert [len(result.scores) for result in found] == [1] * len(found)
     assert config.num_beams == 3 and config.max_new_tokens == NEW
 
 
