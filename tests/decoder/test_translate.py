@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,6 +59,37 @@ def test_a_source_depends_on_no_other(dtype: str) -> None:
         (alone,) = decoding.translate([source], num_beams=3, max_new_tokens=NEW)
         assert alone.sequences.equal(result.sequences) and alone.scores.equal(result.scores)
         assert alone.num_steps == result.num_steps and alone.status == result.status
+
+
+def test_a_result_has_memory_of_its_own() -> None:
+    """Neither the batch's, which pickle would write with it, nor that of a call to come."""
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian", 9))
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": NEW}
+    found = decoding.translate(sources, **options)
+    for result in found:
+        for tensor in (result.sequences, result.scores, result.lengths, result.log_probs):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    before = [result.sequences.tolist() for result in found]
+    decoding.translate(sources[::-1], **options)
+    assert [result.sequences.tolist() for result in found] == before
+
+
+def test_threads_share_a_decoding() -> None:
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian", 9))
+
+    def call(number: int) -> list[list[list[int]]]:
+        mine = sources[number % 4 :]
+        found = decoding.translate(
+            mine, num_beams=1 + number % 3, max_new_tokens=NEW, max_batch_tokens=40
+        )
+        return [result.sequences.tolist() for result in found]
+
+    expected = [call(number) for number in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(call, range(12))) == expected
 
 
 def test_a_padded_tensor_and_other_kinds_of_sources() -> None:
