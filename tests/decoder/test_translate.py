@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 import lmdecode
+from lmdecode.decoder import translation
 from tests.decoder.decoder_models import END, MODELS, PAD, make_inputs, pair
 from tests.support.causal_models import random_model
 
@@ -90,6 +91,22 @@ def test_threads_share_a_decoding() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert list(pool.map(call, range(12))) == expected
+
+
+def test_what_is_prepared_is_kept_behind_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(pair("marian")[0])
+    sizes: list[int] = []
+    begin = translation._Batch.__init__
+
+    def count(self: Any, decoder: Any, request: Any, size: int, source: int) -> None:
+        sizes.append(size)
+        begin(self, decoder, request, size, source)
+
+    monkeypatch.setattr(translation._Batch, "__init__", count)
+    for number in (1, 600, 2, 2, 1):
+        decoding.translate([[5, 6, END]] * number, num_beams=4, max_new_tokens=80)
+    assert sizes == [1, 600, 2]
+    assert len(decoding.decoder.spare_memory._kept[0]) > translation._KEPT_BYTES
 
 
 def test_a_padded_tensor_and_other_kinds_of_sources() -> None:

@@ -11,6 +11,7 @@ from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
+from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
 from lmdecode.decoder.weights import PackedDecoder
 
@@ -28,6 +29,12 @@ def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str
 
 class DecodingSearches:
     """Searches of a decoder, and everything that they need.
+
+    Parameters
+    ----------
+    own_bytes
+        Searches that need no more memory have their own, and may be kept. Others take the
+        decoder's spare memory, which may be larger.
 
     Attributes
     ----------
@@ -50,6 +57,7 @@ class DecodingSearches:
         rules: Rules = "generate",
         greedy: bool = False,
         caches: DecodingCaches | None = None,
+        own_bytes: int = 0,
     ) -> None:
         slots, beams, capacity = state.sequences.shape
         self.decoder, self.state, self.parameters = decoder, state, parameters
@@ -62,7 +70,9 @@ class DecodingSearches:
         )
         sizes = (slots // num_groups, slots * beams, capacity, source)
         caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
-        self._memory = decoder.spare_memory.take(caches_size + workspace_size)
+        size = caches_size + workspace_size
+        is_own = size <= own_bytes
+        self._memory = new_memory(size) if is_own else decoder.spare_memory.take(size)
         if caches is None:
             caches = new_caches(decoder.config, *sizes, self._memory)
         self.caches = caches
