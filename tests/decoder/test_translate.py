@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 import lmdecode
 from lmdecode.decoder import translation
+from lmdecode.decoder.state import caches_bytes
 from tests.decoder.decoder_models import END, MODELS, PAD, make_inputs, pair
 from tests.support.causal_models import random_model
 
@@ -93,8 +94,8 @@ def test_threads_share_a_decoding() -> None:
             assert list(pool.map(call, range(12))) == expected
 
 
-def test_what_is_prepared_is_kept_behind_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoding = lmdecode.Decoding.from_pretrained(pair("marian")[0])
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the sizes of the batches that are made from here on."""
     sizes: list[int] = []
     begin = translation._Batch.__init__
 
@@ -103,6 +104,30 @@ def test_what_is_prepared_is_kept_behind_a_large_batch(monkeypatch: pytest.Monke
         begin(self, decoder, request, size, source)
 
     monkeypatch.setattr(translation._Batch, "__init__", count)
+    return sizes
+
+
+def test_memory_limits_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(pair("marian")[0])
+    sources = lists(make_inputs("marian", 9))
+    options: dict[str, Any] = {"num_beams": 2, "max_new_tokens": NEW}
+    expected = decoding.translate(sources, **options)
+    one = caches_bytes(decoding.decoder.config, 1, 2, NEW + 1, max(map(len, sources)))
+    for limit, sizes in ((4 * one, [4, 4, 1]), (0, [1] * 9)):
+        decoding.decoder.translators.clear()
+        monkeypatch.setattr(translation, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(translation, "_LARGEST_BATCH", limit)
+        with monkeypatch.context() as patch:
+            made = batch_sizes(patch)
+            found = decoding.translate(sources, **options)
+        assert made == sizes
+        for result, other in zip(found, expected, strict=True):
+            assert result.sequences.equal(other.sequences)
+
+
+def test_what_is_prepared_is_kept_behind_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(pair("marian")[0])
+    sizes = batch_sizes(monkeypatch)
     for number in (1, 600, 2, 2, 1):
         decoding.translate([[5, 6, END]] * number, num_beams=4, max_new_tokens=80)
     assert sizes == [1, 600, 2]

@@ -16,13 +16,16 @@ from lmdecode.beam.state import BeamState, beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import repeat_token_rules
 from lmdecode.decoder.huge_memory import gather
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.state import padded
+from lmdecode.decoder.state import caches_bytes, padded
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Translator"]
 
 # So many batches of a request are kept, to be used again, and none of more memory than this.
 _KEPT_BATCHES, _KEPT_BYTES = 8, 16 << 20
+# Keys and values of the searches of a batch, at most, but for those of one: they are set aside for
+# the longest result, and on huge pages the first step has the system hand out nearly all.
+_LARGEST_BATCH = 1 << 30
 
 
 class _Batch:
@@ -74,15 +77,15 @@ class _Batch:
         return beam_results(request, numbers, final, status, request.num_hypotheses, steps)
 
 
-def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def _batches(lengths: Sequence[int], max_tokens: int, most: int) -> Iterator[list[int]]:
     """Yield the numbers of sources that are searched together, long ones first.
 
-    With padding they have no more tokens than that, or it is one.
+    They are ``most`` at most, and with padding have no more tokens than that, or it is one.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batch: list[int] = []
     for i in order:
-        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+        if batch and (len(batch) == most or (len(batch) + 1) * lengths[batch[0]] > max_tokens):
             yield batch
             batch = []
         batch.append(i)
@@ -132,7 +135,12 @@ class Translator:
             In the order of the sources; their ids are the numbers of the sources.
         """
         results: dict[int, BeamResult] = {}
-        for numbers in _batches(lengths, max_tokens):
+        request = self._request
+        bytes_of_one = caches_bytes(
+            self._decoder.config, 1, request.num_beams, request.max_length, max(lengths, default=1)
+        )
+        most = max(1, _LARGEST_BATCH // bytes_of_one)
+        for numbers in _batches(lengths, max_tokens, most):
             memory, counts = encode(numbers)
             sizes = (len(numbers), padded(memory.shape[1]))
             batch = self._take(sizes)
