@@ -194,6 +194,14 @@ def test_the_encoder_reads_a_window_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows == [2]
 
 
+def test_nan_beside_windows_that_are_alike() -> None:
+    _, decoding = whisper_pair(0)
+    features = short_audio(2)["input_features"][[0, 1, 0]]
+    features[1] = torch.nan
+    with pytest.raises(RuntimeError, match="prompt 1 has NaN in its logits"):
+        decoding.generate(input_features=features, language="en", return_timestamps=True)
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_the_encoder_is_given_what_it_gave(num_beams: int) -> None:
     model, decoding = whisper_pair(0)

@@ -51,10 +51,9 @@ class CallEncoder:
             found = self._encoder(input_features=windows)[0]
             # Of the windows before, those that are asked for again.
             self._known = [known for known in self._known if known[0] in sums]
-            self._known += [
-                (sums[row], input_features[row], memory)
-                for row, memory in zip(new, found, strict=True)
-            ]
+            for row, memory in zip(new, found, strict=True):
+                memories[row] = memory  # one with NaN is not to be found again
+                self._known.append((sums[row], input_features[row], memory))
             if len(new) == len(sums):
                 return BaseModelOutput(last_hidden_state=found)
         rows = [
