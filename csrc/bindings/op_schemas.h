@@ -28,9 +28,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, int dialect, "
      "*, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, Tensor(d!) "
      "kept_count, Tensor(e!) status) -> ()"},
-    // tokens [batch, capacity]; what follows the earliest of the longest n-grams that end a text,
-    // -1
-    // behind it.
+    // tokens [batch, capacity], lengths [batch]. Returns [batch, num_tokens] int64: what follows
+    // the earliest of the longest n-grams that end a text, -1 behind it.
     {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
      Devices::kCpuOnly},
     // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
@@ -124,8 +123,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates,
     // max_steps, stop_when_done, chooses (else one step at most, up to the logits); logits [rows of
     // caches, vocab]: the last ones of each row are written; [2, rows of caches, vocab]: behind
-    // them
-    // what the rules made of them. Returns the number of steps, int64.
+    // them what the rules made of them. Returns the number of steps, int64.
     {"decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
      "options, Tensor(d!)? logits=None) -> Tensor",

@@ -379,7 +379,8 @@ class Decoding:
             ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
             not have are called step by step. ``do_sample`` takes ``seed``; a decoder-only model
             also takes ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
-            ``beam_search`` of ``lmdecode.integrations.transformers`` do.
+            ``beam_search`` of ``lmdecode.integrations.transformers`` do, and without beams
+            ``prompt_lookup_num_tokens``: the same text in fewer steps.
             How transformers would keep caches and compile has no meaning here and no effect:
             ``use_cache``, ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``,
             ``compile_config``.

@@ -54,6 +54,7 @@ def residual(
 
 
 def activated(config: Config, x: Tensor) -> Tensor:
+    """Return what the activation of the feed-forward layers makes of x."""
     if config.activation == "gelu":
         return F.gelu(x)
     if config.activation == "gelu_tanh":

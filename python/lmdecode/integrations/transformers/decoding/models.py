@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-)
+from transformers import AutoConfig
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.integrations.transformers.decoding.causal_models import (
