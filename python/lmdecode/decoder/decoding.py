@@ -439,7 +439,7 @@ class Decoding:
         sources : sequence of sequence of int, or Tensor
             Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
         attention_mask : Tensor, optional
-            [B, S], for a tensor: 0 for padding.
+            [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
         num_beams, num_return_sequences, max_new_tokens
             As for ``generate()``.
         max_batch_tokens : int, optional
