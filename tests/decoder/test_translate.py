@@ -186,3 +186,17 @@ def test_nothing_is_searched_where_a_source_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(Translator, "translate", lambda *_: pytest.fail("searched"))
     with pytest.raises(ValueError, match=r"sources\[2\]: tokens\[0\] is 64; expected 0 to 63"):
         decoding.translate([[5, 6], [7], [VOCAB]], max_batch_tokens=1, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_has_no_effect(default: torch.dtype) -> None:
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian"))
+    expected = decoding.translate(sources, num_beams=2, max_new_tokens=NEW)
+    torch.set_default_dtype(default)
+    try:  # a translator of its own, as no call before has asked for this
+        found = decoding.translate(sources, num_beams=2, max_new_tokens=NEW, min_length=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for result, other in zip(found, expected, strict=True):
+        assert result.sequences.equal(other.sequences) and result.scores.equal(other.scores)

@@ -41,7 +41,7 @@ def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
     bias = None
     values = {token: value for token, value in request.logit_bias.items() if token < vocab_size}
     if values:
-        bias = torch.zeros(vocab_size)
+        bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)
     return one_slot(
         repetition_penalty=request.repetition_penalty,
