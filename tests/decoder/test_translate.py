@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -201,15 +200,3 @@ def test_the_default_dtype_has_no_effect(default: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
     for result, other in zip(found, expected, strict=True):
         assert result.sequences.equal(other.sequences) and result.scores.equal(other.scores)
-
-
-def test_a_pickled_result_is_no_larger_among_others() -> None:
-    _, decoding = pair("marian")
-    options = {"num_beams": 2, "max_new_tokens": NEW, "min_new_tokens": NEW}
-    (alone,) = decoding.translate([[5, 6, END]], **options)
-    *_, among = decoding.translate([[5, 6, END]] * 40, **options)
-    data = pickle.dumps(among)
-    assert len(data) == len(pickle.dumps(alone))
-    again = pickle.loads(data)
-    assert again.sequences.equal(alone.sequences) and again.scores.equal(alone.scores)
-    assert again.new_tokens() == alone.new_tokens()

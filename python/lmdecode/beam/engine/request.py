@@ -312,13 +312,6 @@ class BeamResult:
     num_steps: int
     status: int
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Results of one call share memory, the whole of which pickle would write for each of them.
-        return {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
-
     def new_tokens(self, rank: int = 0) -> list[int]:
         """Return the tokens that were generated, best sequence first; end token as in lengths."""
         return self.sequences[rank, self.prompt_length : int(self.lengths[rank])].tolist()
