@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -61,6 +62,37 @@ def test_a_source_depends_on_no_other(dtype: str) -> None:
         assert alone.num_steps == result.num_steps and alone.status == result.status
 
 
+def test_a_result_has_memory_of_its_own() -> None:
+    """Neither the batch's, which pickle would write with it, nor that of a call to come."""
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian", 9))
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": NEW}
+    found = decoding.translate(sources, **options)
+    for result in found:
+        for tensor in (result.sequences, result.scores, result.lengths, result.log_probs):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    before = [result.sequences.tolist() for result in found]
+    decoding.translate(sources[::-1], **options)
+    assert [result.sequences.tolist() for result in found] == before
+
+
+def test_threads_share_a_decoding() -> None:
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian", 9))
+
+    def call(number: int) -> list[list[list[int]]]:
+        mine = sources[number % 4 :]
+        found = decoding.translate(
+            mine, num_beams=1 + number % 3, max_new_tokens=NEW, max_batch_tokens=40
+        )
+        return [result.sequences.tolist() for result in found]
+
+    expected = [call(number) for number in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(call, range(12))) == expected
+
+
 def test_a_padded_tensor_and_other_kinds_of_sources() -> None:
     _, decoding = pair("bart")
     inputs = make_inputs("bart", 4)
@@ -89,9 +121,18 @@ def test_a_generation_config() -> None:
     )  # fmt: skip
     with torch.no_grad():
         expected = model.generate(**inputs, generation_config=config)
-    found = decoding.translate(lists(inputs), generation_config=config, num_beams=3)
-    for result, row in zip(found, expected.tolist(), strict=True):
-        assert result.sequences[0, : result.lengths[0]].tolist() == row[: result.lengths[0]]
+    options: list[dict[str, Any]] = [{}, {"num_beams": 3}]
+    for more in options:
+        found = decoding.translate(lists(inputs), generation_config=config, **more)
+        for result, row in zip(found, expected.tolist(), strict=True):
+            assert result.sequences[0, : result.lengths[0]].tolist() == row[: result.lengths[0]]
+    config.num_return_sequences = 2
+    found = decoding.translate(lists(inputs), generation_config=config)
+    assert [len(result.scores) for result in found] == [2] * len(found)
+    found = decoding.translate(
+        lists(inputs), generation_config=config, num_beams=1, num_return_sequences=1
+    )
+    assert [len(result.scores) for result in found] == [1] * len(found)
     assert config.num_beams == 3 and config.max_new_tokens == NEW
 
 

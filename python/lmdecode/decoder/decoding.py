@@ -424,8 +424,8 @@ class Decoding:
         sources: Any,
         *,
         attention_mask: Tensor | None = None,
-        num_beams: int = 1,
-        num_return_sequences: int = 1,
+        num_beams: int | None = None,
+        num_return_sequences: int | None = None,
         max_new_tokens: int | None = None,
         max_batch_tokens: int | None = None,
         generation_config: Any = None,
@@ -441,8 +441,9 @@ class Decoding:
             Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
         attention_mask : Tensor, optional
             [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
-        num_beams, num_return_sequences, max_new_tokens
-            As for ``generate()``.
+        num_beams, num_return_sequences, max_new_tokens : int, optional
+            As for ``generate()``. None: as ``generation_config`` says, without one 1 beam and 1
+            result.
         max_batch_tokens : int, optional
             Tokens that are searched together, with padding; 4096 by default.
         generation_config, **arguments

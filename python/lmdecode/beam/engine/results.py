@@ -62,6 +62,7 @@ def beam_results(
         final.beam_indices,
     )
     results = []
+    # Copies: a result that is kept, or pickled, has no memory of the others.
     for request_id, took, places, counts, bits, *tensors in zip(
         request_ids,
         steps,
@@ -83,11 +84,11 @@ def beam_results(
         results.append(
             BeamResult(
                 request_id=request_id,
-                sequences=sequences.narrow(1, 0, columns).contiguous(),
-                scores=scores,
-                lengths=lengths,
-                log_probs=log_probs.narrow(1, prompt, new).contiguous(),
-                beam_indices=indices.narrow(1, prompt, new).contiguous(),
+                sequences=sequences.narrow(1, 0, columns).clone(),
+                scores=scores.clone(),
+                lengths=lengths.clone(),
+                log_probs=log_probs.narrow(1, prompt, new).clone(),
+                beam_indices=indices.narrow(1, prompt, new).clone(),
                 groups=torch.tensor(groups, dtype=torch.int64, device=scores.device),
                 prompt_length=prompt,
                 num_steps=took,

@@ -74,7 +74,7 @@ def _sources(sources: Any, attention_mask: Any) -> list[list[int]]:
 def _config(generation_config: Any, arguments: dict[str, Any]) -> Any:
     given = {name: value for name, value in arguments.items() if value is not None}
     if generation_config is None:
-        return GenerationConfig(**given)
+        return GenerationConfig(**{"num_beams": 1, "num_return_sequences": 1, **given})
     config = copy.deepcopy(generation_config)
     unknown = config.update(**given)
     if unknown:
