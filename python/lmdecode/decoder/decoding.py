@@ -410,10 +410,8 @@ class Decoding:
 
         Raises
         ------
-        ValueError
-            Names an argument that this cannot do; no other is ignored.
-        TypeError
-            Names an argument of another type: a store, a session, a seed.
+        ValueError, TypeError
+            Names an argument that this cannot do, or of another type; no other is ignored.
         """
         from lmdecode.integrations.transformers.decoding.call import call_generate
 
