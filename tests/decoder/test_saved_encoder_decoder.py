@@ -25,6 +25,7 @@ from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.integrations.transformers import pack_linears_
+from lmdecode.integrations.transformers.decoding import checkpoint
 from lmdecode.integrations.transformers.decoding.models import decoder_of
 from tests.decoder.decoder_models import (
     MODELS,
@@ -301,6 +302,8 @@ def _swap(manifest: dict[str, Any]) -> None:
         (lambda m: m.pop("kind"), r"damaged lmdecode\.json \('kind'\)"),
         (lambda m: m.update(kind="causal"), r"damaged lmdecode\.json"),
         (lambda m: m.update(version=2), r"damaged lmdecode\.json"),
+        (lambda m: m["facts"].update(tensors=3), r"damaged lmdecode\.json"),
+        (lambda m: m["weights"].update(bytes=float("inf")), r"damaged lmdecode\.json"),
         (lambda m: m["facts"].pop("tensors"), r"damaged lmdecode\.json \('tensors'\)"),
         (
             lambda m: m["config"].pop("encoder"),
@@ -330,6 +333,42 @@ def test_manifests_of_other_models(
     manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     (tmp_path / "lmdecode.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
+        lmdecode.Decoding.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_damaged_configs(name: str, tmp_path: Path) -> None:
+    _saved(tmp_path)
+    text = (tmp_path / name).read_text()
+    for damaged in ("", text[:-9]):
+        (tmp_path / name).write_text(damaged)
+        with pytest.raises(ValueError, match=rf"^Decoding\.load: .* has a damaged .*{name}"):
+            lmdecode.Decoding.load(tmp_path)
+
+
+def test_the_config_of_another_model(tmp_path: Path) -> None:
+    _saved(tmp_path, "whisper")
+    make_model("umt5").config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^Decoding\.load: .* config\.json .*another model's"):
+        lmdecode.Decoding.load(tmp_path)
+
+
+def test_a_model_that_is_written_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of one and configs of the other would be a model that nobody saved."""
+    _saved(tmp_path)
+    other = make_model("marian")
+    other.generation_config.decoder_start_token_id = 7
+    writer = lmdecode.Decoding.from_pretrained(other, "int8")
+    read = checkpoint.skeleton_of
+
+    def read_late(folder: Path) -> Any:
+        writer.save(folder)
+        return read(folder)
+
+    monkeypatch.setattr(checkpoint, "skeleton_of", read_late)
+    with pytest.raises(ValueError, match=r"^Decoding\.load: .* was written again while it was"):
         lmdecode.Decoding.load(tmp_path)
 
 

@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 import lmdecode
 from lmdecode.decoder import translation
 from lmdecode.decoder.state import caches_bytes
-from tests.decoder.decoder_models import END, MODELS, PAD, make_inputs, pair
+from lmdecode.decoder.translation import Translator
+from tests.decoder.decoder_models import END, MODELS, PAD, VOCAB, make_inputs, pair
 from tests.support.causal_models import random_model
 
 NEW = 9
@@ -205,6 +206,25 @@ def test_a_generation_config() -> None:
             ValueError,
             "attention_mask is given; expected None",
         ),
+        ({"sources": [[5], [6, 2**70]]}, ValueError, rf"sources\[1\]: tokens\[1\] is {2**70}; exp"),
+        (
+            {"sources": [[5], [6, -1]]},
+            ValueError,
+            r"^Decoding.translate: sources\[1\]: tokens\[1\]",
+        ),
+        ({"pad_token_id": 64}, ValueError, r"pad_token_id, .* is \[64\]; expected tokens below 64"),
+        ({"forced_bos_token_id": 64}, ValueError, r"forced_bos_token_id is \[64\]; expected tok"),
+        ({"decoder_start_token_id": 64}, ValueError, r"prompt_ids is \[64\]; expected tokens be"),
+        (
+            {"decoder_start_token_id": [5, 6]},  # of two sources, for generate()
+            ValueError,
+            r"decoder_start_token_id is \[5, 6\]; expected one token",
+        ),
+        (
+            {"num_beams": 2, "repetition_penalty": 0.0},
+            ValueError,
+            "repetition_penalty is 0.0; expected a number above 0",
+        ),
         ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens is 0; expected at least 1"),
         (
             {"max_new_tokens": 97},
@@ -235,3 +255,31 @@ def test_what_is_refused(given: dict[str, Any], error: type, message: str) -> No
 def test_other_models(decoding: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^Decoding.translate: {message}"):
         decoding().translate([[5, 6]])
+
+
+def test_padding_that_has_no_position() -> None:
+    """M2M100's positions count tokens that are no padding; those of padding are zeros."""
+    _, decoding = pair("m2m_100")
+    with pytest.raises(ValueError, match=r"sources\[1\]: tokens\[2\] is 1; expected no padding"):
+        decoding.translate([[5, END], [5, 6, PAD, END]], max_new_tokens=NEW)
+
+
+def test_nothing_is_searched_where_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, decoding = pair("marian")
+    monkeypatch.setattr(Translator, "translate", lambda *_: pytest.fail("searched"))
+    with pytest.raises(ValueError, match=r"sources\[2\]: tokens\[0\] is 64; expected 0 to 63"):
+        decoding.translate([[5, 6], [7], [VOCAB]], max_batch_tokens=1, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_has_no_effect(default: torch.dtype) -> None:
+    _, decoding = pair("marian")
+    sources = lists(make_inputs("marian"))
+    expected = decoding.translate(sources, num_beams=2, max_new_tokens=NEW)
+    torch.set_default_dtype(default)
+    try:  # a translator of its own, as no call before has asked for this
+        found = decoding.translate(sources, num_beams=2, max_new_tokens=NEW, min_length=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for result, other in zip(found, expected, strict=True):
+        assert result.sequences.equal(other.sequences) and result.scores.equal(other.scores)

@@ -13,6 +13,7 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoder, Whisper
 
 import lmdecode
 from tests.decoder.whisper_models import (
+    END,
     FIRST_TIMESTAMP,
     NO_SPEECH,
     PREVIOUS,
@@ -254,3 +255,19 @@ def test_a_mask_of_the_prompt(num_beams: int) -> None:
 def test_times_in_text_are_timestamps() -> None:
     found = check({**long_audio(4.4), "language": "en"})
     assert (found["sequences"] >= FIRST_TIMESTAMP).any()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_an_audio_does_not_depend_on_the_others(dtype: str, num_beams: int) -> None:
+    model, _ = whisper_pair()
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
+    inputs = long_audio(5.3, 3.1)
+    options: dict[str, Any] = {"return_timestamps": True, "language": "en", "num_beams": num_beams}
+    both = decoding.generate(**inputs, **options)
+    frames = inputs["attention_mask"].sum(dim=-1).tolist()
+    for row, whole in enumerate(both):
+        features = inputs["input_features"][row : row + 1, :, : frames[row]]
+        (alone,) = decoding.generate(input_features=features, **options)
+        assert len(alone) > 9
+        assert alone.equal(whole[: len(alone)]) and set(whole[len(alone) :].tolist()) <= {END}

@@ -72,13 +72,13 @@ def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> Token
     """Return rules that do nothing."""
     with torch.inference_mode(False):
         return TokenRules(
-            torch.ones(slots),
+            torch.ones(slots, dtype=torch.float32),
             torch.zeros(slots, dtype=torch.int64),
-            torch.zeros(slots),
+            torch.zeros(slots, dtype=torch.float32),
             torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
             torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
             torch.full((slots, 4), -1, dtype=torch.int64),
-            torch.empty(0),
+            torch.empty(0, dtype=torch.float32),
         )
 
 
@@ -124,7 +124,7 @@ def repeat_token_rules(one: TokenRules, slots: int) -> TokenRules:
 
 def join_token_rules(rules: Sequence[TokenRules]) -> TokenRules:
     """Return rules of one slot each, at least one, as those of slot after slot."""
-    bias = torch.empty(0)
+    bias = torch.empty(0, dtype=torch.float32)
     sizes = {one.bias.numel() for one in rules} - {0}
     if sizes:
         (vocab_size,) = sizes

@@ -12,7 +12,7 @@ from lmdecode._checks import check_int
 from lmdecode.beam.engine.plan import RunningSearch
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
-from lmdecode.beam.engine.request_rules import token_rules_of_request
+from lmdecode.beam.engine.request_rules import check_tokens_of_request, token_rules_of_request
 from lmdecode.beam.engine.results import beam_result
 from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize
@@ -141,18 +141,7 @@ class DecodingBatch:
         for name, given, only in others:
             if given != only:
                 raise ValueError(f"{_OP}.add: {name} is {given!r}; expected {only!r}")
-        vocab = self._decoder.config.vocab_size
-        forced = (request.forced_bos_token_id, request.forced_eos_token_id)
-        for name, tokens in (
-            ("prompt_ids", request.prompt_ids),
-            ("pad_token_id, by default the first end token,", (request.pad_token,)),
-            ("forced_bos_token_id", forced[:1]),
-            ("forced_eos_token_id", forced[1:]),
-        ):
-            if any(token is not None and token >= vocab for token in tokens):
-                raise ValueError(
-                    f"{_OP}.add: {name} is {list(tokens)}; expected tokens below {vocab}"
-                )
+        check_tokens_of_request(f"{_OP}.add", request, self._decoder.config.vocab_size)
         size = self._decoder.config.memory_size
         if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
             shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__

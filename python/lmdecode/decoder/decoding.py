@@ -21,7 +21,13 @@ from lmdecode.decoder.checks import check_weights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
-from lmdecode.decoder.saved_model import MANIFEST, load_packed, save_packed
+from lmdecode.decoder.saved_model import (
+    MANIFEST,
+    check_unchanged,
+    damaged,
+    load_packed,
+    save_packed,
+)
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
@@ -245,15 +251,20 @@ class Decoding:
         FileNotFoundError
             There is no such model.
         ValueError
-            It is damaged, or of another version; or another ``cache_dtype``.
+            It is damaged, of another version, or written again meanwhile; or another
+            ``cache_dtype``.
         """
-        packed, manifest = load_packed(Path(folder), verify=verify)
+        folder = Path(folder)
+        packed, manifest = load_packed(folder, verify=verify)
         decoding = cls.__new__(cls)
         decoding.model, decoding.encoder = None, None
-        if "config.json" in manifest["files"]:
-            from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
-
-            decoding.model = skeleton_of(Path(folder))
+        try:
+            decoding._take_model(folder, packed, manifest)
+        except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            check_unchanged(folder, manifest)
+            what = "has a damaged config.json or generation_config.json, or another model's"
+            raise damaged(folder, f"{what} ({error})") from error
+        check_unchanged(folder, manifest)
         if isinstance(packed, PackedCausalModel):
             decoding.decoder = packed
             kind = manifest.get("cache_dtype", "float32") if cache_dtype is None else cache_dtype
@@ -261,11 +272,24 @@ class Decoding:
             return decoding
         _refuse_cache_dtype(cache_dtype)
         decoding.decoder = cast(PackedDecoder, packed.parts["decoder"])
-        if "encoder" in packed.parts and decoding.model is not None:
+        return decoding
+
+    def _take_model(
+        self,
+        folder: Path,
+        packed: PackedCausalModel | PackedEncoderDecoder,
+        manifest: dict[str, Any],
+    ) -> None:
+        """Take the model of a folder's configs, and the encoder, where the folder has them."""
+        if "config.json" not in manifest["files"]:
+            return
+        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+
+        self.model = skeleton_of(folder)
+        if isinstance(packed, PackedEncoderDecoder) and "encoder" in packed.parts:
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
-            decoding.encoder = Encoder.of_parts(decoding.model, packed.parts)
-        return decoding
+            self.encoder = Encoder.of_parts(self.model, packed.parts)
 
     def batch(
         self,
@@ -387,10 +411,8 @@ class Decoding:
 
         Raises
         ------
-        ValueError
-            Names an argument that this cannot do; no other is ignored.
-        TypeError
-            Names an argument of another type: a store, a session, a seed.
+        ValueError, TypeError
+            Names an argument that this cannot do, or of another type; no other is ignored.
         """
         from lmdecode.integrations.transformers.decoding.call import call_generate
 
@@ -417,7 +439,7 @@ class Decoding:
         sources : sequence of sequence of int, or Tensor
             Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
         attention_mask : Tensor, optional
-            [B, S], for a tensor: 0 for padding.
+            [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
         num_beams, num_return_sequences, max_new_tokens : int, optional
             As for ``generate()``. None: as ``generation_config`` says, without one 1 beam and 1
             result.

@@ -26,11 +26,20 @@ from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["MANIFEST", "load_packed", "save_packed"]
+__all__ = ["MANIFEST", "check_unchanged", "damaged", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
 _VERSION = 3
 _BEFORE_KINDS = 2  # the version whose models are decoder-only ones, all of them
+# What reading a manifest raises whose facts are of other types, or infinite.
+_ERRORS_OF_FACTS = (
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _CONFIGS = ("config.json", "generation_config.json")
 _TILE = slice(8, 20)  # bytes of a packed weight, in PackedHeader of csrc/linear/packed_layout.h
 
@@ -70,7 +79,8 @@ def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _bad(folder: Path, what: str) -> ValueError:
+def damaged(folder: Path, what: str) -> ValueError:
+    """Return the error that says what a folder has, or is, which ``save_packed`` did not write."""
     return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
 
 
@@ -90,11 +100,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
+        raise damaged(folder, f"has a damaged {MANIFEST} ({error})") from error
     if version not in (_BEFORE_KINDS, _VERSION):
-        raise _bad(folder, f"is of version {version}, this is version {_VERSION}")
+        raise damaged(folder, f"is of version {version}, this is version {_VERSION}")
     if crc != (expected := _checksum(manifest)):
-        raise _bad(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
+        raise damaged(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
     return manifest
 
 
@@ -185,22 +195,22 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
         )
         path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
         configs = [name for name in _CONFIGS if name in manifest["files"]]
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _bad(folder, f"has a damaged {MANIFEST} ({error})") from error
+    except _ERRORS_OF_FACTS as error:
+        raise damaged(folder, f"has a damaged {MANIFEST} ({error})") from error
     for name in configs:
         if not (folder / name).is_file():
-            raise _bad(folder, f"has no {name}, which its {MANIFEST} names")
+            raise damaged(folder, f"has no {name}, which its {MANIFEST} names")
     if not path.is_file() or path.stat().st_size != size:
         have = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
-        raise _bad(folder, f"has {have} in {path.name} instead of {size} bytes")
+        raise damaged(folder, f"has {have} in {path.name} instead of {size} bytes")
     memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     if verify and zlib.crc32(bytes_of(memory)) != crc:
-        raise _bad(folder, f"has other bytes in {path.name} than were written")
+        raise damaged(folder, f"has other bytes in {path.name} than were written")
     is_cut_as_here = _is_cut_as_here(model, memory)
     try:
         _take(model, memory if is_cut_as_here else _packed_again(model, memory))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _bad(folder, f"has other weights than its {MANIFEST} says ({error})") from error
+        raise damaged(folder, f"has other weights than its {MANIFEST} says ({error})") from error
     if not is_cut_as_here:
         warnings.warn(
             f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
@@ -208,3 +218,9 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
             stacklevel=3,
         )
     return model, manifest
+
+
+def check_unchanged(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise what ``load_packed`` does where another model has come since: files may be its own."""
+    if _read_manifest(folder) != manifest:
+        raise damaged(folder, "was written again while it was read")

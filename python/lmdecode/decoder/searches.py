@@ -125,7 +125,7 @@ class DecodingSearches:
             [rows of the caches, V] float32: the logits, 0 in rows that are not read.
         """
         rows = self.caches.table.shape[0]
-        logits = torch.zeros(rows, self.decoder.config.vocab_size)
+        logits = torch.zeros(rows, self.decoder.config.vocab_size, dtype=torch.float32)
         self._run([1, 0, 0], logits)
         return logits
 

@@ -7,7 +7,20 @@ import torch
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 
-__all__ = ["token_rules_of_request"]
+__all__ = ["check_tokens_of_request", "token_rules_of_request"]
+
+
+def check_tokens_of_request(op: str, request: BeamRequest, vocab_size: int) -> None:
+    """Raise ValueError for a token that is to be written, and that the vocabulary does not have."""
+    forced = (request.forced_bos_token_id, request.forced_eos_token_id)
+    for name, tokens in (
+        ("prompt_ids", request.prompt_ids),
+        ("pad_token_id, by default the first end token,", (request.pad_token,)),
+        ("forced_bos_token_id", forced[:1]),
+        ("forced_eos_token_id", forced[1:]),
+    ):
+        if any(token is not None and token >= vocab_size for token in tokens):
+            raise ValueError(f"{op}: {name} is {list(tokens)}; expected tokens below {vocab_size}")
 
 
 def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
@@ -28,7 +41,7 @@ def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
     bias = None
     values = {token: value for token, value in request.logit_bias.items() if token < vocab_size}
     if values:
-        bias = torch.zeros(vocab_size)
+        bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)
     return one_slot(
         repetition_penalty=request.repetition_penalty,

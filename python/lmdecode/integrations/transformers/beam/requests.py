@@ -40,7 +40,7 @@ def request_options(config: Any, prompt_length: int) -> dict[str, Any]:
     if any(len(tokens) != 1 for tokens in bias):
         raise ValueError("sequence_bias has sequences; expected single tokens")
     shortest = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length, 0)
-    pad = config.pad_token_id
+    pad, penalty = config.pad_token_id, config.repetition_penalty
     return {
         "max_new_tokens": config.max_length - prompt_length,
         "num_beams": config.num_beams,
@@ -50,7 +50,7 @@ def request_options(config: Any, prompt_length: int) -> dict[str, Any]:
         "eos_token_id": tokens_of(config.eos_token_id),
         "pad_token_id": None if pad is None or int(pad) < 0 else int(pad),
         "min_new_tokens": shortest,
-        "repetition_penalty": config.repetition_penalty or 1.0,
+        "repetition_penalty": 1.0 if penalty is None else penalty,
         "no_repeat_ngram_size": config.no_repeat_ngram_size or 0,
         "suppress_tokens": tokens_of(config.suppress_tokens),
         "forced_bos_token_id": config.forced_bos_token_id,

@@ -139,6 +139,21 @@ class Encoder:
         """The most tokens of a source, where that is limited."""
         return self._packed.longest
 
+    def check_source(self, name: str, source: Sequence[int]) -> None:
+        """Raise ValueError for tokens that the model does not take."""
+        most, tokens = self.longest, self._packed.config.vocab_size
+        if not source or (most is not None and len(source) > most):
+            expected = "at least 1" if most is None else f"1 to {most}"
+            raise ValueError(f"{name} has {len(source)} tokens; expected {expected}")
+        if min(source) < 0 or max(source) >= tokens:
+            i = next(i for i, token in enumerate(source) if not 0 <= token < tokens)
+            raise ValueError(f"{name}: tokens[{i}] is {source[i]}; expected 0 to {tokens - 1}")
+        if self._kind == "m2m_100" and self._padding in source:
+            i = source.index(self._padding)
+            raise ValueError(
+                f"{name}: tokens[{i}] is {source[i]}; expected no padding, which has no position"
+            )
+
     def memories(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return [n, S, D] float32 of sources of tokens, and their lengths, [n] int64.
 

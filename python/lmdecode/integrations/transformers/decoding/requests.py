@@ -132,6 +132,10 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     if prompt_ids is None:
         start = config.decoder_start_token_id
         prompt_ids = tokens_of(config.bos_token_id if start is None else start)
+        if len(prompt_ids) > 1:  # generate() takes so many as tokens of as many prompts
+            raise ValueError(
+                f"{_OP}: decoder_start_token_id is {list(prompt_ids)}; expected one token"
+            )
         if not prompt_ids:
             raise ValueError(
                 f"{_OP}: decoder_start_token_id is None; expected a token where there is no prompt"

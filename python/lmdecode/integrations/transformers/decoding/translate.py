@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from lmdecode._checks import check_int, dtype_name, is_int, type_error
 from lmdecode.beam.engine.request import BeamResult
+from lmdecode.beam.engine.request_rules import check_tokens_of_request
 from lmdecode.decoder.searches import length_limits
 from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
@@ -105,6 +106,7 @@ def _translator(
                 f"{_OP}: max_length is {request.max_length}; expected at most {limit + 1}: the "
                 f"model has {limit} {name}"
             )
+    check_tokens_of_request(_OP, request, decoder.config.vocab_size)
     translator = Translator(decoder, request)
     if key is not None:
         if len(decoder.translators) >= _KEPT:
@@ -136,10 +138,7 @@ def translate(
         most = check_int(_OP, "max_batch_tokens", max_batch_tokens, 1, limits="at least 1")
     found = _sources(sources, attention_mask)
     for i, source in enumerate(found):
-        longest = encoder.longest
-        if not source or (longest is not None and len(source) > longest):
-            expected = "at least 1" if longest is None else f"1 to {longest}"
-            raise ValueError(f"{_OP}: sources[{i}] has {len(source)} tokens; expected {expected}")
+        encoder.check_source(f"{_OP}: sources[{i}]", source)
     translator = _translator(decoding, decoder, generation_config, arguments)
 
     def encode(numbers: list[int]) -> tuple[Tensor, Tensor]:
