@@ -232,7 +232,8 @@ def test_a_generation_config() -> None:
             "max_length is 98; expected at most 97: the model has",
         ),
         ({"do_sample": True}, ValueError, "do_sample is True; expected none"),
-        ({"colour": "red"}, ValueError, "colour"),
+        ({"colour": "red"}, ValueError, "colour is given; expected generate"),
+        ({"colour": False}, ValueError, "colour is given; expected generate"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], error: type, message: str) -> None:

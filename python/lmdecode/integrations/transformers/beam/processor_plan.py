@@ -54,7 +54,7 @@ def _is_expressible(processor: Any) -> bool:
     if isinstance(processor, WhisperTimeStampLogitsProcessor):
         first, end = processor.timestamp_begin, processor.eos_token_id
         return (
-            bool(processor._detect_timestamp_from_logprob)
+            bool(getattr(processor, "_detect_timestamp_from_logprob", False))
             and isinstance(end, int)
             and 0 <= end < first
             and (processor.max_initial_timestamp_index or 0) >= 0
