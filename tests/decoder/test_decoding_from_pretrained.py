@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import BloomConfig, MvpConfig
 
 import lmdecode
@@ -184,3 +185,12 @@ def test_what_stands_in_for_a_model_says_so(tmp_path: Path) -> None:
     whole = lmdecode.Decoding.from_pretrained(model)  # guidance runs the model itself
     guided = model.generate(ids, guidance_scale=2.0, max_new_tokens=3, do_sample=False)
     assert whole.generate(ids, guidance_scale=2.0, max_new_tokens=3).equal(guided)
+
+
+@pytest.mark.parametrize("name", ["BartModel", "BartForSequenceClassification"])
+def test_a_model_without_logits_is_refused(name: str) -> None:
+    model = make_model("bart")
+    headless = getattr(transformers, name)(model.config)
+    message = rf"model is a {name}, which gives no logits; expected .* AutoModelForSeq2SeqLM"
+    with pytest.raises(ValueError, match=message):
+        lmdecode.Decoding.from_pretrained(headless)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -284,3 +285,20 @@ def test_the_default_dtype_has_no_effect(default: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
     for result, other in zip(found, expected, strict=True):
         assert result.sequences.equal(other.sequences) and result.scores.equal(other.scores)
+
+
+def test_beams_and_results_of_the_models_config() -> None:
+    """They count where nothing is said, as for generate()."""
+    model, decoding = pair("marian")
+    sources = lists(make_inputs("marian", 3))
+    expected = decoding.translate(sources, num_beams=4, num_return_sequences=3, max_new_tokens=NEW)
+    before = copy.deepcopy(model.generation_config)
+    try:
+        model.generation_config.update(num_beams=4, num_return_sequences=3, max_new_tokens=NEW)
+        found = decoding.translate(sources)
+        (greedy, *_) = decoding.translate(sources, num_beams=1, num_return_sequences=1)
+    finally:
+        model.generation_config = before
+    assert len(greedy.scores) == 1
+    for result, other in zip(found, expected, strict=True):
+        assert len(result.scores) == 3 and result.sequences.equal(other.sequences)

@@ -441,8 +441,7 @@ class Decoding:
         attention_mask : Tensor, optional
             [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
         num_beams, num_return_sequences, max_new_tokens : int, optional
-            As for ``generate()``. None: as ``generation_config`` says, without one 1 beam and 1
-            result.
+            As for ``generate()``. None: as ``generation_config`` says, or else the model's.
         max_batch_tokens : int, optional
             Tokens that are searched together, with padding; 4096 by default.
         generation_config, **arguments

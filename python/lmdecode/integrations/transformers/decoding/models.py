@@ -297,6 +297,12 @@ def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
             f"Decoding.from_pretrained: model is a {type(model).__name__} of type {kind!r}; "
             f"expected a conditional generation model of {', '.join(MODEL_TYPES)}"
         )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"Decoding.from_pretrained: model is a {type(model).__name__}, which gives no logits; "
+            "expected a conditional generation model, as AutoModelForSeq2SeqLM or "
+            "AutoModelForSpeechSeq2Seq load it"
+        )
     with torch.no_grad():
         return MODEL_TYPES[kind](model)
 

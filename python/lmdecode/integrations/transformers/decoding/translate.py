@@ -75,7 +75,7 @@ def _config(generation_config: Any, arguments: dict[str, Any]) -> Any:
     given = {name: value for name, value in arguments.items() if value is not None}
     config = copy.deepcopy(generation_config)
     if config is None:
-        config = GenerationConfig(num_beams=1, num_return_sequences=1)
+        config = GenerationConfig()
     unknown = config.update(**given)
     if unknown:
         raise ValueError(f"{_OP}: {next(iter(unknown))} is given; expected generate's arguments")
