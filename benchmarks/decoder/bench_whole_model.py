@@ -37,9 +37,11 @@ GROUP = "whole_model"
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
 SHARED, OWN = "4 beams of a prompt", "prompts of their own"
 GREEDY, BEAMS = "generate, greedy", "generate, 4 beams"
+LOOKUP, PLAIN = "generate, prompt lookup", "without lookup"
 DTYPES = tuple(dtype for dtype in models.BITS if dtype in FORMATS)
 _PROBED = 256 << 20  # bytes, far more than caches hold
 _SHARE_OF_PEAK = 16
+_LOOKUP_TOKENS, _PHRASES = 10, 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def _contestants(
         arguments = ("time_beams", tokens, rows, work.steps, clock)
         own = partial(calls[OURS], "time_step", tokens, rows, work.steps, clock)
         calls = {OURS: calls[OURS], OWN: lambda *_: own()}
+    elif name == LOOKUP:
+        tokens = tokens[: len(tokens) // _PHRASES] * _PHRASES  # the answer repeats it, and itself
+        arguments = ("time_lookup", tokens, work.new_tokens, _LOOKUP_TOKENS, clock)
+        plain = partial(calls[OURS], "time_generate", tokens, work.new_tokens, 1, clock)
+        calls = {OURS: calls[OURS], PLAIN: lambda *_: plain()}
     elif name in (GREEDY, BEAMS):
         beams = 4 if name == BEAMS else 1
         arguments = ("time_generate", tokens, work.new_tokens, beams, clock)
@@ -109,8 +116,8 @@ def _contestants(
         arguments = ("time_step", tokens, rows, work.steps, clock)
         limit = _limit_of_step(model, dtype, rows, len(tokens), clock)
     contestants = [
-        # pack_linears_ and prompts of their own are ours, too: no peers that ours is to beat.
-        Contestant(n, partial(call, *arguments), complete=n not in (PACKED, OWN))
+        # These are ours, too: no peers that ours is to beat.
+        Contestant(n, partial(call, *arguments), complete=n not in (PACKED, OWN, PLAIN))
         for n, call in calls.items()
     ]
     if with_peers and limit is not None:
@@ -129,7 +136,7 @@ def _case(
             _contestants, name=name, model=model, dtype=dtype, rows=rows, work=work, peers=peers
         ),
         clock="returned",
-        effort=_WHOLE_CALL if name in (GREEDY, BEAMS) else None,
+        effort=_WHOLE_CALL if name in (GREEDY, BEAMS, LOOKUP) else None,
     )
 
 
@@ -148,7 +155,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         # Most of the time goes to the start of processes that import torch.
         peers = {"float32": (TRANSFORMERS, LLAMA, OPENVINO), "int8": (LLAMA, OPENVINO, CTRANSLATE2)}
-        calls = {"float32": ((GREEDY, 1), (BEAMS, 1)), "int8": ()}
+        calls = {"float32": ((GREEDY, 1), (BEAMS, 1)), "int8": ((LOOKUP, 1),)}
         return [
             _case(name, "tiny", dtype, rows, QUICK, peers[dtype])
             for dtype in peers
@@ -169,6 +176,7 @@ def cases(quick: bool) -> list[Case]:
         for dtype in formats
     ]
     parts += [_case(SHARED, "heads of A", dtype, 4, behind, ()) for dtype in formats]
+    parts += [_case(LOOKUP, "A", dtype, 1, FULL, ()) for dtype in ("float32", "int8")]
     return whole + parts
 
 
@@ -222,6 +230,8 @@ GOALS = [
       for model in ("heads of A", "heads of B")),
     Goal(SHARED, "warm", "4 rows with prompts of their own", "at least", 1.0,
          lambda r: r.ratio(OWN), [_of(model="heads of A")]),
+    Goal(LOOKUP, "warm", "the same call without prompt lookup", "at least", 1.6,
+         lambda r: r.ratio(PLAIN), [_of()]),
     Goal(PREFILL, "warm", "transformers, window of 1024", "at least", 3.0,
          lambda r: r.ratio(TRANSFORMERS), [_of(model="A, window")]),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,14 @@ class LmdecodeEngine(Engine):
         ids = torch.tensor(list(tokens[:1]) * rows)
         times = [seconds(lambda: beams.forward(ids, entries, rows), clock) for _ in range(count)]
         return statistics.median(times)
+
+    def time_lookup(
+        self, tokens: Sequence[int], new_tokens: int, num_tokens: int, clock: str
+    ) -> float:
+        """Return the seconds of a greedy call that looks so many tokens up."""
+        arguments = generate_arguments(tokens, new_tokens, 1)
+        call = partial(self._decoding.generate, **arguments, prompt_lookup_num_tokens=num_tokens)
+        return seconds(call, clock)
 
     def generate(self, tokens: Sequence[int], new_tokens: int, beams: int) -> None:
         self._decoding.generate(**generate_arguments(tokens, new_tokens, beams))
