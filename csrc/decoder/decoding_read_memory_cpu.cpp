@@ -53,19 +53,22 @@ void decoding_read_memory_cpu(const ReadMemoryParams& p) {
   const auto length = [&](int64_t i) { return p.lengths[i * p.length_stride]; };
   const auto request = [&](int64_t i) { return p.requests[i * p.request_stride]; };
   for (int64_t begin = 0; begin < p.count;) {
-    // What counts of memories that fit, without what lies behind it.
+    // What counts of memories that fit, without what lies behind it; one alone lies right.
     int64_t end = begin, rows = 0;
-    for (; end < p.count && rows + length(end) <= most; ++end) {
-      std::copy_n(p.memory + end * p.source * memory_size, length(end) * memory_size,
-                  workspace.memory + rows * memory_size);
-      rows += length(end);
+    while (end < p.count && rows + length(end) <= most) rows += length(end++);
+    const float* memory = p.memory + begin * p.source * memory_size;
+    if (end - begin > 1) {
+      float* to = workspace.memory;
+      for (int64_t i = begin; i < end; ++i) {
+        to = std::copy_n(p.memory + i * p.source * memory_size, length(i) * memory_size, to);
+      }
+      memory = workspace.memory;
     }
     for (int64_t layer = 0; layer < p.config.layers; ++layer) {
       if (rows > 0) {
         linear::LinearOutput output;
         output.y = workspace.key_value;
-        apply_linear(p.layers[layer].cross_key_value, workspace.memory, rows, workspace.linear,
-                     output);
+        apply_linear(p.layers[layer].cross_key_value, memory, rows, workspace.linear, output);
       }
       const float* key_value = workspace.key_value;
       for (int64_t i = begin; i < end; ++i) {
