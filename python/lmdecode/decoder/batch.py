@@ -19,7 +19,7 @@ from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import ALWAYS, new_token_rules, write_token_rules
 from lmdecode.decoder.checks import check_floats
-from lmdecode.decoder.searches import DecodingSearches, length_limits
+from lmdecode.decoder.searches import DecodingSearches, check_length
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingBatch"]
@@ -77,12 +77,7 @@ class DecodingBatch:
         source = _size("source", source)
         max_end_tokens = _size("max_end_tokens", max_end_tokens, 0)
         max_suppressed = _size("max_suppressed", max_suppressed, 0)
-        for limit, name in length_limits(decoder):
-            if capacity > limit + 1:
-                raise ValueError(
-                    f"{_OP}: capacity is {capacity}; expected at most {limit + 1}: the model has "
-                    f"{limit} {name}"
-                )
+        check_length(_OP, "capacity", capacity, decoder)
         self._decoder = decoder
         self._source = source
         self._max_suppressed = max_suppressed

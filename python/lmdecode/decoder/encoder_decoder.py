@@ -111,18 +111,7 @@ class PackedEncoderDecoder:
     def of_packed(
         cls, config: Mapping[str, Any], weight_format: str, facts: Mapping[str, Any]
     ) -> PackedEncoderDecoder:
-        """Return a model whose weights have been packed before, without them: see ``take``.
-
-        Parameters
-        ----------
-        config, weight_format, facts
-            Its ``config_fields()``, its format, and its ``facts()``.
-
-        Raises
-        ------
-        KeyError, TypeError, ValueError
-            Facts are missing, or of another type. That they fit the memory is for the ops to see.
-        """
+        """See ``PackedCausalModel.of_packed``."""
         model = cls.__new__(cls)
         model.weight_format = check_format("Decoding", weight_format, FORMATS)
         model._fields, tensors = {**config}, facts["tensors"]

@@ -15,7 +15,7 @@ from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
 from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["DecodingSearches", "length_limits", "new_searches"]
+__all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
 
 
 def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str]]:
@@ -25,6 +25,16 @@ def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str
         (decoder.num_distances, "distances of the relative bias"),
     ]
     return [(most, name) for most, name in limits if most is not None]
+
+
+def check_length(op: str, name: str, length: int, decoder: PackedDecoder | DeviceDecoder) -> None:
+    """Raise ValueError for sequences that might outgrow the model."""
+    for limit, what in length_limits(decoder):
+        if length > limit + 1:
+            raise ValueError(
+                f"{op}: {name} is {length}; expected at most {limit + 1}: the model has {limit} "
+                f"{what}"
+            )
 
 
 class DecodingSearches:
@@ -42,6 +52,8 @@ class DecodingSearches:
         See ``lmdecode.beam.state``; slot ``r * num_groups + g`` is group g of request r.
     token_rules, caches
         See there.
+    has_own_memory : bool
+        See ``own_bytes``.
     """
 
     def __init__(
@@ -71,8 +83,8 @@ class DecodingSearches:
         sizes = (slots // num_groups, slots * beams, capacity, source)
         caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
         size = caches_size + workspace_size
-        is_own = size <= own_bytes
-        self._memory = new_memory(size) if is_own else decoder.spare_memory.take(size)
+        self.has_own_memory = size <= own_bytes
+        self._memory = new_memory(size) if self.has_own_memory else decoder.spare_memory.take(size)
         if caches is None:
             caches = new_caches(decoder.config, *sizes, self._memory)
         self.caches = caches
@@ -143,11 +155,6 @@ class DecodingSearches:
             logits,
         )
         return int(steps)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of keys, values and scratch."""
-        return len(self._memory)
 
     def release(self) -> None:
         """Leave the memory to searches to come; these, and their caches, are used no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -34,8 +35,7 @@ class _Batch:
     def __init__(
         self, decoder: PackedDecoder, request: BeamRequest, count: int, source: int
     ) -> None:
-        self._request, self._count = request, count
-        width = request.num_beams
+        self._request, width = request, request.num_beams
         state = new_beam_state(
             count,
             width,
@@ -110,6 +110,7 @@ class Translator:
         self._decoder, self._request = decoder, request
         # What no thread uses, by its sizes, the last used one last.
         self._kept: list[tuple[tuple[int, int], _Batch]] = []
+        self._lock = threading.Lock()
 
     def translate(
         self,
@@ -150,21 +151,17 @@ class Translator:
         return [results[i] for i in range(len(lengths))]
 
     def _take(self, sizes: tuple[int, int]) -> _Batch:
-        kept = self._kept
-        for i, (have, _) in enumerate(kept):
-            if have == sizes:
-                try:
-                    taken = kept.pop(i)
-                except IndexError:  # another thread took one
-                    break
-                if taken[0] == sizes:
-                    return taken[1]
-                kept.append(taken)
+        with self._lock:
+            for i, (have, batch) in enumerate(self._kept):
+                if have == sizes:
+                    del self._kept[i]
+                    return batch
         return _Batch(self._decoder, self._request, *sizes)
 
     def _give(self, sizes: tuple[int, int], batch: _Batch) -> None:
-        if batch.searches.memory_bytes > _KEPT_BYTES:
+        if not batch.searches.has_own_memory:
             batch.searches.release()
             return
-        self._kept.append((sizes, batch))
-        del self._kept[:-_KEPT_BATCHES]
+        with self._lock:
+            self._kept.append((sizes, batch))
+            del self._kept[:-_KEPT_BATCHES]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from lmdecode._checks import check_int, dtype_name, is_int, type_error
 from lmdecode.beam.engine.request import BeamResult
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
-from lmdecode.decoder.searches import length_limits
+from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.requests import request_of_config
@@ -100,12 +100,7 @@ def _translator(
     if key is not None and (kept := decoder.translators.get(key)) is not None:
         return kept
     request = request_of_config(None, _config(generation_config, arguments), model)
-    for limit, name in length_limits(decoder):
-        if request.max_length > limit + 1:
-            raise ValueError(
-                f"{_OP}: max_length is {request.max_length}; expected at most {limit + 1}: the "
-                f"model has {limit} {name}"
-            )
+    check_length(_OP, "max_length", request.max_length, decoder)
     check_tokens_of_request(_OP, request, decoder.config.vocab_size)
     translator = Translator(decoder, request)
     if key is not None:
