@@ -165,11 +165,7 @@ class Encoder:
         places = torch.tensor([*chain.from_iterable(map(range, counts))])
         tokens = torch.tensor([*chain.from_iterable(sources)])
         rows = self._packed.forward(begins, places, tokens=tokens)
-        if len(rows) == len(sources) * longest:
-            return rows.view(len(sources), longest, -1), lengths
-        states = rows.new_zeros(len(sources), longest, rows.shape[1])
-        states[torch.arange(longest) < lengths[:, None]] = rows
-        return states, lengths
+        return _placed(rows, torch.arange(longest) < lengths[:, None]), lengths
 
     def _of_tokens(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """Return [B, S, D], or None where the mask has several runs of ones in a row."""
@@ -192,11 +188,7 @@ class Encoder:
             places = within
         begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         rows = self._packed.forward(begins, places[mask], tokens=ids[mask].long())
-        if bool(mask.all()):
-            return rows.view(*ids.shape, -1)
-        states = rows.new_zeros(*ids.shape, rows.shape[1])
-        states[mask] = rows
-        return states
+        return _placed(rows, mask)
 
     def _of_features(self, features: Tensor) -> Tensor | None:
         """Return [B, S, D] of [B, channels, 2 S]: Whisper's."""
@@ -213,6 +205,15 @@ class Encoder:
             begins, torch.arange(length).repeat(batch), inputs=x.reshape(-1, size)
         )
         return rows.view(batch, length, size)
+
+
+def _placed(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, S, D]: rows [n, D] where the mask [B, S] is true, one after the other, else 0."""
+    if len(rows) == mask.numel():
+        return rows.view(*mask.shape, -1)
+    states = rows.new_zeros(*mask.shape, rows.shape[1])
+    states[mask] = rows
+    return states
 
 
 def _packed_convolution(module: torch.nn.Conv1d, dtype: str) -> PackedLinear:

@@ -49,8 +49,8 @@ class Lookahead:
         # Of each sequence: tokens that were read ahead, and the logits behind the last token and
         # behind each of them.
         self._drafts: list[list[int]] = [[] for _ in prompts]
-        self._read_ahead = [0] * len(prompts)  # tokens of the last draft, and those to propose next
-        self._propose = [num_tokens] * len(prompts)
+        self._read_ahead = [0] * len(prompts)  # tokens of the last draft
+        self._propose = [num_tokens] * len(prompts)  # tokens of the next draft, at most
         self._logits: list[Tensor] = [torch.empty(0, 0) for _ in prompts]
 
     def logits(self, last: Tensor) -> Tensor:
@@ -74,19 +74,16 @@ class Lookahead:
     def _read(self, rows: list[int]) -> None:
         lengths = self._lengths[rows]
         behind = (lengths - 1).tolist()  # positions that were rightly read
-        if any(
-            int(self._caches.lengths[row]) > have for row, have in zip(rows, behind, strict=True)
-        ):
-            self._caches.truncate(rows, behind)
-        proposed = prompt_lookup(
-            self._texts[rows], self._num_tokens, self._max_ngram, lengths=lengths
-        )
-        tokens, entries = [], []
-        for row, have, draft in zip(rows, behind, proposed.tolist(), strict=True):
-            room = max(0, self._caches.max_length - have - 2)  # the last token is not read
+        self._caches.truncate(rows, behind)
+        for row in rows:
             if self._read_ahead[row]:
                 right = self._read_ahead[row] - len(self._drafts[row])
                 self._propose[row] = min(self._num_tokens, 2 * (right + 1))
+        most = max(self._propose[row] for row in rows)
+        proposed = prompt_lookup(self._texts[rows], most, self._max_ngram, lengths=lengths)
+        tokens, entries = [], []
+        for row, have, draft in zip(rows, behind, proposed.tolist(), strict=True):
+            room = max(0, self._caches.max_length - have - 2)  # the last token is not read
             draft = [token for token in draft[: min(room, self._propose[row])] if token >= 0]
             self._drafts[row], self._read_ahead[row] = draft, len(draft)
             tokens += [int(self._texts[row, have]), *draft]
