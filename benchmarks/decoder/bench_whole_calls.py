@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -100,15 +99,8 @@ def _words(with_peers: bool, *, count: int, beams: int, dtype: str) -> list[Cont
     most = tokenizer.model_max_length - 1
 
     def peer() -> Callable[[], object]:
-        from ctranslate2 import Translator
-        from ctranslate2.converters import TransformersConverter
-
-        with tempfile.TemporaryDirectory() as folder:
-            TransformersConverter(str(_PRONUNCIATIONS)).convert(folder, force=True)
-            run = Translator(
-                folder, compute_type=PEER_TYPES[dtype], inter_threads=1, intra_threads=1
-            ).translate_batch
-        source = [tokenizer.convert_ids_to_tokens(row) for row in ids]
+        run = translator(model, PEER_TYPES[dtype]).translate_batch
+        source = [[str(token) for token in row] for row in ids]
         return lambda: run(source, beam_size=beams, max_decoding_length=most)
 
     translate = _decoding(model, dtype).translate

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
-import os
 import pickle
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from tests.decoder.decoder_models import (
     make_whisper_with_timestamps,
 )
 from tests.support.causal_models import random_model
+from tests.support.other_capability import call_elsewhere
 
 ROOT = Path(__file__).parents[2]
 NEW = 7
@@ -270,19 +269,7 @@ def test_on_a_device_and_with_caches_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path) -> None:
     """Bit for bit what is packed here from the start: encoder, decoder and convolutions."""
-    code = """
-import sys
-from pathlib import Path
-from tests.decoder.test_saved_encoder_decoder import _saved
-_saved(Path(sys.argv[1]), "whisper", sys.argv[2])
-"""
-    other = "avx2" if lmdecode.cpu_capability() != "avx2" else "default"
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), dtype],
-        env={**os.environ, "LMDECODE_CPU_CAPABILITY": other},
-        cwd=ROOT,
-        check=True,
-    )
+    call_elsewhere("tests.decoder.test_saved_encoder_decoder:_saved", tmp_path, "whisper", dtype)
     here = lmdecode.Decoding.from_pretrained(make_model("whisper"), dtype)
     with pytest.warns(UserWarning, match="was packed for another kind of processor"):
         loaded = lmdecode.Decoding.load(tmp_path)

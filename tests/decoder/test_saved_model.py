@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.saved_model import _TILE
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
+from tests.support.other_capability import call_elsewhere
 
 ops = torch.ops.lmdecode
 ROOT = Path(__file__).parents[2]
@@ -159,19 +158,7 @@ def test_the_working_directory_is_no_models_folder(
 @pytest.mark.slow
 def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path) -> None:
     """Bit for bit what is packed here from the start."""
-    code = """
-import sys
-from pathlib import Path
-from tests.decoder.test_saved_model import _saved
-_saved(Path(sys.argv[1]), sys.argv[2])
-"""
-    other = "avx2" if lmdecode.cpu_capability() != "avx2" else "default"
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), dtype],
-        env={**os.environ, "LMDECODE_CPU_CAPABILITY": other},
-        cwd=ROOT,
-        check=True,
-    )
+    call_elsewhere("tests.decoder.test_saved_model:_saved", tmp_path, dtype)
     here = lmdecode.Decoding.from_pretrained(random_model(*MODEL), dtype)
     manifest = json.loads((tmp_path / "lmdecode.json").read_text())
     with pytest.warns(UserWarning, match="was packed for another kind of processor"):
