@@ -26,14 +26,13 @@ from lmdecode.reference.arithmetic import (
     token_noise,
 )
 from lmdecode.reference.sampler_parameters import RowParameters, row_parameters, split_rows
-from lmdecode.reference.sampler_stages import LOG2_E, STAGES, Survivors, run_stages
+from lmdecode.reference.sampler_stages import LOG2_E, ORDERS, STAGES, Survivors, run_stages
 from lmdecode.reference.sampling import best_score, seed_rows
 from lmdecode.reference.text_rules import edited_logits
 from lmdecode.sampling.types import STATUS_EMPTY, STATUS_NAN, STATUS_PARAMETER
 
 _INF = math.inf
 STATUS_NO_SEQUENCE = 8
-_LEAST_TEMPERATURE = {"vllm": 1e-5}  # below it a row is greedy
 _SEEDS = 2**63 - 1
 
 
@@ -168,7 +167,7 @@ class Sampler:
         return_stages: bool = False,
         **parameters: Any,
     ) -> None:
-        self.batch, self.vocab, self.order = batch, vocab, order
+        self.batch, self.vocab, self.order = batch, vocab, ORDERS[order]
         self.device = torch.device(device or "cpu")
         self.is_raw = logprobs_mode == "raw_logprobs"
         self.num_logprobs = num_logprobs
@@ -244,7 +243,7 @@ class Sampler:
         status = (STATUS_NAN if x.isnan().any() else 0) | (STATUS_PARAMETER if p.nan else 0)
         y = edited_logits(x, p, sequence.prompt, sequence.output, bitmask, self.order)
         left = Survivors(y)
-        is_greedy = p.temperature <= 0 or p.temperature < _LEAST_TEMPERATURE.get(self.order, 0.0)
+        is_greedy = p.temperature <= 0 or p.temperature < self.order.least_temperature
         if is_greedy and len(left.kept) > 0:
             token = int(left.kept[0])
             return _one_token(token, y[token].item(), bits, status)
@@ -351,6 +350,6 @@ class Sampler:
     def _rank(self, x: Tensor, token: int) -> int:
         """1 + how many raw logits stand before the token's; order "vllm": as many reach it."""
         x = torch.where(x.isnan(), -_INF, x)
-        if self.order == "vllm":
+        if self.order.rank_after_ties:
             return int((x >= x[token]).sum())
         return int((x > x[token]).sum() + (x[:token] == x[token]).sum()) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,35 +44,51 @@ MIN_EXPONENT = -125.0
 _TYPICAL_KEY_BITS = 24
 _XTC_BLOCK = 0xFFFFFFFF  # no token's block: those end at 2^30
 EXTRA_STREAM = 2  # of Philox: tokens' noise has 0 and 1
-_TOP_H_TOKENS = 100  # in order "transformers"
 
 STAGES = (
     "temperature top_k top_p min_p top_n_sigma epsilon eta top_h typical xtc mirostat"
 ).split()
 """The columns of ``stage_counts``."""
 
-# When the stages run. All but "llama.cpp" have the temperature first.
+
+@dataclass(frozen=True)
+class Order:
+    """A system's order of the stages, and its rules."""
+
+    stages: list[str]
+    dialect: DialectRules  # of top-k, top-p and min-p
+    keep_ties: bool = False  # of the maximum, where nothing else is kept; and of typical's last key
+    top_h_tokens: int | None = None  # top-h looks at so many first tokens alone
+    least_temperature: float = 0.0  # below it a row is greedy
+    counts_see_prompt: bool = False  # of the frequency and presence penalties
+    allows_end_tokens: bool = False  # a bad word that is just an end token is none
+    rank_after_ties: bool = False  # of equal raw logits the chosen one comes last
+
+
 ORDERS = {
-    "lmdecode": STAGES,
-    "transformers": (
-        "temperature top_h top_k top_p min_p typical epsilon eta top_n_sigma xtc mirostat"
-    ).split(),
-    "vllm": (
-        "temperature min_p top_k top_p top_n_sigma epsilon eta top_h typical xtc mirostat"
-    ).split(),
-    "llama.cpp": (
-        "top_n_sigma top_k typical top_p min_p xtc epsilon eta top_h temperature mirostat"
-    ).split(),
-    "sglang": (
-        "temperature top_p top_k min_p top_n_sigma epsilon eta top_h typical xtc mirostat"
-    ).split(),
-}
-_RULES = {
-    "lmdecode": DIALECT_RULES["lmdecode"],
-    "transformers": DIALECT_RULES["transformers"],
-    "vllm": DIALECT_RULES["vllm"],
-    "llama.cpp": DIALECT_RULES["lmdecode"],
-    "sglang": replace(DIALECT_RULES["lmdecode"], strict_top_p=True, min_p_one_keeps_ties=True),
+    "lmdecode": Order(list(STAGES), DIALECT_RULES["lmdecode"]),
+    "transformers": Order(
+        "temperature top_h top_k top_p min_p typical epsilon eta top_n_sigma xtc mirostat".split(),
+        DIALECT_RULES["transformers"],
+        keep_ties=True,
+        top_h_tokens=100,
+        allows_end_tokens=True,
+    ),
+    "vllm": Order(
+        "temperature min_p top_k top_p top_n_sigma epsilon eta top_h typical xtc mirostat".split(),
+        DIALECT_RULES["vllm"],
+        least_temperature=1e-5,
+        rank_after_ties=True,
+    ),
+    "llama.cpp": Order(
+        "top_n_sigma top_k typical top_p min_p xtc epsilon eta top_h temperature mirostat".split(),
+        DIALECT_RULES["lmdecode"],
+        counts_see_prompt=True,
+    ),
+    "sglang": Order(
+        "temperature top_p top_k min_p top_n_sigma epsilon eta top_h typical xtc mirostat".split(),
+        replace(DIALECT_RULES["lmdecode"], strict_top_p=True, min_p_one_keeps_ties=True),
+    ),
 }
 
 
@@ -169,9 +185,16 @@ def entropy(row: Survivors) -> float:
     return log_scalar(total_weight(row)) + LN2 * mean_log_ratio(row)
 
 
-def keep_values(row: Survivors, bound: float, keep_ties: bool) -> None:
-    """Keep v >= bound; where nothing reaches it the first token, or all that equal it."""
-    mask = row.v[row.kept].to(torch.float64) >= bound
+def reaches(row: Survivors, log_bound: float) -> Tensor:
+    """[kept] bool: the value is at least the largest one plus ``log_bound``, in float64."""
+    v = row.v[row.kept].to(torch.float64)
+    # Beside a huge value a bound above 0 would be lost.
+    return v >= v[0] + log_bound if log_bound <= 0 else torch.zeros_like(v, dtype=torch.bool)
+
+
+def keep_reaching(row: Survivors, log_bound: float, keep_ties: bool) -> None:
+    """Keep what reaches the bound; where nothing does the first token, or all that equal it."""
+    mask = reaches(row, log_bound)
     if not mask.any():
         if keep_ties:
             mask = row.v[row.kept] == row.v[row.kept[0]]
@@ -183,7 +206,7 @@ def keep_values(row: Survivors, bound: float, keep_ties: bool) -> None:
 # --- The stages -----------------------------------------------------------------------------------
 
 
-def temperature(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def temperature(row: Survivors, p: RowParameters, order: Order) -> None:
     """Divide by the temperature; with a range D by one within T - D .. T + D, by the entropy."""
     chosen = p.temperature
     count = len(row.kept)
@@ -199,21 +222,21 @@ def temperature(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
         row.kept = row.kept[:1]
 
 
-def top_k(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
-    row.kept = keep_top_k(row.v, row.kept, p.top_k, rules)
+def top_k(row: Survivors, p: RowParameters, order: Order) -> None:
+    row.kept = keep_top_k(row.v, row.kept, p.top_k, order.dialect)
 
 
-def top_p(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def top_p(row: Survivors, p: RowParameters, order: Order) -> None:
     mass = torch.zeros(len(row.y), dtype=torch.int64)
     mass[row.kept] = row.masses()
-    row.kept = keep_top_p(row.v, mass, row.kept, p.top_p, row.fraction_bits, rules)
+    row.kept = keep_top_p(row.v, mass, row.kept, p.top_p, row.fraction_bits, order.dialect)
 
 
-def min_p(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
-    row.kept = keep_min_p(row.v, row.kept, p.min_p, rules)
+def min_p(row: Survivors, p: RowParameters, order: Order) -> None:
+    row.kept = keep_min_p(row.v, row.kept, p.min_p, order.dialect)
 
 
-def top_n_sigma(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep v >= max - n sigma, sigma the standard deviation of the values that are left."""
     v = row.v[row.kept].to(torch.float64)
     v_max, v_min = v[0].item(), v[-1].item()
@@ -227,26 +250,24 @@ def top_n_sigma(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
     second = sum_masses(((q * q) * 2.0**bits).to(torch.int64))
     exact = max(0, count * second * 2 ** (bits - 6) - first * first)
     variance = float(exact) / float(count * count * 2 ** (2 * bits - 6))
-    keep_values(row, v_max - p.top_n_sigma * (spread * math.sqrt(variance)), False)
+    keep_reaching(row, -(p.top_n_sigma * (spread * math.sqrt(variance))), False)
 
 
-def epsilon(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def epsilon(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep probabilities >= epsilon."""
-    bound = row.v[row.kept[0]].item() + log_scalar(p.epsilon_cutoff * total_weight(row))
-    keep_values(row, bound, rules.keep_top_k_ties)
+    keep_reaching(row, log_scalar(p.epsilon_cutoff * total_weight(row)), order.keep_ties)
 
 
-def eta(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def eta(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep probabilities >= min(eta, sqrt(eta) * exp(-H))."""
     log_eta = log_scalar(p.eta_cutoff)
     log_bound = log_scalar(total_weight(row)) + min(log_eta, 0.5 * log_eta - entropy(row))
-    keep_values(row, row.v[row.kept[0]].item() + log_bound, rules.keep_top_k_ties)
+    keep_reaching(row, log_bound, order.keep_ties)
 
 
-def top_h(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def top_h(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep the longest front whose terms -p ln p sum to at most top_h times the entropy."""
-    if rules is _RULES["transformers"]:
-        row.kept = row.kept[:_TOP_H_TOKENS]
+    row.kept = row.kept[: order.top_h_tokens]
     # Every prefix sum is at most the sum, which only as the sum can be 2^63.
     scale = 2.0**-row.fraction_bits
     mass = _prefix_sums(row.masses()) * scale
@@ -264,26 +285,26 @@ def _prefix_sums(values: Tensor) -> Tensor:
     return torch.where(sums < 0, 2.0**63, sums)
 
 
-def typical(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def typical(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep the smallest set of mass >= p whose -log p are nearest to the entropy."""
     tokens = row.kept.sort().values
     y = row.y[tokens].to(torch.float64)
     distance = (y.max() - y) * row.factor() - mean_log_ratio(row)
     key = (distance.abs() * 2.0**_TYPICAL_KEY_BITS).clamp(max=2.0**32 - 1).to(torch.int64)
-    key, order = key.sort(stable=True)
+    key, places = key.sort(stable=True)
     mass = torch.zeros_like(row.y, dtype=torch.int64)
     mass[row.kept] = row.masses()
     count = 1
     if p.typical_p > 0:
         threshold = mass_threshold(p.typical_p, sum_masses(mass), strict=False)
-        cumulated = mass[tokens[order[:-1]]].cumsum(0)
+        cumulated = mass[tokens[places[:-1]]].cumsum(0)
         count = int((cumulated < threshold).sum()) + 1
-    if rules.keep_top_k_ties:
+    if order.keep_ties:
         count = int((key <= key[count - 1]).sum())
-    row.keep(torch.isin(row.kept, tokens[order[:count]]))
+    row.keep(torch.isin(row.kept, tokens[places[:count]]))
 
 
-def xtc(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def xtc(row: Survivors, p: RowParameters, order: Order) -> None:
     """With a probability: of the tokens that reach a threshold keep the least likely alone."""
     if p.seed >= 0:
         block = torch.tensor([_XTC_BLOCK])
@@ -293,22 +314,21 @@ def xtc(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
         applies = p.xtc_probability >= 1
     if not applies:
         return
-    bound = -_INF
+    log_bound = -_INF
     if p.xtc_threshold > 0:
-        first = row.v[row.kept[0]].item()
-        bound = first + log_scalar(p.xtc_threshold * total_weight(row))
-    reached = int((row.v[row.kept].to(torch.float64) >= bound).sum())
+        log_bound = log_scalar(p.xtc_threshold * total_weight(row))
+    reached = int(reaches(row, log_bound).sum())
     if reached >= 2:
         row.kept = row.kept[reached - 1 :]
 
 
-def mirostat(row: Survivors, p: RowParameters, rules: DialectRules) -> None:
+def mirostat(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep what has a surprise of at most mu bits."""
     log_bound = log_scalar(total_weight(row)) - p.mirostat_mu * LN2
-    keep_values(row, row.v[row.kept[0]].item() + log_bound, False)
+    keep_reaching(row, log_bound, False)
 
 
-_Stage = Callable[[Survivors, RowParameters, DialectRules], None]
+_Stage = Callable[[Survivors, RowParameters, Order], None]
 # Each with the condition under which it is on.
 _STAGES: dict[str, tuple[_Stage, Callable[[RowParameters], bool]]] = {
     "temperature": (temperature, lambda p: p.temperature != 1 or p.dynamic_temperature_range > 0),
@@ -325,15 +345,15 @@ _STAGES: dict[str, tuple[_Stage, Callable[[RowParameters], bool]]] = {
 }
 
 
-def run_stages(row: Survivors, parameters: RowParameters, order: str) -> dict[str, int]:
+def run_stages(row: Survivors, parameters: RowParameters, order: Order) -> dict[str, int]:
     """Run the stages that are on, and return how many tokens each left, by name.
 
     A row that comes to have no token is left at once.
     """
     counts = {}
-    for name in ORDERS[order]:
+    for name in order.stages:
         stage, is_on = _STAGES[name]
         if is_on(parameters) and len(row.kept) > 0:
-            stage(row, parameters, _RULES[order])
+            stage(row, parameters, order)
             counts[name] = len(row.kept)
     return counts

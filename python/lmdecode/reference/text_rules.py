@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmdecode.reference.arithmetic import integer_power, round_to_f32
 from lmdecode.reference.sampler_parameters import RowParameters
+from lmdecode.reference.sampler_stages import Order
 
 _INF = math.inf
 _MAX_FLOAT = float.fromhex("0x1.fffffep127")
@@ -39,7 +40,9 @@ def _biases(row: RowParameters, text: Sequence[int]) -> dict[int, float]:
     return sums
 
 
-def _banned(row: RowParameters, text: Sequence[int], output: Sequence[int], order: str) -> set[int]:
+def _banned(
+    row: RowParameters, text: Sequence[int], output: Sequence[int], order: Order
+) -> set[int]:
     """Tokens that are forbidden whatever their logit."""
     banned = set(row.suppress_tokens)
     banned |= {
@@ -48,7 +51,7 @@ def _banned(row: RowParameters, text: Sequence[int], output: Sequence[int], orde
         if bias == -_INF and _ends_with(text, tokens[:-1])
     }
     for word in row.bad_words_ids:
-        end_token = len(word) == 1 and word[0] in row.eos_token_id and order == "transformers"
+        end_token = len(word) == 1 and word[0] in row.eos_token_id and order.allows_end_tokens
         if _ends_with(text, word[:-1]) and not end_token:
             banned.add(word[-1])
     if len(output) < row.min_tokens:
@@ -100,7 +103,7 @@ def edited_logits(
     prompt: Sequence[int],
     output: Sequence[int],
     bitmask: Tensor | None,
-    order: str,
+    order: Order,
 ) -> Tensor:
     """Return the logits y [V] float32 that the stages see; NaN becomes -inf."""
     vocab = len(x)
@@ -119,7 +122,7 @@ def edited_logits(
     if row.repetition_penalty != 1:
         r = torch.tensor(row.repetition_penalty)
         y[seen] = torch.where(y[seen] < 0, y[seen] * r, y[seen] / r)
-    counted = text if order == "llama.cpp" else output
+    counted = text if order.counts_see_prompt else output
     if row.frequency_penalty != 0 or row.presence_penalty != 0:
         seen = _index(counted, vocab)
         counts = Counter(counted)
