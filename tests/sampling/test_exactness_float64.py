@@ -22,6 +22,7 @@ from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import SampleOutput
 from tests.support.cases import SamplingCase, assert_same_bits
 from tests.support.random_cases import sampling_cases
+from tests.support.random_rows import make_values, pick
 
 MARGIN = 1e-6
 COMPARED = 20_000  # rows that float64 decides, over the three dtypes
@@ -232,41 +233,6 @@ def check(case: SamplingCase, device: torch.device) -> int:
 
 
 # --- Random rows ----------------------------------------------------------------------------------
-
-
-def pick(random: np.random.Generator, weights: dict[float, float], count: int) -> Array:
-    values, odds = np.array(list(weights)), np.array(list(weights.values()))
-    return random.choice(values, size=count, p=odds / odds.sum())
-
-
-def make_values(random: np.random.Generator, batch: int, vocab: int) -> Array:
-    """[B, V] f32; each row is of one kind."""
-    x = random.standard_normal((batch, vocab), dtype=np.float32)
-    x *= random.choice([0.1, 1, 3, 8], size=(batch, 1)).astype(np.float32)
-    share = random.choice([1 / vocab, 0.1, 0.5, 0.95], size=(batch, 1))
-    hit = random.random((batch, vocab), dtype=np.float32) < share
-    kinds = {
-        "normal": (6.0, lambda x, hit: x),
-        "halves": (4.0, lambda x, hit: np.round(x * 2) / 2),
-        "whole numbers": (1.0, lambda x, hit: np.round(x)),
-        "equal": (0.4, lambda x, hit: np.broadcast_to(x[:, :1], x.shape)),
-        "-inf": (2.0, lambda x, hit: np.where(hit, -INF, x)),
-        "NaN": (1.5, lambda x, hit: np.where(hit, NAN, x)),
-        "-inf and NaN": (0.5, lambda x, hit: np.where(hit, NAN, np.where(x > 0, -INF, x))),
-        "no token": (0.2, lambda x, hit: np.where(hit, NAN, -INF)),
-        "+inf": (1.0, lambda x, hit: np.where(hit, INF, x)),
-        "+inf and NaN": (0.3, lambda x, hit: np.where(hit, INF, np.where(x > 0, NAN, x))),
-        "huge": (1.0, lambda x, hit: x.clip(-3, 3) * 1e38),
-        "large": (0.5, lambda x, hit: x * 1e4),
-        "tiny": (0.7, lambda x, hit: x * 1e-38),
-        "peaked": (1.0, lambda x, hit: np.where(hit, x + 20, x)),
-    }
-    kind = pick(random, {number: odds for number, (odds, _) in enumerate(kinds.values())}, batch)
-    with np.errstate(over="ignore"):
-        for number, (_, make) in enumerate(kinds.values()):
-            rows = kind == number
-            x[rows] = make(x[rows], hit[rows])
-    return x
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -134,6 +134,9 @@ def mass_threshold(p: float, total: int, strict: bool) -> int:
 
 # --- Logarithm ------------------------------------------------------------------------------------
 
+_LN2_HIGH = float.fromhex("0x1.62e42fefa3800p-1")
+_LN2_LOW = float.fromhex("0x1.ef35793c76730p-45")
+
 
 def _two_atanh(s: torch.Tensor) -> torch.Tensor:
     """Return 2 * atanh(s) for |s| <= 0.18, f64."""
@@ -152,14 +155,49 @@ def log_f64(value: torch.Tensor) -> torch.Tensor:
     exponent = ((bits >> 52) - 1023 + above).to(torch.float64)
     mantissa = (((1023 - above) << 52) | fraction).view(torch.float64)
     s = (mantissa - 1.0) / (mantissa + 1.0)
-    ln2_high = float.fromhex("0x1.62e42fefa3800p-1")
-    ln2_low = float.fromhex("0x1.ef35793c76730p-45")
-    return exponent * ln2_high + (_two_atanh(s) + exponent * ln2_low)
+    return exponent * _LN2_HIGH + (_two_atanh(s) + exponent * _LN2_LOW)
 
 
 def log_scalar(value: float) -> float:
     """Return ``log_f64`` of one number."""
     return log_f64(torch.tensor([value], dtype=torch.float64)).item()
+
+
+# --- Powers ---------------------------------------------------------------------------------------
+
+
+def exp_scalar(x: float) -> float:
+    """Return e^x, f64, for |x| <= 700: one fixed sequence of steps."""
+    magic = 6755399441055744.0  # 1.5 * 2^52: adding and subtracting it rounds to an integer
+    whole = (x * _LOG2_E + magic) - magic
+    r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
+    total = 1.0
+    for i in range(13, 0, -1):
+        total = total * (r / i) + 1.0
+    return math.ldexp(total, int(whole))
+
+
+def power_of_share(base: float, exponent: float) -> float:
+    """Return base^exponent, f64, for 0 <= base <= 1, at most e^700; 0^0 is 1."""
+    if exponent == 0:
+        return 1.0
+    if exponent == 1:
+        return base
+    if base <= 0:
+        return 0.0 if exponent > 0 else exp_scalar(700.0)
+    log = exponent * log_scalar(base)
+    return 0.0 if log < -700 else exp_scalar(min(log, 700.0))
+
+
+def integer_power(base: float, n: int) -> float:
+    """Return base^n, f64, by repeated squaring."""
+    power = 1.0
+    while n > 0:
+        if n & 1:
+            power *= base
+        base *= base
+        n >>= 1
+    return power
 
 
 # --- Noise ----------------------------------------------------------------------------------------
@@ -201,6 +239,11 @@ def philox(
     return torch.stack(words, dim=-1)
 
 
+def unit_fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return (high * 2^32 + low + 1/2) / 2^64 of two random words, float64 in (0, 1]."""
+    return ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) + 0.5) * 2.0**-64
+
+
 def exponential_noise(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return the standard exponential of 64 random bits.
 
@@ -216,21 +259,22 @@ def exponential_noise(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         float64, > 0, increasing in (high, low); resolved to 2^-65 near zero, where rare tokens win.
     """
-
-    def unit_fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        return ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) + 0.5) * 2.0**-64
-
     v = unit_fraction(high, low)
     small = _two_atanh(v / (2.0 - v))
     large = -log_f64(unit_fraction(high ^ _MASK32, low ^ _MASK32))
     return torch.where(high < 0x40000000, small, large)
 
 
-def token_noise(seed: int, position: int, token: torch.Tensor) -> torch.Tensor:
+def position_words(position: int) -> tuple[int, int]:
+    """Return the low and the high word of a position, where Philox takes them."""
+    return position & _MASK32, position >> 32 & _MASK32
+
+
+def token_noise(seed: int, position: int, token: torch.Tensor, stream: int = 0) -> torch.Tensor:
     """Return the internal noise of tokens, a function of (seed, position, token id) alone.
 
-    The word ``token % 4`` of the Philox blocks (token / 4, position, 0) and (token / 4, position,
-    1) are the high and the low half of its random bits; the key is the seed.
+    The word ``token % 4`` of the Philox blocks (token / 4, position, stream) and (token / 4,
+    position, stream + 1) are the high and the low half of its random bits; the key is the seed.
 
     Parameters
     ----------
@@ -238,6 +282,8 @@ def token_noise(seed: int, position: int, token: torch.Tensor) -> torch.Tensor:
         int64 values; the seed is not negative.
     token
         [N] int64 token ids.
+    stream
+        An even number: draws of other streams are independent of these.
 
     Returns
     -------
@@ -246,9 +292,7 @@ def token_noise(seed: int, position: int, token: torch.Tensor) -> torch.Tensor:
     """
     block, block_of_token = torch.unique(token >> 2, return_inverse=True)
     high, low = (
-        philox(block, position & _MASK32, position >> 32 & _MASK32, half, seed)[
-            block_of_token, token & 3
-        ]
+        philox(block, *position_words(position), stream + half, seed)[block_of_token, token & 3]
         for half in (0, 1)
     )
     return exponential_noise(high, low)

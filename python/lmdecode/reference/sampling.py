@@ -104,12 +104,12 @@ class _RowResult:
 # --- One row --------------------------------------------------------------------------------------
 
 
-def _in_order(y: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def in_order(y: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Sort tokens by value, descending; tokens of equal value stay in the order they came in."""
     return tokens[torch.sort(y[tokens] + 0.0, descending=True, stable=True).indices]
 
 
-def _keep_top_k(y: torch.Tensor, kept: torch.Tensor, k: int, rules: DialectRules) -> torch.Tensor:
+def keep_top_k(y: torch.Tensor, kept: torch.Tensor, k: int, rules: DialectRules) -> torch.Tensor:
     in_range = k > 0 and (rules.max_k is None or k <= rules.max_k)
     if not in_range or k >= len(kept):
         return kept
@@ -118,7 +118,7 @@ def _keep_top_k(y: torch.Tensor, kept: torch.Tensor, k: int, rules: DialectRules
     return kept[:k]
 
 
-def _keep_top_p(
+def keep_top_p(
     y: torch.Tensor,
     mass: torch.Tensor,
     kept: torch.Tensor,
@@ -128,7 +128,7 @@ def _keep_top_p(
 ) -> torch.Tensor:
     if math.isnan(p) or p >= 1 or (p <= 0 and rules.skip_nonpositive_top_p):
         return kept
-    order = _in_order(y, kept.flip(0)) if rules.high_index_first else kept
+    order = in_order(y, kept.flip(0)) if rules.high_index_first else kept
     if p <= 0:
         count = 1
     else:
@@ -143,7 +143,7 @@ def _keep_top_p(
     return kept[selected[kept]]
 
 
-def _keep_min_p(
+def keep_min_p(
     y: torch.Tensor, kept: torch.Tensor, min_p: float, rules: DialectRules
 ) -> torch.Tensor:
     if math.isnan(min_p) or min_p <= 0:
@@ -158,6 +158,12 @@ def _keep_min_p(
     else:
         bound = y_max + log_scalar(min_p)
     return kept[y[kept].to(torch.float64) >= bound]
+
+
+def best_score(kept: torch.Tensor, score: torch.Tensor) -> int:
+    """Return the place in ``kept`` of the largest score: at ties the lowest id, not the first."""
+    best = torch.nonzero(score == score.max()).flatten()
+    return int(best[kept[best].argmin()])
 
 
 def _choose(
@@ -179,10 +185,9 @@ def _choose(
         score = torch.where(score.isnan(), -1.0, score)  # NaN noise, or 0 / 0
         if noise.isnan().any():
             status = STATUS_NAN
-    best = torch.nonzero(score == score.max()).flatten()
-    if not rank_noise:  # the lowest id, not the first in order
-        best = best[kept[best].argmin()].reshape(1)
-    return int(best[0]), status
+    if rank_noise:
+        return int(score.argmax()), status
+    return best_score(kept, score), status
 
 
 def _weights(
@@ -235,19 +240,19 @@ def _sample_row(
     support = torch.nonzero(y == _INF if infinite else y > -_INF).flatten()
     if len(support) == 0:
         return _RowResult(0, support, y[support], -_INF, status | STATUS_EMPTY)
-    kept = _in_order(y, support)
+    kept = in_order(y, support)
     if greedy:
         kept = kept[:1]
         return _RowResult(int(kept[0]), kept, x[kept], 0.0, status)
 
     if rules.min_p_first:
-        kept = _keep_min_p(y, kept, row.min_p, rules)
-    kept = _keep_top_k(y, kept, row.top_k, rules)
+        kept = keep_min_p(y, kept, row.min_p, rules)
+    kept = keep_top_k(y, kept, row.top_k, rules)
     fraction_bits = mass_fraction_bits(vocab)
     weight, mass = _weights(x, kept, row.temperature, fraction_bits, infinite, rules)
-    kept = _keep_top_p(y, mass, kept, row.top_p, fraction_bits, rules)
+    kept = keep_top_p(y, mass, kept, row.top_p, fraction_bits, rules)
     if not rules.min_p_first:
-        kept = _keep_min_p(y, kept, row.min_p, rules)
+        kept = keep_min_p(y, kept, row.min_p, rules)
 
     last_k = vocab if rules.k_is_on_at_vocab_size else vocab - 1
     last_k = last_k if rules.max_k is None else min(last_k, rules.max_k)
@@ -284,7 +289,7 @@ def _int_rows(value: int | torch.Tensor | None, batch: int, default: int) -> lis
     return [default if value is None else value] * batch
 
 
-def _seed_rows(
+def seed_rows(
     seed: int | torch.Tensor | None, generator: torch.Generator | None, batch: int
 ) -> list[int]:
     if generator is not None:
@@ -357,7 +362,7 @@ def top_k_top_p_sample(
         p,
         low,
         _float_rows(temperature, batch, 1.0),
-        _seed_rows(seed, generator, batch),
+        seed_rows(seed, generator, batch),
         _int_rows(position, batch, 0),
         [round_to_f32(eps)] * batch,
     )

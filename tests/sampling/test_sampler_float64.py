@@ -1,0 +1,170 @@
+"""``Sampler`` against a plain float64 computation of its stages, alone, in pairs and all at once.
+
+Where a quantity lies within 1e-6 of the bound that it is compared with, either side would do: such
+a row is not compared.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.random_rows import make_values, pick
+from tests.support.sampler_float64 import ORDERS, PARAMETERS, STAGES, Array, Rows
+from tests.support.samplers import SAMPLERS, SamplerUnderTest
+
+INF = np.inf
+STATUS_NAN, STATUS_EMPTY = 1, 2
+PAIRS = tuple(itertools.combinations(STAGES, 2))
+
+
+@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
+def sampler(request: pytest.FixtureRequest) -> SamplerUnderTest:
+    return request.param
+
+
+def make_parameters(
+    random: np.random.Generator, stages: Sequence[str], batch: int, vocab: int
+) -> dict[str, Array]:
+    """Values of every stage's parameters, [B] each; all on in most rows."""
+
+    def uniform(low: float, high: float) -> Array:
+        return random.uniform(low, high, batch)
+
+    def choose(values: dict[float, float], rest: Array) -> Array:
+        """One of these values, with these weights; else, with the weight of 4, the rest."""
+        picked = pick(random, {**values, np.nan: 4.0}, batch)
+        return np.where(np.isnan(picked), rest, picked)
+
+    made: dict[str, Array] = {}
+    for stage in stages:
+        if stage == "temperature":
+            made["temperature"] = choose({0.7: 2, 1.5: 1, 0: 0.3}, uniform(0.2, 3))
+            on = random.random(batch) < 0.4
+            made["dynamic_temperature_range"] = np.where(on, uniform(0.05, 1.5), 0)
+            made["dynamic_temperature_exponent"] = choose({1: 4, 0: 0.3, 2: 1}, uniform(0.3, 2))
+        elif stage == "top_k":
+            k = random.integers(1, vocab + 1, batch)
+            made["top_k"] = choose({1: 0.5, 2: 1, 5: 1, 40: 2, vocab: 0.3, 0: 0.3}, k)
+            made["top_k"] = made["top_k"].astype(np.int64)
+        elif stage == "top_p":
+            made["top_p"] = choose({0: 0.3, 0.5: 1, 0.9: 2, 1: 0.3}, uniform(0, 1))
+        elif stage == "min_p":
+            made["min_p"] = choose({1: 0.3, 0.05: 2, 1e-4: 1, 0: 0.2}, uniform(0, 1))
+        elif stage == "top_n_sigma":
+            made["top_n_sigma"] = choose({1: 2, 2: 1, 0.1: 0.5}, uniform(0.01, 4))
+        elif stage == "epsilon":
+            made["epsilon_cutoff"] = choose({0.25: 1, 1e-3: 2, 1: 0.2}, 10 ** uniform(-6, -0.3))
+        elif stage == "eta":
+            made["eta_cutoff"] = choose({0.25: 1, 1e-3: 2, 1: 0.2}, 10 ** uniform(-6, -0.3))
+        elif stage == "top_h":
+            made["top_h"] = choose({1: 0.5, 0.4: 2, 0.9: 1}, uniform(0.01, 1))
+        elif stage == "typical":
+            made["typical_p"] = choose({0.5: 1, 0.95: 2, 0: 0.2}, uniform(0.01, 0.99))
+        elif stage == "xtc":
+            made["xtc_probability"] = choose({1: 4, 0: 0.5}, np.ones(batch))
+            made["xtc_threshold"] = choose({0.1: 1, 0: 0.1, 0.5: 0.2}, 10 ** uniform(-4, -0.3))
+        elif stage == "mirostat":
+            made["mirostat_tau"] = choose({5: 1, 1: 1}, uniform(0.05, 6))
+    return made
+
+
+def compare(
+    sampler: SamplerUnderTest, x: Array, parameters: dict[str, Array], order: str
+) -> tuple[int, Array]:
+    """Compare the rows that float64 decides; return how many, and which tokens are kept."""
+    batch, vocab = x.shape
+    rows = Rows(x, parameters, order)
+    rows.run()
+    tensors = {
+        name: torch.from_numpy(value if name == "top_k" else value.astype(np.float32))
+        for name, value in parameters.items()
+    }
+    tested = sampler.make(batch, vocab, order=order, seed=-1, return_logits=True, **tensors)
+    out = tested.sample(torch.from_numpy(x))
+    kept_logits = out.kept_logits.numpy()
+    kept = kept_logits > -INF
+
+    def check(good: Array, what: str) -> None:
+        bad = np.flatnonzero(rows.decided & ~good)
+        if len(bad):
+            row = bad[0]
+            raise AssertionError(
+                f"{what} of {len(bad)} of {batch} rows, order {order}, first row {row}: "
+                f"{ {name: value[row] for name, value in parameters.items()} }, V {vocab}, "
+                f"kept {np.flatnonzero(kept[row])[:40]}, "
+                f"expected {np.flatnonzero(rows.kept[row])[:40]}, {x[row][:40]}"
+            )
+
+    check((kept == rows.kept).all(axis=1), "kept set")
+    check(out.kept_count.numpy() == kept.sum(axis=1), "kept_count")
+    with np.errstate(all="ignore"):
+        values = np.where(rows.infinite, INF, rows.values())
+    close = np.isclose(kept_logits, values, rtol=rows.margin, atol=0)
+    check((close | ~rows.kept).all(axis=1), "kept_logits")
+    empty = ~rows.kept.any(axis=1)
+    check(out.index.numpy() == np.where(empty, 0, rows.rank().argmin(axis=1)), "index")
+    status = np.isnan(x).any(axis=1) * STATUS_NAN + empty * STATUS_EMPTY
+    check(out.status.numpy() == status, "status")
+    return int(rows.decided.sum()), rows.kept
+
+
+def run(
+    sampler: SamplerUnderTest, stages: Sequence[str], orders: Sequence[str], rows: int
+) -> tuple[int, int]:
+    """Compare so many rows of a fast sampler; return how many there were and were decided."""
+    random = np.random.default_rng([STAGES.index(stage) for stage in stages])
+    total = decided = 0
+    for order in orders:
+        for vocab in (1, 2, 7, 64, 250):
+            batch = max(3, round(rows * sampler.share / 5 / len(orders)))
+            x = make_values(random, batch, vocab)
+            parameters = make_parameters(random, stages, batch, vocab)
+            total += batch
+            decided += compare(sampler, x, parameters, order)[0]
+    return total, decided
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage(stage: str, sampler: SamplerUnderTest) -> None:
+    rows, decided = run(sampler, [stage], list(ORDERS), 2000)
+    assert decided > 0.9 * rows
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_each_pair(pair: tuple[str, str], sampler: SamplerUnderTest) -> None:
+    """The order of two stages is that of the system, and the second sees what the first left."""
+    rows, decided = run(sampler, pair, list(ORDERS), 500)
+    assert decided > 0.8 * rows
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_stages(order: str, sampler: SamplerUnderTest) -> None:
+    rows, decided = run(sampler, STAGES, [order], 1000)
+    assert decided > 0.7 * rows
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_large_vocabulary(order: str, sampler: SamplerUnderTest) -> None:
+    random = np.random.default_rng(0)
+    x = make_values(random, max(2, round(40 * sampler.share)), 32000)
+    decided, _ = compare(sampler, x, make_parameters(random, STAGES, *x.shape), order)
+    assert decided > 0
+
+
+def test_orders_differ() -> None:
+    """A pair of stages that the orders put differently: the brute force tells them apart."""
+    x = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
+    parameters = {"top_p": np.array([0.75]), "min_p": np.array([0.3])}
+    counts = {}
+    for order in ORDERS:
+        rows = Rows(x, parameters, order)
+        rows.run()
+        counts[order] = int(rows.kept.sum())
+    assert counts == {"lmdecode": 3, "transformers": 3, "vllm": 2, "llama.cpp": 3, "sglang": 3}
+
+
+def test_parameters_name_every_stage() -> None:
+    assert set(PARAMETERS) == set(STAGES) == set(ORDERS["vllm"].split())
