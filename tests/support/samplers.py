@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import lmdecode
 from lmdecode.reference.sampler import Sampler
 
 
@@ -16,4 +17,7 @@ class SamplerUnderTest(NamedTuple):
     share: float
 
 
-SAMPLERS = {"reference": SamplerUnderTest(Sampler, 0.05)}
+SAMPLERS = {
+    "reference": SamplerUnderTest(Sampler, 0.05),
+    "op": SamplerUnderTest(lmdecode.Sampler, 1.0),
+}
