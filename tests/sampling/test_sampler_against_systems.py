@@ -431,7 +431,8 @@ def test_llama_cpp(stages: tuple[str, ...], sampler: SamplerUnderTest, llama: An
             # Its sorts are unstable: of equal logits at the end any stay.
             ours = np.sort(kept_logits[row][kept[row]])[::-1]
             assert len(ours) == len(logits), message
-            np.testing.assert_allclose(ours, logits, rtol=2e-4, atol=1e-5, err_msg=message)
+            if len(ours) > 1:  # of a single one it leaves the temperature out
+                np.testing.assert_allclose(ours, logits, 2e-4, 1e-5, err_msg=message)
             inner = np.sort(x[row][ids]) if len(ids) else ids
             np.testing.assert_array_equal(np.sort(x[row][kept[row]]), inner, err_msg=message)
             compared += 1
