@@ -16,6 +16,7 @@ set(KERNEL_SOURCES
   kv_cache/reorder_cache_cpu_kernel.cpp
   linear/norms_cpu_kernel.cpp
   linear/packed_linear_cpu_kernel.cpp
+  sampling/sampler_cpu_kernel.cpp
   sampling/top_k_top_p_sample_cpu_kernel.cpp)
 # Those that also multiply bfloat16 pairs, where the processor can.
 set(BF16_KERNEL_SOURCES
@@ -55,6 +56,9 @@ set(CPU_SOURCES
   linear/packed_linear_cpu.cpp
   linear/repack_linear.cpp
   sampling/prompt_lookup_cpu.cpp
+  sampling/sampler_state_cpu.cpp
+  sampling/sampler_step_cpu.cpp
+  sampling/sampler_text_rules.cpp
   sampling/top_k_top_p_sample_cpu.cpp
   simd/cpu_capability.cpp)
 

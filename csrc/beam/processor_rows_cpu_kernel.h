@@ -218,7 +218,7 @@ class ProcessedRowCandidates {
     if (!(groups.row.max > minus_infinity())) return;
     float threshold = threshold_of(maxima_, groups.size, k_);
     int64_t no_limit = INT64_MAX;
-    collect(values_, n_, &threshold, &no_limit, &list_, [](CandidateList*) {});
+    collect(values_, n_, &threshold, &no_limit, &list_, sampling::NoEdits{}, [](CandidateList*) {});
     const ProcessedScore score{groups.row.max, beam_score};
     score_list(score, &list_);
     keep_best(values_, n_, k_, threshold, score, &list_);

@@ -32,6 +32,34 @@ inline constexpr OpSchema kOpSchemas[] = {
     // the earliest of the longest n-grams that end a text, -1 behind it.
     {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
      Devices::kCpuOnly},
+    {"sampler_row_bytes(int vocab, int text_capacity, int rules_capacity) -> int"},
+    // state [batch, bytes] uint8: rows of csrc/sampling/sampler_state.h, of these sizes. Numbers
+    // and rules are those of SamplerIntegers, SamplerNumbers and SamplerRules there.
+    {"sampler_insert_(Tensor(a!) state, int vocab, int text_capacity, int rules_capacity, int row, "
+     "Tensor integers, Tensor numbers, Tensor rules, Tensor prompt) -> ()",
+     Devices::kCpuOnly},
+    {"sampler_accept_(Tensor(a!) state, int vocab, int text_capacity, int rules_capacity, int row, "
+     "Tensor tokens) -> ()",
+     Devices::kCpuOnly},
+    {"sampler_rewind_(Tensor(a!) state, int vocab, int text_capacity, int rules_capacity, int row, "
+     "int count) -> ()",
+     Devices::kCpuOnly},
+    // The rows of `from`, with more room in `to`.
+    {"sampler_copy_(Tensor(a!) to, int text_capacity, int rules_capacity, Tensor from_state, int "
+     "from_text_capacity, int from_rules_capacity, int vocab) -> ()",
+     Devices::kCpuOnly},
+    // results [bytes] uint8: index, rank, top_ids, logprob, top_logprobs, kept_count, stage counts
+    // and status of all rows, one array after the other. flags: 1 accept, 2 raw log-probabilities,
+    // 4 stage counts. num_logprobs -1: none.
+    {"sampler_step_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor(b!) results, "
+     "Tensor(c!)? kept_logits, Tensor(d!)? kept_ids, Tensor(e!)? kept_logprobs, int vocab, int "
+     "text_capacity, int rules_capacity, int num_logprobs, int flags) -> ()",
+     Devices::kCpuOnly},
+    {"sampler_verify_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor draft, Tensor? "
+     "parents, Tensor? num_draft, Tensor? draft_logits, Tensor(b!) results, Tensor(c!) tokens, "
+     "Tensor(d!) path, Tensor(e!) num_accepted, int vocab, int text_capacity, int "
+     "rules_capacity, bool rejection) -> ()",
+     Devices::kCpuOnly},
     // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
     // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
     // num_candidates], status [requests]; log_probs are the scores without those of the beams.

@@ -41,4 +41,21 @@ LMD_HOST_DEVICE double token_noise(int64_t seed, int64_t position, uint32_t toke
                            noise_word(seed, position, token, 1));
 }
 
+// A random number of 64 bits of a row, no token's: words 0 (high) and 1 of Philox block (block,
+// position, 2), which no token has. One block for each use.
+constexpr uint32_t kXtcBlock = 0xffffffffu;
+constexpr uint32_t kRejectionBlock = 0xfffffffeu;
+
+LMD_HOST_DEVICE uint64_t row_word(int64_t seed, int64_t position, uint32_t block) {
+  const PhiloxBlock random = philox(block, static_cast<uint32_t>(position),
+                                    static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32), 2,
+                                    static_cast<uint64_t>(seed));
+  return static_cast<uint64_t>(random.word[0]) << 32 | random.word[1];
+}
+
+LMD_HOST_DEVICE double row_fraction(int64_t seed, int64_t position, uint32_t block) {
+  const uint64_t word = row_word(seed, position, block);
+  return unit_fraction(static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word));
+}
+
 }  // namespace lmdecode

@@ -30,6 +30,12 @@ LMD_HOST_DEVICE float lowest_logit(uint32_t key, float temperature) {
   return value_of_key(high);
 }
 
+// The lowest logit that the temperature maps to the same value: thresholds never part such a class.
+LMD_HOST_DEVICE float class_bottom(float logit, float temperature) {
+  if (temperature == 1.0f) return logit;
+  return lowest_logit(order_key(tempered(logit, temperature)), temperature);
+}
+
 // kept(logit, token) = logit >= lowest && (logit >= above_ties || first_tie <= token <= last_tie)
 struct KeptSet {
   float lowest;

@@ -16,6 +16,14 @@ using namespace lmdecode::sampling;
 constexpr int kBlock = 64;  // elements a step; one word of mask bits
 constexpr int kBlockVectors = kBlock / kLanes;
 
+// A row as it is. Where tokens of a row count with other values than those in memory, the edits say
+// which tokens are read from memory all the same, and append the others: see edited_row.h.
+struct NoEdits {
+  static constexpr bool kAny = false;
+  uint64_t word(int64_t) const { return ~uint64_t{0}; }  // of the tokens of a block: bit set, read
+  void append(float, CandidateList*) const {}  // the edited tokens with a logit >= threshold
+};
+
 template <class T>
 inline void prefetch_ahead(const T* p) {
   constexpr int kAhead = 1024;  // bytes
@@ -103,14 +111,22 @@ int64_t find_last(const T* x, int64_t n, float bound) {
 }
 
 // `size` elements of a row of at least as many, in runs spread evenly over it; size is a multiple
-// of 2 * kSampleRun.
-template <class T>
-void sample_row(const T* x, int64_t n, int size, float* sample) {
+// of 2 * kSampleRun. Edited ones count as -inf.
+template <class T, class Edits>
+void sample_row(const T* x, int64_t n, int size, const Edits& edits, float* sample) {
   constexpr int kRun = tuning::kSampleRun;
   const int runs = size / kRun;
   for (int s = 0; s < runs; ++s) {
-    const T* from = x + (n - kRun) * s / (runs - 1);
-    for (int j = 0; j < kRun; j += kLanes) store(sample + s * kRun + j, load(from + j));
+    const int64_t from = (n - kRun) * s / (runs - 1);
+    for (int j = 0; j < kRun; j += kLanes) store(sample + s * kRun + j, load(x + from + j));
+    if constexpr (Edits::kAny) {
+      for (int j = 0; j < kRun; ++j) {
+        const int64_t at = from + j;
+        if ((edits.word(at / kBlock) >> (at % kBlock) & 1) == 0) {
+          sample[s * kRun + j] = minus_infinity();
+        }
+      }
+    }
   }
 }
 
@@ -163,11 +179,11 @@ inline void push_block(CandidateList* list, const T* x, int64_t first_token, uin
   }
 }
 
-// Appends the candidates with logit >= *threshold, in token order. When the list holds *limit,
-// on_full(list) may cut it and raise *threshold and *limit. Reports NaN.
-template <class T, class OnFull>
+// Appends the candidates with logit >= *threshold, in token order, but for edited ones. When the
+// list holds *limit, on_full(list) may cut it and raise *threshold and *limit. Reports NaN.
+template <class T, class Edits, class OnFull>
 bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateList* list,
-             OnFull on_full) {
+             const Edits& edits, OnFull on_full) {
   const F32 zero = splat(0.0f);
   uint32_t nan = 0;
   int64_t i = 0;
@@ -198,6 +214,10 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
       for (int j = 0; j < kBlockVectors; ++j) {
         word |= static_cast<uint64_t>(bits(load(x + first + j * kLanes) >= bound)) << (j * kLanes);
       }
+      if constexpr (Edits::kAny) {
+        word &= edits.word(first / kBlock);
+        if (word == 0) continue;
+      }
       push_block<4>(list, x + first, first, word);
     }
     if (list->size >= *limit) on_full(list);
@@ -207,7 +227,11 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
     const F32 a =
         i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
     nan |= bits(is_nan(a, zero));
-    push(list, bits(a >= splat(*threshold)), a, iota_u32() + splat_u32(static_cast<uint32_t>(i)));
+    uint32_t mask = bits(a >= splat(*threshold));
+    if constexpr (Edits::kAny) {
+      mask &= static_cast<uint32_t>(edits.word(i / kBlock) >> (i % kBlock));
+    }
+    push(list, mask, a, iota_u32() + splat_u32(static_cast<uint32_t>(i)));
   }
   return nan != 0;
 }
@@ -217,7 +241,7 @@ template <class T>
 void collect_set(const T* x, int64_t n, const KeptSet& set, CandidateList* list) {
   float threshold = set.lowest;
   int64_t no_limit = INT64_MAX;
-  collect(x, n, &threshold, &no_limit, list, [](CandidateList*) {});
+  collect(x, n, &threshold, &no_limit, list, NoEdits{}, [](CandidateList*) {});
   if (set.above_ties > set.lowest) keep_set(list, set);
 }
 

@@ -7,20 +7,17 @@
 // pass and changes nothing else.
 #pragma once
 
-#include "sampling/row_passes.h"
-#include "sampling/row_plan.h"
-#include "sampling/token_choice.h"
-#include "sampling/top_p_cut.h"
+#include "sampling/list_stages.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
 
 template <class T>
-class RowSampler {
+class RowSampler : private ListStages {
  public:
   RowSampler(const TopKTopPSampleParams& params, const DialectRules& rules, CandidateList list)
-      : params_(params), rules_(rules), list_(list), n_(params.vocab) {}
+      : ListStages(list), params_(params), rules_(rules), n_(params.vocab) {}
 
   void run(const T* x, int64_t row) {
     x_ = x;
@@ -28,7 +25,6 @@ class RowSampler {
     plan_ = make_row_plan(params_, rules_, row);
     status_ = plan_.status;
     out_ = params_.kept_logits ? params_.kept_logits + row * n_ : nullptr;
-    list_.size = 0;
     if (plan_.greedy) {
       greedy();
     } else {
@@ -73,16 +69,10 @@ class RowSampler {
   }
 
   void filtered() {
-    // The lowest logit that is above -inf after the temperature.
-    floor_ = lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
-    rule_.factor = plan_.factor;
-    rule_.fraction_bits = plan_.fraction_bits;
-    rule_.uniform = false;
-    rule_.probabilities = rules_.probabilities;
-
+    begin(plan_.temperature, plan_.fraction_bits, rules_.probabilities);
     const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
     if (plan_.top_k > 0 && !min_p_first) {
-      collect_top_k();
+      note_nan(collect_top_k(x_, n_, top_k_rule(), NoEdits{}, &list_));
       return filter_list(/*min_p_left=*/true);
     }
     const RowMax scan = scan_max(x_, n_);
@@ -94,162 +84,33 @@ class RowSampler {
           max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
       if (min_p_first) bound = larger(bound, min_p_logit());
       collect_set(x_, n_, kept_from(bound), &list_);
-      if (plan_.top_k > 0 && plan_.top_k < list_.size) {
-        make_keys(&list_, plan_.temperature);
-        select_top_k(&list_, plan_.top_k, rules_.keep_top_k_ties);
-      }
+      if (plan_.top_k > 0) cut_top_k(top_k_rule(), &list_);
       return filter_list(/*min_p_left=*/!min_p_first);
     }
     rule_.max = scan.max;
     filter_row();
   }
 
-  static float larger(float a, float b) { return a > b ? a : b; }
-  static float smaller(float a, float b) { return a < b ? a : b; }
+  TopKRule top_k_rule() const {
+    return {plan_.top_k, plan_.temperature, floor_, rules_.keep_top_k_ties};
+  }
 
   // The lowest logit that min-p keeps.
-  float min_p_logit() const {
-    const uint32_t key = min_p_key(plan_, max_, rules_.probabilities);
-    return larger(lowest_logit(key, plan_.temperature), floor_);
-  }
-
-  // ---- candidates of top-k
-
-  void collect_top_k() {
-    using namespace tuning;
-    const int64_t k = plan_.top_k;
-    // Thresholds to try: by the expected rank in a sample, by a generous one, and one that is safe.
-    float threshold[3] = {floor_, floor_, floor_};
-    if (n_ >= kMinSampledVocab && k <= n_ / 4) {
-      alignas(64) float sample[kSampleSize];
-      sample_row(x_, n_, kSampleSize, sample);
-      const float expected = static_cast<float>(k) * kSampleSize / static_cast<float>(n_);
-      const int rank = static_cast<int>(expected + 3.0f * square_root(expected) + 5.0f);
-      threshold[0] = class_bottom(larger(sample_quantile(sample, kSampleSize, rank), floor_));
-      if (threshold[0] > floor_) {
-        stream_top_k(threshold[0]);
-        if (list_.size >= k) return cut_top_k();
-      }
-      threshold[1] =
-          class_bottom(larger(sample_quantile(sample, kSampleSize, 4 * rank + 64), floor_));
-      // At least k elements of the row are at or above the k-th of any part of it.
-      if (k <= kSampleSize) {
-        threshold[2] =
-            class_bottom(larger(sample_quantile(sample, kSampleSize, static_cast<int>(k)), floor_));
-      }
-      if (threshold[1] < threshold[0] && threshold[1] > threshold[2]) {
-        list_.size = 0;
-        stream_top_k(threshold[1]);
-        if (list_.size >= k) return cut_top_k();
-      }
-      if (!(threshold[2] < threshold[0])) threshold[2] = floor_;
-    }
-    list_.size = 0;
-    stream_top_k(threshold[2]);
-    cut_top_k();
-  }
-
-  void cut_top_k() {
-    make_keys(&list_, plan_.temperature);
-    if (plan_.top_k < list_.size) select_top_k(&list_, plan_.top_k, rules_.keep_top_k_ties);
-  }
-
-  // The lowest logit that the temperature maps to the same value: thresholds never part such a
-  // class.
-  float class_bottom(float logit) const {
-    if (plan_.temperature == 1.0f) return logit;
-    return lowest_logit(order_key(tempered(logit, plan_.temperature)), plan_.temperature);
-  }
-
-  void stream_top_k(float threshold) {
-    const int64_t k = plan_.top_k;
-    int64_t limit = tuning::kShrinkFactor * k + tuning::kShrinkSlack;
-    note_nan(collect(x_, n_, &threshold, &limit, &list_, [&](CandidateList* list) {
-      make_keys(list, plan_.temperature);
-      const uint32_t key = select_top_k(list, k, rules_.keep_top_k_ties);
-      // A later token with the key of the k-th has lost its place already, unless ties are kept.
-      const float raised =
-          key == kPlusInfinityKey && !rules_.keep_top_k_ties
-              ? plus_infinity()
-              : lowest_logit(rules_.keep_top_k_ties ? key : key + 1, plan_.temperature);
-      if (raised > threshold) threshold = raised;
-      if (list->size > limit / 2) limit = 2 * list->size;
-    }));
-  }
-
-  static float square_root(float a) { return __builtin_sqrtf(a); }
-
-  // About the rank-th largest element of the sample, never above it by more than the search's
-  // resolution; -inf where there are fewer numbers than that.
-  static float sample_quantile(const float* sample, int size, int rank) {
-    using namespace tuning;
-    F32 top = splat(minus_infinity());
-    for (int i = 0; i < size; i += kLanes) top = max(load(sample + i), top);
-    const uint32_t high_key = order_key(reduce_max(top));
-    // count(>= low) >= rank (or low is -inf), count(>= high) < rank unless high is the maximum
-    uint64_t low = kMinusInfinityKey, high = static_cast<uint64_t>(high_key) + 1;
-    for (int step = 0; step < 32 && high - low > 1; ++step) {
-      // Halves of the key range first cut exponents: 12 steps leave a relative resolution of a few
-      // percent.
-      if (step >= kSampleSteps && low != kMinusInfinityKey) break;
-      const uint64_t middle = (low + high) / 2;
-      const F32 b = splat(value_of_key(static_cast<uint32_t>(middle)));
-      int n = 0;
-      for (int i = 0; i < size; i += kLanes) n += count(bits(load(sample + i) >= b));
-      (n >= rank ? low : high) = middle;
-    }
-    return value_of_key(static_cast<uint32_t>(low));
-  }
+  float min_p_logit() const { return logit_of_key(min_p_key(plan_, max_, rules_.probabilities)); }
 
   // ---- the stages after top-k, on the list
 
   void filter_list(bool min_p_left) {
     if (list_.size == 0) return finish_empty();
-    float top = list_.value[0];
-    for (int64_t i = 1; i < list_.size; ++i) top = larger(list_.value[i], top);
-    rule_.max = top;
-    max_ = tempered(top, plan_.temperature);
-    if (max_ == plus_infinity()) {  // infinite logits are the support
-      rule_.uniform = true;
-      keep_set(&list_, kept_from(lowest_logit(kPlusInfinityKey, plan_.temperature)));
-    }
+    weigh_list();
     if (plan_.top_p_mode == TopPMode::kOneToken) {
       keep_one(rules_.high_index_first);
     } else if (plan_.top_p_mode == TopPMode::kMass) {
-      make_keys(&list_, plan_.temperature);
-      make_masses(&list_, rule_);
-      const uint64_t total = total_mass(list_);
-      const uint64_t whole = rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : total;
-      const uint64_t target = mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
-      if (target <= total) keep_set(&list_, cut_list(target).set);
+      keep_top_p(plan_.top_p, rules_.strict_top_p, rules_.high_index_first,
+                 rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : 0);
     }
     if (min_p_left && plan_.min_p_mode != MinPMode::kOff) keep_min_p();
     finish_list();
-  }
-
-  // The prefix of the list whose mass reaches target. Needs keys and masses.
-  ListCut cut_list(uint64_t target) {
-    const MassCut cut = find_mass_cut(list_, target);
-    const TieCut ties = cut_ties(list_, cut.key, target - cut.mass_above, rules_.high_index_first);
-    const float lowest = lowest_logit(cut.key, plan_.temperature);
-    if (cut.key == kPlusInfinityKey) {
-      // Nothing is above these ties: a comparison with NaN is never true.
-      return {
-          {lowest, __builtin_nanf(""), ties.first_token, ties.last_token}, ties.kept, ties.mass};
-    }
-    return {
-        {lowest, lowest_logit(cut.key + 1, plan_.temperature), ties.first_token, ties.last_token},
-        ties.kept + lmdecode::LMD_SIMD::sampling::count_from(list_.key, list_.size, cut.key + 1),
-        ties.mass + cut.mass_above};
-  }
-
-  void keep_one(bool last) {
-    const float best = list_.value[choose_largest(list_, plan_.temperature)];
-    keep_set(&list_, kept_from(class_bottom(best)));
-    const int64_t at = last ? list_.size - 1 : 0;
-    list_.value[0] = list_.value[at];
-    list_.token[0] = list_.token[at];
-    list_.size = 1;
   }
 
   void keep_min_p() {
@@ -261,7 +122,7 @@ class RowSampler {
 
   void filter_row() {
     if (plan_.top_p_mode == TopPMode::kOneToken) {
-      const float bound = class_bottom(rule_.max);
+      const float bound = class_bottom(rule_.max, temperature_);
       const int64_t token =
           in_row(rules_.high_index_first ? find_last(x_, n_, bound)
                                          : find_first(x_, n_, bound, kept_from(bound)));
@@ -299,7 +160,7 @@ class RowSampler {
       index = choice.token;
       cut.kept = choice.kept;
     } else {
-      index = in_row(find_first(x_, n_, class_bottom(rule_.max), cut.set));
+      index = in_row(find_first(x_, n_, class_bottom(rule_.max, temperature_), cut.set));
       if (cut.kept < 0) cut.kept = count_from(x_, n_, floor_);
     }
     float logprob = 0.0f;
@@ -331,12 +192,13 @@ class RowSampler {
         make_masses(&list_, rule_);
         if (scan.above + total_mass(list_) >= target) {
           make_keys(&list_, plan_.temperature);
-          const ListCut cut = cut_list(target - scan.above);
+          const ListCut cut = cut_list(target - scan.above, rules_.high_index_first);
           return {cut.set, scan.count_above + cut.kept, scan.above + cut.mass, !band.bounded};
         }
         // The cut is below the band.
         const float lowered = band.lower - kRetryExponents / rule_.factor;
-        band.lower = retry < kRetries ? larger(class_bottom(lowered), floor_) : floor_;
+        band.lower =
+            retry < kRetries ? larger(class_bottom(lowered, temperature_), floor_) : floor_;
       }
       band.bounded = false;  // or above it
     }
@@ -354,7 +216,7 @@ class RowSampler {
     alignas(64) float sample[kMaxMassSampleSize], weight[kMaxMassSampleSize];
     int size = kMaxMassSampleSize;
     while (size > kSampleSize && size > n_ / kMassSampleShare) size /= 2;
-    sample_row(x_, n_, size, sample);
+    sample_row(x_, n_, size, NoEdits{}, sample);
     const F32 m = splat(rule_.max), f = splat(rule_.factor);
     F32 sums = splat(0.0f), squares = splat(0.0f), top = splat(0.0f);
     for (int i = 0; i < size; i += kLanes) {
@@ -370,15 +232,17 @@ class RowSampler {
     // A sampled token stands for `scale` tokens: one large weight would overstate the total, so it
     // is left out.
     const float total = larger(scale * (sum - reduce_max(top)), 1.0f);
-    const float sigma = 0.5f * square_root(reduce_sum(squares)) / larger(sum, 0x1p-100f);
+    const float sigma = 0.5f * __builtin_sqrtf(reduce_sum(squares)) / larger(sum, 0x1p-100f);
     const float tail = 1.0f - plan_.top_p;
     const float share = larger(tail - kSampleSigmas * sigma, kTailShare * tail);
     Band band{floor_, 0.0f, false};
     band.lower = larger(
-        class_bottom(weighted_quantile(sample, weight, size, share * total / scale)), floor_);
+        class_bottom(weighted_quantile(sample, weight, size, share * total / scale), temperature_),
+        floor_);
     band.lower =
         smaller(band.lower,
-                class_bottom(larger(sample_quantile(sample, size, kMinSampledCandidates), floor_)));
+                class_bottom(larger(sample_quantile(sample, size, kMinSampledCandidates), floor_),
+                             temperature_));
     const float head = plan_.top_p - kSampleSigmas * sigma;
     if (head > 0.0f) {
       // Below `upper` lies 1 - head of the mass.
@@ -386,7 +250,7 @@ class RowSampler {
       int above = 0;
       for (int i = 0; i < size; i += kLanes) above += count(bits(load(sample + i) >= splat(upper)));
       if (above >= kMinSampledAbove && upper > band.lower) {
-        band.upper = class_bottom(upper);
+        band.upper = class_bottom(upper, temperature_);
         band.bounded = band.upper > band.lower;
       }
     }
@@ -463,16 +327,12 @@ class RowSampler {
 
   const TopKTopPSampleParams& params_;
   const DialectRules& rules_;
-  CandidateList list_;
   const int64_t n_;
   const T* x_ = nullptr;
   int64_t row_ = 0;
   RowPlan plan_;
-  TokenWeight rule_;
   uint8_t status_ = 0;
   float* out_ = nullptr;
-  float floor_ = 0.0f;  // the lowest logit that counts
-  float max_ = 0.0f;    // the largest value after the temperature
 };
 
 // Rows [begin, end) of the batch. `workspace` has top_k_top_p_sample_workspace() bytes, aligned

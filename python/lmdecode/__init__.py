@@ -75,7 +75,17 @@ from lmdecode.kv_cache import (
     update_beam_indirection_,
 )
 from lmdecode.linear import PackedLinear, layer_norm, rms_norm
-from lmdecode.sampling import DIALECTS, SampleOutput, prompt_lookup, top_k_top_p_sample
+from lmdecode.sampling import (
+    DIALECTS,
+    KeptSet,
+    SampleOutput,
+    Sampler,
+    SamplerOutput,
+    VerifyOutput,
+    prompt_lookup,
+    top_k_top_p_sample,
+    verify_draft,
+)
 from lmdecode.system import cpu_capability, has_cuda
 
 if TYPE_CHECKING:
@@ -113,6 +123,7 @@ __all__ = [
     "DecodingBatch",
     "DisjunctiveConstraint",
     "KVStore",
+    "KeptSet",
     "LayerWeights",
     "OutOfBlocksError",
     "PackedLinear",
@@ -121,8 +132,11 @@ __all__ = [
     "RingSnapshot",
     "RowTokens",
     "SampleOutput",
+    "Sampler",
+    "SamplerOutput",
     "Session",
     "StepOutput",
+    "VerifyOutput",
     "beam_finalize",
     "beam_parameters",
     "beam_step",
@@ -147,6 +161,7 @@ __all__ = [
     "swa_mask",
     "top_k_top_p_sample",
     "update_beam_indirection_",
+    "verify_draft",
 ]
 
 

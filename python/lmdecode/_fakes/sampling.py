@@ -70,3 +70,87 @@ def _top_k_top_p_sample_out(
 def _prompt_lookup(tokens, lengths, num_tokens, max_ngram):
     check_devices("prompt_lookup", "tokens", tokens, dict(lengths=lengths))
     return tokens.new_empty((tokens.shape[0], num_tokens))
+
+
+@fake("sampler_row_bytes")
+def _sampler_row_bytes(vocab, text_capacity, rules_capacity):
+    return torch.ops.lmdecode.sampler_row_bytes(vocab, text_capacity, rules_capacity)
+
+
+@fake("sampler_insert_")
+def _sampler_insert(
+    state, vocab, text_capacity, rules_capacity, row, integers, numbers, rules, prompt
+):
+    rows = dict(integers=integers, numbers=numbers, rules=rules, prompt=prompt)
+    check_devices("sampler_insert_", "state", state, rows)
+
+
+@fake("sampler_accept_")
+def _sampler_accept(state, vocab, text_capacity, rules_capacity, row, tokens):
+    check_devices("sampler_accept_", "state", state, dict(tokens=tokens))
+
+
+@fake("sampler_rewind_")
+def _sampler_rewind(state, vocab, text_capacity, rules_capacity, row, count):
+    pass
+
+
+@fake("sampler_copy_")
+def _sampler_copy(
+    to,
+    text_capacity,
+    rules_capacity,
+    from_state,
+    from_text_capacity,
+    from_rules_capacity,
+    vocab,
+):
+    check_devices("sampler_copy_", "to", to, dict(from_state=from_state))
+
+
+@fake("sampler_step_")
+def _sampler_step(
+    state,
+    logits,
+    bitmask,
+    results,
+    kept_logits,
+    kept_ids,
+    kept_logprobs,
+    vocab,
+    text_capacity,
+    rules_capacity,
+    num_logprobs,
+    flags,
+):
+    tensors = dict(
+        logits=logits, bitmask=bitmask, results=results, kept_logits=kept_logits,
+        kept_ids=kept_ids, kept_logprobs=kept_logprobs,
+    )  # fmt: skip
+    check_devices("sampler_step_", "state", state, tensors)
+
+
+@fake("sampler_verify_")
+def _sampler_verify(
+    state,
+    logits,
+    bitmask,
+    draft,
+    parents,
+    num_draft,
+    draft_logits,
+    results,
+    tokens,
+    path,
+    num_accepted,
+    vocab,
+    text_capacity,
+    rules_capacity,
+    rejection,
+):
+    tensors = dict(
+        logits=logits, bitmask=bitmask, draft=draft, parents=parents, num_draft=num_draft,
+        draft_logits=draft_logits, results=results, tokens=tokens, path=path,
+        num_accepted=num_accepted,
+    )  # fmt: skip
+    check_devices("sampler_verify_", "state", state, tensors)

@@ -2,11 +2,21 @@
 
 from lmdecode.sampling.drafts import prompt_lookup
 from lmdecode.sampling.ops import top_k_top_p_sample
-from lmdecode.sampling.types import DIALECTS, SampleOutput
+from lmdecode.sampling.sampler import Sampler
+from lmdecode.sampling.sampler_rows import ORDERS, STAGES
+from lmdecode.sampling.types import DIALECTS, KeptSet, SampleOutput, SamplerOutput, VerifyOutput
+from lmdecode.sampling.verify import verify_draft
 
 __all__ = [
     "DIALECTS",
+    "ORDERS",
+    "STAGES",
+    "KeptSet",
     "SampleOutput",
+    "Sampler",
+    "SamplerOutput",
+    "VerifyOutput",
     "prompt_lookup",
     "top_k_top_p_sample",
+    "verify_draft",
 ]

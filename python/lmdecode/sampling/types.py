@@ -10,6 +10,7 @@ import torch
 STATUS_NAN = 1  # a logit, or the noise of a kept token, was NaN
 STATUS_EMPTY = 2  # no logit above -inf
 STATUS_PARAMETER = 4  # a parameter was NaN, or the temperature negative
+STATUS_NO_SEQUENCE = 8  # of a Sampler: the row has none
 
 DIALECTS: tuple[str, ...] = (
     "lmdecode",
@@ -47,3 +48,77 @@ class SampleOutput(NamedTuple):
     logprob: torch.Tensor | None
     kept_count: torch.Tensor
     status: torch.Tensor
+
+
+class KeptSet(NamedTuple):
+    """The kept tokens of all rows, one row after the other.
+
+    Row b has the places ``indptr[b]`` to ``indptr[b + 1] - 1``.
+
+    Attributes
+    ----------
+    indptr
+        [B + 1] int64.
+    ids
+        [N] int64, ascending within a row.
+    logprobs
+        [N] float32, of each token among the kept ones of its row.
+    """
+
+    indptr: torch.Tensor
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class SamplerOutput(NamedTuple):
+    """What one step of a ``Sampler`` gives back; what was not asked for is None.
+
+    Attributes
+    ----------
+    index, kept_logits, kept_count, status
+        As of ``SampleOutput``. Rows without a sequence have index -1 and status 8.
+    logprob
+        [B] float32. Of the chosen token, by ``logprobs_mode``.
+    top_ids, top_logprobs
+        [B, num_logprobs] int64 and float32, the best first; -1 and ``-inf`` where there are no
+        more.
+    rank
+        [B] int64. 1 + how many of the raw logits stand before the chosen token's.
+    kept_set
+        The tokens that were drawn from.
+    stage_counts
+        [B, 11] int32. Tokens that each stage of ``lmdecode.sampling.STAGES`` left, -1 where it is
+        off.
+    """
+
+    index: torch.Tensor  # type: ignore[assignment]  # instead of tuple.index
+    kept_logits: torch.Tensor | None
+    logprob: torch.Tensor | None
+    kept_count: torch.Tensor
+    status: torch.Tensor
+    top_ids: torch.Tensor | None
+    top_logprobs: torch.Tensor | None
+    rank: torch.Tensor | None
+    kept_set: KeptSet | None
+    stage_counts: torch.Tensor | None
+
+
+class VerifyOutput(NamedTuple):
+    """What ``verify_draft`` gives back.
+
+    Attributes
+    ----------
+    num_accepted
+        [B] int64. Drafted tokens that were accepted; of a tree, the length of the path.
+    tokens
+        [B, D + 1] int64. The accepted tokens and the one behind them, then -1.
+    status
+        [B] uint8. The bits of all positions that were looked at.
+    path
+        [B, D] int64. Which drafted tokens were accepted, as places in ``draft``, then -1.
+    """
+
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    status: torch.Tensor
+    path: torch.Tensor

@@ -1,0 +1,108 @@
+// Rows of samplers: made, and copied to where there is more room.
+#include <algorithm>
+#include <cstring>
+
+#include "common/bits.h"
+#include "sampling/sampler_state.h"
+
+namespace lmdecode::sampling {
+namespace {
+
+void enter_rules(SamplerRowView* view) {
+  const SamplerRules rules = view->parsed_rules();
+  for (int64_t i = 0; i < rules.bias_count; ++i) {
+    const float bias = float_of(static_cast<uint32_t>(rules.biases[2 * i + 1]));
+    float& sum = view->biases[view->touch(rules.biases[2 * i])];
+    // A ban stays one, whatever comes to it.
+    sum = sum == minus_infinity() ? sum : sum + bias;
+  }
+  for (int64_t i = 0; i < rules.end_count; ++i) view->touch(rules.end_tokens[i]);
+  const int32_t* sequence = rules.sequences;
+  for (int64_t i = 0; i < rules.sequence_count; ++i) {
+    const int64_t length = sequence[0];
+    view->touch(sequence[length]);
+    sequence += length + 2;
+  }
+}
+
+}  // namespace
+
+const char* wrong_rules(const int32_t* rules, int64_t size, int64_t vocab) {
+  constexpr const char* kShort = "its sizes are not those of its numbers";
+  constexpr const char* kToken = "it has a number that is no token of the vocabulary";
+  if (size == 0) return nullptr;
+  if (size < kRuleSizes) return kShort;
+  int64_t at = kRuleSizes;
+  const auto left = [&] { return size - at; };
+  const auto is_token = [&](int64_t i) { return rules[i] >= 0 && rules[i] < vocab; };
+  for (int64_t i = 0; i < kRuleSizes; ++i) {
+    if (rules[i] < 0) return kShort;
+  }
+  constexpr int64_t kWidth[4] = {2, 1, 2, 1}, kToken_at[4] = {0, 0, 1, 0};
+  for (int64_t section = 0; section < 4; ++section) {
+    if (rules[section] > left() / kWidth[section]) return kShort;
+    for (int64_t i = 0; i < rules[section]; ++i, at += kWidth[section]) {
+      if (!is_token(at + kToken_at[section])) return kToken;
+    }
+  }
+  for (int64_t i = 0; i < rules[4]; ++i) {
+    if (left() < 4 || rules[at] < 2 || rules[at] > left() - 2) return kShort;
+    const int64_t length = rules[at];
+    for (int64_t j = 1; j <= length; ++j) {
+      if (!is_token(at + j)) return kToken;
+    }
+    at += length + 2;
+  }
+  return left() == 0 ? nullptr : kShort;
+}
+
+void sampler_insert_cpu(const SamplerInsertParams& p) {
+  const SamplerLayout& layout = p.layout;
+  SamplerRowView view(p.row, layout);
+  SamplerRow& row = *view.row;
+  row = {};
+  row.vocab = layout.vocab;
+  row.text_capacity = layout.text_capacity;
+  row.rules_capacity = layout.rules_capacity;
+  row.active = 1;
+  row.integers = p.integers;
+  row.numbers = p.numbers;
+  row.mu = 2.0 * p.numbers.mirostat_tau;
+  row.rules_size = p.rules_size;
+  row.position = p.prompt_length;
+  std::fill_n(view.slots, int64_t{1} << layout.slot_bits, 0u);
+  std::fill_n(view.bits, (layout.vocab + 63) / 64, uint64_t{0});
+  std::copy_n(p.rules, p.rules_size, view.rules);
+  enter_rules(&view);
+  if (p.integers.keeps_text == 0) return;
+  for (int64_t i = 0; i < p.prompt_length; ++i) {
+    view.text[i] = static_cast<int32_t>(p.prompt[i]);
+    const int64_t at = view.touch(p.prompt[i]);
+    if (at >= 0) ++view.prompt_counts[at];
+  }
+  row.prompt_length = row.length = p.prompt_length;
+}
+
+void sampler_copy_row_cpu(const void* from, const SamplerLayout& from_layout, void* to,
+                          const SamplerLayout& to_layout) {
+  const SamplerRowView old(const_cast<void*>(from), from_layout);
+  SamplerRowView view(to, to_layout);
+  *view.row = *old.row;
+  view.row->text_capacity = to_layout.text_capacity;
+  view.row->rules_capacity = to_layout.rules_capacity;
+  std::copy_n(old.text, old.row->length, view.text);
+  std::copy_n(old.mu_before, old.row->length, view.mu_before);
+  const int64_t touched = old.row->touched;
+  std::copy_n(old.ids, touched, view.ids);
+  std::copy_n(old.biases, touched, view.biases);
+  std::copy_n(old.prompt_counts, touched, view.prompt_counts);
+  std::copy_n(old.output_counts, touched, view.output_counts);
+  std::copy_n(old.bits, (from_layout.vocab + 63) / 64, view.bits);
+  std::copy_n(old.rules, old.row->rules_size, view.rules);
+  std::fill_n(view.slots, int64_t{1} << to_layout.slot_bits, 0u);
+  for (int64_t i = 0; i < touched; ++i) {
+    view.slots[view.slot_of(view.ids[i])] = static_cast<uint32_t>(i) + 1;
+  }
+}
+
+}  // namespace lmdecode::sampling

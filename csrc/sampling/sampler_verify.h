@@ -1,0 +1,30 @@
+// Drafted tokens against a sampler: which of them it accepts, and the token behind them.
+#pragma once
+
+#include "sampling/sampler_step.h"
+
+namespace lmdecode::sampling {
+
+// The logits of step are [batch, drafts + 1, vocab], its bitmask [batch, drafts + 1, words]: row 0
+// for the token behind the text, row i + 1 for the one behind draft i. Its outputs are scratch, but
+// for the status: that of all rows looked at.
+struct SamplerVerifyParams {
+  SamplerStepParams step;
+  int64_t drafts = 0;
+  int64_t logits_draft_stride = 0, bitmask_draft_stride = 0;
+
+  const int64_t* draft = nullptr;       // [batch, drafts] tokens; no token of the vocabulary: none
+  const int64_t* parents = nullptr;     // [batch, drafts] of a tree: -1 the text; null: a chain
+  const int64_t* num_draft = nullptr;   // [batch], null: all
+  const float* draft_logits = nullptr;  // [batch, drafts, vocab], null: the draft was certain
+  // Accept with the probability min(1, p / q) instead of where the sampler draws the same token.
+  bool rejection = false;
+
+  int64_t* tokens = nullptr;        // [batch, drafts + 1] accepted ones and the next, then -1
+  int64_t* path = nullptr;          // [batch, drafts] the accepted drafts' numbers, then -1
+  int64_t* num_accepted = nullptr;  // [batch]
+};
+
+void sampler_verify_cpu(const SamplerVerifyParams& params);
+
+}  // namespace lmdecode::sampling

@@ -1,0 +1,510 @@
+"""``Sampler``: the whole way from logits to tokens, for sequences that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import MAX_INT, check_bool, check_count, check_int, dtype_name, type_error
+from lmdecode._ops import ops
+from lmdecode.sampling.sampler_rows import (
+    ORDERS,
+    STAGES,
+    RowRules,
+    check_parameters,
+    parameters_of_row,
+    rules_of_row,
+)
+from lmdecode.sampling.types import KeptSet, SamplerOutput
+
+__all__ = ["Sampler"]
+
+_OP = "Sampler"
+_step = ops.sampler_step_.default
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+# Flags of the op.
+_ACCEPT, _RAW, _COUNTS = 1, 2, 4
+# Fields of SamplerRow (csrc/sampling/sampler_state.h), as places among its 64-bit numbers.
+_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _KEEPS_TEXT = 3, 6, 7, 17
+_LEAST_TEXT = 256
+_MOST_LOGPROBS = 64
+
+
+class _Results(NamedTuple):
+    """The memory that the op writes, and what it means: one array after the other."""
+
+    memory: Tensor
+    index: Tensor  # type: ignore[assignment]  # instead of tuple.index
+    rank: Tensor | None
+    top_ids: Tensor | None
+    logprob: Tensor | None
+    top_logprobs: Tensor | None
+    kept_count: Tensor
+    stage_counts: Tensor | None
+    status: Tensor
+
+
+def _new_results(batch: int, num_logprobs: int, stages: bool) -> _Results:
+    wants, best = num_logprobs >= 0, max(num_logprobs, 0)
+    parts: list[tuple[torch.dtype, tuple[int, ...] | None]] = [
+        (torch.int64, (batch,)),
+        (torch.int64, (batch,) if wants else None),
+        (torch.int64, (batch, best) if wants else None),
+        (torch.float32, (batch,) if wants else None),
+        (torch.float32, (batch, best) if wants else None),
+        (torch.int32, (batch,)),
+        (torch.int32, (batch, len(STAGES)) if stages else None),
+        (torch.uint8, (batch,)),
+    ]
+    sizes = [0 if s is None else torch.Size(s).numel() * d.itemsize for d, s in parts]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    views: list[Any] = []
+    begin = 0
+    for (dtype, shape), size in zip(parts, sizes, strict=True):
+        part = None if shape is None else memory[begin : begin + size].view(dtype).view(shape)
+        views.append(part)
+        begin += size
+    return _Results(memory, *views)
+
+
+class Sampler:
+    """Rows of logits to tokens, with everything that stands between them, one op a step.
+
+    A row is a sequence. It has parameters and a state of its own: its text, counts of tokens, its
+    place in the noise. So rows may come, go and change places, and a sequence draws the same
+    tokens, bit for bit, alone or in any batch. A step edits the logits (bitmask, biases, penalties,
+    rules), filters them by the stages of ``order``, and draws. docs/reference/sampler.md defines
+    each stage. On the CPU.
+
+    Parameters
+    ----------
+    batch : int
+        Rows, at least 0. All have a sequence without a prompt at first.
+    vocab : int
+        Logits of a row.
+    device : torch.device or str, optional
+        "cpu", the default.
+    order : str
+        "lmdecode", "transformers", "vllm", "llama.cpp" or "sglang": whose order of stages, and
+        whose rules at ties and boundaries.
+    num_logprobs : int, optional
+        0 to 64. ``sample`` then gives ``logprob`` and ``rank`` of the chosen tokens, and
+        ``top_ids`` and ``top_logprobs`` of so many best ones.
+    logprobs_mode : str
+        "raw_logprobs": of the logits as they came; "processed_logprobs": of what is drawn from.
+    return_logits, return_kept_set, return_stages : bool
+        Whether ``sample`` gives ``kept_logits``, ``kept_set`` and ``stage_counts``.
+    temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, top_h : float
+        Filters; a list or a tensor has one for each row, as for all numbers. None is off.
+        Temperature 0 takes the largest logit.
+    top_k : int
+        Tokens to keep; <= 0 is off.
+    xtc_probability, xtc_threshold : float
+        The chance with which all tokens of at least ``xtc_threshold`` (0.1) but the least likely of
+        them are dropped.
+    repetition_penalty, presence_penalty, frequency_penalty : float
+        The first of prompt and output, by division; the others of the output, by subtraction.
+    no_repeat_ngram_size : int
+        No n-gram of the text comes again.
+    dry_multiplier, dry_base, dry_allowed_length, dry_breakers
+        DRY: a token that goes on with a repetition of ``length`` tokens, ``dry_allowed_length`` (2)
+        at least, loses ``multiplier * base ** (length - allowed)``; repetitions end at breakers, a
+        list of tokens.
+    mirostat_tau, mirostat_eta : float
+        Mirostat 2: the surprise to hold, in bits, and the rate (0.1).
+    dynamic_temperature_range, dynamic_temperature_exponent : float
+        The temperature goes from ``temperature - range`` to ``temperature + range`` with the
+        entropy.
+    logit_bias : dict
+        Of tokens to what is added to their logits; a tuple of tokens: to the last one's where the
+        text ends with the others. -inf bans.
+    bad_words_ids : list of list of int
+        Sequences that must not come.
+    suppress_tokens : list of int
+        Tokens that must not come.
+    min_tokens, eos_token_id : int, int or list of int
+        No end token before so many tokens of output.
+    forced_tokens : dict
+        Of a length of the output to the token that comes then.
+    seed : int or list of int
+        Of the noise; one int gives row i the seed that ``top_k_top_p_sample`` gives it; < 0 draws
+        the most probable token. Unset, each row draws a seed from torch's generator when its
+        sequence begins.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+
+    Examples
+    --------
+    >>> sampler = lmdecode.Sampler(2, 1000, temperature=0.8, top_k=50, repetition_penalty=1.1)
+    >>> logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    >>> sampler.sample(logits).index.shape
+    torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        vocab: int,
+        *,
+        device: torch.device | str | None = None,
+        order: str = "lmdecode",
+        num_logprobs: int | None = None,
+        logprobs_mode: str = "raw_logprobs",
+        return_logits: bool = False,
+        return_kept_set: bool = False,
+        return_stages: bool = False,
+        **parameters: Any,
+    ) -> None:
+        self.batch = check_count(_OP, "batch", batch, 0)
+        self.vocab = check_int(_OP, "vocab", vocab, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
+        self.device = torch.device("cpu" if device is None else device)
+        if self.device.type != "cpu":
+            raise ValueError(f"{_OP}: device is {self.device}; expected cpu")
+        if order not in ORDERS:
+            raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
+        if logprobs_mode not in _LOGPROBS_MODES:
+            raise ValueError(
+                f"{_OP}: logprobs_mode is {logprobs_mode!r}; expected one of "
+                f"{', '.join(_LOGPROBS_MODES)}"
+            )
+        self.order = order
+        if num_logprobs is not None:
+            most = min(_MOST_LOGPROBS, vocab)
+            num_logprobs = check_int(_OP, "num_logprobs", num_logprobs, 0, most)
+        self.num_logprobs = num_logprobs
+        self._num_logprobs = -1 if num_logprobs is None else num_logprobs
+        for name, value in (
+            ("return_logits", return_logits),
+            ("return_kept_set", return_kept_set),
+            ("return_stages", return_stages),
+        ):
+            check_bool(_OP, name, value)
+        self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
+            _COUNTS if return_stages else 0
+        )
+        self._results = _new_results(batch, self._num_logprobs, return_stages)
+        self._kept_logits = torch.zeros(batch, vocab) if return_logits else None
+        self._returns_kept_set = return_kept_set
+        kept = (torch.zeros(batch, vocab, dtype=torch.int64), torch.zeros(batch, vocab))
+        self._kept: tuple[Tensor | None, Tensor | None] = kept if return_kept_set else (None, None)
+        self._output = self._new_output()
+        self._defaults = check_parameters(parameters, self.vocab, self.batch)
+        # Steps may be taken until the longest text meets its room.
+        self._steps, self._most_steps = 0, MAX_INT
+        self._text_capacity = self._rules_capacity = 0
+        seeds = self._draw_seeds(self.batch) if "seed" not in self._defaults else None
+        rows = []
+        for row in range(self.batch):
+            own = parameters_of_row(self._defaults, row)
+            rows.append(rules_of_row(own, order, own["seed"] if seeds is None else seeds[row]))
+        self._state = torch.zeros(self.batch, self._row_bytes(0, 0), dtype=torch.uint8)
+        self._make_room(
+            _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0,
+            max((len(rules.rules) for rules in rows), default=0),
+        )
+        for row, rules in enumerate(rows):
+            self._insert(row, rules, torch.zeros(0, dtype=torch.int64))
+        self._count_steps()
+
+    # ---- sequences
+
+    def insert(self, row: int, prompt: Any = None, **parameters: Any) -> None:
+        """Begin a sequence in a row; what was there is gone.
+
+        Parameters
+        ----------
+        row
+            0 to batch - 1.
+        prompt
+            Its tokens: a list of ints or a tensor [n]. Noise goes on from its length, and penalties
+            that look at prompts see it.
+        **parameters
+            As of the constructor, numbers for this row. What is not named is what the constructor
+            gave the row; a seed that it did not give is drawn anew.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; nothing has changed.
+        """
+        row = self._check_row("insert", row)
+        own = parameters_of_row(self._defaults, row)
+        own.update(check_parameters(parameters, self.vocab))
+        for name, value in parameters.items():
+            if value is None:
+                own.pop(name, None)
+        seed = own["seed"] if "seed" in own else self._draw_seeds(1)[0]
+        rules = rules_of_row(own, self.order, seed)
+        tokens = _tokens("insert", "prompt", () if prompt is None else prompt)
+        self._sync()
+        self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
+        self._insert(row, rules, tokens)
+        self._count_steps()
+
+    def remove(self, row: int) -> None:
+        """End the sequence of a row: it gets index -1 until another begins."""
+        row = self._check_row("remove", row)
+        self._sync()
+        self._fields()[row, _ACTIVE] = 0
+        self._count_steps()
+
+    def reorder_(self, rows: Sequence[int] | Tensor) -> None:
+        """Row i goes on with the sequence of row ``rows[i]``, its seed and its parameters.
+
+        Parameters
+        ----------
+        rows
+            [batch] ints, each 0 to batch - 1; a row may stand several times.
+        """
+        picked = _tokens("reorder_", "rows", rows)
+        if len(picked) != self.batch:
+            raise ValueError(
+                f"{_OP}.reorder_: rows has {len(picked)} numbers; expected {self.batch}"
+            )
+        for i, row in enumerate(picked.tolist()):
+            check_int(f"{_OP}.reorder_", f"rows[{i}]", row, 0, self.batch - 1)
+        self._sync()
+        self._state.copy_(self._state[picked])
+        self._count_steps()
+
+    def accept(self, row: int, tokens: int | Sequence[int] | Tensor) -> None:
+        """Go on with tokens that were chosen elsewhere; they count as output.
+
+        Parameters
+        ----------
+        row
+            0 to batch - 1.
+        tokens
+            One, a list or a tensor [n].
+        """
+        row = self._check_row("accept", row)
+        ids = _tokens("accept", "tokens", tokens)
+        self._sync()
+        self._make_room(self._length(row) + len(ids), 0)
+        ops.sampler_accept_(self._state, *self._sizes, row, ids)
+        self._count_steps()
+
+    def rewind(self, row: int, n: int) -> None:
+        """Take back the last n tokens that were accepted: counts, tables and mirostat's mu too."""
+        row = self._check_row("rewind", row)
+        n = check_int(f"{_OP}.rewind", "n", n)
+        self._sync()
+        ops.sampler_rewind_(self._state, *self._sizes, row, n)
+        self._count_steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sequences, to be saved with ``torch.save``, for ``load_state_dict``."""
+        return {
+            "batch": self.batch,
+            "vocab": self.vocab,
+            "order": self.order,
+            "text_capacity": self._text_capacity,
+            "rules_capacity": self._rules_capacity,
+            "state": self._state.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the sequences of another sampler of this batch, vocabulary and order."""
+        for name in ("batch", "vocab", "order", "text_capacity", "rules_capacity", "state"):
+            if name not in state:
+                raise ValueError(f"{_OP}.load_state_dict: state has no {name!r}")
+        for name in ("batch", "vocab", "order"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"{_OP}.load_state_dict: state has {name} {state[name]}; expected "
+                    f"{getattr(self, name)}"
+                )
+        sizes = (state["text_capacity"], state["rules_capacity"])
+        memory = torch.zeros(self.batch, self._row_bytes(*sizes), dtype=torch.uint8)
+        ops.sampler_copy_(memory, *sizes, state["state"].contiguous(), *sizes, self.vocab)
+        self._text_capacity, self._rules_capacity = sizes
+        self._state = memory
+        self._count_steps()
+
+    @property
+    def output_lengths(self) -> Tensor:
+        """[batch] int64: accepted tokens of each row, -1 where it has no sequence."""
+        fields = self._fields()
+        return torch.where(fields[:, _ACTIVE] != 0, fields[:, _OUTPUT_LENGTH], -1)
+
+    # ---- steps
+
+    def sample(
+        self, logits: Tensor, bitmask: Tensor | None = None, accept: bool = True
+    ) -> SamplerOutput:
+        """Choose a token for every row.
+
+        Parameters
+        ----------
+        logits
+            [batch, vocab] float32, float16 or bfloat16, any strides. NaN counts as -inf.
+        bitmask
+            [batch, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set where token t is
+            allowed, as xgrammar and llguidance write it.
+        accept
+            Whether the sequences go on with the chosen tokens.
+
+        Returns
+        -------
+        SamplerOutput
+            Its tensors are the sampler's own: the next call overwrites them. Clone what is kept.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; nothing has changed.
+        """
+        flags = self._flags
+        if accept:
+            flags |= _ACCEPT
+            if self._steps >= self._most_steps:
+                self._sync()
+                self._make_room(self._longest() + 1, 0)
+                self._count_steps()
+        if type(logits) is not Tensor or logits.requires_grad:
+            logits = _plain_logits(logits)
+        _step(
+            self._state, logits, bitmask, self._results.memory, self._kept_logits, *self._kept,
+            *self._sizes, self._num_logprobs, flags,
+        )  # fmt: skip
+        if accept:
+            self._steps += 1
+        if self._returns_kept_set:
+            return self._output._replace(kept_set=self._kept_set())
+        return self._output
+
+    def _verify(
+        self,
+        logits: Tensor,
+        bitmask: Tensor | None,
+        draft: Tensor,
+        parents: Tensor | None,
+        num_draft: Tensor | None,
+        draft_logits: Tensor | None,
+        rejection: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The op of ``verify_draft``: tokens, path, num_accepted, status."""
+        drafts = draft.shape[1]
+        self._sync()
+        self._make_room(self._longest() + drafts + 1, 0)
+        results = _new_results(self.batch, -1, False)
+        tokens = torch.full((self.batch, drafts + 1), -1)
+        path = torch.full((self.batch, drafts), -1)
+        num_accepted = torch.zeros(self.batch, dtype=torch.int64)
+        ops.sampler_verify_(
+            self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
+            tokens, path, num_accepted, *self._sizes, rejection,
+        )  # fmt: skip
+        self._count_steps()
+        return tokens, path, num_accepted, results.status
+
+    # ---- the state
+
+    def _new_output(self) -> SamplerOutput:
+        r = self._results
+        return SamplerOutput(
+            r.index, self._kept_logits, r.logprob, r.kept_count, r.status, r.top_ids,
+            r.top_logprobs, r.rank, None, r.stage_counts,
+        )  # fmt: skip
+
+    def _kept_set(self) -> KeptSet:
+        ids, logprobs = self._kept
+        assert ids is not None
+        assert logprobs is not None
+        counts = self._results.kept_count
+        indptr = torch.zeros(self.batch + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=indptr[1:])
+        numbers = counts.tolist()
+        rows = range(self.batch)
+        return KeptSet(
+            indptr,
+            torch.cat([ids[:0, 0], *(ids[b, : numbers[b]] for b in rows)]),
+            torch.cat([logprobs[:0, 0], *(logprobs[b, : numbers[b]] for b in rows)]),
+        )
+
+    def _check_row(self, method: str, row: int) -> int:
+        return check_int(f"{_OP}.{method}", "row", row, 0, self.batch - 1)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.vocab, self._text_capacity, self._rules_capacity
+
+    def _row_bytes(self, text_capacity: int, rules_capacity: int) -> int:
+        size: int = ops.sampler_row_bytes(self.vocab, text_capacity, rules_capacity)
+        return size
+
+    def _fields(self) -> Tensor:
+        return self._state.view(torch.int64)
+
+    def _length(self, row: int) -> int:
+        fields = self._fields()[row]
+        return int(fields[_LENGTH] * fields[_ACTIVE] * fields[_KEEPS_TEXT])
+
+    def _longest(self) -> int:
+        """Tokens of the longest text."""
+        if self.batch == 0:
+            return 0
+        fields = self._fields()
+        return int((fields[:, _LENGTH] * fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).max())
+
+    def _sync(self) -> None:
+        """The state is about to be looked at, or changed: nothing to be done on the CPU."""
+
+    def _count_steps(self) -> None:
+        fields = self._fields()
+        looks = bool((fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any()) if self.batch else False
+        self._steps = 0
+        self._most_steps = self._text_capacity - self._longest() if looks else MAX_INT
+
+    def _make_room(self, text: int, rules: int) -> None:
+        """Let texts have so many tokens at least, and rules so many numbers."""
+        if text <= self._text_capacity and rules <= self._rules_capacity:
+            return
+        if text > self._text_capacity:
+            text = max(_LEAST_TEXT, 1 << (text - 1).bit_length())
+        sizes = max(text, self._text_capacity), max(rules, self._rules_capacity)
+        state = torch.zeros(self.batch, self._row_bytes(*sizes), dtype=torch.uint8)
+        ops.sampler_copy_(
+            state, *sizes, self._state, self._text_capacity, self._rules_capacity, self.vocab
+        )
+        self._state = state
+        self._text_capacity, self._rules_capacity = sizes
+
+    def _insert(self, row: int, rules: RowRules, prompt: Tensor) -> None:
+        ops.sampler_insert_(
+            self._state, *self._sizes, row, rules.integers, rules.numbers, rules.rules, prompt
+        )
+
+    @staticmethod
+    def _draw_seeds(count: int) -> list[int]:
+        seeds: list[int] = torch.randint(0, MAX_INT, (count,)).tolist()
+        return seeds
+
+
+def _plain_logits(logits: Any) -> Tensor:
+    if not isinstance(logits, Tensor):
+        raise type_error(f"{_OP}.sample", "logits", logits, "a tensor")
+    return logits.detach()
+
+
+def _tokens(method: str, name: str, value: Any) -> Tensor:
+    """Return [n] int64 of one token, several, or a tensor of them."""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (Sequence, range)) or isinstance(value, str):
+            value = [check_int(f"{_OP}.{method}", name, value)]
+        value = torch.tensor(
+            [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)],
+            dtype=torch.int64,
+        )
+    if value.dtype not in (torch.int64, torch.int32) or value.dim() > 1:
+        raise ValueError(
+            f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
+            f"expected int64 or int32, [n]"
+        )
+    return value.reshape(-1).to("cpu", torch.int64).contiguous()

@@ -1,0 +1,275 @@
+"""What a row of a ``Sampler`` is told: its parameters, checked, as numbers for the op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import MAX_INT, check_int, check_number, is_int, type_error
+
+__all__ = ["ORDERS", "STAGES", "RowRules", "check_parameters", "parameters_of_row", "rules_of_row"]
+
+_OP = "Sampler"
+
+ORDERS = ("lmdecode", "transformers", "vllm", "llama.cpp", "sglang")
+"""Whose order of stages and whose rules at boundaries a ``Sampler`` follows."""
+
+STAGES = (
+    "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff",
+    "top_h", "typical_p", "xtc", "mirostat",
+)  # fmt: skip
+"""The columns of ``SamplerOutput.stage_counts``."""
+
+_INF = math.inf
+# Name: what it is where it is off, the least and the largest number. In the order of
+# SamplerIntegers and SamplerNumbers of csrc/sampling/sampler_state.h, but for what a row computes:
+# order, seed, keeps_text.
+_INTEGERS: dict[str, tuple[int, int, int]] = {
+    "top_k": (0, ~MAX_INT, MAX_INT),
+    "no_repeat_ngram_size": (0, 0, MAX_INT),
+    "dry_allowed_length": (2, 0, MAX_INT),
+    "min_tokens": (0, 0, MAX_INT),
+}
+_NUMBERS: dict[str, tuple[float, float, float]] = {
+    "temperature": (1.0, 0.0, _INF),
+    "top_p": (1.0, -_INF, 1.0),
+    "min_p": (0.0, -_INF, _INF),
+    "typical_p": (1.0, 0.0, 1.0),
+    "epsilon_cutoff": (0.0, 0.0, 1.0),
+    "eta_cutoff": (0.0, 0.0, 1.0),
+    "top_n_sigma": (0.0, -_INF, _INF),
+    "top_h": (0.0, 0.0, 1.0),
+    "xtc_probability": (0.0, 0.0, 1.0),
+    "xtc_threshold": (0.1, 0.0, 1.0),
+    "repetition_penalty": (1.0, 0.0, _INF),
+    "presence_penalty": (0.0, -_INF, _INF),
+    "frequency_penalty": (0.0, -_INF, _INF),
+    "dry_multiplier": (0.0, 0.0, _INF),
+    "dry_base": (1.75, 0.0, _INF),
+    "mirostat_tau": (0.0, 0.0, _INF),
+    "mirostat_eta": (0.1, -_INF, _INF),
+    "dynamic_temperature_range": (0.0, 0.0, _INF),
+    "dynamic_temperature_exponent": (1.0, -_INF, _INF),
+}
+# Infinite ones mean something there.
+_MAY_BE_INFINITE = ("top_p", "min_p", "temperature", "top_n_sigma")
+_TOKEN_RULES = (
+    "logit_bias", "bad_words_ids", "suppress_tokens", "eos_token_id", "forced_tokens",
+    "dry_breakers",
+)  # fmt: skip
+_SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
+
+
+def _f32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+
+
+def _check_scalar(name: str, value: Any, where: str) -> int | float:
+    if name in _INTEGERS:
+        _, least, most = _INTEGERS[name]
+        return check_int(_OP, where, value, least, most)
+    _, low, high = _NUMBERS[name]
+    number = check_number(_OP, where, value)
+    if name not in _MAY_BE_INFINITE and math.isinf(number):
+        raise ValueError(f"{_OP}: {where} is {number}; expected a finite number")
+    if name == "repetition_penalty" and number <= 0.0:
+        raise ValueError(f"{_OP}: {where} is {number}; expected a number > 0")
+    if not low <= number <= high:  # NaN too
+        limits = "a number"
+        if math.isfinite(low):
+            limits = f"{low:g} to {high:g}" if math.isfinite(high) else f"a number >= {low:g}"
+        elif math.isfinite(high):
+            limits = f"a number <= {high:g}"
+        raise ValueError(f"{_OP}: {where} is {number}; expected {limits}")
+    return _f32(number)
+
+
+def _check_token(value: Any, vocab: int, where: str) -> int:
+    return check_int(_OP, where, value, 0, vocab - 1)
+
+
+def _check_tokens(value: Any, vocab: int, where: str) -> tuple[int, ...]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if is_int(value):
+        value = [value]
+    if not isinstance(value, (Sequence, set, frozenset)) or isinstance(value, str):
+        raise type_error(_OP, where, value, "an int or a list of ints")
+    return tuple(_check_token(token, vocab, f"{where}[{i}]") for i, token in enumerate(value))
+
+
+def _check_rule(name: str, value: Any, vocab: int) -> Any:
+    """Return a token rule in its plain form: tuples of ints, and dicts of them."""
+    if name == "logit_bias":
+        if not isinstance(value, Mapping):
+            raise type_error(_OP, name, value, "a dict of token, or tuple of tokens, to bias")
+        biases = {}
+        for tokens, bias in value.items():
+            ids = _check_tokens(tokens, vocab, f"a key of {name}")
+            if not ids:
+                raise ValueError(f"{_OP}: a key of {name} is empty; expected one token or more")
+            number = check_number(_OP, f"{name}[{tokens}]", bias)
+            if math.isnan(number) or number == _INF:
+                raise ValueError(f"{_OP}: {name}[{tokens}] is {number}; expected a number or -inf")
+            biases[ids] = _f32(number)
+        return biases
+    if name == "bad_words_ids":
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise type_error(_OP, name, value, "a list of lists of ints")
+        words = [_check_tokens(word, vocab, f"{name}[{i}]") for i, word in enumerate(value)]
+        for i, word in enumerate(words):
+            if not word:
+                raise ValueError(f"{_OP}: {name}[{i}] is empty; expected one token or more")
+        return tuple(words)
+    if name == "forced_tokens":
+        if not isinstance(value, Mapping):
+            raise type_error(_OP, name, value, "a dict of output length to token")
+        return {
+            check_int(_OP, f"a key of {name}", count, 0, (1 << 31) - 1): _check_token(
+                token, vocab, f"{name}[{count}]"
+            )
+            for count, token in value.items()
+        }
+    return _check_tokens(value, vocab, name)
+
+
+def check_parameters(
+    parameters: Mapping[str, Any], vocab: int, batch: int | None = None
+) -> dict[str, Any]:
+    """Return parameters in plain form, without those that are None.
+
+    Parameters
+    ----------
+    parameters
+        By name.
+    vocab
+        Tokens are below it.
+    batch
+        A number may come as a list or tensor of one for each of so many rows; None: of one row.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the parameter, what came and what was expected.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if name in _TOKEN_RULES:
+            if value is not None:
+                checked[name] = _check_rule(name, value, vocab)
+            continue
+        if name not in _INTEGERS and name not in _NUMBERS and name != "seed":
+            known = ", ".join(["seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES])
+            raise TypeError(f"{_OP}: {name} is no parameter; expected one of {known}")
+        if value is None:
+            continue
+        if isinstance(value, Tensor) and value.dim() > 0 and batch is not None:
+            value = value.tolist()
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            value = value.item()
+        if isinstance(value, (list, tuple)) and batch is not None:
+            if len(value) != batch:
+                raise ValueError(
+                    f"{_OP}: {name} has {len(value)} numbers; expected {batch}, one for each row"
+                )
+            checked[name] = [
+                _scalar(name, number, f"{name}[{i}]") for i, number in enumerate(value)
+            ]
+        else:
+            checked[name] = _scalar(name, value, name)
+    return checked
+
+
+def _scalar(name: str, value: Any, where: str) -> int | float:
+    if name == "seed":
+        return check_int(_OP, where, value, limits="an int below 2^63")
+    return _check_scalar(name, value, where)
+
+
+def parameters_of_row(checked: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return what one row gets of checked parameters; an int seed is that of row 0."""
+    own = {}
+    for name, value in checked.items():
+        if name == "seed" and isinstance(value, int):
+            value = value if value < 0 else (value + row * _SEED_STEP) & MAX_INT
+        elif isinstance(value, list):
+            value = value[row]
+        own[name] = value
+    return own
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """A row's parameters as the op takes them.
+
+    Attributes
+    ----------
+    integers, numbers, rules
+        [7] int64, [19] float64 and [n] int32: SamplerIntegers, SamplerNumbers and SamplerRules of
+        csrc/sampling/sampler_state.h.
+    keeps_text
+        Whether the row's text is looked at.
+    """
+
+    integers: Tensor
+    numbers: Tensor
+    rules: Tensor
+    keeps_text: bool
+
+
+def _bits(values: list[float]) -> list[int]:
+    return torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist()
+
+
+def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRules:
+    """Translate one row's checked parameters."""
+    get = parameters.get
+    end_tokens = get("eos_token_id", ())
+    biases: dict[tuple[int, ...], float] = {}
+    biases.update(get("logit_bias", {}))
+    sequences = [(ids, bias) for ids, bias in biases.items() if len(ids) > 1]
+    single = [(ids[0], bias) for ids, bias in biases.items() if len(ids) == 1]
+    single += [(token, -_INF) for token in get("suppress_tokens", ())]
+    for word in get("bad_words_ids", ()):
+        if len(word) > 1:
+            sequences.append((word, -_INF))
+        elif order != "transformers" or word[0] not in end_tokens:
+            single.append((word[0], -_INF))
+    numbers = [get(name, off) for name, (off, _, _) in _NUMBERS.items()]
+    numbers = [_f32(number) for number in numbers]
+    named = dict(zip(_NUMBERS, numbers, strict=True))
+    keeps_text = (
+        named["repetition_penalty"] != 1.0
+        or named["presence_penalty"] != 0.0
+        or named["frequency_penalty"] != 0.0
+        or named["dry_multiplier"] > 0.0
+        or named["mirostat_tau"] > 0.0
+        or get("no_repeat_ngram_size", 0) > 0
+        or bool(sequences)
+    )
+    integers = [ORDERS.index(order), seed]
+    integers += [get(name, off) for name, (off, _, _) in _INTEGERS.items()]
+    forced = get("forced_tokens", {})
+    breakers = get("dry_breakers", ())
+    rules: list[int] = []
+    if single or end_tokens or forced or breakers or sequences:
+        rules = [len(single), len(end_tokens), len(forced), len(breakers), len(sequences)]
+        for (token, _), bias in zip(single, _bits([bias for _, bias in single]), strict=True):
+            rules += [token, bias]
+        rules += end_tokens
+        for count, token in forced.items():
+            rules += [count, token]
+        rules += breakers
+        for (ids, _), bias in zip(sequences, _bits([bias for _, bias in sequences]), strict=True):
+            rules += [len(ids), *ids, bias]
+    return RowRules(
+        torch.tensor([*integers, int(keeps_text)], dtype=torch.int64),
+        torch.tensor(numbers, dtype=torch.float64),
+        torch.tensor(rules, dtype=torch.int32),
+        keeps_text,
+    )

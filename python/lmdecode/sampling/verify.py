@@ -1,0 +1,91 @@
+"""``verify_draft``: which tokens of a draft a ``Sampler`` accepts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_dense_tensors, dtype_name, type_error
+from lmdecode.sampling.sampler import Sampler
+from lmdecode.sampling.types import VerifyOutput
+
+__all__ = ["verify_draft"]
+
+_OP = "verify_draft"
+_MODES = ("match", "rejection")
+
+
+def verify_draft(
+    logits: Tensor,
+    draft: Tensor,
+    sampler: Sampler,
+    *,
+    mode: str = "match",
+    draft_logits: Tensor | None = None,
+    num_draft: Tensor | None = None,
+    parents: Tensor | None = None,
+    bitmask: Tensor | None = None,
+) -> VerifyOutput:
+    """Accept drafted tokens, and choose the one behind them.
+
+    A model reads a draft of D tokens at once. Its logits say which of them the sampler would have
+    chosen one by one.
+
+    Parameters
+    ----------
+    logits
+        [B, D + 1, V] float32, float16 or bfloat16: row 0 behind the text, row i + 1 behind drafted
+        token i.
+    draft
+        [B, D] int64 or int32. A number that is no token is never accepted.
+    sampler
+        Has the parameters and the sequences, which go on with the accepted tokens and the next.
+    mode
+        "match": a token is accepted where the sampler draws the same one. The text is then that
+        without drafts, bit for bit, given equal logits. "rejection": with the probability
+        min(1, p / q), p what the sampler draws from, q what the draft was drawn from; else a token
+        of (p - q)+ comes (arXiv 2211.17192). The text has the distribution of that without drafts,
+        and more tokens are accepted.
+    draft_logits
+        [B, D, V] float32, for "rejection": q is their softmax. None: q is 1 at the drafted token.
+    num_draft
+        [B] int64: how many tokens of ``draft`` count. None: all.
+    parents
+        [B, D] int64, for "match": the draft is a tree. The place in ``draft`` of each token's
+        parent, which stands before it; -1: the text. The longest accepted path counts.
+    bitmask
+        [B, D + 1, ceil(V / 32)] int32: as of ``Sampler.sample``, for each row of ``logits``.
+
+    Returns
+    -------
+    VerifyOutput
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has changed.
+    """
+    if not isinstance(sampler, Sampler):
+        raise type_error(_OP, "sampler", sampler, "a lmdecode.Sampler")
+    if mode not in _MODES:
+        raise ValueError(f"{_OP}: mode is {mode!r}; expected one of {', '.join(_MODES)}")
+    check_dense_tensors(_OP, logits=logits, draft=draft)
+    if draft.dtype not in (torch.int64, torch.int32) or draft.dim() != 2:
+        raise ValueError(
+            f"{_OP}: draft has dtype {dtype_name(draft)} and shape {list(draft.shape)}; expected "
+            f"int64 or int32, [batch, drafts]"
+        )
+    options = {"draft_logits": draft_logits, "num_draft": num_draft, "parents": parents}
+    plain = {name: value for name, value in options.items() if value is not None}
+    check_dense_tensors(_OP, **plain)
+    plain = {name: value.contiguous() for name, value in plain.items()}
+    tokens, path, num_accepted, status = sampler._verify(
+        logits.detach(),
+        bitmask,
+        draft.to(torch.int64).contiguous(),
+        plain.get("parents"),
+        plain.get("num_draft"),
+        plain.get("draft_logits"),
+        mode == "rejection",
+    )
+    return VerifyOutput(num_accepted, tokens, status, path)
