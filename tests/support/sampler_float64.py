@@ -63,13 +63,19 @@ class Rows:
         [B, 1] float64.
     """
 
-    def __init__(self, x: Array, parameters: Mapping[str, Array], order: str = "lmdecode") -> None:
+    def __init__(
+        self,
+        x: Array,
+        parameters: Mapping[str, Array],
+        order: str = "lmdecode",
+        margin: float = MARGIN,
+    ) -> None:
         batch = len(x)
         self.y = np.where(np.isnan(x), np.float32(-INF), x.astype(np.float32))
         self.kept = self.y > -INF
         self.temperature = np.ones((batch, 1), np.float32)
         self.decided = np.ones(batch, bool)
-        self.margin = np.full((batch, 1), MARGIN)
+        self.margin = np.full((batch, 1), margin)
         self.infinite = np.zeros((batch, 1), bool)
         self.parameters = parameters
         self.order = order
@@ -160,7 +166,7 @@ def temperature(rows: Rows) -> None:
     chosen = np.where(dynamic, low + (high - low) * share**exponent, t).astype(np.float32)
     # The entropy's own rounding moves the temperature, most of all where it is small.
     rows.decided &= ~(dynamic & (low == 0) & (share < 0.02)).any(axis=1)
-    rows.margin = np.where(dynamic, 50 * MARGIN, rows.margin)
+    rows.margin = np.where(dynamic, 50 * rows.margin, rows.margin)
     rows.temperature = np.where(rows.greedy, np.float32(1), chosen)
     rows._support()
 
