@@ -378,8 +378,15 @@ class SamplerRowKernel : private FamilyStages {
 
   // Logits above this one, and those before `end` that equal it, it left out.
   int64_t count_before(float chosen, int64_t end) const {
-    const F32 c = splat(chosen);
     const int64_t index = params_.index[row_];
+    if (!(chosen > minus_infinity())) {  // NaN counts as -inf here, too
+      int64_t total = 0;
+      for (int64_t i = 0; i < n_; ++i) {
+        total += to_float(x_[i]) > minus_infinity() || (i < end && i != index);
+      }
+      return total;
+    }
+    const F32 c = splat(chosen);
     int64_t total = 0, i = 0;
     for (; i + kLanes <= n_; i += kLanes) {
       const F32 a = load(x_ + i);
@@ -394,7 +401,7 @@ class SamplerRowKernel : private FamilyStages {
       const float a = to_float(x_[i]);
       total += a > chosen || (a == chosen && i < end);
     }
-    return total - (index < end && chosen == chosen ? 1 : 0);
+    return total - (index < end ? 1 : 0);
   }
 
   void write_log_probs() {
