@@ -186,7 +186,8 @@ class SamplerRowKernel : private FamilyStages {
     const auto set = [&](S stage, bool on) { on_[static_cast<int>(stage)] = on; };
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
     set(S::kTemperature, plan_.temperature != 1.0f || dynamic);
-    set(S::kTopK, plan_.top_k > 0);
+    // One that keeps all has a count.
+    set(S::kTopK, plan_.top_k > 0 || (params_.stage_counts && state_->integers.top_k > 0));
     set(S::kTopP, plan_.top_p_mode != TopPMode::kOff);
     set(S::kMinP, plan_.min_p_mode != MinPMode::kOff);
     set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
@@ -262,6 +263,7 @@ class SamplerRowKernel : private FamilyStages {
       case SamplerStage::kTemperature:
         return change_temperature();
       case SamplerStage::kTopK:
+        if (plan_.top_k == 0) return;
         cut_top_k({plan_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties}, &list_);
         return;
       case SamplerStage::kTopP:

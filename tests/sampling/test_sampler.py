@@ -1,4 +1,4 @@
-"""``Sampler`` and ``verify_draft`` against the reference, bit for bit, over random lives of rows."""
+"""``Sampler`` and ``verify_draft`` against the reference, bit for bit, in random lives of rows."""
 
 from __future__ import annotations
 
