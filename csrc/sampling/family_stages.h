@@ -62,14 +62,22 @@ class FamilyStages : public ListStages {
     return sum.total();
   }
 
-  // Keeps values >= bound; where that is none, the first token in order, or all that equal it.
-  void keep_bound(double bound, bool keep_ties) {
-    if (bound != bound) return;
-    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
-    const uint32_t key = order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
-    if (key <= order_key(max_)) return keep_set(&list_, kept_from(logit_of_key(key)));
+  // Keeps values >= max + log_bound; where that is none, the first token in order, or all that
+  // equal it. Above 0 nothing reaches it: beside a huge maximum the sum would lose it.
+  void keep_bound(double log_bound, bool keep_ties) {
+    if (log_bound <= 0.0) {
+      if (max_ == plus_infinity()) return;  // equally likely
+      return keep_set(&list_, kept_from(logit_of_key(bound_key(log_bound))));
+    }
     if (!keep_ties) return keep_one(/*last=*/false);
     keep_set(&list_, kept_from(class_bottom(rule_.max, temperature_)));
+  }
+
+  // The least key of a value >= max + log_bound, which is <= 0.
+  uint32_t bound_key(double log_bound) const {
+    const double bound = static_cast<double>(max_) + log_bound;
+    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
+    return order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
   }
 
   void keep_top_n_sigma(double sigmas, bool keep_ties) {
@@ -98,29 +106,20 @@ class FamilyStages : public ListStages {
     const double variance =
         static_cast<double>(all > mean ? all - mean : 0) /
         (static_cast<double>(static_cast<Wide>(count) * count) * (unit * 0.125) * (unit * 0.125));
-    keep_bound(top - sigmas * (range * __builtin_sqrt(variance)), keep_ties);
+    keep_bound(-(sigmas * (range * __builtin_sqrt(variance))), keep_ties);
   }
 
   void keep_epsilon(double epsilon, bool keep_ties) {
     make_masses(&list_, rule_);
     const double sum = static_cast<double>(total_mass(list_)) /
                        static_cast<double>(uint64_t{1} << rule_.fraction_bits);
-    if (max_ == plus_infinity()) {  // equally likely: all or the first
-      if (!(1.0 >= epsilon * sum) && !keep_ties) keep_one(/*last=*/false);
-      return;
-    }
-    keep_bound(static_cast<double>(max_) + log_f64(epsilon * sum), keep_ties);
+    keep_bound(log_f64(epsilon * sum), keep_ties);
   }
 
   void keep_eta(double epsilon, bool keep_ties) {
     const Weights w = weigh();
     const double log = log_f64(epsilon), other = 0.5 * log - w.entropy();
-    const double bound = w.log_sum + (log < other ? log : other);
-    if (max_ == plus_infinity()) {
-      if (!(0.0 >= bound) && !keep_ties) keep_one(/*last=*/false);
-      return;
-    }
-    keep_bound(static_cast<double>(max_) + bound, keep_ties);
+    keep_bound(w.log_sum + (log < other ? log : other), keep_ties);
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first
@@ -201,16 +200,10 @@ class FamilyStages : public ListStages {
     const double sum = static_cast<double>(total_mass(list_)) /
                        static_cast<double>(uint64_t{1} << rule_.fraction_bits);
     make_keys(&list_, temperature_);
-    uint32_t bound = kPlusInfinityKey;
-    if (max_ == plus_infinity()) {
-      if (!(1.0 >= probability * sum)) return;
-    } else if (probability > 0.0) {
-      const double value = static_cast<double>(max_) + log_f64(probability * sum);
-      const float nearest = static_cast<float>(value);
-      bound = order_key(nearest) + (static_cast<double>(nearest) < value ? 1 : 0);
-    } else {
-      bound = 0;
-    }
+    const double log_bound = probability > 0.0 ? log_f64(probability * sum) : minus_infinity();
+    if (log_bound > 0.0) return;
+    uint32_t bound = max_ == plus_infinity() ? kPlusInfinityKey : 0;
+    if (bound == 0 && probability > 0.0) bound = bound_key(log_bound);
     int64_t choices = 0, last = -1;
     for (int64_t i = 0; i < list_.size; ++i) {
       if (list_.key[i] < bound) continue;
@@ -233,12 +226,7 @@ class FamilyStages : public ListStages {
     make_masses(&list_, rule_);
     const double log_sum = log_f64(static_cast<double>(total_mass(list_)) /
                                    static_cast<double>(uint64_t{1} << rule_.fraction_bits));
-    const double bound = log_sum - mu * kLn2;
-    if (max_ == plus_infinity()) {
-      if (!(0.0 >= bound)) keep_one(/*last=*/false);
-      return;
-    }
-    keep_bound(static_cast<double>(max_) + bound, /*keep_ties=*/false);
+    keep_bound(log_sum - mu * kLn2, /*keep_ties=*/false);
   }
 
   // By the entropy of what the temperatures so far leave.
