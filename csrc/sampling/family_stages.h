@@ -62,22 +62,29 @@ class FamilyStages : public ListStages {
     return sum.total();
   }
 
-  // Keeps values >= max + log_bound; where that is none, the first token in order, or all that
-  // equal it. Above 0 nothing reaches it: beside a huge maximum the sum would lose it.
-  void keep_bound(double log_bound, bool keep_ties) {
-    if (log_bound <= 0.0) {
-      if (max_ == plus_infinity()) return;  // equally likely
-      return keep_set(&list_, kept_from(logit_of_key(bound_key(log_bound))));
-    }
+  // The key of the smallest value >= the largest one + offset; above its own where offset > 0.
+  uint32_t key_below_max(double offset) const {
+    if (max_ == plus_infinity()) return kPlusInfinityKey + (offset > 0.0 ? 1 : 0);
+    if (offset > 0.0) return order_key(max_) + 1;
+    const double bound = static_cast<double>(max_) + offset;
+    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
+    return order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
+  }
+
+  // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
+  // that equal it.
+  void keep_below_max(double offset, bool keep_ties) {
+    const uint32_t key = key_below_max(offset);
+    if (key <= order_key(max_)) return keep_set(&list_, kept_from(logit_of_key(key)));
     if (!keep_ties) return keep_one(/*last=*/false);
     keep_set(&list_, kept_from(class_bottom(rule_.max, temperature_)));
   }
 
-  // The least key of a value >= max + log_bound, which is <= 0.
-  uint32_t bound_key(double log_bound) const {
-    const double bound = static_cast<double>(max_) + log_bound;
-    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
-    return order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
+  // The sum of the list's weights.
+  double sum_weights() {
+    make_masses(&list_, rule_);
+    return static_cast<double>(total_mass(list_)) /
+           static_cast<double>(uint64_t{1} << rule_.fraction_bits);
   }
 
   void keep_top_n_sigma(double sigmas, bool keep_ties) {
@@ -106,20 +113,17 @@ class FamilyStages : public ListStages {
     const double variance =
         static_cast<double>(all > mean ? all - mean : 0) /
         (static_cast<double>(static_cast<Wide>(count) * count) * (unit * 0.125) * (unit * 0.125));
-    keep_bound(-(sigmas * (range * __builtin_sqrt(variance))), keep_ties);
+    keep_below_max(-(sigmas * (range * __builtin_sqrt(variance))), keep_ties);
   }
 
   void keep_epsilon(double epsilon, bool keep_ties) {
-    make_masses(&list_, rule_);
-    const double sum = static_cast<double>(total_mass(list_)) /
-                       static_cast<double>(uint64_t{1} << rule_.fraction_bits);
-    keep_bound(log_f64(epsilon * sum), keep_ties);
+    keep_below_max(log_f64(epsilon * sum_weights()), keep_ties);
   }
 
   void keep_eta(double epsilon, bool keep_ties) {
     const Weights w = weigh();
     const double log = log_f64(epsilon), other = 0.5 * log - w.entropy();
-    keep_bound(w.log_sum + (log < other ? log : other), keep_ties);
+    keep_below_max(w.log_sum + (log < other ? log : other), keep_ties);
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first
@@ -196,14 +200,9 @@ class FamilyStages : public ListStages {
 
   // Of the tokens of at least this probability, if they are two or more, the last in order stays.
   void exclude_top_choices(double probability) {
-    make_masses(&list_, rule_);
-    const double sum = static_cast<double>(total_mass(list_)) /
-                       static_cast<double>(uint64_t{1} << rule_.fraction_bits);
     make_keys(&list_, temperature_);
-    const double log_bound = probability > 0.0 ? log_f64(probability * sum) : minus_infinity();
-    if (log_bound > 0.0) return;
-    uint32_t bound = max_ == plus_infinity() ? kPlusInfinityKey : 0;
-    if (bound == 0 && probability > 0.0) bound = bound_key(log_bound);
+    const uint32_t bound =
+        probability > 0.0 ? key_below_max(log_f64(probability * sum_weights())) : 0;
     int64_t choices = 0, last = -1;
     for (int64_t i = 0; i < list_.size; ++i) {
       if (list_.key[i] < bound) continue;
@@ -223,10 +222,7 @@ class FamilyStages : public ListStages {
 
   // Mirostat's truncation: surprise, in bits, of at most mu.
   void keep_mirostat(double mu) {
-    make_masses(&list_, rule_);
-    const double log_sum = log_f64(static_cast<double>(total_mass(list_)) /
-                                   static_cast<double>(uint64_t{1} << rule_.fraction_bits));
-    keep_bound(log_sum - mu * kLn2, /*keep_ties=*/false);
+    keep_below_max(log_f64(sum_weights()) - mu * kLn2, /*keep_ties=*/false);
   }
 
   // By the entropy of what the temperatures so far leave.

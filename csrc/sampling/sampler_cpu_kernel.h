@@ -214,16 +214,17 @@ class SamplerRowKernel : private FamilyStages {
     // A temperature keeps the order: top-k may be first behind it.
     first_stage_ = 0;
     const bool dynamic = state_->numbers.dynamic_temperature_range > 0.0;
-    for (int i = 0; i < kSamplerStages; ++i) {
+    // To count what each stage leaves, all are listed.
+    for (int i = 0; i < kSamplerStages && !params_.stage_counts; ++i) {
       const SamplerStage stage = rules_.stages[i];
       if (!on_[static_cast<int>(stage)]) continue;
       if (stage == SamplerStage::kTemperature && !dynamic) continue;
       if (stage != SamplerStage::kTopK) break;
       for (int j = 0; j < i; ++j) {
-        if (rules_.stages[j] == SamplerStage::kTemperature) apply_temperature();
+        if (rules_.stages[j] != SamplerStage::kTemperature) continue;
+        set_temperature(plan_.temperature, plan_.factor);
       }
       collect_first(plan_.top_k, rules_.dialect.keep_top_k_ties, edits, edits_any);
-      note(SamplerStage::kTopK);
       first_stage_ = i + 1;
       break;
     }
@@ -252,11 +253,6 @@ class SamplerRowKernel : private FamilyStages {
       run_stage(stage);
       note(stage);
     }
-  }
-
-  void apply_temperature() {
-    set_temperature(plan_.temperature, plan_.factor);
-    note(SamplerStage::kTemperature);
   }
 
   void run_stage(SamplerStage stage) {
