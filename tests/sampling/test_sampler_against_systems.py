@@ -256,7 +256,7 @@ def vllm_logprobs(vllm: SimpleNamespace, x: Array, values: dict[str, Array], **e
 def test_vllm(stages: tuple[str, ...], sampler: SamplerUnderTest, vllm: SimpleNamespace) -> None:
     random = np.random.default_rng([len(stages), *map(ord, "".join(stages))])
     for vocab in (3, 40, 333):
-        batch = round(600 * max(sampler.share, 0.05))
+        batch = round(200 * max(sampler.share, 0.15))
         x = make_rows(random, batch, vocab)
         parameters = make_parameters(random, stages, batch, vocab)
         if "temperature" in stages:
@@ -317,15 +317,15 @@ def test_vllm_edits(sampler: SamplerUnderTest, vllm: SimpleNamespace) -> None:
 
 
 def test_vllm_rank_and_raw_log_probabilities(
-    sampler: SamplerUnderTest, vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    sampler: SamplerUnderTest, vllm: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     random = np.random.default_rng(0)
     x = torch.from_numpy(make_rows(random, 30, 50))
     tested = sampler.make(30, 50, order="vllm", seed=3, num_logprobs=5, temperature=2.0)
     out = tested.sample(x)
     raw = vllm.Sampler.compute_logprobs(x)
-    expected = vllm.Sampler.gather_logprobs(raw, 5, out.index)
+    with torch.compiler.set_stance("force_eager"):
+        expected = vllm.Sampler.gather_logprobs(raw, 5, out.index)
     np.testing.assert_array_equal(out.rank, expected.selected_token_ranks)
     logprobs = torch.cat((out.logprob[:, None], out.top_logprobs), dim=1)
     np.testing.assert_allclose(logprobs, expected.logprobs, rtol=1e-5, atol=2e-6)
@@ -406,7 +406,7 @@ def test_llama_cpp(stages: tuple[str, ...], sampler: SamplerUnderTest, llama: An
     random = np.random.default_rng([len(stages), *map(ord, "".join(stages))])
     compared = 0
     for vocab in (3, 40, 333, 3000):
-        batch = round((600 if vocab < 1000 else 100) * max(sampler.share, 0.05))
+        batch = round((100 if vocab < 1000 else 20) * max(sampler.share, 0.3))
         x = make_rows(random, batch, vocab, masked=False)
         parameters = make_parameters(random, stages, batch, vocab)
         if "temperature" in stages:
@@ -436,7 +436,7 @@ def test_llama_cpp(stages: tuple[str, ...], sampler: SamplerUnderTest, llama: An
             inner = np.sort(x[row][ids]) if len(ids) else ids
             np.testing.assert_array_equal(np.sort(x[row][kept[row]]), inner, err_msg=message)
             compared += 1
-    assert compared > 40
+    assert compared > 60
 
 
 def test_llama_cpp_penalties(sampler: SamplerUnderTest, llama: Any) -> None:

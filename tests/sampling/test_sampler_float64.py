@@ -72,9 +72,10 @@ def run(
     """Compare so many rows of a fast sampler; return how many there were and were decided."""
     random = np.random.default_rng([STAGES.index(stage) for stage in stages])
     total = decided = 0
+    vocabularies = (2, 40, 250) if len(stages) == 2 else (1, 2, 7, 64, 250)
     for order in orders:
-        for vocab in (1, 2, 7, 64, 250):
-            batch = max(3, round(rows * sampler.share / 5 / len(orders)))
+        for vocab in vocabularies:
+            batch = max(2, round(rows * sampler.share / len(vocabularies) / len(orders)))
             x = make_values(random, batch, vocab)
             parameters = make_parameters(random, stages, batch, vocab)
             total += batch
@@ -84,20 +85,20 @@ def run(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_stage(stage: str, sampler: SamplerUnderTest) -> None:
-    rows, decided = run(sampler, [stage], list(ORDERS), 2000)
-    assert decided > 0.9 * rows
+    rows, decided = run(sampler, [stage], list(ORDERS), 1000)
+    assert decided > 0.75 * rows
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_each_pair(pair: tuple[str, str], sampler: SamplerUnderTest) -> None:
     """The order of two stages is that of the system, and the second sees what the first left."""
-    rows, decided = run(sampler, pair, list(ORDERS), 500)
-    assert decided > 0.8 * rows
+    rows, decided = run(sampler, pair, list(ORDERS), 250)
+    assert decided > 0.7 * rows
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_stages(order: str, sampler: SamplerUnderTest) -> None:
-    rows, decided = run(sampler, STAGES, [order], 1000)
+    rows, decided = run(sampler, STAGES, [order], 600)
     assert decided > 0.7 * rows
 
 

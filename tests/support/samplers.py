@@ -5,19 +5,21 @@ from typing import Any, NamedTuple
 
 import lmdecode
 from lmdecode.reference.sampler import Sampler
+from lmdecode.reference.verify import verify_draft
 
 
 class SamplerUnderTest(NamedTuple):
-    """A class with the constructor and the methods of ``lmdecode.Sampler``.
+    """A class with the constructor and the methods of ``lmdecode.Sampler``, and its verify_draft.
 
     ``share``: how many rows it is given of those that a fast one gets.
     """
 
     make: Callable[..., Any]
+    verify_draft: Callable[..., Any]
     share: float
 
 
 SAMPLERS = {
-    "reference": SamplerUnderTest(Sampler, 0.05),
-    "op": SamplerUnderTest(lmdecode.Sampler, 1.0),
+    "reference": SamplerUnderTest(Sampler, verify_draft, 0.05),
+    "op": SamplerUnderTest(lmdecode.Sampler, lmdecode.verify_draft, 1.0),
 }

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,44 +29,17 @@ from lmdecode.reference.sampler_parameters import RowParameters, row_parameters,
 from lmdecode.reference.sampler_stages import LOG2_E, ORDERS, STAGES, Survivors, run_stages
 from lmdecode.reference.sampling import best_score, seed_rows
 from lmdecode.reference.text_rules import edited_logits
-from lmdecode.sampling.types import STATUS_EMPTY, STATUS_NAN, STATUS_PARAMETER
+from lmdecode.sampling.types import (
+    STATUS_EMPTY,
+    STATUS_NAN,
+    STATUS_NO_SEQUENCE,
+    STATUS_PARAMETER,
+    KeptSet,
+    SamplerOutput,
+)
 
 _INF = math.inf
-STATUS_NO_SEQUENCE = 8
 _SEEDS = 2**63 - 1
-
-
-class KeptSet(NamedTuple):
-    """The kept tokens of all rows in compact form: row b has the places indptr[b] : indptr[b + 1].
-
-    Attributes
-    ----------
-    indptr
-        [B + 1] int64.
-    ids
-        [N] int64, ascending within a row.
-    logprobs
-        [N] float32, among the kept tokens of the row.
-    """
-
-    indptr: Tensor
-    ids: Tensor
-    logprobs: Tensor
-
-
-class SamplerOutput(NamedTuple):
-    """What ``Sampler.sample`` gives back; see ``lmdecode.sampling.types.SampleOutput``."""
-
-    index: Tensor  # type: ignore[assignment]  # instead of tuple.index
-    kept_logits: Tensor | None
-    logprob: Tensor | None
-    kept_count: Tensor
-    status: Tensor
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
-    rank: Tensor | None
-    kept_set: KeptSet | None
-    stage_counts: Tensor | None
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,28 +11,10 @@ from lmdecode.reference.arithmetic import philox, position_words, sum_masses, to
 from lmdecode.reference.sampler import Distribution, Sampler, softmax_row
 from lmdecode.reference.sampler_stages import EXTRA_STREAM
 from lmdecode.reference.sampling import best_score
-from lmdecode.sampling.types import STATUS_EMPTY
+from lmdecode.sampling.types import STATUS_EMPTY, STATUS_NO_SEQUENCE, VerifyOutput
 
 _ACCEPT_BLOCK = 0xFFFFFFFE  # no token's block: those end at 2^30
 _RESIDUAL_STREAM = 4  # of Philox: tokens' noise has 0 and 1
-
-
-class VerifyOutput(NamedTuple):
-    """What ``verify_draft`` gives back.
-
-    Attributes
-    ----------
-    num_accepted
-        [B] int64. How many drafted tokens were accepted; of a tree, the length of the path.
-    tokens
-        [B, D + 1] int64. The accepted tokens and the one after them; -1 behind.
-    status
-        [B] uint8. The bits of all positions that were looked at.
-    """
-
-    num_accepted: Tensor
-    tokens: Tensor
-    status: Tensor
 
 
 def _accept_bits(seed: int, position: int) -> int:
@@ -105,6 +87,7 @@ def verify_draft(
     draft_logits: Tensor | None = None,
     num_draft: Tensor | None = None,
     parents: Tensor | None = None,
+    bitmask: Tensor | None = None,
 ) -> VerifyOutput:
     """See ``lmdecode.verify_draft``: logits [B, D + 1, V], draft [B, D].
 
@@ -117,19 +100,20 @@ def verify_draft(
     if rejection and parents is not None:
         raise ValueError("verify_draft: mode is 'rejection'; expected 'match' for a tree")
     num_accepted = torch.zeros(batch, dtype=torch.int64)
-    tokens = torch.full((batch, width + 1), -1)
+    tokens, path = torch.full((batch, width + 1), -1), torch.full((batch, width), -1)
     status = torch.zeros(batch, dtype=torch.uint8)
     counts: list[Any] = [width] * batch if num_draft is None else num_draft.tolist()
     for b in range(batch):
         if sampler.rows[b] is None:
-            status[b] = 8
+            status[b] = STATUS_NO_SEQUENCE
             continue
         drafted = draft[b, : counts[b]].tolist()
         above = list(range(-1, counts[b] - 1)) if parents is None else parents[b].tolist()
         node, bits = -1, 0
         for place in range(counts[b] + 1):
             x = logits[b, node + 1].cpu().to(torch.float32)
-            left = sampler.distribution(b, x)
+            allowed = None if bitmask is None else bitmask[b, node + 1].cpu()
+            left = sampler.distribution(b, x, allowed)
             bits |= left.status
             if left.status & STATUS_EMPTY:
                 tokens[b, place] = 0
@@ -144,9 +128,12 @@ def verify_draft(
             sampler.accept_drawn(b, left, left.ids.tolist().index(token))
             if child is None:
                 break
-            node = child
+            path[b, place] = node = child
             num_accepted[b] += 1
         status[b] = bits
     return VerifyOutput(
-        num_accepted.to(sampler.device), tokens.to(sampler.device), status.to(sampler.device)
+        num_accepted.to(sampler.device),
+        tokens.to(sampler.device),
+        status.to(sampler.device),
+        path.to(sampler.device),
     )
