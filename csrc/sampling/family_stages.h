@@ -245,23 +245,31 @@ class FamilyStages : public ListStages {
   // Of the tokens of at least this probability, if they are two or more, the last in order stays.
   void exclude_top_choices(double probability) {
     make_keys(&list_, temperature_);
-    const uint32_t bound =
-        probability > 0.0 ? key_below_max(epsilon_offset(probability, weigh())) : 0;
+    uint32_t bound = 0;
+    if (probability > 0.0) {
+      make_masses(&list_, rule_);
+      bound = key_below_max(epsilon_offset(probability, weights_of(total_mass(list_), 0)));
+    }
+    const U32 least = splat_u32(bound);
     int64_t choices = 0, last = -1;
-    for (int64_t i = 0; i < list_.size; ++i) {
-      if (list_.key[i] < bound) continue;
-      ++choices;
-      if (last < 0 || list_.key[i] <= list_.key[last]) last = i;
+    for (int64_t i = 0; i < list_.size; i += kLanes) {
+      uint32_t mask = bits(load(list_.key + i) >= least);
+      if (i + kLanes > list_.size) mask &= (1u << (list_.size - i)) - 1;
+      choices += count(mask);
+      for (; mask != 0; mask &= mask - 1) {
+        const int64_t at = i + __builtin_ctz(mask);
+        if (last < 0 || list_.key[at] <= list_.key[last]) last = at;
+      }
     }
     if (choices < 2) return;
-    int64_t out = 0;
-    for (int64_t i = 0; i < list_.size; ++i) {
-      if (list_.key[i] >= bound && i != last) continue;
-      list_.value[out] = list_.value[i];
-      list_.token[out] = list_.token[i];
-      ++out;
+    const int64_t size = list_.size;
+    list_.size = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      uint32_t mask = ~bits(load(list_.key + i) >= least) & kAllLanes;
+      if (last >= i && last < i + kLanes) mask |= 1u << (last - i);
+      if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
+      push(&list_, mask, load(list_.value + i), load(list_.token + i));
     }
-    list_.size = out;
   }
 
   // By the entropy of what the temperatures so far leave.

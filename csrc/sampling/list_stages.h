@@ -33,10 +33,11 @@ class ListStages {
 
   // Looks for the largest logit of the list, of at least one; infinite ones are the support.
   void weigh_list() {
-    float top = list_.value[0];
-    for (int64_t i = 1; i < list_.size; ++i) top = larger(list_.value[i], top);
-    rule_.max = top;
-    max_ = tempered(top, temperature_);
+    pad(&list_);
+    F32 top = splat(minus_infinity());
+    for (int64_t i = 0; i < list_.size; i += kLanes) top = max(load(list_.value + i), top);
+    rule_.max = reduce_max(top);
+    max_ = tempered(rule_.max, temperature_);
     if (max_ == plus_infinity()) {
       rule_.uniform = true;
       keep_set(&list_, kept_from(lowest_logit(kPlusInfinityKey, temperature_)));

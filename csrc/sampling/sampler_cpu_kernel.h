@@ -366,22 +366,38 @@ class SamplerRowKernel : private FamilyStages {
 
   // ---- the draw
 
+  struct Drawn {
+    int64_t token;
+    float value;
+  };
+
+  Drawn drawn_token() {
+    const auto listed = [&](int64_t i) { return Drawn{list_.token[i], list_.value[i]}; };
+    if (plan_.noise != NoiseMode::kInternal) return listed(choose_largest(list_, temperature_));
+    if (drafted_ != nullptr) {
+      make_masses(&list_, rule_);
+      const int64_t i = choose_by_rejection(list_, *drafted_, plan_.seed, plan_.position);
+      if (i >= 0) return listed(i);
+    }
+    float* const upper = reinterpret_cast<float*>(list_.spare_key);
+    if (list_.size <= n_ / tuning::kDenseNoiseShare) {
+      return listed(choose_by_seed(list_, rule_, plan_.seed, plan_.position, upper));
+    }
+    // Neighbours share their noise's computation: in a row, not in a list.
+    float* const row = scratch_.row;
+    fill(row, n_, minus_infinity());
+    for (int64_t i = 0; i < list_.size; ++i) row[list_.token[i]] = list_.value[i];
+    const RowChoice choice =
+        choose_by_seed(row, n_, kept_from(floor_), rule_, plan_.seed, plan_.position, upper);
+    return {choice.token, row[choice.token]};
+  }
+
   void draw() {
     if (list_.size == 0) return finish_empty();
     pad(&list_);
-    int64_t chosen = -1;
-    if (plan_.noise != NoiseMode::kInternal) {
-      chosen = choose_largest(list_, temperature_);
-    } else if (drafted_ != nullptr) {
-      make_masses(&list_, rule_);
-      chosen = choose_by_rejection(list_, *drafted_, plan_.seed, plan_.position);
-    }
-    if (chosen < 0) {
-      chosen = choose_by_seed(list_, rule_, plan_.seed, plan_.position,
-                              reinterpret_cast<float*>(list_.spare_key));
-    }
-    write(list_.token[chosen], list_.size);
-    weight_ = rule_.weight(list_.value[chosen]);
+    const Drawn drawn = drawn_token();
+    write(drawn.token, list_.size);
+    weight_ = rule_.weight(drawn.value);
     drawn_ = true;
     if (float* out = kept_logits()) {
       fill(out, n_, minus_infinity());

@@ -41,9 +41,10 @@ inline void make_masses(CandidateList* list, const TokenWeight& rule) {
 }
 
 inline uint64_t total_mass(const CandidateList& list) {
-  uint64_t total = 0;
-  for (int64_t i = 0; i < list.size; ++i) total += list.mass[i];
-  return total;
+  MassSum total;
+  const Mask all = splat_u32(0) == splat_u32(0);
+  for (int64_t i = 0; i < list.size; i += kLanes) total.add(list.mass + i, all);
+  return total.total();
 }
 
 // The largest logit; ties to the first.
