@@ -17,16 +17,19 @@ struct OpSchema {
 
 inline constexpr OpSchema kOpSchemas[] = {
     // Parameters come as one number for all rows and, instead of it, as a tensor of one number a
-    // row. `seed` rows < 0 draw no noise. kept_logits and logprob are None where not asked for.
+    // row. `seed` rows < 0 draw no noise; without them int_seed >= 0 gives each row its own.
+    // kept_logits and logprob are None where not asked for.
     {"top_k_top_p_sample(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
      "Tensor? top_p_rows, float min_p, Tensor? min_p_rows, float temperature, Tensor? "
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, bool "
-     "return_logits, bool return_logprob, int dialect) -> (Tensor index, Tensor kept_logits, "
+     "return_logits, bool return_logprob, int dialect, SymInt int_seed=-1, SymInt "
+     "int_position=0) -> (Tensor index, Tensor kept_logits, "
      "Tensor logprob, Tensor kept_count, Tensor status)"},
     {"top_k_top_p_sample.out(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
      "Tensor? top_p_rows, float min_p, Tensor? min_p_rows, float temperature, Tensor? "
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, int dialect, "
-     "*, Tensor(a!) index, Tensor(b!)? kept_logits, Tensor(c!)? logprob, Tensor(d!) "
+     "SymInt int_seed=-1, SymInt int_position=0, *, Tensor(a!) index, Tensor(b!)? kept_logits, "
+     "Tensor(c!)? logprob, Tensor(d!) "
      "kept_count, Tensor(e!) status) -> ()"},
     // tokens [batch, capacity], lengths [batch]. Returns [batch, num_tokens] int64: what follows
     // the earliest of the longest n-grams that end a text, -1 behind it.

@@ -24,6 +24,8 @@ struct SampleArguments {
   const std::optional<Tensor>& position;
   double eps;
   int64_t dialect;
+  int64_t int_seed;
+  int64_t int_position;
 };
 
 struct SampleOutputs {
@@ -83,9 +85,13 @@ inline TopKTopPSampleParams sample_params(const SampleArguments& a) {
   if (!(a.eps >= 0.0) || !std::isfinite(static_cast<float>(a.eps)))
     fail(kSampleOp, "eps is ", a.eps, "; expected a number >= 0, finite in float32");
   p.eps = static_cast<float>(a.eps);
-  p.has_seed = a.seed.has_value();
-  p.seed = integer_rows("seed", -1, a.seed, a.logits);
-  p.position = integer_rows("position", 0, a.position, a.logits);
+  if (a.int_seed >= 0 && (a.seed || a.q)) {
+    fail(kSampleOp, "int_seed and ", a.seed ? "seed" : "q",
+         " were both given; expected one source of noise");
+  }
+  p.has_seed = a.seed.has_value() || a.int_seed >= 0;
+  p.seed = integer_rows("seed", a.int_seed, a.seed, a.logits);
+  p.position = integer_rows("position", a.int_position, a.position, a.logits);
   if (a.dialect < 0 || a.dialect >= kDialectCount) {
     fail(kSampleOp, "dialect is ", a.dialect, "; expected 0 to ", kDialectCount - 1);
   }
@@ -142,10 +148,11 @@ struct SampleOp {
       const std::optional<Tensor>& min_p_rows, double temperature,
       const std::optional<Tensor>& temperature_rows, const std::optional<Tensor>& q,
       const std::optional<Tensor>& seed, const std::optional<Tensor>& position, double eps,
-      bool return_logits, bool return_logprob, int64_t dialect) {
+      bool return_logits, bool return_logprob, int64_t dialect, int64_t int_seed,
+      int64_t int_position) {
     TopKTopPSampleParams p =
         sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
-                       temperature_rows, q, seed, position, eps, dialect});
+                       temperature_rows, q, seed, position, eps, dialect, int_seed, int_position});
     const Guard guard(logits);
     SampleOutputs out{new_tensor(logits, {p.batch}, ScalarType::Long), std::nullopt, std::nullopt,
                       new_tensor(logits, {p.batch}, ScalarType::Int),
@@ -166,11 +173,12 @@ struct SampleOp {
                        const std::optional<Tensor>& temperature_rows,
                        const std::optional<Tensor>& q, const std::optional<Tensor>& seed,
                        const std::optional<Tensor>& position, double eps, int64_t dialect,
-                       Tensor index, std::optional<Tensor> kept_logits,
-                       std::optional<Tensor> logprob, Tensor kept_count, Tensor status) {
+                       int64_t int_seed, int64_t int_position, Tensor index,
+                       std::optional<Tensor> kept_logits, std::optional<Tensor> logprob,
+                       Tensor kept_count, Tensor status) {
     TopKTopPSampleParams p =
         sample_params({logits, top_k, top_k_rows, top_p, top_p_rows, min_p, min_p_rows, temperature,
-                       temperature_rows, q, seed, position, eps, dialect});
+                       temperature_rows, q, seed, position, eps, dialect, int_seed, int_position});
     set_outputs({index, kept_logits, logprob, kept_count, status}, logits, &p);
     const Guard guard(logits);
     run(p, logits);

@@ -29,6 +29,15 @@ struct RowPlan {
   int64_t position = 0;
 };
 
+// One seed for all rows stands for one each, this far apart modulo 2^63.
+constexpr uint64_t kSeedStep = 0x9e3779b97f4a7c15u;
+
+LMD_HOST_DEVICE int64_t seed_of_row(const PerRow<int64_t>& seed, int64_t row) {
+  if (seed.rows != nullptr || seed.value < 0) return seed.at(row);
+  const uint64_t own = static_cast<uint64_t>(seed.value) + static_cast<uint64_t>(row) * kSeedStep;
+  return static_cast<int64_t>(own & 0x7fffffffffffffffu);
+}
+
 LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const DialectRules& rules,
                                       int64_t row) {
   RowPlan plan;
@@ -75,7 +84,7 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
     const bool ranked = rules.rank_noise && (k_on || plan.top_p_mode != TopPMode::kOff);
     plan.noise = ranked ? NoiseMode::kByRank : NoiseMode::kByToken;
   } else if (params.has_seed) {
-    plan.seed = params.seed.at(row);
+    plan.seed = seed_of_row(params.seed, row);
     plan.position = params.position.at(row);
     if (plan.seed >= 0) plan.noise = NoiseMode::kInternal;
   }

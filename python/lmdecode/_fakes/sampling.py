@@ -25,6 +25,8 @@ def _top_k_top_p_sample(
     return_logits,
     return_logprob,
     dialect,
+    int_seed=-1,
+    int_position=0,
 ):
     rows = dict(
         top_k=top_k_rows, top_p=top_p_rows, min_p=min_p_rows, temperature=temperature_rows,
@@ -57,6 +59,8 @@ def _top_k_top_p_sample_out(
     position,
     eps,
     dialect,
+    int_seed=-1,
+    int_position=0,
     **outputs,
 ):
     rows = dict(

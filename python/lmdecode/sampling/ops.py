@@ -119,26 +119,15 @@ def _check_range(name: str, value: float, dialect: str, where: str | None = None
         raise ValueError(f"{_OP}: {where or name} is {value}; expected {expected}")
 
 
-def _row_seeds(seed: Any, logits: Tensor) -> Tensor | None:
+def _seeds(seed: Any, logits: Tensor) -> tuple[int, Tensor | None]:
+    """A seed as (number for all rows, < 0 for none; tensor of one seed a row)."""
     number, rows = _split("seed", seed, -1, torch.int64, logits, "")
     if rows is None:
-        number = check_int(_OP, "seed", number, limits="an int below 2^63")
-        if number < 0:
-            return None
-    elif not isinstance(seed, Tensor) or seed.dim():
-        return rows
-    steps = torch.arange(logits.size(0), device=logits.device) * _SEED_STEP
-    if rows is None:
-        return (steps + number) & MAX_INT
-    return torch.where(rows < 0, rows, (steps + rows) & MAX_INT)
-
-
-def _positions(position: Any, logits: Tensor) -> Tensor:
-    number, rows = _split("position", position, 0, torch.int64, logits, "")
-    if rows is None:
-        number = check_int(_OP, "position", number)
-        rows = torch.full((logits.size(0),), number, device=logits.device)
-    return rows
+        return check_int(_OP, "seed", number, limits="an int below 2^63"), None
+    if isinstance(seed, Tensor) and not seed.dim():
+        steps = torch.arange(logits.size(0), device=logits.device) * _SEED_STEP
+        rows = torch.where(rows < 0, rows, (steps + rows) & MAX_INT)
+    return -1, rows
 
 
 def top_k_top_p_sample(
@@ -256,25 +245,27 @@ def top_k_top_p_sample(
             )
         if not isinstance(generator, torch.Generator):
             raise type_error(_OP, "generator", generator, "a torch.Generator")
+    place, places = 0, None
     if position is not None:
-        position = _positions(position, logits)
+        place, places = _split("position", position, 0, torch.int64, logits, "")
+        check_int(_OP, "position", place)
 
-    def call(seeds: Tensor | None) -> SampleOutput:
+    def call(number: int, seeds: Tensor | None) -> SampleOutput:
         return SampleOutput(
             *_sample(
-                logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, position, eps,
-                return_logits, return_logprob, dialect_number,
+                logits, k, k_rows, p, p_rows, m, m_rows, t, t_rows, q, seeds, places, eps,
+                return_logits, return_logprob, dialect_number, number, place,
             )
         )  # fmt: skip
 
     if generator is None:
-        return call(None if seed is None else _row_seeds(seed, logits))
+        return call(*((-1, None) if seed is None else _seeds(seed, logits)))
     state = generator.get_state()
     try:
         seeds = torch.randint(
             0, MAX_INT, (logits.size(0),), generator=generator, device=generator.device
         )
-        return call(seeds.to(logits.device))
+        return call(-1, seeds.to(logits.device))
     except Exception:
         generator.set_state(state)  # a call that fails draws nothing
         raise
