@@ -119,7 +119,7 @@ def test_rejection_keeps_the_distribution(
     q = draft_logits.softmax(-1)
     draft = torch.multinomial(q, batch, replacement=True, generator=generator).T.contiguous()
     if one_hot:
-        draft[:] = x[:width].argmax(dim=1, keepdim=True)
+        draft[:] = x[:width].argmax(dim=1)
         q = torch.nn.functional.one_hot(draft[0], VOCAB).float()
 
     tested = sampler.make(batch, VOCAB, seed=11, **parameters)
