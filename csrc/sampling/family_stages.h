@@ -28,16 +28,47 @@ class FamilyStages : public ListStages {
     double entropy() const { return log_sum + kLn2 * mean_exponent; }  // nats
   };
 
+  Weights weights_of(uint64_t mass, uint64_t surprise) const {
+    Weights w{};
+    w.mass = mass;
+    w.surprise = surprise;
+    const double unit = static_cast<double>(uint64_t{1} << rule_.fraction_bits);
+    w.sum = static_cast<double>(mass) / unit;
+    w.log_sum = log_f64(w.sum);
+    w.mean_exponent = static_cast<double>(surprise) / static_cast<double>(mass);
+    return w;
+  }
+
   Weights weigh() {
     make_masses(&list_, rule_);
-    Weights w{};
-    w.mass = total_mass(list_);
-    w.surprise = surprise_mass();
-    const double unit = static_cast<double>(uint64_t{1} << rule_.fraction_bits);
-    w.sum = static_cast<double>(w.mass) / unit;
-    w.log_sum = log_f64(w.sum);
-    w.mean_exponent = static_cast<double>(w.surprise) / static_cast<double>(w.mass);
-    return w;
+    return weights_of(total_mass(list_), surprise_mass());
+  }
+
+  // The same of a whole row, whose largest logit is that of the rule, and finite; surprise only
+  // where it is wanted.
+  template <bool kSurprise, class T>
+  Weights weigh_row(const T* x, int64_t n) const {
+    const F32 scale = splat(float_of(static_cast<uint32_t>(127 + rule_.fraction_bits) << 23));
+    const F32 m = splat(rule_.max), f = splat(rule_.factor), tiny = splat(0x1p-126f);
+    const float bits = static_cast<float>(rule_.fraction_bits);
+    MassSum mass, surprise;
+    const auto add = [&](F32 a) {
+      if constexpr (kSurprise) {
+        // NaN and -inf come to 2^-125: nothing.
+        const F32 weight = scaled_weight(a, m, f, 0.0f);
+        mass.add(max(weight * scale, tiny));
+        surprise.add(max(weight * exponents(a) * scale, tiny));
+      } else {
+        mass.add(scaled_weight(a, m, f, bits));
+      }
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      prefetch_ahead(x + i);
+      add(load(x + i));
+    }
+    if (i < n) add(load_part(x + i, static_cast<int>(n - i), minus_infinity()));
+    return weights_of(mass.total(), surprise.total());
   }
 
   // -log2 of the weight, as the weight rounds it.
@@ -80,50 +111,57 @@ class FamilyStages : public ListStages {
     keep_set(&list_, kept_from(class_bottom(rule_.max, temperature_)));
   }
 
-  // The sum of the list's weights.
-  double sum_weights() {
-    make_masses(&list_, rule_);
-    return static_cast<double>(total_mass(list_)) /
-           static_cast<double>(uint64_t{1} << rule_.fraction_bits);
+  // The least log-probability, beside that of the largest, that a stage keeps.
+  static double epsilon_offset(double epsilon, const Weights& w) {
+    return log_f64(epsilon * w.sum);
   }
+  static double eta_offset(double epsilon, const Weights& w) {
+    const double log = log_f64(epsilon), other = 0.5 * log - w.entropy();
+    return w.log_sum + (log < other ? log : other);
+  }
+  static double mirostat_offset(double mu, const Weights& w) { return w.log_sum - mu * kLn2; }
 
-  void keep_top_n_sigma(double sigmas, bool keep_ties) {
-    if (max_ == plus_infinity()) return;
-    double lowest = static_cast<double>(max_);
-    const double top = lowest;
-    for (int64_t i = 0; i < list_.size; ++i) {
-      const double v = static_cast<double>(tempered(list_.value[i], temperature_));
-      lowest = v < lowest ? v : lowest;
+  // Minus `sigmas` standard deviations of the values of n logits, those outside (-inf, inf) left
+  // out. Shares of the range in f32: 2^(bits - 3) is 1 in their sum, 2^bits in that of squares.
+  template <class T>
+  double sigma_offset(double sigmas, const T* x, int64_t n) const {
+    const F32 t = splat(temperature_), zero = splat(0.0f), half = splat(0.5f);
+    const F32 infinity = splat(plus_infinity());
+    const auto at = [&](int64_t i) {
+      const F32 a = i + kLanes <= n ? load(x + i)
+                                    : load_part(x + i, static_cast<int>(n - i), minus_infinity());
+      return temperature_ == 1.0f ? a : select(abs(a) == infinity, a, a / t);
+    };
+    F32 lowest = splat(minus_infinity());  // of the values with another sign
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const F32 v = at(i);
+      const Mask is_finite = infinity > abs(v);
+      count += LMD_SIMD::count(bits(is_finite));
+      lowest = max(select(is_finite, zero - v, splat(minus_infinity())), lowest);
     }
-    const double range = top - lowest;
-    if (!(range > 0.0)) return;
-    const int bits = rule_.fraction_bits;
-    const double unit = static_cast<double>(uint64_t{1} << bits);
-    uint64_t sum = 0, squares = 0;  // of shares of the range: 2^(bits - 3) and 2^bits are 1
-    for (int64_t i = 0; i < list_.size; ++i) {
-      const double v = static_cast<double>(tempered(list_.value[i], temperature_));
-      const double share = (top - v) / range;
-      sum += static_cast<uint64_t>(share * (unit * 0.125));
-      squares += static_cast<uint64_t>(share * share * unit);
+    const float bottom = -reduce_max(lowest);
+    // Halves: the range of f32 is finite then.
+    const float half_range = 0.5f * max_ - 0.5f * bottom;
+    if (!(half_range > 0.0f)) return minus_infinity();
+    const int fraction_bits = rule_.fraction_bits;
+    const F32 top = splat(0.5f * max_), range = splat(half_range), tiny = splat(0x1p-126f);
+    const F32 unit = splat(float_of(static_cast<uint32_t>(127 + fraction_bits) << 23));
+    MassSum sum, squares;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const F32 v = at(i);
+      const F32 share = select(infinity > abs(v), (top - v * half) / range, zero);
+      sum.add(max(share * (unit * splat(0.125f)), tiny));
+      squares.add(max(share * share * unit, tiny));
     }
     __extension__ using Wide = unsigned __int128;
-    const uint64_t count = static_cast<uint64_t>(list_.size);
-    const Wide all = static_cast<Wide>(count) * squares << (bits - 6);
-    const Wide mean = static_cast<Wide>(sum) * sum;
-    const double variance =
-        static_cast<double>(all > mean ? all - mean : 0) /
-        (static_cast<double>(static_cast<Wide>(count) * count) * (unit * 0.125) * (unit * 0.125));
-    keep_below_max(-(sigmas * (range * __builtin_sqrt(variance))), keep_ties);
-  }
-
-  void keep_epsilon(double epsilon, bool keep_ties) {
-    keep_below_max(log_f64(epsilon * sum_weights()), keep_ties);
-  }
-
-  void keep_eta(double epsilon, bool keep_ties) {
-    const Weights w = weigh();
-    const double log = log_f64(epsilon), other = 0.5 * log - w.entropy();
-    keep_below_max(w.log_sum + (log < other ? log : other), keep_ties);
+    const Wide all = static_cast<Wide>(static_cast<uint64_t>(count)) * squares.total()
+                     << (fraction_bits - 6);
+    const Wide mean = static_cast<Wide>(sum.total()) * sum.total();
+    const double numbers = static_cast<double>(count);
+    const double one = static_cast<double>(uint64_t{1} << (fraction_bits - 3)) * numbers;
+    const double variance = static_cast<double>(all > mean ? all - mean : 0) / (one * one);
+    return -(sigmas * (2.0 * static_cast<double>(half_range) * __builtin_sqrt(variance)));
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first
@@ -179,17 +217,7 @@ class FamilyStages : public ListStages {
   // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
   void keep_typical(double p, bool keep_ties) {
     const Weights w = weigh();
-    const double top = static_cast<double>(rule_.max), factor = static_cast<double>(rule_.factor);
-    for (int64_t i = 0; i < list_.size; ++i) {
-      const double exponent =
-          rule_.uniform ? 0.0 : (top - static_cast<double>(list_.value[i])) * factor;
-      const double distance = exponent - w.mean_exponent;
-      const double scaled = (distance < 0.0 ? -distance : distance) * 0x1p24;
-      list_.key[i] =
-          0xffffffffu - (scaled < 4294967294.0 ? static_cast<uint32_t>(scaled) : 0xfffffffeu);
-    }
-    const int64_t padded = round_up_to_lanes(list_.size);
-    for (int64_t i = list_.size; i < padded; ++i) list_.key[i] = 0;
+    make_distance_keys(w);
     const uint64_t target =
         p > 0.0 ? mass_threshold(static_cast<float>(p), w.mass, /*strict=*/false) : 1;
     const MassCut cut = find_mass_cut(list_, target);
@@ -198,11 +226,27 @@ class FamilyStages : public ListStages {
     keep_from(&list_, cut.key, ties);
   }
 
+  // Keys that are the larger, the nearer a token's surprise is to the entropy: by the distance in
+  // logits, one rounding of f64 to f32.
+  void make_distance_keys(const Weights& w) {
+    const double factor = static_cast<double>(rule_.factor);
+    const bool alike = rule_.uniform || !(factor > 0.0);
+    const double max = static_cast<double>(rule_.max),
+                 mean = alike ? 0.0 : w.mean_exponent / factor;
+    const int64_t padded = round_up_to_lanes(list_.size);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const F32 distance =
+          alike ? splat(0.0f) : abs(subtract_f64(load(list_.value + i), max, -mean));
+      store(list_.key + i, order_keys(distance) ^ splat_u32(0xffffffffu));
+    }
+    for (int64_t i = list_.size; i < padded; ++i) list_.key[i] = 0;
+  }
+
   // Of the tokens of at least this probability, if they are two or more, the last in order stays.
   void exclude_top_choices(double probability) {
     make_keys(&list_, temperature_);
     const uint32_t bound =
-        probability > 0.0 ? key_below_max(log_f64(probability * sum_weights())) : 0;
+        probability > 0.0 ? key_below_max(epsilon_offset(probability, weigh())) : 0;
     int64_t choices = 0, last = -1;
     for (int64_t i = 0; i < list_.size; ++i) {
       if (list_.key[i] < bound) continue;
@@ -218,11 +262,6 @@ class FamilyStages : public ListStages {
       ++out;
     }
     list_.size = out;
-  }
-
-  // Mirostat's truncation: surprise, in bits, of at most mu.
-  void keep_mirostat(double mu) {
-    keep_below_max(log_f64(sum_weights()) - mu * kLn2, /*keep_ties=*/false);
   }
 
   // By the entropy of what the temperatures so far leave.

@@ -81,7 +81,8 @@ void verify_row(const SamplerVerifyParams& v, SamplerStepParams* step, int64_t r
     const int64_t token = step->index[row];
     tokens[accepted] = token;
     while (child < drafts && draft[child] != token) child = next_child(child + 1);
-    if (child >= drafts || token < 0) break;
+    // A row of nothing stands for no draw: no draft is accepted there.
+    if (child >= drafts || token < 0 || (step->status[row] & kStatusEmpty)) break;
     path[accepted++] = node = child;
   }
   step->bitmask = bitmask;

@@ -186,7 +186,8 @@ class SamplerRowKernel : private FamilyStages {
     const auto set = [&](S stage, bool on) { on_[static_cast<int>(stage)] = on; };
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
     set(S::kTemperature, plan_.temperature != 1.0f || dynamic);
-    set(S::kTopK, plan_.top_k > 0);
+    // One that keeps all has a count.
+    set(S::kTopK, plan_.top_k > 0 || (params_.stage_counts && state_->integers.top_k > 0));
     set(S::kTopP, plan_.top_p_mode != TopPMode::kOff);
     set(S::kMinP, plan_.min_p_mode != MinPMode::kOff);
     set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
@@ -210,32 +211,79 @@ class SamplerRowKernel : private FamilyStages {
     if (has_nan) status_ |= kStatusNan;
   }
 
+  // Lists what the first stage leaves, or all tokens where it needs them listed.
   void list_row(const RowEdits& edits, bool edits_any) {
-    // A temperature keeps the order: top-k may be first behind it.
     first_stage_ = 0;
-    const bool dynamic = state_->numbers.dynamic_temperature_range > 0.0;
-    // To count what each stage leaves, all are listed.
-    for (int i = 0; i < kSamplerStages && !params_.stage_counts; ++i) {
+    // A temperature keeps the order, so that the stage behind it may be the first. Where what each
+    // stage leaves is to be counted, all are listed.
+    const bool skips = !params_.stage_counts;
+    SamplerStage first = SamplerStage::kTemperature;
+    for (int i = 0; skips && i < kSamplerStages; ++i) {
       const SamplerStage stage = rules_.stages[i];
       if (!on_[static_cast<int>(stage)]) continue;
-      if (stage == SamplerStage::kTemperature && !dynamic) continue;
-      if (stage != SamplerStage::kTopK) break;
-      for (int j = 0; j < i; ++j) {
-        if (rules_.stages[j] != SamplerStage::kTemperature) continue;
+      if (stage == SamplerStage::kTemperature) {
+        if (state_->numbers.dynamic_temperature_range > 0.0) break;
         set_temperature(plan_.temperature, plan_.factor);
+        first_stage_ = i + 1;
+        continue;
       }
-      collect_first(plan_.top_k, rules_.dialect.keep_top_k_ties, edits, edits_any);
+      first = stage;
       first_stage_ = i + 1;
       break;
     }
-    if (first_stage_ > 0) return;
+    if (first == SamplerStage::kTopK) {
+      return collect_first(plan_.top_k, rules_.dialect.keep_top_k_ties, edits, edits_any);
+    }
     if (edits_any) {
       if (edits.write(x_, n_, scratch_.row)) status_ |= kStatusNan;
-      collect_set(scratch_.row, n_, kept_from(floor_), &list_);
+      list_from(scratch_.row, first);
     } else {
-      if (scan_max(x_, n_).has_nan) status_ |= kStatusNan;
-      collect_set(x_, n_, kept_from(floor_), &list_);
+      list_from(x_, first);
     }
+  }
+
+  template <class R>
+  void list_from(const R* x, SamplerStage first) {
+    const RowMax scan = scan_max(x, n_);
+    if (scan.has_nan) status_ |= kStatusNan;
+    if (!(scan.max >= floor_)) return;
+    rule_.max = scan.max;
+    max_ = tempered(scan.max, temperature_);
+    if (max_ == plus_infinity() || !list_first(x, first)) {
+      if (first != SamplerStage::kTemperature) --first_stage_;  // it is still to come
+      collect_set(x, n_, kept_from(floor_), &list_);
+    }
+  }
+
+  // Where the stage is one that keeps all from some value on: lists those.
+  template <class R>
+  bool list_first(const R* x, SamplerStage stage) {
+    const SamplerNumbers& numbers = state_->numbers;
+    double offset = 0.0;
+    switch (stage) {
+      case SamplerStage::kMinP:
+        if (plan_.min_p_mode == MinPMode::kOneToken) return false;
+        collect_set(x, n_, kept_from(logit_of_key(min_p_key(plan_, max_, false))), &list_);
+        return true;
+      case SamplerStage::kTopNSigma:
+        offset = sigma_offset(numbers.top_n_sigma, x, n_);
+        break;
+      case SamplerStage::kEpsilon:
+        offset = epsilon_offset(numbers.epsilon_cutoff, weigh_row<false>(x, n_));
+        break;
+      case SamplerStage::kEta:
+        offset = eta_offset(numbers.eta_cutoff, weigh_row<true>(x, n_));
+        break;
+      case SamplerStage::kMirostat:
+        offset = mirostat_offset(state_->mu, weigh_row<false>(x, n_));
+        break;
+      default:
+        return false;
+    }
+    const uint32_t key = key_below_max(offset);
+    if (key > order_key(max_)) return false;  // nothing reaches it
+    collect_set(x, n_, kept_from(logit_of_key(key)), &list_);
+    return true;
   }
 
   // ---- the stages
@@ -262,6 +310,7 @@ class SamplerRowKernel : private FamilyStages {
       case SamplerStage::kTemperature:
         return change_temperature();
       case SamplerStage::kTopK:
+        if (plan_.top_k == 0) return;
         cut_top_k({plan_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties}, &list_);
         return;
       case SamplerStage::kTopP:
@@ -275,11 +324,12 @@ class SamplerRowKernel : private FamilyStages {
         keep_set(&list_, kept_from(logit_of_key(min_p_key(plan_, max_, false))));
         return;
       case SamplerStage::kTopNSigma:
-        return keep_top_n_sigma(numbers.top_n_sigma, ties);
+        if (max_ == plus_infinity()) return;
+        return keep_below_max(sigma_offset(numbers.top_n_sigma, list_.value, list_.size), ties);
       case SamplerStage::kEpsilon:
-        return keep_epsilon(numbers.epsilon_cutoff, ties);
+        return keep_below_max(epsilon_offset(numbers.epsilon_cutoff, weigh()), ties);
       case SamplerStage::kEta:
-        return keep_eta(numbers.eta_cutoff, ties);
+        return keep_below_max(eta_offset(numbers.eta_cutoff, weigh()), ties);
       case SamplerStage::kTopH:
         return keep_top_h(numbers.top_h, rules_.top_h_tokens);
       case SamplerStage::kTypical:
@@ -289,7 +339,7 @@ class SamplerRowKernel : private FamilyStages {
         if (excludes_top_choices()) exclude_top_choices(numbers.xtc_threshold);
         return weigh_list();
       case SamplerStage::kMirostat:
-        return keep_mirostat(state_->mu);
+        return keep_below_max(mirostat_offset(state_->mu, weigh()), /*keep_ties=*/false);
     }
   }
 
@@ -378,8 +428,15 @@ class SamplerRowKernel : private FamilyStages {
 
   // Logits above this one, and those before `end` that equal it, it left out.
   int64_t count_before(float chosen, int64_t end) const {
-    const F32 c = splat(chosen);
     const int64_t index = params_.index[row_];
+    if (!(chosen > minus_infinity())) {  // NaN counts as -inf here, too
+      int64_t total = 0;
+      for (int64_t i = 0; i < n_; ++i) {
+        total += to_float(x_[i]) > minus_infinity() || (i < end && i != index);
+      }
+      return total;
+    }
+    const F32 c = splat(chosen);
     int64_t total = 0, i = 0;
     for (; i + kLanes <= n_; i += kLanes) {
       const F32 a = load(x_ + i);
@@ -394,7 +451,7 @@ class SamplerRowKernel : private FamilyStages {
       const float a = to_float(x_[i]);
       total += a > chosen || (a == chosen && i < end);
     }
-    return total - (index < end && chosen == chosen ? 1 : 0);
+    return total - (index < end ? 1 : 0);
   }
 
   void write_log_probs() {

@@ -180,7 +180,7 @@ struct SamplerRowView {
     if (slots[slot] == 0) {
       const int64_t at = row->touched++;
       ids[at] = static_cast<uint32_t>(token);
-      biases[at] = 0.0f;
+      biases[at] = -0.0f;  // added to anything, it is that
       prompt_counts[at] = output_counts[at] = 0;
       slots[slot] = static_cast<uint32_t>(at) + 1;
       bits[token / 64] |= uint64_t{1} << (token % 64);

@@ -41,7 +41,6 @@ _INF = math.inf
 LN2 = math.log(2.0)  # 0x1.62e42fefa39efp-1
 LOG2_E = 1.4426950408889634
 MIN_EXPONENT = -125.0
-_TYPICAL_KEY_BITS = 24
 _XTC_BLOCK = 0xFFFFFFFF  # no token's block: those end at 2^30
 EXTRA_STREAM = 2  # of Philox: tokens' noise has 0 and 1
 
@@ -238,19 +237,22 @@ def min_p(row: Survivors, p: RowParameters, order: Order) -> None:
 
 def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep v >= max - n sigma, sigma the standard deviation of the values that are left."""
-    v = row.v[row.kept].to(torch.float64)
-    v_max, v_min = v[0].item(), v[-1].item()
-    spread = v_max - v_min
-    if spread == 0:
+    v = row.v[row.kept]
+    if row.infinite:
         return
-    q = (v_max - v) / spread
+    top, bottom = 0.5 * v[0], 0.5 * v[-1]  # halves: their range is finite in f32
+    spread = top - bottom
+    if not spread > 0:
+        return
+    q = (top - v * 0.5) / spread
     bits = row.fraction_bits
     count = len(v)
     first = sum_masses((q * 2.0 ** (bits - 3)).to(torch.int64))
     second = sum_masses(((q * q) * 2.0**bits).to(torch.int64))
     exact = max(0, count * second * 2 ** (bits - 6) - first * first)
-    variance = float(exact) / float(count * count * 2 ** (2 * bits - 6))
-    keep_reaching(row, -(p.top_n_sigma * (spread * math.sqrt(variance))), False)
+    one = 2.0 ** (bits - 3) * float(count)
+    sigma = 2.0 * spread.item() * math.sqrt(float(exact) / (one * one))
+    keep_reaching(row, -(p.top_n_sigma * sigma), False)
 
 
 def epsilon(row: Survivors, p: RowParameters, order: Order) -> None:
@@ -288,10 +290,11 @@ def _prefix_sums(values: Tensor) -> Tensor:
 def typical(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep the smallest set of mass >= p whose -log p are nearest to the entropy."""
     tokens = row.kept.sort().values
-    y = row.y[tokens].to(torch.float64)
-    distance = (y.max() - y) * row.factor() - mean_log_ratio(row)
-    key = (distance.abs() * 2.0**_TYPICAL_KEY_BITS).clamp(max=2.0**32 - 1).to(torch.int64)
-    key, places = key.sort(stable=True)
+    y, factor = row.y[tokens].to(torch.float64), row.factor()
+    distance = torch.zeros(len(tokens))  # in logits: one rounding from f64
+    if not row.infinite and factor > 0:
+        distance = ((y - y.max()) + mean_log_ratio(row) / factor).to(torch.float32).abs()
+    key, places = distance.sort(stable=True)
     mass = torch.zeros_like(row.y, dtype=torch.int64)
     mass[row.kept] = row.masses()
     count = 1
