@@ -112,7 +112,7 @@ def test_rejection_keeps_the_distribution(
     parameters: dict[str, Any], one_hot: bool, sampler: SamplerUnderTest
 ) -> None:
     """The first token, and the second where the first draft was accepted, come from p."""
-    batch, width = max(400, round(4000 * sampler.share)), 2
+    batch, width = max(250, round(4000 * sampler.share)), 2
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(width + 1, VOCAB, generator=generator) * 1.5
     draft_logits = x[:-1] + torch.randn(width, VOCAB, generator=generator)
@@ -133,7 +133,7 @@ def test_rejection_keeps_the_distribution(
     assert chi_square_is_small(first, p[0])
     second = out.tokens[out.num_accepted > 0, 1].bincount(minlength=VOCAB)
     assert chi_square_is_small(second, p[1])
-    assert second.sum() > 60
+    assert second.sum() > 40
     third = out.tokens[out.num_accepted > 1, 2].bincount(minlength=VOCAB)
     assert chi_square_is_small(third, p[2])
     # Not more is rejected than must be.
