@@ -216,12 +216,13 @@ def min_p(rows: Rows) -> None:
 @np.errstate(all="ignore")
 def top_n_sigma(rows: Rows) -> None:
     n = rows.parameter("top_n_sigma")
-    v = np.where(rows.kept, rows.values().astype(np.float64), np.nan)
-    v = v - np.nanmax(np.where(rows.kept.any(axis=1, keepdims=True), v, 0), axis=1, keepdims=True)
-    sigma = np.sqrt(
-        np.nanmean((v - np.nanmean(v, axis=1, keepdims=True)) ** 2, axis=1, keepdims=True)
-    )
-    spread = -np.nanmin(np.where(rows.kept, v, 0), axis=1, keepdims=True)
+    count = np.maximum(rows.kept.sum(axis=1, keepdims=True), 1)
+    largest = np.where(rows.kept, rows.values(), -INF).max(axis=1, keepdims=True)
+    v = np.where(rows.kept, rows.values().astype(np.float64) - largest, 0)
+    mean = v.sum(axis=1, keepdims=True) / count
+    squares = np.where(rows.kept, v - mean, 0) ** 2
+    sigma = np.sqrt(squares.sum(axis=1, keepdims=True) / count)
+    spread = -v.min(axis=1, keepdims=True)
     # Its scale is that of the values.
     scale = np.where(spread > 0, 1 + n * spread, 0)
     bound = np.where(spread > 0, -n * sigma, -INF)
