@@ -225,6 +225,11 @@ class Trie:
         """
         return ops.trie_step(*self.tensors, nodes, tokens)
 
+    def goes_on(self, nodes: Tensor) -> Tensor:
+        """Return [n] bool: whether any token may follow these nodes, [n] int32."""
+        begins, at = self._arrays.child_begin, nodes.clamp(min=0).to(torch.int64)
+        return (nodes >= 0) & (begins[at + 1] > begins[at])
+
     def nodes_of(self, sequences: Tensor) -> Tensor:
         """Return the nodes, [n] int32, of what rows [n, length] int64 have generated."""
         nodes = torch.zeros(len(sequences), dtype=torch.int32)
