@@ -127,7 +127,8 @@ void keep_best(const T* x, int64_t n, int64_t k, float threshold, const Score& s
   }
 }
 
-// The list, without what is no candidate, to the row's part of the scratch.
+// The list, without what is no candidate, to the row's part of the scratch. Of a row that failed
+// nothing, however long its list had become.
 // log_prob(token): of the token alone.
 template <class LogProb>
 void write_row(const LogSoftmaxTopKParams& params, int64_t row, const CandidateList& list,
@@ -135,7 +136,8 @@ void write_row(const LogSoftmaxTopKParams& params, int64_t row, const CandidateL
   float *scores = params.row_scores(row), *log_probs = params.row_log_probs(row);
   uint32_t* tokens = params.row_tokens(row);
   uint32_t size = 0;
-  for (int64_t i = 0; i < list.size; ++i) {
+  const int64_t listed = (status & ~kRowHasTrie) == 0 ? list.size : 0;
+  for (int64_t i = 0; i < listed; ++i) {
     if (!(list.value[i] > minus_infinity())) continue;
     const uint32_t token = list.token[i];
     scores[size] = list.value[i];

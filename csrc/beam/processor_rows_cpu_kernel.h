@@ -53,8 +53,10 @@ class ProcessedRowCandidates {
     if (status == 0 && beam_score > kRealBeamScoreBound && allows_any) {
       status = find_allowed(x, processors, beam_score, next);
     }
-    write_row(params_, row, list_, status | kRowHasTrie,
-              [&](uint32_t token) { return allowed_log_prob(x, processors, token); });
+    write_row(params_, row, list_, status | kRowHasTrie, [&](uint32_t token) {
+      return processors.forced_token >= 0 ? processors.forced_log_prob()
+                                          : allowed_log_prob(x, processors, token);
+    });
   }
 
   // Lists the best of the allowed tokens.
@@ -70,17 +72,20 @@ class ProcessedRowCandidates {
         infinite ? static_cast<uint64_t>(count_from(x, n_, top))
                  : scan_row(x, n_, top, fraction_bits_, plus_infinity(), &list_, next).total;
     score_ = CandidateScore::of_row(top, total, infinite ? 0 : fraction_bits_, beam_score);
-    const bool forced = processors.forced_token >= 0;
-    const int64_t size = forced ? 1 : processors.allowed_tokens.size;
-    for (int64_t i = 0; i < size; ++i) {
-      const int64_t token = forced ? processors.forced_token : processors.allowed_tokens[i];
-      if (token < 0 || token >= n_ || list_.size == n_) continue;
-      const float log_prob = allowed_log_prob(x, processors, static_cast<uint32_t>(token));
-      if (log_prob != log_prob) return kBeamStatusNan;
-      if (!(log_prob > minus_infinity())) continue;
+    const auto list = [&](int64_t token, float log_prob) {
+      if (!(log_prob > minus_infinity()) || list_.size == n_) return;
       list_.value[list_.size] = ProcessedScore{log_prob, beam_score}(log_prob);
       list_.token[list_.size++] = static_cast<uint32_t>(token);
+    };
+    const bool forced = processors.forced_token >= 0;
+    for (int64_t i = 0; i < processors.allowed_tokens.size; ++i) {
+      const int64_t token = processors.allowed_tokens[i];
+      if (token < 0 || token >= n_) continue;
+      const float log_prob = allowed_log_prob(x, processors, static_cast<uint32_t>(token));
+      if (log_prob != log_prob) return kBeamStatusNan;
+      if (!forced) list(token, log_prob);
     }
+    if (forced) list(processors.forced_token, processors.forced_log_prob());
     if (list_.size > k_) {
       make_keys(&list_, 1.0f);
       select_top_k(&list_, k_, /*keep_ties=*/false);
@@ -88,14 +93,15 @@ class ProcessedRowCandidates {
     return 0;
   }
 
-  // What the processors make of a token that the trie allows, or that is forced.
+  // What the processors make of a token that the trie allows.
   float allowed_log_prob(const T* x, const RowProcessors& processors, uint32_t token) {
-    if (processors.forced_token >= 0) return processors.forced_log_prob();
     const TokenEdit* edit = edits_.find(token);
-    if ((edit != nullptr && edit->banned) || !processors.allows(token)) return minus_infinity();
-    return processors.adjusted(score_.log_prob(to_float(x[token])), token,
-                               edit == nullptr ? 0 : edit->occurrences,
-                               edit != nullptr && edit->repeated);
+    const float log_prob = processors.adjusted(score_.log_prob(to_float(x[token])), token,
+                                               edit == nullptr ? 0 : edit->occurrences,
+                                               edit != nullptr && edit->repeated);
+    if (log_prob != log_prob) return log_prob;
+    const bool banned = (edit != nullptr && edit->banned) || !processors.allows(token);
+    return banned ? minus_infinity() : log_prob;
   }
 
   uint8_t find(const T* x, const RowProcessors& processors, float beam_score, const T* next) {
