@@ -79,7 +79,8 @@ def test_every_op_has_a_fake(name: str) -> None:
 
 
 # What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
-# and the norms between them, drafts, tries. On devices the loop is one of ops and cuBLAS's products.
+# and the norms between them, drafts, tries. On devices the loop is one of ops and cuBLAS's
+# products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_start_",

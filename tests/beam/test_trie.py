@@ -257,8 +257,8 @@ def test_arrays_that_are_no_trie() -> None:
     for _ in range(300):
         size = choice.randint(1, 60)
         tokens = torch.tensor([choice.randint(-3, 2 * vocab) for _ in range(size)])
-        begins = torch.tensor([choice.choice((-(1 << 31), -1, 0, 1, size - 1, size, size + 1,
-                                              (1 << 31) - 1)) for _ in range(size + 1)])  # fmt: skip
+        any_begin = (-(1 << 31), -1, 0, 1, size - 1, size, size + 1, (1 << 31) - 1)
+        begins = torch.tensor([choice.choice(any_begin) for _ in range(size + 1)])
         nodes = torch.tensor([choice.randint(-1, size) for _ in range(6)], dtype=torch.int32)
         arrays = (tokens.to(torch.int32), begins.to(torch.int32))
         torch.ops.lmdecode.trie_step(*arrays, nodes, tokens[:1].expand(6))

@@ -162,9 +162,7 @@ def test_requests_held_to_tries() -> None:
             assert all(item in request.trie for item in found)
             assert len(found) == min(5, len(request.trie))
     with pytest.raises(ValueError, match=rf"add: trie has the token {vocab}; expected tokens"):
-        batch.add(
-            BeamRequest([1], max_new_tokens=1, trie=lmdecode.Trie([[vocab]])), memories()[0]
-        )
+        batch.add(BeamRequest([1], max_new_tokens=1, trie=lmdecode.Trie([[vocab]])), memories()[0])
 
 
 def test_keys_and_values_stay_where_they_are() -> None:

@@ -179,9 +179,9 @@ class Trie:
     def after(self, prompt_length: int) -> Callable[[int, Tensor], list[int]]:
         """Return a ``prefix_allowed_tokens_fn`` for transformers' own ``generate()``.
 
-        ``beam_search``, ``Decoding`` and requests take the trie itself, and are faster. transformers
-        wants a token where nothing may follow: there it is the one that came last on the trie, the
-        end token.
+        ``beam_search``, ``Decoding`` and requests take the trie itself, and are faster.
+        transformers wants a token where nothing may follow: there it is the one that came last on
+        the trie, the end token.
 
         Parameters
         ----------

@@ -50,9 +50,9 @@ class TrieArrays(NamedTuple):
     def of(cls, tokens: Tensor, child_begin: Tensor, ends: Tensor) -> TrieArrays:
         """Return the arrays with the numbers that follow from them."""
         # A level of the trie is the children of the one before; they lie behind one another.
-        depth, first, last = 0, 0, 1
+        depth, last = 0, 1
         while (next_last := int(child_begin[last])) > last:
-            first, last, depth = last, next_last, depth + 1
+            last, depth = next_last, depth + 1
         num_sequences = int(ends.sum(dtype=torch.int64))
         return cls(tokens, child_begin, ends, num_sequences, int(tokens.max()), depth)
 

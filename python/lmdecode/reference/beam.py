@@ -183,7 +183,7 @@ def _row_processors(
         token_bitmask=matrix("token_bitmask"),
         allowed_tokens=None
         if arguments.get("trie") is None
-        else children(*arguments["trie"].tensors, int(arguments["nodes"][row])),
+        else children(arguments["trie"].tensors, int(arguments["nodes"][row])),
     )
 
 

@@ -44,8 +44,12 @@ def trie_build(sequences: Iterable[Sequence[int]]) -> tuple[Tensor, Tensor, Tens
     )
 
 
-def children(tokens: Tensor, child_begin: Tensor, node: int) -> list[int]:
-    """Return the tokens that may follow a node; none may where there is no such node."""
+def children(trie: tuple[Tensor, Tensor], node: int) -> list[int]:
+    """Return the tokens that may follow a node; none may where there is no such node.
+
+    trie: tokens [nodes] and child_begin [nodes + 1].
+    """
+    tokens, child_begin = trie
     if not 0 <= node < len(tokens):
         return []
     return tokens[int(child_begin[node]) : int(child_begin[node + 1])].tolist()
@@ -55,7 +59,7 @@ def trie_step(trie_tokens: Tensor, child_begin: Tensor, nodes: Tensor, tokens: T
     """Return the nodes, [n] int32, that tokens [n] lead to from nodes [n]; -1 where none is."""
     following = []
     for node, token in zip(nodes.tolist(), tokens.tolist(), strict=True):
-        allowed = children(trie_tokens, child_begin, node)
+        allowed = children((trie_tokens, child_begin), node)
         found = token in allowed
         following.append(int(child_begin[node]) + allowed.index(token) if found else -1)
     return torch.tensor(following, dtype=torch.int32)

@@ -137,8 +137,8 @@ def beam_search(
     ``beam_step``; the cache is reordered in place, and only where beams change rows. Logits
     processors that the op has arguments for become such; a list that holds another one is called as
     it is. ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie``: results are its sequences,
-    behind the prompt. With ``num_beam_groups`` or constraints it is the loop of transformers 4.38.2, which
-    transformers 5 has no more.
+    behind the prompt. With ``num_beam_groups`` or constraints it is the loop of transformers
+    4.38.2, which transformers 5 has no more.
 
     Parameters
     ----------
