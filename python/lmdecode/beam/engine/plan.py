@@ -88,11 +88,11 @@ def make_plan(running: Sequence[RunningSearch], store: BeamSlots) -> BeamPlan:
     next_rows = _starts([search.request.num_beams for search in running])
     passes = []
     order = {rules: number for number, rules in enumerate(("generate", "scorer", "fairseq"))}
-    tries = list({id(s.request.trie): s.request.trie for s in running}.values())
+    tries = dict.fromkeys(id(search.request.trie) for search in running)
+    numbers = {trie: number for number, trie in enumerate(tries)}
 
     def kind(search: RunningSearch) -> tuple[Rules, int]:
-        request = search.request
-        return request.rules, next(n for n, trie in enumerate(tries) if trie is request.trie)
+        return search.request.rules, numbers[id(search.request.trie)]
 
     keys = {
         (group, *kind(search))
