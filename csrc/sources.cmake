@@ -37,6 +37,7 @@ set(CPU_SOURCES
   beam/beam_step_cpu.cpp
   beam/log_softmax_top_k_cpu.cpp
   beam/processor_edits.cpp
+  beam/token_trie_build.cpp
   decoder/causal_forward.cpp
   decoder/decoder_forward.cpp
   decoder/decoder_layer_cpu.cpp

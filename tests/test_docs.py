@@ -41,6 +41,7 @@ WITH_EXAMPLES = (
     "docs/reference/sampling.md",
     "docs/reference/store.md",
     "docs/reference/transformers.md",
+    "docs/reference/trie.md",
     "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
 )

@@ -52,6 +52,7 @@ def test_ops() -> None:
         "lmdecode::layer_norm",
         "lmdecode::log_softmax_top_k",
         "lmdecode::log_softmax_top_k.processed",
+        "lmdecode::log_softmax_top_k.trie",
         "lmdecode::merge_attention_states",
         "lmdecode::pack_linear",
         "lmdecode::pack_quantized_linear",
@@ -66,6 +67,8 @@ def test_ops() -> None:
         "lmdecode::sliding_window_decode",
         "lmdecode::top_k_top_p_sample",
         "lmdecode::top_k_top_p_sample.out",
+        "lmdecode::trie_build",
+        "lmdecode::trie_step",
         "lmdecode::update_beam_indirection_",
     ]
 
@@ -76,7 +79,8 @@ def test_every_op_has_a_fake(name: str) -> None:
 
 
 # What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
-# and the norms between them, drafts. On devices the loop is one of ops and cuBLAS's products.
+# and the norms between them, drafts, tries. On devices the loop is one of ops and cuBLAS's
+# products.
 CPU_ONLY = {
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_start_",
@@ -89,6 +93,7 @@ CPU_ONLY = {
     "lmdecode::faster_transformer_decoding_",
     "lmdecode::gather_tree",
     "lmdecode::layer_norm",
+    "lmdecode::log_softmax_top_k.trie",
     "lmdecode::pack_linear",
     "lmdecode::pack_quantized_linear",
     "lmdecode::packed_linear",
@@ -96,6 +101,8 @@ CPU_ONLY = {
     "lmdecode::prompt_lookup",
     "lmdecode::repack_linear",
     "lmdecode::rms_norm",
+    "lmdecode::trie_build",
+    "lmdecode::trie_step",
 }
 
 

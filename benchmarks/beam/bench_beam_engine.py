@@ -57,8 +57,16 @@ def _op(logits: Tensor) -> Callable[[], object]:
     return partial(lmdecode.log_softmax_top_k, logits, scores, 2 * NUM_BEAMS, num_beams=NUM_BEAMS)
 
 
-def _transformers(logits: Tensor) -> Callable[[], object]:
-    """Build the body of ``_beam_search`` between the forward pass and the cache, at one length."""
+def transformers_step(
+    logits: Tensor,
+    num_beams: int = NUM_BEAMS,
+    prompt: Tensor | None = None,
+    process: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Callable[[], object]:
+    """Build the body of ``_beam_search`` between the forward pass and the cache, at one length.
+
+    prompt: what the beams [rows, length] begin with; process: the logits processors.
+    """
     from transformers.generation.stopping_criteria import (
         EosTokenCriteria,
         MaxLengthCriteria,
@@ -66,37 +74,41 @@ def _transformers(logits: Tensor) -> Callable[[], object]:
     )
     from transformers.generation.utils import GenerationMixin
 
-    loop, batch = GenerationMixin(), len(logits) // NUM_BEAMS
+    loop, batch = GenerationMixin(), len(logits) // num_beams
     length, capacity = PROMPT + NEW_TOKENS // 2, PROMPT + NEW_TOKENS
     criteria = StoppingCriteriaList(
         [MaxLengthCriteria(max_length=capacity), EosTokenCriteria(eos_token_id=END_TOKEN)]
     )
-    sequences = torch.ones(batch, NUM_BEAMS, capacity, dtype=torch.int64)
-    indices = torch.zeros(batch, NUM_BEAMS, NEW_TOKENS, dtype=torch.int32)
-    running_scores = -torch.rand(batch, NUM_BEAMS).sort(dim=1).values
-    scores = torch.full((batch, NUM_BEAMS), -1e9)
-    finished = torch.zeros(batch, NUM_BEAMS, dtype=torch.bool)
+    sequences = torch.ones(batch, num_beams, capacity, dtype=torch.int64)
+    if prompt is not None:
+        sequences[:, :, : prompt.shape[1]] = prompt.view(batch, num_beams, -1)
+    indices = torch.zeros(batch, num_beams, NEW_TOKENS, dtype=torch.int32)
+    running_scores = -torch.rand(batch, num_beams).sort(dim=1).values
+    scores = torch.full((batch, num_beams), -1e9)
+    finished = torch.zeros(batch, num_beams, dtype=torch.bool)
     improvable = torch.ones(batch, 1, dtype=torch.bool)
-    mask = torch.arange(2 * NUM_BEAMS) < NUM_BEAMS
-    common = {"num_beams": NUM_BEAMS, "cur_len": length, "decoder_prompt_len": PROMPT}
+    mask = torch.arange(2 * num_beams) < num_beams
+    common = {"num_beams": num_beams, "cur_len": length, "decoder_prompt_len": PROMPT}
     rules = {"early_stopping": False, "length_penalty": 1.0}
 
     def step() -> object:
         copied = logits.to(copy=True, dtype=torch.float32)
         log_probs = torch.nn.functional.log_softmax(copied, dim=-1)
-        log_probs = loop._unflatten_beam_dim(log_probs, batch, NUM_BEAMS)
+        if process is not None:
+            log_probs = process(loop._flatten_beam_dim(sequences[:, :, :length]), log_probs)
+        log_probs = loop._unflatten_beam_dim(log_probs, batch, num_beams)
         log_probs = (log_probs + running_scores[:, :, None]).reshape(batch, -1)
         top_scores, top_sequences, top_indices = loop._get_top_k_continuations(
             accumulated_log_probs=log_probs, running_sequences=sequences,
-            running_beam_indices=indices, do_sample=False, beams_to_keep=2 * NUM_BEAMS,
+            running_beam_indices=indices, do_sample=False, beams_to_keep=2 * num_beams,
             batch_size=batch, **common,
         )  # fmt: skip
         stops = criteria(loop._flatten_beam_dim(top_sequences[:, :, : length + 1]), None)
-        stops = loop._unflatten_beam_dim(stops, batch, 2 * NUM_BEAMS)
+        stops = loop._unflatten_beam_dim(stops, batch, 2 * num_beams)
         _, next_scores, _ = loop._get_running_beams_for_next_iteration(
             topk_log_probs=top_scores, topk_running_sequences=top_sequences,
             topk_running_beam_indices=top_indices, next_token_hits_stopping_criteria=stops,
-            num_beams=NUM_BEAMS,
+            num_beams=num_beams,
         )  # fmt: skip
         _, best, _, ended = loop._update_finished_beams(
             sequences=sequences, topk_running_sequences=top_sequences, beam_scores=scores,
@@ -120,7 +132,7 @@ def _step_contestants(with_peers: bool, *, requests: int, vocab: int) -> list[Co
     if with_peers:
         contestants.append(Contestant(OP, _op(logits), complete=False))
         if importlib.util.find_spec("transformers") is not None:
-            contestants.append(Contestant(TRANSFORMERS, _transformers(logits)))
+            contestants.append(Contestant(TRANSFORMERS, transformers_step(logits)))
     return contestants
 
 

@@ -19,6 +19,12 @@ constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN, or processors made 
 constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no candidate
 constexpr uint8_t kBeamStatusScore = 4;  // a beam score was NaN or +inf
 
+// In the status of a row alone: it is held to a trie, so that its request may have no candidate.
+constexpr uint32_t kRowHasTrie = 0x100;
+// Beams of a score from here down exist in name only (beam_rules.h): copies of the first one where
+// a search begins, and those that go on for want of others. A trie does without them.
+constexpr float kRealBeamScoreBound = -1.0e8f;
+
 struct LogSoftmaxTopKParams {
   int64_t rows = 0;
   int64_t vocab = 0;  // >= 1, < 2^31

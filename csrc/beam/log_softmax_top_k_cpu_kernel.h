@@ -22,6 +22,7 @@ using sampling::MassScan;
 using sampling::push;
 using sampling::RowMax;
 using sampling::scan_masses;
+using sampling::scan_max;
 using sampling::scan_max_groups;
 using sampling::select_top_k;
 using sampling::sort_by_key;
@@ -126,15 +127,17 @@ void keep_best(const T* x, int64_t n, int64_t k, float threshold, const Score& s
   }
 }
 
-// The list, without what is no candidate, to the row's part of the scratch.
+// The list, without what is no candidate, to the row's part of the scratch. Of a row that failed
+// nothing, however long its list had become.
 // log_prob(token): of the token alone.
 template <class LogProb>
 void write_row(const LogSoftmaxTopKParams& params, int64_t row, const CandidateList& list,
-               uint8_t status, LogProb log_prob) {
+               uint32_t status, LogProb log_prob) {
   float *scores = params.row_scores(row), *log_probs = params.row_log_probs(row);
   uint32_t* tokens = params.row_tokens(row);
   uint32_t size = 0;
-  for (int64_t i = 0; i < list.size; ++i) {
+  const int64_t listed = (status & ~kRowHasTrie) == 0 ? list.size : 0;
+  for (int64_t i = 0; i < listed; ++i) {
     if (!(list.value[i] > minus_infinity())) continue;
     const uint32_t token = list.token[i];
     scores[size] = list.value[i];
@@ -209,10 +212,12 @@ class RequestMerge {
     const int64_t k = params_.num_candidates;
     uint32_t status = 0;
     for (int64_t row = rows.begin; row < rows.end; ++row) status |= *params_.row_status(row);
+    const bool has_trie = (status & kRowHasTrie) != 0;
+    status &= ~kRowHasTrie;
     list_.size = 0;
     if (status == 0) {
       gather(rows);
-      if (list_.size == 0) status = kBeamStatusEmpty;
+      if (list_.size == 0 && !has_trie) status = kBeamStatusEmpty;
     }
     params_.status[request] = static_cast<uint8_t>(status);
     make_keys(&list_, 1.0f);

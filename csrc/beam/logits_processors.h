@@ -2,13 +2,14 @@
 // parameters, and the rules, the same on CPU and CUDA.
 //
 // The order is that of transformers' generate(): bias, diversity penalty, repetition penalty,
-// n-grams, minimum length, bitmask, forced token, suppressed tokens. The first three compute, in
-// f32; the others allow a token or give it -inf. Numbers that are no token of the vocabulary stand
-// for none, wherever they are.
+// n-grams, minimum length, bitmask and trie, forced token, suppressed tokens. The first three
+// compute, in f32; the others allow a token or give it -inf. Numbers that are no token of the
+// vocabulary stand for none, wherever they are.
 #pragma once
 
 #include <cstdint>
 
+#include "beam/token_trie.h"
 #include "common/bits.h"
 #include "sampling/top_k_top_p_sample.h"
 
@@ -56,6 +57,9 @@ struct LogitsProcessors {
   PerRow<float> diversity_penalty;         // [requests]
   TensorRows<float> bias;                  // [vocab], [requests, vocab] or [rows, vocab]
   TensorRows<int32_t> token_bitmask;       // [requests or rows, ceil(vocab / 32)]
+  // On the CPU alone: what the beams of a request are held to, and the node of each.
+  PerRow<TokenTrie> tries;         // [requests]; one without tokens: none
+  const int32_t* nodes = nullptr;  // [rows]
 
   // The history that a row looks at has at most this many tokens.
   LMD_HOST_DEVICE int64_t history_length(int64_t request) const {
@@ -77,6 +81,10 @@ struct RowProcessors {
   float diversity_penalty;
   TensorRow<float> bias;
   TensorRow<int32_t> token_bitmask;
+  // Where the row is held to a trie: the tokens that it allows, ascending. Others are not looked
+  // at, and it is no failure that there are none.
+  bool has_trie = false;
+  TensorRow<int32_t> allowed_tokens;
 
   LMD_HOST_DEVICE bool penalizes_repetition() const { return repetition_penalty != 1.0f; }
 
@@ -133,6 +141,12 @@ LMD_HOST_DEVICE RowProcessors processors_of_row(const LogitsProcessors& p, int64
   r.diversity_penalty = p.diversity_penalty.at(request);
   r.bias = p.bias.at(request, row);
   r.token_bitmask = p.token_bitmask.at(request, row);
+  const TokenTrie trie = p.tries.at(request);
+  r.has_trie = trie.tokens != nullptr;
+  if (r.has_trie) {
+    const TokenTrie::Children children = trie.children(p.nodes[row]);
+    r.allowed_tokens = {trie.tokens + children.begin, children.end - children.begin, 1};
+  }
   r.forced_token = -1;
   if (p.forced_tokens.data != nullptr) {
     const int64_t token = p.forced_tokens.at(request, row)[0];

@@ -5,7 +5,8 @@
 // come as without processors, from a threshold that leaves k of them beside the edited tokens, and
 // the edited ones find their places among them. A bias or a bitmask touches every token: then the
 // processed log-probabilities of the row are written to a row of the workspace, which stays in the
-// cache, and candidates are chosen from that.
+// cache, and candidates are chosen from that. Of a row that is held to a trie the allowed tokens
+// alone are looked at; what is left of the vocabulary is the sum of the masses.
 #pragma once
 
 #include "beam/log_softmax_top_k_cpu_kernel.h"
@@ -34,6 +35,7 @@ class ProcessedRowCandidates {
   void run(const T* x, const RowProcessors& processors, int64_t row, const T* next) {
     list_.size = 0;
     const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
+    if (processors.has_trie) return run_allowed(x, processors, row, beam_score, next);
     uint8_t status = beam_score_status(beam_score);
     if (status == 0 && is_alive(beam_score)) status = find(x, processors, beam_score, next);
     write_row(params_, row, list_, status, [&](uint32_t token) {
@@ -44,6 +46,64 @@ class ProcessedRowCandidates {
   }
 
  private:
+  void run_allowed(const T* x, const RowProcessors& processors, int64_t row, float beam_score,
+                   const T* next) {
+    uint32_t status = beam_score_status(beam_score);
+    const bool allows_any = processors.allowed_tokens.size > 0 || processors.forced_token >= 0;
+    if (status == 0 && beam_score > kRealBeamScoreBound && allows_any) {
+      status = find_allowed(x, processors, beam_score, next);
+    }
+    write_row(params_, row, list_, status | kRowHasTrie, [&](uint32_t token) {
+      return processors.forced_token >= 0 ? processors.forced_log_prob()
+                                          : allowed_log_prob(x, processors, token);
+    });
+  }
+
+  // Lists the best of the allowed tokens.
+  uint8_t find_allowed(const T* x, const RowProcessors& processors, float beam_score,
+                       const T* next) {
+    edits_.collect(processors);
+    const RowMax row = scan_max(x, n_);
+    if (row.has_nan) return kBeamStatusNan;
+    if (!(row.max > minus_infinity())) return kBeamStatusEmpty;
+    const float top = row.max + 0.0f;
+    const bool infinite = top == plus_infinity();
+    const uint64_t total =
+        infinite ? static_cast<uint64_t>(count_from(x, n_, top))
+                 : scan_row(x, n_, top, fraction_bits_, plus_infinity(), &list_, next).total;
+    score_ = CandidateScore::of_row(top, total, infinite ? 0 : fraction_bits_, beam_score);
+    const auto list = [&](int64_t token, float log_prob) {
+      if (!(log_prob > minus_infinity()) || list_.size == n_) return;
+      list_.value[list_.size] = ProcessedScore{log_prob, beam_score}(log_prob);
+      list_.token[list_.size++] = static_cast<uint32_t>(token);
+    };
+    const bool forced = processors.forced_token >= 0;
+    for (int64_t i = 0; i < processors.allowed_tokens.size; ++i) {
+      const int64_t token = processors.allowed_tokens[i];
+      if (token < 0 || token >= n_) continue;
+      const float log_prob = allowed_log_prob(x, processors, static_cast<uint32_t>(token));
+      if (log_prob != log_prob) return kBeamStatusNan;
+      if (!forced) list(token, log_prob);
+    }
+    if (forced) list(processors.forced_token, processors.forced_log_prob());
+    if (list_.size > k_) {
+      make_keys(&list_, 1.0f);
+      select_top_k(&list_, k_, /*keep_ties=*/false);
+    }
+    return 0;
+  }
+
+  // What the processors make of a token that the trie allows.
+  float allowed_log_prob(const T* x, const RowProcessors& processors, uint32_t token) {
+    const TokenEdit* edit = edits_.find(token);
+    const float log_prob = processors.adjusted(score_.log_prob(to_float(x[token])), token,
+                                               edit == nullptr ? 0 : edit->occurrences,
+                                               edit != nullptr && edit->repeated);
+    if (log_prob != log_prob) return log_prob;
+    const bool banned = (edit != nullptr && edit->banned) || !processors.allows(token);
+    return banned ? minus_infinity() : log_prob;
+  }
+
   uint8_t find(const T* x, const RowProcessors& processors, float beam_score, const T* next) {
     edits_.collect(processors);
     const bool forced = processors.forced_token >= 0;

@@ -1,9 +1,11 @@
 // decoding_steps_ and decoding_workspace_bytes, on CPU tensors alone.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <utility>
 
 #include "bindings/decoder_checks.h"
+#include "bindings/trie_checks.h"
 #include "decoder/decoding.h"
 
 namespace lmdecode::decoder {
@@ -12,8 +14,40 @@ namespace {
 constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
 
-TokenRules token_rules(const char* op, const Tensors& tensors, int64_t slots, int64_t vocab) {
-  TensorList list(op, "token_rules", tensors, 7);
+constexpr size_t kRuleTensors = 7;
+
+// The tries behind the other rules: the number of each slot's, -1 for none, and tokens and
+// child_begin of each.
+std::vector<beam::TokenTrie> tries_of_slots(const char* op, const Tensors& tensors, int64_t slots) {
+  if (tensors.size() <= kRuleTensors) return {};
+  const Tensor& numbers = tensors[kRuleTensors];
+  check_shape(op, "token_rules.trie_numbers", numbers, slots);
+  check_dtype(op, "token_rules.trie_numbers", numbers, ScalarType::Long);
+  if (!numbers.is_cpu() || !numbers.is_contiguous()) {
+    fail(op, "token_rules.trie_numbers is on ", device_name(numbers),
+         " or has strides; expected a contiguous tensor on cpu");
+  }
+  const size_t first = kRuleTensors + 1, count = (tensors.size() - first) / 2;
+  if ((tensors.size() - first) % 2 != 0) {
+    fail(op, "token_rules has ", tensors.size(), " tensors; expected ", kRuleTensors,
+         ", or with tries one more and two for each");
+  }
+  std::vector<beam::TokenTrie> tries(static_cast<size_t>(slots));
+  const int64_t* const number = numbers.const_data_ptr<int64_t>();
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    check_number(op, "token_rules.trie_numbers", slot, number[slot], -1,
+                 static_cast<int64_t>(count) - 1);
+    if (number[slot] < 0) continue;
+    const size_t at = first + 2 * static_cast<size_t>(number[slot]);
+    tries[static_cast<size_t>(slot)] = beam::token_trie(op, tensors[at], tensors[at + 1]);
+  }
+  return tries;
+}
+
+TokenRules token_rules(const char* op, const Tensors& all, int64_t slots, int64_t vocab) {
+  const Tensors tensors(
+      all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), kRuleTensors)));
+  TensorList list(op, "token_rules", tensors, kRuleTensors);
   TokenRules rules;
   rules.repetition_penalty =
       list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
@@ -152,6 +186,13 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   p.stop_when_done = list.next_flag("stop_when_done");
   p.chooses = list.next_flag("chooses");
   p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
+  const std::vector<beam::TokenTrie> tries = tries_of_slots(op, rules, p.state.slots);
+  if (!tries.empty()) {
+    if (p.rules == beam::BeamRules::kScorer) {
+      fail(op, "token_rules has tries; expected none with the rules \"scorer\"");
+    }
+    p.token_rules.tries = tries.data();
+  }
   p.caches = cache.caches;
   p.cached_lengths = cache.cached_lengths;
   if (cache.caches.requests * p.num_groups != p.state.slots) {

@@ -117,7 +117,6 @@ struct LogSoftmaxTopKOp {
     return launch(p, &processors, logits);
   }
 
- private:
   static Result launch(LogSoftmaxTopKParams p, const LogitsProcessors* processors,
                        const Tensor& logits) {
     const Guard guard(logits);

@@ -78,6 +78,26 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor? suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) "
      "-> (Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)"},
+    // The same with rows that are held to a trie (csrc/beam/token_trie.h): tokens [nodes] and
+    // child_begin [nodes + 1] of it, and the node of each row, all int32.
+    {"log_softmax_top_k.trie(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
+     "SymInt num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
+     "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
+     "no_repeat_ngram_sizes, Tensor? end_tokens, SymInt min_length, Tensor? min_lengths, "
+     "Tensor? suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
+     "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask, "
+     "Tensor trie_tokens, Tensor child_begin, Tensor nodes) -> (Tensor scores, Tensor tokens, "
+     "Tensor beams, Tensor status, Tensor log_probs)",
+     Devices::kCpuOnly},
+    // A trie of sequences: sequence i is tokens[offsets[i]:offsets[i + 1]], both int64. Returns its
+    // tokens [nodes] and child_begin [nodes + 1], int32, and ends [nodes] uint8: 1 where a sequence
+    // ends.
+    {"trie_build(Tensor tokens, Tensor offsets) -> (Tensor tokens, Tensor child_begin, Tensor "
+     "ends)",
+     Devices::kCpuOnly},
+    // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 where there is none.
+    {"trie_step(Tensor trie_tokens, Tensor child_begin, Tensor nodes, Tensor tokens) -> Tensor",
+     Devices::kCpuOnly},
     // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
     // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
     // given.
@@ -151,7 +171,9 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
     // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the
     // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
-    // caches: those of DecodingCaches; options: rules, greedy, num_groups, num_candidates,
+    // and where searches are held to tries, of each slot its number, int64, -1 for none, and tokens
+    // and child_begin of each; caches: those of DecodingCaches; options: rules, greedy, num_groups,
+    // num_candidates,
     // max_steps, stop_when_done, chooses (else one step at most, up to the logits); logits [rows of
     // caches, vocab]: the last ones of each row are written; [2, rows of caches, vocab]: behind
     // them what the rules made of them. Returns the number of steps, int64.

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "beam/beam_search_state.h"
+#include "beam/token_trie.h"
 #include "decoder/decoder_forward.h"
 #include "decoder/timestamp_rule.h"
 
@@ -39,6 +40,9 @@ struct TokenRules {
   // but for a forced token, which it leaves alone.
   const int64_t* timestamps = nullptr;
   const float* bias = nullptr;  // [vocab] or null
+  // [slots]: what is generated in a slot, from its prompt on, is held to a trie; one without
+  // tokens: to none. Null: nowhere.
+  const beam::TokenTrie* tries = nullptr;
 
   TimestampRule timestamp_rule(int64_t slot) const {
     if (timestamps == nullptr) return {};

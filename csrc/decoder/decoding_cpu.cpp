@@ -22,6 +22,7 @@ class Decoding {
   int64_t run() {
     for (int64_t slot = 0; slot < state_.slots; ++slot) {
       w_.padding[slot] = p_.is_running(slot) ? p_.padding(slot) : 0;
+      if (p_.is_running(slot) && trie_of(slot).tokens != nullptr) find_nodes(slot);
     }
     read_prompts();
     int64_t steps = 0;
@@ -86,6 +87,20 @@ class Decoding {
       }
     }
     return true;
+  }
+
+  beam::TokenTrie trie_of(int64_t slot) const {
+    return p_.token_rules.tries == nullptr ? beam::TokenTrie{} : p_.token_rules.tries[slot];
+  }
+
+  // Where the beams of a search stand in its trie, from what they have generated.
+  void find_nodes(int64_t slot) const {
+    const int64_t prompt = p_.parameters.prompt_lengths[slot];
+    for (int64_t beam = 0; beam < p_.parameters.num_beams[slot]; ++beam) {
+      const int64_t row = slot * state_.beams + beam;
+      w_.nodes[row] = trie_of(slot).find(state_.sequences + row * state_.capacity + prompt,
+                                         state_.lengths[slot] - prompt);
+    }
   }
 
   // The rows of the searches that go on, group after group, of beams that are alike the first one
@@ -207,7 +222,26 @@ class Decoding {
     if (rules.bias != nullptr) {
       to->bias = {rules.bias, p_.config.vocab, 0, 1, beam::TensorRows<float>::Per::kCall};
     }
-    return looks_back || bans || forces || earlier > 0 || rules.bias != nullptr;
+    const bool has_tries = collect_tries(begin, count, to);
+    return looks_back || bans || forces || earlier > 0 || rules.bias != nullptr || has_tries;
+  }
+
+  // Whether any of these searches is held to a trie; then where its beams stand.
+  bool collect_tries(int64_t begin, int64_t count, beam::LogitsProcessors* to) const {
+    bool any = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = w_.slots[begin + i], first = w_.pass_offsets[i];
+      w_.tries[i] = trie_of(slot);
+      any |= w_.tries[i].tokens != nullptr;
+      if (w_.tries[i].tokens == nullptr) continue;
+      std::copy_n(w_.nodes + slot * state_.beams, w_.pass_offsets[i + 1] - first,
+                  w_.pass_nodes + first);
+    }
+    if (any) {
+      to->tries = {{}, w_.tries, 1};
+      to->nodes = w_.pass_nodes;
+    }
+    return any;
   }
 
   void copy_sequences(int64_t begin, int64_t end) const {
@@ -375,7 +409,13 @@ class Decoding {
       const int64_t beams = w_.pass_offsets[i + 1] - first;
       std::copy_n(w_.next_tokens + first, beams, w_.chosen + slot * state_.beams);
       std::fill_n(w_.chosen + slot * state_.beams + beams, state_.beams - beams, int64_t{-1});
-      if (p_.is_running(slot)) follow_parents(slot, w_.next_parents + first, first, beams);
+      if (!p_.is_running(slot)) continue;
+      follow_parents(slot, w_.next_parents + first, first, beams);
+      const beam::TokenTrie trie = trie_of(slot);
+      for (int64_t row = first; trie.tokens != nullptr && row < first + beams; ++row) {
+        w_.nodes[slot * state_.beams + row - first] =
+            trie.child(w_.pass_nodes[w_.next_parents[row]], w_.next_tokens[row]);
+      }
     }
   }
 

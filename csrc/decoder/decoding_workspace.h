@@ -46,6 +46,10 @@ struct DecodingWorkspace {
   unsigned char* edits;           // of one row
   float* row_values;              // [vocab]
   int32_t* allowed_tokens;        // [cache rows, ceil(vocab / 32)]
+  beam::TokenTrie* tries;         // [slots]
+  int32_t* pass_nodes;            // [cache rows]
+
+  int32_t* nodes;  // [slots, beams]: of the beams that tries hold
 
   BeamParents parents;
 
@@ -98,6 +102,9 @@ struct DecodingWorkspace {
     block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(max_edits(p), p.config.vocab)));
     block.take(&row_values, p.config.vocab);
     block.take(&allowed_tokens, cache_rows * ((p.config.vocab + 31) / 32));
+    block.take(&tries, slot_count);
+    block.take(&pass_nodes, cache_rows);
+    block.take(&nodes, cache_rows);
     parents.take(&block, p.state.beams, p.state.capacity);
     return block.used();
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
@@ -14,6 +15,18 @@ size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab) {
 }
 
 namespace {
+
+// Bans all tokens but those that the trie allows.
+void keep_trie_tokens(const beam::RowProcessors& processors, float* values, int64_t vocab) {
+  float* from = values;
+  for (int64_t i = 0; i < processors.allowed_tokens.size; ++i) {
+    const int64_t token = processors.allowed_tokens[i];
+    if (token < 0 || token >= vocab) continue;
+    from = std::fill_n(from, std::max(values + token - from, std::ptrdiff_t{0}), minus_infinity());
+    from = values + token + 1;
+  }
+  std::fill(from, values + vocab, minus_infinity());
+}
 
 void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, int64_t max_edits,
            void* memory) {
@@ -30,10 +43,11 @@ void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, 
     logit = rest.adjusted(logit, edit.token, edit.occurrences, edit.repeated);
     if (edit.banned) logit = minus_infinity();
   }
+  if (processors.has_trie) keep_trie_tokens(processors, logits, vocab);
 }
 
 bool changes_values(const beam::RowProcessors& processors) {
-  return processors.bias.data != nullptr || processors.history.size > 0 ||
+  return processors.has_trie || processors.bias.data != nullptr || processors.history.size > 0 ||
          processors.suppressed_tokens.size > 0 || processors.diversity_tokens.size > 0;
 }
 

@@ -20,6 +20,8 @@ struct RowEdits {
   const float* edited;  // [count] their logits
   int64_t count;
 
+  bool any() const { return count > 0 || allowed != nullptr; }
+
   bool allows(int64_t token) const {
     return allowed == nullptr ||
            (static_cast<uint32_t>(allowed[token / 32]) >> (token % 32) & 1) != 0;

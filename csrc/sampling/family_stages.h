@@ -122,7 +122,7 @@ class FamilyStages : public ListStages {
   static double mirostat_offset(double mu, const Weights& w) { return w.log_sum - mu * kLn2; }
 
   // Minus `sigmas` standard deviations of the values of n logits, those outside (-inf, inf) left
-  // out. Shares of the range in f32: 2^(bits - 3) is 1 in their sum, 2^bits in that of squares.
+  // out. Shares of the range are rounded to multiples of 2^-21; their sums are exact.
   template <class T>
   double sigma_offset(double sigmas, const T* x, int64_t n) const {
     const F32 t = splat(temperature_), zero = splat(0.0f), half = splat(0.5f);
@@ -144,23 +144,28 @@ class FamilyStages : public ListStages {
     // Halves: the range of f32 is finite then.
     const float half_range = 0.5f * max_ - 0.5f * bottom;
     if (!(half_range > 0.0f)) return minus_infinity();
-    const int fraction_bits = rule_.fraction_bits;
     const F32 top = splat(0.5f * max_), range = splat(half_range), tiny = splat(0x1p-126f);
-    const F32 unit = splat(float_of(static_cast<uint32_t>(127 + fraction_bits) << 23));
-    MassSum sum, squares;
+    const F32 magic = splat(kRoundMagic);
+    // A share as high * 2^11 + low, 0 <= low <= 2^11, so that f32 has all products exactly.
+    MassSum sum, high_squares, products, low_squares;
     for (int64_t i = 0; i < n; i += kLanes) {
       const F32 v = at(i);
       const F32 share = select(infinity > abs(v), (top - v * half) / range, zero);
-      sum.add(max(share * (unit * splat(0.125f)), tiny));
-      squares.add(max(share * share * unit, tiny));
+      const F32 whole = (share * splat(0x1p21f) + magic) - magic;
+      const F32 high = max((whole * splat(0x1p-11f) - half) + magic - magic, zero);
+      const F32 low = whole - high * splat(0x1p11f);
+      sum.add(max(whole, tiny));
+      high_squares.add(max(high * high, tiny));
+      products.add(max(high * low, tiny));
+      low_squares.add(max(low * low, tiny));
     }
     __extension__ using Wide = unsigned __int128;
-    const Wide all = static_cast<Wide>(static_cast<uint64_t>(count)) * squares.total()
-                     << (fraction_bits - 6);
+    const Wide squares = (static_cast<Wide>(high_squares.total()) << 22) +
+                         (static_cast<Wide>(products.total()) << 12) + low_squares.total();
+    const Wide all = squares * static_cast<uint64_t>(count);
     const Wide mean = static_cast<Wide>(sum.total()) * sum.total();
-    const double numbers = static_cast<double>(count);
-    const double one = static_cast<double>(uint64_t{1} << (fraction_bits - 3)) * numbers;
-    const double variance = static_cast<double>(all > mean ? all - mean : 0) / (one * one);
+    const double one = 0x1p21 * static_cast<double>(count);
+    const double variance = static_cast<double>(all - mean) / (one * one);
     return -(sigmas * (2.0 * static_cast<double>(half_range) * __builtin_sqrt(variance)));
   }
 

@@ -6,8 +6,7 @@
 #pragma once
 
 #include "sampling/draft_rejection.h"
-#include "sampling/edited_row.h"
-#include "sampling/family_stages.h"
+#include "sampling/sampler_stages.h"
 #include "sampling/sampler_step.h"
 #include "sampling/top_k_top_p_sample_cpu_kernel.h"
 
@@ -22,14 +21,13 @@ struct SamplerScratch {
 };
 
 template <class T>
-class SamplerRowKernel : private FamilyStages {
+class SamplerRowKernel : private SamplerStages {
  public:
   SamplerRowKernel(const SamplerStepParams& params, CandidateList list,
                    const SamplerScratch& scratch)
-      : FamilyStages(list),
+      : SamplerStages(list, params.vocab, scratch.row),
         params_(params),
         scratch_(scratch),
-        n_(params.vocab),
         fraction_bits_(mass_fraction_bits(params.vocab)) {}
 
   // drafted: to be accepted, or not, by the rule of rejection; null: a token is drawn.
@@ -38,15 +36,12 @@ class SamplerRowKernel : private FamilyStages {
     row_ = row;
     drafted_ = drafted;
     SamplerRowView view(params_.state + row * params_.layout.size, params_.layout);
-    status_ = 0;
     drawn_ = false;
-    if (params_.stage_counts) {
-      counts_ = params_.stage_counts + row * kSamplerStages;
-      for (int i = 0; i < kSamplerStages; ++i) counts_[i] = -1;
-    }
+    int32_t* const counts =
+        params_.stage_counts ? params_.stage_counts + row * kSamplerStages : nullptr;
+    for (int i = 0; counts && i < kSamplerStages; ++i) counts[i] = -1;
     if (view.row->active == 0) return finish_nothing();
-    state_ = view.row;
-    rules_ = sampler_order_rules(static_cast<SamplerOrder>(state_->integers.order));
+    begin_stages(view.row, counts);
     if (const int64_t forced = forced_token(view); forced >= 0) {
       finish_one(forced, to_float(x_[forced]));
     } else {
@@ -54,7 +49,7 @@ class SamplerRowKernel : private FamilyStages {
     }
     params_.status[row_] = status_;
     if (params_.num_logprobs >= 0) write_log_probs();
-    if (params_.accept) accept(&view);
+    if (params_.accept) accept(&view, view.row);
   }
 
  private:
@@ -107,26 +102,20 @@ class SamplerRowKernel : private FamilyStages {
   // ---- the choice
 
   void choose(const SamplerRowView& view) {
-    const SamplerNumbers& numbers = state_->numbers;
     const RowEdits edits = edited(view);
-    const bool edits_any = edits.count > 0 || edits.allowed != nullptr;
-    const RowPlan plan = row_plan();
-    status_ |= plan.status;
-    const bool greedy =
-        plan.greedy || static_cast<double>(plan.temperature) < rules_.least_temperature;
+    plan_ = make_row_plan(plain_params(), rules_.dialect, 0);
+    status_ |= plan_.status;
     begin(1.0f, fraction_bits_, /*probabilities=*/false);
-    if (greedy) {
-      collect_first(1, /*keep_ties=*/false, edits, edits_any);
+    if (plan_.greedy || static_cast<double>(plan_.temperature) < rules_.least_temperature) {
+      collect_first(x_, 1, /*keep_ties=*/false, edits);
       if (list_.size == 0) return finish_empty();
       return finish_one(list_.token[0], list_.value[0]);
     }
-    plan_ = plan;
-    find_stages(numbers);
+    find_stages(state_->numbers);
     const bool wants_list = drafted_ || params_.kept_ids || params_.stage_counts ||
                             (params_.num_logprobs >= 0 && !params_.raw_log_probs);
-    if (is_plain_ && !wants_list && (plan.top_k == 0 || !edits_any))
-      return sample_plain(edits, edits_any);
-    list_row(edits, edits_any);
+    if (is_plain_ && !wants_list && (plan_.top_k == 0 || !edits.any())) return sample_plain(edits);
+    list_row(x_, edits);
     run_stages();
     draw();
   }
@@ -162,206 +151,20 @@ class SamplerRowKernel : private FamilyStages {
     return p;
   }
 
-  RowPlan row_plan() const { return make_row_plan(plain_params(), rules_.dialect, 0); }
-
-  void sample_plain(const RowEdits& edits, bool edits_any) {
+  void sample_plain(const RowEdits& edits) {
     TopKTopPSampleParams p = plain_params();
     p.index = params_.index + row_;
     p.kept_logits = kept_logits();
     p.kept_count = params_.kept_count + row_;
     uint8_t status = 0;
     p.status = &status;
-    if (edits_any) {
-      if (edits.write(x_, n_, scratch_.row)) status_ |= kStatusNan;
-      RowSampler<float>(p, rules_.dialect, list_).run(scratch_.row, 0);
+    if (edits.any()) {
+      if (edits.write(x_, n_, scratch_row_)) status_ |= kStatusNan;
+      RowSampler<float>(p, rules_.dialect, list_).run(scratch_row_, 0);
     } else {
       RowSampler<T>(p, rules_.dialect, list_).run(x_, 0);
     }
     status_ |= status;
-  }
-
-  // Which stages are on in this row.
-  void find_stages(const SamplerNumbers& numbers) {
-    using S = SamplerStage;
-    const auto set = [&](S stage, bool on) { on_[static_cast<int>(stage)] = on; };
-    const bool dynamic = numbers.dynamic_temperature_range > 0.0;
-    set(S::kTemperature, plan_.temperature != 1.0f || dynamic);
-    // One that keeps all has a count.
-    set(S::kTopK, plan_.top_k > 0 || (params_.stage_counts && state_->integers.top_k > 0));
-    set(S::kTopP, plan_.top_p_mode != TopPMode::kOff);
-    set(S::kMinP, plan_.min_p_mode != MinPMode::kOff);
-    set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
-    set(S::kEpsilon, numbers.epsilon_cutoff > 0.0 && numbers.epsilon_cutoff < 1.0);
-    set(S::kEta, numbers.eta_cutoff > 0.0 && numbers.eta_cutoff < 1.0);
-    set(S::kTopH, numbers.top_h > 0.0);
-    set(S::kTypical, numbers.typical_p < 1.0);
-    set(S::kXtc, numbers.xtc_probability > 0.0);
-    set(S::kMirostat, numbers.mirostat_tau > 0.0);
-    is_plain_ = rules_.is_plain && !dynamic;
-    for (int i = static_cast<int>(S::kTopNSigma); i < kSamplerStages; ++i) is_plain_ &= !on_[i];
-  }
-
-  // ---- the list
-
-  // The first k tokens, in token order.
-  void collect_first(int64_t k, bool keep_ties, const RowEdits& edits, bool edits_any) {
-    const TopKRule rule{k, temperature_, floor_, keep_ties};
-    const bool has_nan = edits_any ? collect_top_k(x_, n_, rule, edits, &list_)
-                                   : collect_top_k(x_, n_, rule, NoEdits{}, &list_);
-    if (has_nan) status_ |= kStatusNan;
-  }
-
-  // Lists what the first stage leaves, or all tokens where it needs them listed.
-  void list_row(const RowEdits& edits, bool edits_any) {
-    first_stage_ = 0;
-    // A temperature keeps the order, so that the stage behind it may be the first. Where what each
-    // stage leaves is to be counted, all are listed.
-    const bool skips = !params_.stage_counts;
-    SamplerStage first = SamplerStage::kTemperature;
-    for (int i = 0; skips && i < kSamplerStages; ++i) {
-      const SamplerStage stage = rules_.stages[i];
-      if (!on_[static_cast<int>(stage)]) continue;
-      if (stage == SamplerStage::kTemperature) {
-        if (state_->numbers.dynamic_temperature_range > 0.0) break;
-        set_temperature(plan_.temperature, plan_.factor);
-        first_stage_ = i + 1;
-        continue;
-      }
-      first = stage;
-      first_stage_ = i + 1;
-      break;
-    }
-    if (first == SamplerStage::kTopK) {
-      return collect_first(plan_.top_k, rules_.dialect.keep_top_k_ties, edits, edits_any);
-    }
-    if (edits_any) {
-      if (edits.write(x_, n_, scratch_.row)) status_ |= kStatusNan;
-      list_from(scratch_.row, first);
-    } else {
-      list_from(x_, first);
-    }
-  }
-
-  template <class R>
-  void list_from(const R* x, SamplerStage first) {
-    const RowMax scan = scan_max(x, n_);
-    if (scan.has_nan) status_ |= kStatusNan;
-    if (!(scan.max >= floor_)) return;
-    rule_.max = scan.max;
-    max_ = tempered(scan.max, temperature_);
-    if (max_ == plus_infinity() || !list_first(x, first)) {
-      if (first != SamplerStage::kTemperature) --first_stage_;  // it is still to come
-      collect_set(x, n_, kept_from(floor_), &list_);
-    }
-  }
-
-  // Where the stage is one that keeps all from some value on: lists those.
-  template <class R>
-  bool list_first(const R* x, SamplerStage stage) {
-    const SamplerNumbers& numbers = state_->numbers;
-    double offset = 0.0;
-    switch (stage) {
-      case SamplerStage::kMinP:
-        if (plan_.min_p_mode == MinPMode::kOneToken) return false;
-        collect_set(x, n_, kept_from(logit_of_key(min_p_key(plan_, max_, false))), &list_);
-        return true;
-      case SamplerStage::kTopNSigma:
-        offset = sigma_offset(numbers.top_n_sigma, x, n_);
-        break;
-      case SamplerStage::kEpsilon:
-        offset = epsilon_offset(numbers.epsilon_cutoff, weigh_row<false>(x, n_));
-        break;
-      case SamplerStage::kEta:
-        offset = eta_offset(numbers.eta_cutoff, weigh_row<true>(x, n_));
-        break;
-      case SamplerStage::kMirostat:
-        offset = mirostat_offset(state_->mu, weigh_row<false>(x, n_));
-        break;
-      default:
-        return false;
-    }
-    const uint32_t key = key_below_max(offset);
-    if (key > order_key(max_)) return false;  // nothing reaches it
-    collect_set(x, n_, kept_from(logit_of_key(key)), &list_);
-    return true;
-  }
-
-  // ---- the stages
-
-  void note(SamplerStage stage) {
-    if (params_.stage_counts) counts_[static_cast<int>(stage)] = static_cast<int32_t>(list_.size);
-  }
-
-  void run_stages() {
-    if (list_.size == 0) return;
-    weigh_list();
-    for (int i = first_stage_; i < kSamplerStages && list_.size > 0; ++i) {
-      const SamplerStage stage = rules_.stages[i];
-      if (!on_[static_cast<int>(stage)]) continue;
-      run_stage(stage);
-      note(stage);
-    }
-  }
-
-  void run_stage(SamplerStage stage) {
-    const SamplerNumbers& numbers = state_->numbers;
-    const bool ties = rules_.keep_max_ties;
-    switch (stage) {
-      case SamplerStage::kTemperature:
-        return change_temperature();
-      case SamplerStage::kTopK:
-        if (plan_.top_k == 0) return;
-        cut_top_k({plan_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties}, &list_);
-        return;
-      case SamplerStage::kTopP:
-        if (plan_.top_p_mode == TopPMode::kOneToken) {
-          return keep_one(rules_.dialect.high_index_first);
-        }
-        return keep_top_p(plan_.top_p, rules_.dialect.strict_top_p, rules_.dialect.high_index_first,
-                          0);
-      case SamplerStage::kMinP:
-        if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
-        keep_set(&list_, kept_from(logit_of_key(min_p_key(plan_, max_, false))));
-        return;
-      case SamplerStage::kTopNSigma:
-        if (max_ == plus_infinity()) return;
-        return keep_below_max(sigma_offset(numbers.top_n_sigma, list_.value, list_.size), ties);
-      case SamplerStage::kEpsilon:
-        return keep_below_max(epsilon_offset(numbers.epsilon_cutoff, weigh()), ties);
-      case SamplerStage::kEta:
-        return keep_below_max(eta_offset(numbers.eta_cutoff, weigh()), ties);
-      case SamplerStage::kTopH:
-        return keep_top_h(numbers.top_h, rules_.top_h_tokens);
-      case SamplerStage::kTypical:
-        keep_typical(numbers.typical_p, rules_.keep_typical_ties);
-        return weigh_list();  // the largest may be gone
-      case SamplerStage::kXtc:
-        if (excludes_top_choices()) exclude_top_choices(numbers.xtc_threshold);
-        return weigh_list();
-      case SamplerStage::kMirostat:
-        return keep_below_max(mirostat_offset(state_->mu, weigh()), /*keep_ties=*/false);
-    }
-  }
-
-  void change_temperature() {
-    const SamplerNumbers& numbers = state_->numbers;
-    float temperature = plan_.temperature;
-    if (numbers.dynamic_temperature_range > 0.0) {
-      temperature = static_cast<float>(dynamic_temperature(numbers.temperature,
-                                                           numbers.dynamic_temperature_range,
-                                                           numbers.dynamic_temperature_exponent));
-      if (!(temperature > 0.0f)) return keep_one(/*last=*/false);
-    }
-    set_temperature(temperature, exponent_factor(temperature));
-    keep_set(&list_, kept_from(floor_));  // what a division takes to -inf counts no more
-    if (list_.size > 0) weigh_list();
-  }
-
-  // XTC's chance: a function of seed and position alone, as the noise is.
-  bool excludes_top_choices() const {
-    const double probability = state_->numbers.xtc_probability;
-    if (state_->integers.seed < 0) return probability >= 1.0;
-    return row_fraction(state_->integers.seed, state_->position, kXtcBlock) < probability;
   }
 
   // ---- the draw
@@ -384,7 +187,7 @@ class SamplerRowKernel : private FamilyStages {
       return listed(choose_by_seed(list_, rule_, plan_.seed, plan_.position, upper));
     }
     // Neighbours share their noise's computation: in a row, not in a list.
-    float* const row = scratch_.row;
+    float* const row = scratch_row_;
     fill(row, n_, minus_infinity());
     for (int64_t i = 0; i < list_.size; ++i) row[list_.token[i]] = list_.value[i];
     const RowChoice choice =
@@ -516,33 +319,24 @@ class SamplerRowKernel : private FamilyStages {
 
   // ---- the state
 
-  void accept(SamplerRowView* view) {
+  void accept(SamplerRowView* view, SamplerRow* state) {
     view->accept(params_.index[row_]);
     if (drawn_ && state_->numbers.mirostat_tau > 0.0) {
       const double kept =
           static_cast<double>(mass_) / static_cast<double>(uint64_t{1} << fraction_bits_);
       const double log = log_f64(static_cast<double>(weight_)) - log_f64(kept);
       const double surprise = -log * kLog2E;
-      state_->mu = static_cast<double>(static_cast<float>(
+      state->mu = static_cast<double>(static_cast<float>(
           state_->mu - state_->numbers.mirostat_eta * (surprise - state_->numbers.mirostat_tau)));
     }
   }
 
   const SamplerStepParams& params_;
   const SamplerScratch& scratch_;
-  const int64_t n_;
   const int fraction_bits_;
   const T* x_ = nullptr;
   int64_t row_ = 0;
   const DraftedToken* drafted_ = nullptr;
-  SamplerRow* state_ = nullptr;
-  SamplerOrderRules rules_{};
-  RowPlan plan_;
-  bool on_[kSamplerStages] = {};
-  bool is_plain_ = false;
-  int first_stage_ = 0;
-  int32_t* counts_ = nullptr;
-  uint8_t status_ = 0;
   bool drawn_ = false;  // from the list: what follows is the draw's
   float weight_ = 0.0f;
   uint64_t mass_ = 0;

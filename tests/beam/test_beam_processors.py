@@ -313,6 +313,22 @@ def test_nan_of_a_penalty(device: torch.device) -> None:
     assert out.status.tolist() == [1, 0]
 
 
+def test_a_request_that_fails_leaves_the_others_alone() -> None:
+    """A row's list is longer than its candidates until it is cut: a NaN comes before that."""
+    x = torch.randn(2, 40000, generator=torch.Generator().manual_seed(0))
+    x[1, 7] = -INF
+    options: dict[str, Any] = {
+        "diversity_tokens": torch.tensor([[3], [7]]),
+        "diversity_penalty": torch.tensor([0.5, -INF]),
+    }
+    both = log_softmax_top_k(x, torch.zeros(2), 50, num_beams=1, **options)
+    assert both.status.tolist() == [0, 1]
+    for name in options:
+        options[name] = options[name][:1]
+    alone = log_softmax_top_k(x[:1], torch.zeros(1), 50, num_beams=1, **options)
+    assert_same_bits(BeamCandidates(*(field[:1] for field in both)), alone)
+
+
 def test_processors_that_are_off_change_nothing(device: torch.device) -> None:
     x, scores = (randn(6, 900) * 2).to(device), randn(6, seed=1).to(device)
     none = torch.full((2, 3), -1, device=device)

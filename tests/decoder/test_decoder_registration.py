@@ -266,6 +266,22 @@ def test_a_meta_tensor_in_a_list(number: int) -> None:
         ops.decoding_steps_(*arguments)
 
 
+TREE, BEGINS = lmdecode.Trie([[5, 2]]).tensors
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_tries_and_rules_that_go_on_with_any_token() -> None:
+    arguments = list(step_arguments(running_search()))
+    arguments[5] = [*arguments[5], numbers(0, -1), TREE, BEGINS]
+    opcheck(ops.decoding_steps_.default, tuple(arguments), test_utils="test_schema")
+    arguments[8] = [1, *arguments[8][1:]]
+    with pytest.raises(ValueError, match='token_rules has tries; expected none with the rules "sc'):
+        ops.decoding_steps_(*arguments)
+
+
 @pytest.mark.parametrize(
     ("number", "change", "message"),
     [
@@ -279,6 +295,14 @@ def test_a_meta_tensor_in_a_list(number: int) -> None:
         (3, lambda s: s[:-1], "state has 13 tensors"),
         (5, lambda r: r[:-1], "token_rules has 6 tensors"),
         (5, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
+        (5, lambda r: [*r, numbers(0, 0), TREE], "token_rules has 9 tensors; expected 7, or with"),
+        (
+            5,
+            lambda r: [*r, numbers(0, 1), TREE, BEGINS],
+            r"trie_numbers\[1\] is 1; expected -1 to 0",
+        ),
+        (5, lambda r: [*r, numbers(0), TREE, BEGINS], "token_rules.trie_numbers has shape"),
+        (5, lambda r: [*r, numbers(0, 0), TREE, TREE], "child_begin has shape"),
         (6, lambda c: c[:-1], "caches has 6 tensors"),
         (6, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
         (7, lambda w: w[:-1], "workspace has"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,46 @@ def test_a_request_alone_is_the_same_in_any_company(kind: str) -> None:
                 same(results[str(arguments)], expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_requests_held_to_tries() -> None:
+    """Each to its own or to none, in one batch: as on the reference's logits."""
+    config, weights = random_decoder("post_norm")
+    choice, vocab = random.Random(0), config.vocab_size
+    tries = [
+        lmdecode.Trie(
+            [*(choice.randrange(3, vocab) for _ in range(choice.randint(1, 4))), 2]
+            for _ in range(count)
+        )
+        for count in (90, 3)
+    ]
+    batch = lmdecode.Decoding(config, weights).batch(**SIZES)
+    pairs = list(zip([0, 1, None, 0, 1], memories(), strict=True))
+    requests = [
+        BeamRequest([1, 9], max_new_tokens=7, num_beams=5, num_return_sequences=5, eos_token_id=2,
+                    request_id=number, trie=None if trie is None else tries[trie])
+        for number, (trie, _) in enumerate(pairs)
+    ]  # fmt: skip
+    waiting = list(zip(requests, (memory for _, memory in pairs), strict=True))
+    results: dict[Any, BeamResult] = {}
+    while waiting or batch.running:
+        if waiting and batch.free_places:
+            batch.add(*waiting.pop(0))
+        batch.step(2)
+        results |= {result.request_id: result for result in batch.pop_finished()}
+    for request, (_, memory) in zip(requests, pairs, strict=True):
+        result = results[request.request_id]
+        expected = by_the_reference(config, weights, request, memory)
+        assert result.sequences.tolist() == expected.sequences.tolist()
+        assert result.beam_indices.tolist() == expected.beam_indices.tolist()
+        torch.testing.assert_close(result.scores, expected.scores, atol=1e-4, rtol=1e-4)
+        assert result.status == 0
+        if request.trie is not None:
+            found = [result.new_tokens(rank) for rank in range(len(result.sequences))]
+            assert all(item in request.trie for item in found)
+            assert len(found) == min(5, len(request.trie))
+    with pytest.raises(ValueError, match=rf"add: trie has the token {vocab}; expected tokens"):
+        batch.add(BeamRequest([1], max_new_tokens=1, trie=lmdecode.Trie([[vocab]])), memories()[0])
 
 
 def test_keys_and_values_stay_where_they_are() -> None:

@@ -112,16 +112,16 @@ def test_a_large_vocabulary(order: str, sampler: SamplerUnderTest) -> None:
 
 @pytest.mark.parametrize("others", [0.0, 1.3, 2.9, 7.3, 11.7])
 def test_the_deviation_of_many_equal_logits(others: float, sampler: SamplerUnderTest) -> None:
-    """Of a variance of 1 / V of the range's square, roundings of squares move up to 1e-3."""
+    """Of a variance of 1 / V of the range's square: no rounding of squares moves the bound."""
     vocab, top, n = 20_000, 27.3, 2.0
     x = np.full((1, vocab), others, np.float32)
     x[0, 5], x[0, 4] = top, -3.1
     bound = n * float(x.astype(np.float64).std())
-    x[0, 6:8] = top - bound * (1 - 1e-3), top - bound * (1 + 1e-3)
+    x[0, 6:8] = top - bound * (1 - 1e-5), top - bound * (1 + 1e-5)
     # These two change it themselves.
     for _ in range(4):
         bound = n * float(x.astype(np.float64).std())
-        x[0, 6:8] = top - bound * (1 - 1e-3), top - bound * (1 + 1e-3)
+        x[0, 6:8] = top - bound * (1 - 1e-5), top - bound * (1 + 1e-5)
     tested = sampler.make(1, vocab, seed=-1, top_n_sigma=n, return_logits=True)
     kept = tested.sample(torch.from_numpy(x)).kept_logits[0] > -INF
     assert kept.nonzero().flatten().tolist() == [5, 6]

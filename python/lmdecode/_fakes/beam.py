@@ -61,6 +61,32 @@ def _log_softmax_top_k_processed(
     )  # fmt: skip
 
 
+@fake("log_softmax_top_k.trie")
+def _log_softmax_top_k_trie(*arguments):
+    *processed, trie_tokens, child_begin, nodes = arguments
+    logits, others = processed[0], dict(trie=trie_tokens, child_begin=child_begin, nodes=nodes)
+    check_devices("log_softmax_top_k", "logits", logits, others)
+    return _log_softmax_top_k_processed(*processed)
+
+
+@fake("trie_build")
+def _trie_build(tokens, offsets):
+    check_devices("trie_build", "tokens", tokens, dict(offsets=offsets))
+    nodes = torch.library.get_ctx().new_dynamic_size(min=1)
+    return (
+        tokens.new_empty((nodes,), dtype=torch.int32),
+        tokens.new_empty((nodes + 1,), dtype=torch.int32),
+        tokens.new_empty((nodes,), dtype=torch.uint8),
+    )
+
+
+@fake("trie_step")
+def _trie_step(trie_tokens, child_begin, nodes, tokens):
+    others = dict(child_begin=child_begin, nodes=nodes, tokens=tokens)
+    check_devices("trie_step", "trie_tokens", trie_tokens, others)
+    return nodes.new_empty(nodes.shape)
+
+
 @fake("beam_step")
 def _beam_step(
     state,

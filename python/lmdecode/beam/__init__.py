@@ -27,6 +27,7 @@ from lmdecode.beam.state import (
     beam_parameters,
     new_beam_state,
 )
+from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "PhrasalConstraint",
     "RowTokens",
     "StepOutput",
+    "Trie",
     "beam_finalize",
     "beam_parameters",
     "beam_step",

@@ -20,6 +20,7 @@ from lmdecode._checks import (
 )
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
+from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 
 __all__ = ["BeamCandidates", "beam_finalize", "beam_step", "log_softmax_top_k"]
@@ -29,6 +30,7 @@ _log_softmax_top_k = ops.log_softmax_top_k.default
 _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
 _log_softmax_top_k_processed = ops.log_softmax_top_k.processed
+_log_softmax_top_k_trie = ops.log_softmax_top_k.trie
 # What a call raises, before it begins, for an argument of a type that the schema does not have.
 _WRONG_TYPE = (RuntimeError, TypeError, KeyError)
 
@@ -138,6 +140,8 @@ def log_softmax_top_k(
     diversity_penalty: float | Tensor | None = None,
     bias: Tensor | None = None,
     token_bitmask: Tensor | None = None,
+    trie: Trie | None = None,
+    nodes: Tensor | None = None,
 ) -> BeamCandidates:
     """Find the best continuations of each request's beams, without writing their log-softmax.
 
@@ -206,6 +210,12 @@ def log_softmax_top_k(
     token_bitmask : Tensor, optional
         ``[requests or rows, ceil(vocab / 32)]`` int32: token t is allowed where bit t % 32 of
         number t // 32 is set, the convention of xgrammar and llguidance.
+    trie : Trie, optional
+        On CPU tensors: tokens that do not follow a row's node are banned as by a bitmask, and not
+        looked at. Beams of a score of -1e8 or less, which exist in name only, take no part, and a
+        request without a candidate has status 0: nothing goes on.
+    nodes : Tensor, optional
+        [rows] int32, together with ``trie``: where each row stands in it; see ``Trie.step``.
 
     Returns
     -------
@@ -253,6 +263,8 @@ def log_softmax_top_k(
         and diversity_tokens is None
         and bias is None
         and token_bitmask is None
+        and trie is None
+        and nodes is None
         and repetition_penalty is None
         and no_repeat_ngram_size is None
         and diversity_penalty is None
@@ -278,11 +290,16 @@ def log_softmax_top_k(
         raise ValueError(
             f"{_OP}: {missing} is None; expected diversity_tokens and diversity_penalty together"
         )
-    return BeamCandidates(
-        *_log_softmax_top_k_processed(
-            logits, beam_scores, num_candidates, num_beams, offsets, *processors
-        )
-    )
+    call = (logits, beam_scores, num_candidates, num_beams, offsets, *processors)
+    if trie is None and nodes is None:
+        return BeamCandidates(*_log_softmax_top_k_processed(*call))
+    if not isinstance(trie, Trie):
+        raise type_error(_OP, "trie", trie, "a Trie beside nodes")
+    if not isinstance(nodes, Tensor):
+        raise type_error(_OP, "nodes", nodes, "a tensor beside trie")
+    if logits.dim() == 2:
+        trie.check_vocab(_OP, logits.shape[1])
+    return BeamCandidates(*_log_softmax_top_k_trie(*call, *trie.tensors, nodes))
 
 
 def beam_step(

@@ -137,6 +137,8 @@ class DecodingBatch:
             if given != only:
                 raise ValueError(f"{_OP}.add: {name} is {given!r}; expected {only!r}")
         check_tokens_of_request(f"{_OP}.add", request, self._decoder.config.vocab_size)
+        if request.trie is not None:
+            request.trie.check_vocab(f"{_OP}.add", self._decoder.config.vocab_size)
         size = self._decoder.config.memory_size
         if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
             shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
@@ -192,6 +194,7 @@ class DecodingBatch:
         searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([slot]))
         begin_search(searches.state, searches.parameters, slot, request)
         write_token_rules(searches.token_rules, slot, token_rules_of_request(request, vocab_size))
+        searches.tries[slot] = request.trie
         request_id = self._ids.new(request)
         self._ids.add(request_id)
         self._running[slot] = RunningSearch(request, request_id, [slot])
@@ -255,6 +258,7 @@ class DecodingBatch:
     def _leave(self, slot: int) -> None:
         """Let a place have no request."""
         del self._running[slot]
+        self._searches.tries[slot] = None
         self._searches.state.done[slot] = 1
 
     def pop_finished(self) -> list[BeamResult]:

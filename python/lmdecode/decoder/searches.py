@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.trie import Trie
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
@@ -42,6 +44,8 @@ class DecodingSearches:
 
     Parameters
     ----------
+    tries : sequence of Trie or None, optional
+        [slots]: what is generated in each is held to. They may be changed, in the attribute.
     own_bytes
         Searches that need no more memory have their own, and may be kept. Others take the
         decoder's spare memory, which may be larger.
@@ -52,6 +56,8 @@ class DecodingSearches:
         See ``lmdecode.beam.state``; slot ``r * num_groups + g`` is group g of request r.
     token_rules, caches
         See there.
+    tries : list of Trie or None
+        See above.
     has_own_memory : bool
         See ``own_bytes``.
     """
@@ -69,11 +75,13 @@ class DecodingSearches:
         rules: Rules = "generate",
         greedy: bool = False,
         caches: DecodingCaches | None = None,
+        tries: Sequence[Trie | None] | None = None,
         own_bytes: int = 0,
     ) -> None:
         slots, beams, capacity = state.sequences.shape
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self.token_rules = token_rules
+        self.tries = [None] * slots if tries is None else list(tries)
         self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
         workspace_size = ops.decoding_workspace_bytes(
             decoder.sizes,
@@ -148,13 +156,22 @@ class DecodingSearches:
             self.decoder.numbers,
             list(self.state),
             list(self.parameters),
-            list(self.token_rules),
+            [*self.token_rules, *self._tensors_of_tries()],
             list(self.caches),
             self._workspace,
             [*self._options, *options],
             logits,
         )
         return int(steps)
+
+    def _tensors_of_tries(self) -> list[Tensor]:
+        """Return the tries as the op takes them: the number of each slot's, then those in use."""
+        used = {id(trie): trie for trie in self.tries if trie is not None}
+        if not used:
+            return []
+        numbers = {key: number for number, key in enumerate(used)}
+        of_slots = torch.tensor([numbers.get(id(trie), -1) for trie in self.tries])
+        return [of_slots, *(tensor for trie in used.values() for tensor in trie.tensors)]
 
     def release(self) -> None:
         """Leave the memory to searches to come; these, and their caches, are used no more."""

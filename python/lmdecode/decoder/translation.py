@@ -60,6 +60,7 @@ class _Batch:
             repeat_token_rules(rules, count),
             source,
             num_candidates=request.num_candidates,
+            tries=[request.trie] * count,
             own_bytes=_KEPT_BYTES,
         )
         self._requests = torch.arange(count)

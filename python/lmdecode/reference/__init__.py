@@ -41,6 +41,7 @@ from lmdecode.reference.linear import (
     rms_norm,
 )
 from lmdecode.reference.sampling import top_k_top_p_sample
+from lmdecode.reference.trie import trie_build, trie_step
 
 __all__ = [
     "beam_finalize",
@@ -72,5 +73,7 @@ __all__ = [
     "token_noise",
     "token_weight",
     "top_k_top_p_sample",
+    "trie_build",
+    "trie_step",
     "update_beam_indirection_",
 ]

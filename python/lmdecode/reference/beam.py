@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE, BeamCandidates
+from lmdecode.beam.types import (
+    REAL_BEAM_SCORE_BOUND,
+    STATUS_EMPTY,
+    STATUS_NAN,
+    STATUS_SCORE,
+    BeamCandidates,
+)
 from lmdecode.reference.arithmetic import (
     exponent_factor,
     log_scalar,
@@ -23,6 +29,7 @@ from lmdecode.reference.arithmetic import (
     sum_masses,
     token_mass,
 )
+from lmdecode.reference.trie import children
 
 _INF = math.inf
 
@@ -72,6 +79,7 @@ class RowProcessors:
     diversity_penalty: torch.Tensor
     bias: torch.Tensor | None
     token_bitmask: torch.Tensor | None
+    allowed_tokens: list[int] | None  # of the row's node in a trie
 
     def __call__(self, log_probs: torch.Tensor) -> torch.Tensor | None:
         """Return [V] processed log-probabilities, or None where one of them came to be NaN."""
@@ -88,6 +96,11 @@ class RowProcessors:
         penalty = self.repetition_penalty
         penalized = torch.where(log_probs < 0, log_probs * penalty, log_probs / penalty)
         log_probs = torch.where(repeated & (penalty != 1.0), penalized, log_probs)
+        if self.allowed_tokens is not None:  # others are not looked at
+            allowed_tokens = self._tokens(self.allowed_tokens, vocab)
+            only = torch.full_like(log_probs, -_INF)
+            only[allowed_tokens] = log_probs[allowed_tokens]
+            log_probs = only
         if log_probs.isnan().any():
             return None
         log_probs = log_probs + 0.0  # never -0.0
@@ -112,6 +125,14 @@ class RowProcessors:
         start = history[len(history) + 1 - size :]
         ngrams = [history[i : i + size] for i in range(len(history) + 1 - size)]
         return [ngram[-1] for ngram in ngrams if ngram[:-1] == start]
+
+    def looks_at(self, beam_score: float) -> bool:
+        """Whether a row whose beam has this score takes part."""
+        if self.allowed_tokens is None:
+            return beam_score > -_INF
+        return beam_score > REAL_BEAM_SCORE_BOUND and (
+            bool(self.allowed_tokens) or self.forced_token >= 0
+        )
 
     @staticmethod
     def _tokens(numbers: list[int], vocab: int) -> list[int]:
@@ -160,6 +181,9 @@ def _row_processors(
         diversity_penalty=torch.as_tensor(number("diversity_penalty", 0.0)).float(),
         bias=matrix("bias"),
         token_bitmask=matrix("token_bitmask"),
+        allowed_tokens=None
+        if arguments.get("trie") is None
+        else children(arguments["trie"].tensors, int(arguments["nodes"][row])),
     )
 
 
@@ -177,7 +201,7 @@ def _request(
         x, beam_score = logits[beam].float(), beam_scores[beam].item()
         if math.isnan(beam_score) or beam_score == _INF:
             status |= STATUS_SCORE
-        elif beam_score == -_INF:
+        elif not processors[beam].looks_at(beam_score):
             continue
         elif x.isnan().any():
             status |= STATUS_NAN
@@ -190,7 +214,8 @@ def _request(
                 continue
             log_probs[beam] = processed
             scores[beam] = (processed + beam_scores[beam]) + 0.0
-    if not status and (scores == -_INF).all():
+    has_trie = any(row.allowed_tokens is not None for row in processors)
+    if not status and not has_trie and (scores == -_INF).all():
         status = STATUS_EMPTY
     flat = scores.reshape(-1)
     if status:

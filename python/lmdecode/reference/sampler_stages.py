@@ -245,12 +245,10 @@ def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
     if not spread > 0:
         return
     q = (top - v * 0.5) / spread
-    bits = row.fraction_bits
+    share = (q * 2.0**21).round().to(torch.int64)
     count = len(v)
-    first = sum_masses((q * 2.0 ** (bits - 3)).to(torch.int64))
-    second = sum_masses(((q * q) * 2.0**bits).to(torch.int64))
-    exact = max(0, count * second * 2 ** (bits - 6) - first * first)
-    one = 2.0 ** (bits - 3) * float(count)
+    exact = count * int((share * share).sum()) - int(share.sum()) ** 2
+    one = 2.0**21 * float(count)
     sigma = 2.0 * spread.item() * math.sqrt(float(exact) / (one * one))
     keep_reaching(row, -(p.top_n_sigma * sigma), False)
 

@@ -247,8 +247,8 @@ def top_k_top_p_sample(
             raise type_error(_OP, "generator", generator, "a torch.Generator")
     place, places = 0, None
     if position is not None:
-        place, places = _split("position", position, 0, torch.int64, logits, "")
-        check_int(_OP, "position", place)
+        number, places = _split("position", position, 0, torch.int64, logits, "")
+        place = check_int(_OP, "position", number)
 
     def call(number: int, seeds: Tensor | None) -> SampleOutput:
         return SampleOutput(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import MAX_INT, check_bool, check_count, check_int, dtype_name, type_error
 from lmdecode._ops import ops
+from lmdecode.sampling._results import new_results
 from lmdecode.sampling.sampler_rows import (
     ORDERS,
-    STAGES,
     RowRules,
     check_parameters,
     parameters_of_row,
@@ -31,43 +31,6 @@ _ACCEPT, _RAW, _COUNTS = 1, 2, 4
 _ACTIVE, _LENGTH, _OUTPUT_LENGTH, _KEEPS_TEXT = 3, 6, 7, 17
 _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
-
-
-class _Results(NamedTuple):
-    """The memory that the op writes, and what it means: one array after the other."""
-
-    memory: Tensor
-    index: Tensor  # type: ignore[assignment]  # instead of tuple.index
-    rank: Tensor | None
-    top_ids: Tensor | None
-    logprob: Tensor | None
-    top_logprobs: Tensor | None
-    kept_count: Tensor
-    stage_counts: Tensor | None
-    status: Tensor
-
-
-def _new_results(batch: int, num_logprobs: int, stages: bool) -> _Results:
-    wants, best = num_logprobs >= 0, max(num_logprobs, 0)
-    parts: list[tuple[torch.dtype, tuple[int, ...] | None]] = [
-        (torch.int64, (batch,)),
-        (torch.int64, (batch,) if wants else None),
-        (torch.int64, (batch, best) if wants else None),
-        (torch.float32, (batch,) if wants else None),
-        (torch.float32, (batch, best) if wants else None),
-        (torch.int32, (batch,)),
-        (torch.int32, (batch, len(STAGES)) if stages else None),
-        (torch.uint8, (batch,)),
-    ]
-    sizes = [0 if s is None else torch.Size(s).numel() * d.itemsize for d, s in parts]
-    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
-    views: list[Any] = []
-    begin = 0
-    for (dtype, shape), size in zip(parts, sizes, strict=True):
-        part = None if shape is None else memory[begin : begin + size].view(dtype).view(shape)
-        views.append(part)
-        begin += size
-    return _Results(memory, *views)
 
 
 class Sampler:
@@ -188,7 +151,7 @@ class Sampler:
         self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
             _COUNTS if return_stages else 0
         )
-        self._results = _new_results(batch, self._num_logprobs, return_stages)
+        self._results = new_results(batch, self._num_logprobs, return_stages)
         self._kept_logits = torch.zeros(batch, vocab) if return_logits else None
         self._returns_kept_set = return_kept_set
         kept = (torch.zeros(batch, vocab, dtype=torch.int64), torch.zeros(batch, vocab))
@@ -393,7 +356,7 @@ class Sampler:
         drafts = draft.shape[1]
         self._sync()
         self._make_room(self._longest() + drafts + 1, 0)
-        results = _new_results(self.batch, -1, False)
+        results = new_results(self.batch, -1, False)
         tokens = torch.full((self.batch, drafts + 1), -1)
         path = torch.full((self.batch, drafts), -1)
         num_accepted = torch.zeros(self.batch, dtype=torch.int64)

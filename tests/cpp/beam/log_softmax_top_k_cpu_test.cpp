@@ -77,10 +77,21 @@ BeamResult by_sorting(const BeamCase& c, const ProcessorCase* processors) {
     const auto rows = p.rows_of(r);
     std::vector<Candidate> all;
     uint8_t status = 0;
+    const TokenTrie trie = processors != nullptr ? processors->processors.tries.at(r) : TokenTrie{};
+    const bool has_trie = trie.tokens != nullptr;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const float beam_score = p.beam_scores[row * p.beam_scores_stride];
       status |= beam_score_status(beam_score);
       if (beam_score_status(beam_score) != 0 || !is_alive(beam_score)) continue;
+      int64_t forced = -1;
+      if (has_trie) {
+        const LogitsProcessors& all_rows = processors->processors;
+        if (all_rows.forced_tokens.data != nullptr) forced = all_rows.forced_tokens.at(r, row)[0];
+        const bool has_forced = forced >= 0 && forced < p.vocab;
+        const TokenTrie::Children children = trie.children(all_rows.nodes[row]);
+        if (beam_score <= kRealBeamScoreBound) continue;
+        if (children.begin == children.end && !has_forced) continue;
+      }
       float top = minus_infinity();
       bool nan = false;
       for (int64_t v = 0; v < p.vocab; ++v) {
@@ -101,16 +112,21 @@ BeamResult by_sorting(const BeamCase& c, const ProcessorCase* processors) {
       const CandidateScore score = CandidateScore::of_row(top, total, fraction_bits, beam_score);
       bool made_nan = false;
       for (int64_t v = 0; v < p.vocab; ++v) {
+        const bool allowed =
+            !has_trie || trie.child(processors->processors.nodes[row], v) != kOffTrie;
+        if (!allowed && v != forced) continue;
         float log_prob = score.log_prob(logit_at(p, row, v));
         if (processors != nullptr) {
-          log_prob = processed(processors->processors, r, row, p.vocab, v, log_prob, &made_nan);
+          bool is_nan = false;
+          log_prob = processed(processors->processors, r, row, p.vocab, v, log_prob, &is_nan);
+          made_nan |= is_nan && allowed;
         }
         const float s = log_prob + beam_score + 0.0f;
         if (s > minus_infinity()) all.push_back({s, v, row - rows.begin, log_prob});
       }
       if (made_nan) status |= kBeamStatusNan;
     }
-    if (status == 0 && all.empty()) status = kBeamStatusEmpty;
+    if (status == 0 && all.empty() && !has_trie) status = kBeamStatusEmpty;
     if (status != 0) all.clear();
     std::stable_sort(all.begin(), all.end(),
                      [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
@@ -130,7 +146,7 @@ BeamResult by_sorting(const BeamCase& c, const ProcessorCase* processors) {
 int64_t cases_run = 0;
 
 void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab,
-               bool with_processors) {
+               bool with_processors, bool with_tries = false) {
 #define LMD_LEVEL(level)                              \
   Level{#level, &level::beam::log_softmax_top_k_rows, \
         &level::beam::log_softmax_top_k_processed_rows, &level::beam::log_softmax_top_k_requests}
@@ -148,7 +164,8 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
     const BeamCase c = random_case(seed, 1 + random.below(3), vocab);
     ProcessorCase processor_case;
     if (with_processors) processor_case = random_processors(random, c.params);
-    const ProcessorCase* processors = with_processors ? &processor_case : nullptr;
+    if (with_tries) add_trie(random, c.params, &processor_case);
+    const ProcessorCase* processors = with_processors || with_tries ? &processor_case : nullptr;
     const BeamResult expected = by_sorting(c, processors);
     ++cases_run;
     for (const Level& level : levels) {
@@ -172,6 +189,33 @@ TEST(rows_of_20000) { run_cases(40000, 15, 19997, 20011, false); }
 TEST(processors_on_small_rows) { run_cases(50000, 1500, 1, 70, true); }
 TEST(processors_on_rows_of_1000) { run_cases(60000, 300, 990, 1030, true); }
 TEST(processors_on_rows_of_5000) { run_cases(70000, 100, 4090, 5003, true); }
+
+TEST(tries_on_small_rows) { run_cases(80000, 1000, 1, 70, false, true); }
+TEST(tries_with_processors_on_small_rows) { run_cases(85000, 1500, 1, 70, true, true); }
+TEST(tries_with_processors_on_rows_of_1000) { run_cases(90000, 200, 990, 1030, true, true); }
+
+// Arrays that hold anything: nothing is read beside them, and a row has room for its candidates.
+TEST(arrays_that_are_no_trie) {
+  Random random(7);
+  for (int i = 0; i < 300; ++i) {
+    const BeamCase c = random_case(95000 + static_cast<uint64_t>(i), 2, 1 + random.below(40));
+    ProcessorCase processors;
+    add_trie(random, c.params, &processors);
+    const int64_t nodes = processors.tries[0].tokens != nullptr ? processors.tries[0].nodes : 0;
+    for (int64_t n = 0; n < nodes; ++n) {
+      const int64_t any = random.below(2 * nodes) - 3;
+      if (random.chance(0.3)) processors.child_begin[n] = static_cast<int32_t>(any);
+      if (random.chance(0.3)) processors.trie_tokens[n] = static_cast<int32_t>(any);
+    }
+    const Level level{"default_", &default_::beam::log_softmax_top_k_rows,
+                      &default_::beam::log_softmax_top_k_processed_rows,
+                      &default_::beam::log_softmax_top_k_requests};
+    const BeamResult result = run(level, c, &processors, 0);
+    for (int64_t j = 0; j < c.params.requests * c.params.num_candidates; ++j) {
+      CHECK(result.tokens[j] >= 0 && result.tokens[j] < c.params.vocab);
+    }
+  }
+}
 
 TEST(cases_counted) {
   std::cout << cases_run << " cases up to level " << cpu_capability_name(max_cpu_capability())

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "beam/logits_processors.h"
+#include "beam/token_trie_build.h"
 #include "beam_case.h"
 
 namespace lmdecode::beam::test {
@@ -14,6 +15,8 @@ struct ProcessorCase {
       diversity;
   Buffer<float> repetition_penalties, diversity_penalties, bias;
   Buffer<int32_t> bitmask;
+  Buffer<int32_t> trie_tokens, child_begin, nodes;
+  Buffer<TokenTrie> tries;
 };
 
 // Some tokens often, and now and then a number that is none.
@@ -122,6 +125,37 @@ inline ProcessorCase random_processors(Random& random, const LogSoftmaxTopKParam
   }
   c.max_edits = longest + to.end_tokens.size + to.suppressed_tokens.size + to.diversity_tokens.size;
   return c;
+}
+
+// Holds most requests to a trie, each row at some node of it, or at none.
+inline void add_trie(Random& random, const LogSoftmaxTopKParams& p, ProcessorCase* c) {
+  const int64_t items = random.any_of<int64_t>({1, 4, 50, 3 * p.vocab});
+  std::vector<int64_t> tokens, offsets{0};
+  for (int64_t i = 0; i < items; ++i) {
+    for (int64_t n = 1 + random.below(3); n > 0; --n) tokens.push_back(random.below(p.vocab + 2));
+    offsets.push_back(static_cast<int64_t>(tokens.size()));
+  }
+  const TokenTrieArrays arrays = build_token_trie(tokens.data(), offsets.data(), items);
+  const auto copy = [](const std::vector<int32_t>& from) {
+    Buffer<int32_t> to(static_cast<int64_t>(from.size()));
+    std::copy(from.begin(), from.end(), to.data());
+    return to;
+  };
+  c->trie_tokens = copy(arrays.tokens);
+  c->child_begin = copy(arrays.child_begin);
+  const int64_t nodes = static_cast<int64_t>(arrays.tokens.size());
+  c->tries = Buffer<TokenTrie>(p.requests);
+  for (int64_t r = 0; r < p.requests; ++r) {
+    c->tries[r] = {};
+    if (random.chance(0.8)) c->tries[r] = {c->trie_tokens.data(), c->child_begin.data(), nodes};
+  }
+  c->nodes = Buffer<int32_t>(p.rows);
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t few = random.chance(0.5) ? std::min<int64_t>(nodes, 9) : nodes;
+    c->nodes[row] = random.chance(0.1) ? kOffTrie : static_cast<int32_t>(random.below(few));
+  }
+  c->processors.tries = {{}, c->tries.data(), 1};
+  c->processors.nodes = c->nodes.data();
 }
 
 // The log-probability of a token after all processors; is_nan: NaN came of those that compute.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "beam/token_trie_build.h"
 #include "check.h"
 #include "decoder/decoding.h"
 #include "decoder/faster_transformer_search.h"
@@ -341,6 +342,51 @@ TEST(timestamps_come_in_pairs_and_do_not_go_back) {
         CHECK(tokens[i] >= latest);
         latest = tokens[i];
       }
+    }
+  }
+}
+
+// The one search; the other one has none, and goes on as without it.
+TEST(a_search_is_held_to_its_trie) {
+  std::vector<int64_t> tokens, offsets{0};
+  for (int64_t i = 0; i < 400; ++i) {
+    for (int64_t n = 0; n < 1 + i % 4; ++n) tokens.push_back(6 + (i * 7 + n * i) % 31);
+    tokens.push_back(2);
+    offsets.push_back(static_cast<int64_t>(tokens.size()));
+  }
+  const beam::TokenTrieArrays arrays = beam::build_token_trie(tokens.data(), offsets.data(), 400);
+  const beam::TokenTrie trie{arrays.tokens.data(), arrays.child_begin.data(),
+                             static_cast<int64_t>(arrays.tokens.size())};
+  const beam::TokenTrie tries[] = {trie, {}};
+  for (const bool greedy : {false, true}) {
+    const Model model(small_config(!greedy, true));
+    Searches whole(model, greedy), parts(model, greedy), free(model, greedy);
+    whole.params.token_rules.tries = parts.params.token_rules.tries = tries;
+    const int64_t steps = whole.run(100);
+    free.run(100);
+    int64_t done = 0;
+    while (parts.run(1) == 1) ++done;
+    CHECK_EQ(done, steps);
+    const beam::BeamSearchState& state = whole.params.state;
+    const auto in_trie = [&](const int64_t* sequence, int64_t length) {
+      const int32_t node = trie.find(sequence + 1, length - 1);
+      return node != beam::kOffTrie && arrays.ends[static_cast<size_t>(node)] == 1;
+    };
+    if (greedy) {
+      CHECK(in_trie(state.sequences, state.lengths[0]));
+    } else {
+      for (int64_t place = 0; place < kBeams; ++place) {
+        CHECK(state.hypothesis_numbers[place] >= 0);
+        CHECK(in_trie(state.hypothesis_sequences + place * kCapacity,
+                      state.hypothesis_lengths[place]));
+        CHECK_EQ(whole.hypothesis_scores[place], parts.hypothesis_scores[place]);
+        CHECK_EQ(whole.hypothesis_scores[kBeams + place], free.hypothesis_scores[kBeams + place]);
+      }
+    }
+    const int64_t rows = greedy ? 1 : kBeams;
+    for (int64_t i = 0; i < rows * kCapacity; ++i) {
+      CHECK_EQ(whole.sequences[i], parts.sequences[i]);
+      CHECK_EQ(whole.sequences[rows * kCapacity + i], free.sequences[rows * kCapacity + i]);
     }
   }
 }

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from lmdecode.beam.engine.plan import BeamPass
+from lmdecode.beam.engine.plan import BeamPass, next_beams_of
 from lmdecode.beam.engine.slots import BeamSlots
 
 __all__ = ["PassCoverage"]
@@ -22,7 +22,6 @@ class PassCoverage:
     def __init__(self, layout: BeamPass, store: BeamSlots) -> None:
         ints = store.integers
         widths = [search.row_group_size for search in layout.searches]
-        sizes = [search.request.group_size for search in layout.searches]
         starts = [0, *itertools.accumulate(widths)]
         # [R, beams]: the row of the pass that each beam of the state has its coverage from
         self._beam_rows = ints(
@@ -37,19 +36,7 @@ class PassCoverage:
             [p for p, width in zip(penalties, widths, strict=True) for _ in range(width)],
             dtype=torch.float64, device=store.device,
         )  # fmt: skip
-        slots = [search.slots[layout.group] for search in layout.searches]
-        self._next_beams = ints(
-            [
-                slot * store.num_beams + beam
-                for slot, size in zip(slots, sizes, strict=True)
-                for beam in range(size)
-            ]
-        )
-        # What takes a row of the logits to one of the pass, for each next row.
-        shifts = [start - row for start, row in zip(starts, layout.first_rows, strict=False)]
-        self._shift = ints(
-            [shift for shift, size in zip(shifts, sizes, strict=True) for _ in range(size)]
-        )
+        self._next_beams, self._shift = next_beams_of(layout, store)
         self._layout, self._store = layout, store
 
     def add(self, attention: Tensor) -> tuple[Tensor, Tensor]:

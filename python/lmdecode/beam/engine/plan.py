@@ -12,8 +12,9 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.slots import BeamSlots
 from lmdecode.beam.state import Rules
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.trie import Trie
 
-__all__ = ["BeamPass", "BeamPlan", "RunningSearch"]
+__all__ = ["BeamPass", "BeamPlan", "RunningSearch", "next_beams_of"]
 
 
 @dataclass
@@ -45,6 +46,8 @@ class RunningSearch:
 class BeamPass:
     """What ``log_softmax_top_k`` and ``beam_step`` do in one call: at most one group a request.
 
+    Its requests have the same rules, and the same trie or none.
+
     R are its searches, W their rows of the logits, N the rows that they will have.
     """
 
@@ -67,6 +70,7 @@ class BeamPass:
     first_widths: Tensor | None
     # [R, D] places among all next rows of what earlier groups chose, -1: none; None: first group
     diversity: Tensor | None
+    trie: Trie | None
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,22 @@ def make_plan(running: Sequence[RunningSearch], store: BeamSlots) -> BeamPlan:
     next_rows = _starts([search.request.num_beams for search in running])
     passes = []
     order = {rules: number for number, rules in enumerate(("generate", "scorer", "fairseq"))}
+    tries = dict.fromkeys(id(search.request.trie) for search in running)
+    numbers = {trie: number for number, trie in enumerate(tries)}
+
+    def kind(search: RunningSearch) -> tuple[Rules, int]:
+        return search.request.rules, numbers[id(search.request.trie)]
+
     keys = {
-        (group, search.request.rules)
+        (group, *kind(search))
         for search in running
         for group in range(search.request.num_beam_groups)
     }
-    for group, rules in sorted(keys, key=lambda key: (key[0], order[key[1]])):
+    for group, rules, trie in sorted(keys, key=lambda key: (key[0], order[key[1]], key[2])):
         members = [
             number
             for number, search in enumerate(running)
-            if search.request.rules == rules and group < search.request.num_beam_groups
+            if kind(search) == (rules, trie) and group < search.request.num_beam_groups
         ]
         passes.append(
             _make_pass(
@@ -176,4 +186,29 @@ def _make_pass(
             else None
         ),
         diversity=diversity,
+        trie=searches[0].request.trie,
     )
+
+
+def next_beams_of(layout: BeamPass, store: BeamSlots) -> tuple[Tensor, Tensor]:
+    """Return where the next rows of a pass are kept, and how to find their parents.
+
+    Returns
+    -------
+    tuple of Tensor
+        [N] slot * beams + beam, in the state; and [N], what takes the row of the logits that is its
+        parent to a row of the pass.
+    """
+    sizes = [search.request.group_size for search in layout.searches]
+    starts = _starts([search.row_group_size for search in layout.searches])
+    beams = [
+        search.slots[layout.group] * store.num_beams + beam
+        for search, size in zip(layout.searches, sizes, strict=True)
+        for beam in range(size)
+    ]
+    shifts = [
+        start - row
+        for start, row, size in zip(starts, layout.first_rows, sizes, strict=False)
+        for _ in range(size)
+    ]
+    return store.integers(beams), store.integers(shifts)

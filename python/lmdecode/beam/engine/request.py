@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_count, check_number, dtype_name
+from lmdecode._checks import MAX_INT, check_count, check_number, dtype_name, type_error
 from lmdecode.beam.state import EARLY_STOPPING, RULES, EarlyStopping, Rules
+from lmdecode.beam.trie import Trie
 
 __all__ = ["BeamRequest", "BeamResult"]
 
@@ -115,6 +116,10 @@ class BeamRequest:
         ``coverage_penalty * sum(log(min(coverage, 1)))`` over the source positions that were
         attended to is added to the score of a finished sequence (Wu et al. 2016, as CTranslate2 has
         it). ``step`` then needs the attention. Not with the rules "scorer".
+    trie : Trie, optional
+        What is generated is one of its sequences, behind the prompt; ``max_new_tokens`` of its
+        ``longest`` leave room for all. The search ends where no beam can go on. Not with the rules
+        "scorer".
     rules : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
     request_id : hashable, optional
@@ -146,6 +151,7 @@ class BeamRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     patience: float = 1.0
     coverage_penalty: float = 0.0
+    trie: Trie | None = None
     rules: Rules = "generate"
     request_id: Hashable | None = None
 
@@ -193,6 +199,8 @@ class BeamRequest:
             raise _fail("early_stopping", self.early_stopping, 'True, False or "never"')
         if not isinstance(self.rules, str) or self.rules not in RULES:
             raise _fail("rules", self.rules, f"one of {', '.join(RULES)}")
+        if self.trie is not None and not isinstance(self.trie, Trie):
+            raise type_error("BeamRequest", "trie", self.trie, "a Trie or None")
         try:
             hash(self.request_id)
         except TypeError:
@@ -232,6 +240,8 @@ class BeamRequest:
                 self.coverage_penalty,
                 '0 with rules="scorer", which ends with sequences that were never finished',
             )
+        if self.rules == "scorer" and self.trie is not None:
+            raise _fail("trie", self.trie, 'None with rules="scorer", which go on with any token')
         if self.rules == "fairseq" and self.early_stopping is not False:
             raise _fail(
                 "early_stopping",

@@ -11,7 +11,13 @@ from torch import Tensor
 from lmdecode._checks import check_int
 from lmdecode.beam.engine.coverage import PassCoverage
 from lmdecode.beam.engine.first_step import all_beams
-from lmdecode.beam.engine.plan import BeamPass, BeamPlan, RunningSearch, make_plan
+from lmdecode.beam.engine.plan import (
+    BeamPass,
+    BeamPlan,
+    RunningSearch,
+    make_plan,
+    next_beams_of,
+)
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
 from lmdecode.beam.engine.request_rules import token_rules_of_request
@@ -78,6 +84,7 @@ class _Tools(NamedTuple):
     widest: int  # of the requests' groups
     rules: RuleArguments
     coverage: PassCoverage | None
+    next_beams: tuple[Tensor, Tensor] | None  # where it is held to a trie; see next_beams_of
 
 
 class BeamSearch:
@@ -166,11 +173,17 @@ class BeamSearch:
         Raises
         ------
         TypeError, ValueError
-            Not a ``BeamRequest``, or its id is in use.
+            Not a ``BeamRequest``, its id is in use, or it has a trie and the engine is not on the
+            CPU.
         RuntimeError
             There is no memory for it. The engine is as it was, and can go on.
         """
         self._ids.check(f"{_OP}.insert", request)
+        if request.trie is not None and self._store.device.type != "cpu":
+            raise ValueError(
+                f"{_OP}.insert: trie is given, and the engine is on {self._store.device}; expected "
+                "None: tries are of the CPU alone"
+            )
         request_id = self._ids.new(request)
         self._plan = None  # even if there is an error, its numbers of beams may be out of date
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
@@ -321,6 +334,7 @@ class BeamSearch:
             max(request.group_size for request in requests),
             RuleArguments(join_token_rules(rules), self._store.device),
             PassCoverage(layout, self._store) if covered else None,
+            None if layout.trie is None else next_beams_of(layout, self._store),
         )
 
     def _candidates(
@@ -348,6 +362,9 @@ class BeamSearch:
             processors["token_bitmask"] = (
                 token_bitmask if layout.rows is None else token_bitmask.index_select(0, layout.rows)
             )
+        if layout.trie is not None:
+            processors["trie"] = layout.trie
+            processors["nodes"] = self._store.nodes.view(-1).index_select(0, layout.beams)
         candidates = log_softmax_top_k(
             logits,
             state.scores.view(-1).index_select(0, layout.beams),
@@ -355,7 +372,8 @@ class BeamSearch:
             num_beams=layout.widths,
             **processors,
         )
-        if layout.first_widths is not None:
+        # A trie does without the beams that a search does not have yet.
+        if layout.first_widths is not None and layout.trie is None:
             candidates = all_beams(candidates, layout.first_widths, tools.widest)
         return candidates
 
@@ -392,6 +410,11 @@ class BeamSearch:
             step = step._replace(parents=step.parents.clamp(low, high))
         if tools.coverage is not None and coverage is not None:
             tools.coverage.follow(coverage, step.parents)
+        if layout.trie is not None and tools.next_beams is not None:
+            beams, shift = tools.next_beams
+            rows = layout.beams.index_select(0, step.parents + shift)
+            nodes = self._store.nodes.view(-1)
+            nodes[beams] = layout.trie.step(nodes.index_select(0, rows), step.tokens)
         return step
 
     def _leave(self, plan: BeamPlan, tokens: Tensor, parents: Tensor) -> StepOutput:

@@ -85,6 +85,8 @@ class BeamSlots:
         See there.
     coverage : Tensor
         [slots, beams, source] float32: how much attention each source position has had.
+    nodes : Tensor
+        [slots, beams] int32: where each beam stands in the trie that its search is held to.
     """
 
     def __init__(self, slots: int, num_beams: int, capacity: int, device: torch.device) -> None:
@@ -95,6 +97,7 @@ class BeamSlots:
         self.parameters: BeamParameters = beam_parameters(slots, 1, device=device)
         with torch.inference_mode(False):
             self.coverage = torch.zeros(slots, num_beams, 0, device=device)
+            self.nodes = torch.zeros(slots, num_beams, dtype=torch.int32, device=device)
         self._free = list(range(slots))[::-1]
 
     @property
@@ -119,6 +122,7 @@ class BeamSlots:
     def _write(self, slot: int, request: BeamRequest) -> None:
         begin_search(self.state, self.parameters, slot, request)
         self.coverage[slot] = 0.0
+        self.nodes[slot] = 0
 
     def release(self, slots: Sequence[int]) -> None:
         """Give slots back."""
@@ -153,7 +157,8 @@ class BeamSlots:
             for name, old in self.parameters._asdict().items()
         }
         coverage = _grown(self.coverage, (slots, beams, self.coverage.shape[2]), 0.0)
+        nodes = _grown(self.nodes, (slots, beams), 0)
         # From here on nothing is allocated on the device, and nothing fails.
-        self.state, self.coverage = state, coverage
+        self.state, self.coverage, self.nodes = state, coverage, nodes
         self.parameters = BeamParameters(**parameters)
         self._free = list(range(have, slots))[::-1] + self._free

@@ -64,6 +64,9 @@ def check_step(
         ": one row for a request that has just been inserted, then one for each beam",
     )
     assert isinstance(logits, Tensor)
+    for search in running:
+        if search.request.trie is not None:
+            search.request.trie.check_vocab(_OP, logits.shape[1])
     if logits.shape[1] < 1:
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected a vocab of at least 1"

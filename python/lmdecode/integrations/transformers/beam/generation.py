@@ -17,6 +17,7 @@ from lmdecode.integrations.transformers.beam.constrained_search import (
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
 from lmdecode.integrations.transformers.beam.loop import Search, decode
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
+from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt, refuse_trie
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
@@ -135,8 +136,9 @@ def beam_search(
     rearranges its sequences, this calls ``log_softmax_top_k`` on the model's logits and
     ``beam_step``; the cache is reordered in place, and only where beams change rows. Logits
     processors that the op has arguments for become such; a list that holds another one is called as
-    it is. With ``num_beam_groups`` or constraints it is the loop of transformers 4.38.2, which
-    transformers 5 has no more.
+    it is. ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie``: results are its sequences,
+    behind the prompt. With ``num_beam_groups`` or constraints it is the loop of transformers
+    4.38.2, which transformers 5 has no more.
 
     Parameters
     ----------
@@ -174,7 +176,8 @@ def beam_search(
     ValueError
         For fewer than 2 beams, more results than beams, groups that do not divide the beams or have
         no ``diversity_penalty``, groups or constraints that are sampled, a streamer,
-        ``low_memory``, and assisted generation.
+        ``low_memory``, and assisted generation; and a ``Trie`` with groups, constraints or
+        sampling.
     RuntimeError
         If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
     """
@@ -196,6 +199,11 @@ def beam_search(
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)
     num_groups = _check_groups(generation_config)
+    logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
+    if all_constraints:
+        refuse_trie(logits_processor, "constraints, force_words_ids", "none", "some")
+    if num_groups > 1:
+        refuse_trie(logits_processor, "num_beam_groups", "1", num_groups)
 
     settings = SearchSettings.of(generation_config, input_ids)
     recorder = Recorder(model, generation_config, model_kwargs)

@@ -10,6 +10,8 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
+from lmdecode.beam.trie import Trie
+from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND, STATUS_EMPTY
 from lmdecode.integrations.transformers.beam.candidates import (
     Candidates,
     drawn_candidates,
@@ -18,6 +20,7 @@ from lmdecode.integrations.transformers.beam.candidates import (
     top_k_candidates,
 )
 from lmdecode.integrations.transformers.beam.loop import NextBeams
+from lmdecode.integrations.transformers.beam.prefix_tries import refuse_trie
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
@@ -65,6 +68,17 @@ class PlainSearch(StateSearch):
         ends = end_tokens_of_criteria(criteria, settings.max_length)
         super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends or [])
         self.do_sample, self.plan = do_sample, ProcessorPlan(processors)
+        prefix_tokens = self.plan.prefix_tokens
+        self.trie = None if prefix_tokens is None else prefix_tokens.trie
+        if prefix_tokens is not None:
+            if do_sample:
+                refuse_trie(processors, "do_sample", "False", do_sample)
+            if input_ids.device.type != "cpu":
+                raise ValueError(
+                    "prefix_allowed_tokens_fn: expected no Trie for a model on "
+                    f"{input_ids.device}: tries are of the CPU alone"
+                )
+            self.nodes = prefix_tokens.trie.nodes_of(input_ids[:, prefix_tokens.prompt_length :])
         self.calls_criteria = ends is None
         self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
 
@@ -87,24 +101,42 @@ class PlainSearch(StateSearch):
         decided = beam_step(
             self.state, self.parameters, scores, tokens, beams, status=status, stopped=stopped
         )
+        if self.trie is not None:
+            self.nodes = self.trie.step(self.nodes[decided.parents], decided.tokens)
         return self.next_beams(self.sequences(length + 1), decided.parents)
 
     def _candidates(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Candidates:
         recorder, vocab_size = self.recorder, logits.shape[1]
         if not self.do_sample and recorder.scores is None and self.plan.fits(vocab_size):
             recorder.record(outputs, None, recorder.copy_of(logits))
+            arguments = self.plan.arguments(input_ids, vocab_size)
+            if self.trie is not None:
+                arguments.update(trie=self.trie, nodes=self.nodes)
             best = log_softmax_top_k(
                 as_op_logits(logits),
                 self.state.scores,
                 self.num_candidates,
                 num_beams=self.settings.num_beams,
-                **self.plan.arguments(input_ids, vocab_size),
+                **arguments,
             )
             return Candidates(best.scores, best.tokens, best.beams, best.status)
         accumulated = self.accumulated_scores(outputs, logits, input_ids, self.state.scores)
         if self.do_sample:
             return drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
+        if self.trie is not None:
+            return self._candidates_of_trie(self.trie, accumulated, vocab_size)
         return top_k_candidates(accumulated, self.num_candidates, vocab_size)
+
+    def _candidates_of_trie(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Candidates:
+        """Choose as the op does with a trie: no beam in name only, and none where nothing goes on.
+
+        What the processor of a trie bans has gone, but it leaves a token where none may follow.
+        """
+        is_idle = (self.state.scores <= REAL_BEAM_SCORE_BOUND).flatten() | ~trie.goes_on(self.nodes)
+        by_beam = accumulated.view(len(is_idle), vocab_size)
+        accumulated = by_beam.masked_fill(is_idle[:, None], -torch.inf).view_as(accumulated)
+        best = top_k_candidates(accumulated, self.num_candidates, vocab_size)
+        return best._replace(status=best.status.masked_fill(best.status == STATUS_EMPTY, 0))
 
     def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
         """Return what the candidates would make of their beams: [batch * K, length + 1]."""

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
@@ -26,6 +27,7 @@ from transformers.generation.logits_process import (
 from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
+from lmdecode.integrations.transformers.beam.prefix_tries import prefix_tokens_of
 
 # Those that compute, in the order of the op. The others allow a token or give it -inf, so their
 # order is of no account, but for what is forced.
@@ -64,7 +66,7 @@ def _is_expressible(processor: Any) -> bool:
 
 def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
     """Tell whether the op's order gives what these give one after the other."""
-    computed, forced, ngrams = -1, False, False
+    computed, forced, ngrams, tries = -1, False, False, False
     for place, processor in enumerate(processors):
         kind = type(processor)  # only the classes themselves: a subclass may do anything
         if kind is WhisperTimeStampLogitsProcessor:
@@ -80,6 +82,10 @@ def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
             if forced or ngrams:
                 return False
             ngrams = True
+        elif kind is PrefixConstrainedLogitsProcessor:
+            if forced or tries or prefix_tokens_of(processor) is None:
+                return False
+            tries = True
         elif kind in _FORCING:
             forced = True
         elif kind not in _BANNING:
@@ -103,6 +109,9 @@ class ProcessorPlan:
     ----------
     is_fused : bool
         Whether rules can do all that the list does. If not, every processor is called.
+    prefix_tokens : PrefixTokens or None
+        The trie that the list holds sequences to. It is no token rule: who uses ``arguments`` or
+        ``token_rules`` of a list that has one gives its trie to the op beside them.
     ignores_prompt : bool
         Whether the repetition penalty passes over a part of the prompts. Rules look back at the
         whole of what they are given, so ``arguments`` gives them less.
@@ -113,6 +122,8 @@ class ProcessorPlan:
         self.is_fused = type(processors) is LogitsProcessorList and _is_in_order(
             processors, has_timestamps
         )
+        found = [prefix_tokens_of(processor) for processor in processors]
+        self.prefix_tokens = next((one for one in found if one is not None), None)
         self._ignored: int | Tensor = 0
         self._processors = processors
         self._settings: list[Any] = []
@@ -170,6 +181,8 @@ class ProcessorPlan:
                 rules["forced"].append((1, int(processor.bos_token_id)))
             elif kind is ForcedEOSTokenLogitsProcessor:
                 rules["forced"].append((processor.max_length - 1, int(processor.eos_token_id)))
+            elif kind is PrefixConstrainedLogitsProcessor:
+                continue
             elif kind is WhisperTimeStampLogitsProcessor:
                 rules["timestamps"] = _timestamps(processor, vocab_size)
             else:

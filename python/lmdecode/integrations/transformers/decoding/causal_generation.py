@@ -14,6 +14,7 @@ from lmdecode._checks import check_count, dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead, Lookup
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
@@ -279,6 +280,7 @@ def decode_causal(
             )
         device, mask = input_ids.device, model_kwargs.get("attention_mask")
         input_ids = input_ids.to("cpu", torch.int64)
+        logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
         most = packed.max_positions
         padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
         if most is not None and config.max_length > padding + most + 1:

@@ -18,6 +18,7 @@ from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
+from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt, refuse_trie
 from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
@@ -34,6 +35,7 @@ from lmdecode.integrations.transformers.decoding.rules import (
     looks_back,
     raise_for_processors,
     token_rules_of_processors,
+    trie_of_processors,
 )
 from lmdecode.integrations.transformers.decoding.sampled import decode_by_sampling
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
@@ -189,6 +191,9 @@ def decode(
     config.num_beams = config.num_beams or 1
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
+    logits_processor = behind_prompt(logits_processor, settings.prompt_length)
+    if (config.num_beam_groups or 1) > 1:
+        refuse_trie(logits_processor, "num_beam_groups", "1", config.num_beam_groups)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
     if seed is not None and config.do_sample and config.num_beams > 1:
@@ -199,6 +204,7 @@ def decode(
     is_on_cpu = isinstance(decoder, PackedDecoder)
     if not is_on_cpu:
         _refuse_on_device(config, padding)
+        refuse_trie(logits_processor, "prefix_allowed_tokens_fn", "None on a device", "it")
     ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
@@ -282,6 +288,8 @@ def _decode_in_cpp(
     if greedy:
         parameters.early_stopping.fill_(1)
     leave_out(state, call.padding)
+    trie = trie_of_processors(call.processors, decoder.config.vocab_size)
+    more: dict[str, Any] = {} if trie is None else {"tries": [trie] * len(state.done)}
     searches = new_searches(
         decoder,
         state,
@@ -292,6 +300,7 @@ def _decode_in_cpp(
         num_candidates=max(2, 1 + len(ends)) * state.scores.shape[1],
         rules=search_rules,
         greedy=greedy,
+        **more,
     )
     requests = torch.arange(settings.batch, device=decoder.device)
     searches.read_memory(memory, call.lengths, requests)

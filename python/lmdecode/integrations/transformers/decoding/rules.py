@@ -11,9 +11,15 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.trie import Trie
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 
-__all__ = ["looks_back", "raise_for_processors", "token_rules_of_processors"]
+__all__ = [
+    "looks_back",
+    "raise_for_processors",
+    "token_rules_of_processors",
+    "trie_of_processors",
+]
 
 
 def token_rules_of_processors(
@@ -43,6 +49,15 @@ def token_rules_of_processors(
             name = "forced_bos_token_id" if is_bos else "forced_eos_token_id"
             raise ValueError(f"{name}: expected a token, 0 to {vocab_size - 1}, got {token}")
     return rules
+
+
+def trie_of_processors(processors: LogitsProcessorList, vocab_size: int) -> Trie | None:
+    """Return the trie that processors which rules can express hold sequences to, if any."""
+    prefix_tokens = ProcessorPlan(processors).prefix_tokens
+    if prefix_tokens is None:
+        return None
+    prefix_tokens.trie.check_vocab("prefix_allowed_tokens_fn", vocab_size)
+    return prefix_tokens.trie
 
 
 def looks_back(rules: TokenRules) -> bool:

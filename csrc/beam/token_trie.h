@@ -1,0 +1,54 @@
+// A set of token sequences as a trie: what a search that is held to them may go on with.
+//
+// Nodes are numbered in the order of their depth, the children of a node next to each other and
+// ascending by their tokens: node n has the children [child_begin[n], child_begin[n + 1]), and
+// tokens[n] is the token that leads to it. Node 0 is the root, where nothing is generated yet.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace lmdecode::beam {
+
+constexpr int32_t kOffTrie = -1;  // the node of a sequence that no item begins with
+
+struct TokenTrie {
+  const int32_t* tokens = nullptr;       // [nodes]; null: there is no trie
+  const int32_t* child_begin = nullptr;  // [nodes + 1]
+  int64_t nodes = 0;
+
+  struct Children {
+    int64_t begin, end;
+  };
+  // Whatever the arrays hold, children are nodes of the trie.
+  LMD_HOST_DEVICE Children children(int64_t node) const {
+    if (node < 0 || node >= nodes) return {0, 0};
+    const int64_t begin = child_begin[node], end = child_begin[node + 1];
+    return begin < 1 || end > nodes || end < begin ? Children{0, 0} : Children{begin, end};
+  }
+
+  // The node that a token leads to, or kOffTrie.
+  LMD_HOST_DEVICE int32_t child(int64_t node, int64_t token) const {
+    const Children all = children(node);
+    int64_t low = all.begin, high = all.end;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (tokens[middle] < token) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low < all.end && tokens[low] == token ? static_cast<int32_t>(low) : kOffTrie;
+  }
+
+  // The node of a sequence, from the root on.
+  LMD_HOST_DEVICE int32_t find(const int64_t* sequence, int64_t size) const {
+    int32_t node = 0;
+    for (int64_t i = 0; i < size && node != kOffTrie; ++i) node = child(node, sequence[i]);
+    return node;
+  }
+};
+
+}  // namespace lmdecode::beam

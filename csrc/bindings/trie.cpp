@@ -1,0 +1,87 @@
+// trie_build and trie_step, on CPU tensors alone.
+#include <algorithm>
+
+#include "beam/token_trie_build.h"
+#include "bindings/trie_checks.h"
+
+namespace lmdecode::beam {
+namespace {
+
+constexpr const char* kBuildOp = "trie_build";
+constexpr const char* kStepOp = "trie_step";
+
+const int64_t* integers(const char* name, const Tensor& tensor) {
+  check_rank(kBuildOp, name, tensor, 1, "[n]");
+  check_dtype(kBuildOp, name, tensor, ScalarType::Long);
+  if (!tensor.is_contiguous()) fail(kBuildOp, name, " has strides; expected a contiguous tensor");
+  return tensor.const_data_ptr<int64_t>();
+}
+
+template <class T>
+Tensor tensor_of(const Tensor& like, const std::vector<T>& values, ScalarType type) {
+  Tensor tensor = new_tensor(like, {static_cast<int64_t>(values.size())}, type);
+  std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+std::tuple<Tensor, Tensor, Tensor> trie_build(const Tensor& tokens, const Tensor& offsets) {
+  const int64_t* const token = integers("tokens", tokens);
+  const int64_t* const offset = integers("offsets", offsets);
+  const int64_t sequences = offsets.size(0) - 1, size = tokens.size(0);
+  if (sequences < 0) fail(kBuildOp, "offsets has shape [0]; expected [sequences + 1]");
+  if (sequences >= (int64_t{1} << 32)) {
+    fail(kBuildOp, "offsets has ", sequences, " sequences; expected fewer than 2^32");
+  }
+  if (offset[0] != 0 || offset[sequences] != size) {
+    fail(kBuildOp, "offsets go from ", offset[0], " to ", offset[sequences], "; expected 0 to ",
+         size, ", the number of tokens");
+  }
+  // All offsets before a token is read by one.
+  for (int64_t i = 0; i < sequences; ++i) {
+    if (offset[i + 1] == offset[i]) {
+      fail(kBuildOp, "sequence ", i, " is empty; expected at least one token");
+    }
+    if (offset[i + 1] < offset[i] || offset[i + 1] > size) {
+      fail(kBuildOp, "offsets[", i + 1, "] is ", offset[i + 1], "; expected ", offset[i] + 1,
+           " to ", size);
+    }
+  }
+  const int64_t* const bad =
+      std::find_if(token, token + size, [](int64_t t) { return t < 0 || t > INT32_MAX; });
+  if (bad != token + size) {
+    const int64_t at = bad - token;
+    const int64_t sequence = std::upper_bound(offset, offset + sequences, at) - offset - 1;
+    fail(kBuildOp, "token ", at - offset[sequence], " of sequence ", sequence, " is ", *bad,
+         "; expected 0 to 2^31 - 1");
+  }
+  const TokenTrieArrays trie = build_token_trie(token, offset, sequences);
+  return {tensor_of(tokens, trie.tokens, ScalarType::Int),
+          tensor_of(tokens, trie.child_begin, ScalarType::Int),
+          tensor_of(tokens, trie.ends, ScalarType::Byte)};
+}
+
+Tensor trie_step(const Tensor& trie_tokens, const Tensor& child_begin, const Tensor& nodes,
+                 const Tensor& tokens) {
+  const TokenTrie trie = token_trie(kStepOp, trie_tokens, child_begin);
+  check_rank(kStepOp, "nodes", nodes, 1, "[n]");
+  const int64_t size = nodes.size(0);
+  check_trie_tensor(kStepOp, "nodes", nodes, size);
+  check_shape(kStepOp, "tokens", tokens, size);
+  check_dtype(kStepOp, "tokens", tokens, ScalarType::Long);
+  if (!tokens.is_cpu()) fail(kStepOp, "tokens is on ", device_name(tokens), "; expected cpu");
+  const int32_t* const node = nodes.const_data_ptr<int32_t>();
+  const int64_t* const token = tokens.const_data_ptr<int64_t>();
+  const int64_t stride = tokens.stride(0);
+  Tensor next = new_tensor(nodes, {size}, ScalarType::Int);
+  int32_t* const to = next.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < size; ++i) to[i] = trie.child(node[i], token[i * stride]);
+  return next;
+}
+
+}  // namespace
+}  // namespace lmdecode::beam
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
+  m.impl("trie_build", TORCH_BOX(&lmdecode::beam::trie_build));
+  m.impl("trie_step", TORCH_BOX(&lmdecode::beam::trie_step));
+}

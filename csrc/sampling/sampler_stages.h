@@ -1,0 +1,225 @@
+// The stages of a row of a Sampler: which are on, and what each leaves of the row. A kernel header:
+// see simd/vec.h.
+#pragma once
+
+#include "sampling/edited_row.h"
+#include "sampling/family_stages.h"
+#include "sampling/sampler_order.h"
+
+namespace lmdecode::LMD_SIMD::sampling {
+
+using namespace lmdecode::sampling;
+
+class SamplerStages : public FamilyStages {
+ protected:
+  // row: scratch for the vocabulary's size, and a vector more.
+  SamplerStages(CandidateList list, int64_t vocab, float* row)
+      : FamilyStages(list), n_(vocab), scratch_row_(row) {}
+
+  // A row begins. counts: [kSamplerStages] what each stage leaves, or null.
+  void begin_stages(const SamplerRow* state, int32_t* counts) {
+    state_ = state;
+    rules_ = sampler_order_rules(static_cast<SamplerOrder>(state->integers.order));
+    counts_ = counts;
+    status_ = 0;
+  }
+
+  // Which stages are on in this row.
+  void find_stages(const SamplerNumbers& numbers) {
+    using S = SamplerStage;
+    const auto set = [&](S stage, bool on) { on_[static_cast<int>(stage)] = on; };
+    const bool dynamic = numbers.dynamic_temperature_range > 0.0;
+    set(S::kTemperature, plan_.temperature != 1.0f || dynamic);
+    // One that keeps all has a count.
+    set(S::kTopK, plan_.top_k > 0 || (counts_ && state_->integers.top_k > 0));
+    set(S::kTopP, plan_.top_p_mode != TopPMode::kOff);
+    set(S::kMinP, plan_.min_p_mode != MinPMode::kOff);
+    set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
+    set(S::kEpsilon, numbers.epsilon_cutoff > 0.0 && numbers.epsilon_cutoff < 1.0);
+    set(S::kEta, numbers.eta_cutoff > 0.0 && numbers.eta_cutoff < 1.0);
+    set(S::kTopH, numbers.top_h > 0.0);
+    set(S::kTypical, numbers.typical_p < 1.0);
+    set(S::kXtc, numbers.xtc_probability > 0.0);
+    set(S::kMirostat, numbers.mirostat_tau > 0.0);
+    is_plain_ = rules_.is_plain && !dynamic;
+    for (int i = static_cast<int>(S::kTopNSigma); i < kSamplerStages; ++i) is_plain_ &= !on_[i];
+  }
+
+  // ---- the list
+
+  // The first k tokens, in token order.
+  template <class T>
+  void collect_first(const T* x, int64_t k, bool keep_ties, const RowEdits& edits) {
+    const TopKRule rule{k, temperature_, floor_, keep_ties};
+    const bool has_nan = edits.any() ? collect_top_k(x, n_, rule, edits, &list_)
+                                     : collect_top_k(x, n_, rule, NoEdits{}, &list_);
+    if (has_nan) status_ |= kStatusNan;
+  }
+
+  // Lists what the first stage leaves, or all tokens where it needs them listed.
+  template <class T>
+  void list_row(const T* x, const RowEdits& edits) {
+    first_stage_ = 0;
+    // A temperature keeps the order, so that the stage behind it may be the first. Where what each
+    // stage leaves is to be counted, all are listed.
+    const bool skips = !counts_;
+    SamplerStage first = SamplerStage::kTemperature;
+    for (int i = 0; skips && i < kSamplerStages; ++i) {
+      const SamplerStage stage = rules_.stages[i];
+      if (!on_[static_cast<int>(stage)]) continue;
+      if (stage == SamplerStage::kTemperature) {
+        if (state_->numbers.dynamic_temperature_range > 0.0) break;
+        set_temperature(plan_.temperature, plan_.factor);
+        first_stage_ = i + 1;
+        continue;
+      }
+      first = stage;
+      first_stage_ = i + 1;
+      break;
+    }
+    if (first == SamplerStage::kTopK) {
+      return collect_first(x, plan_.top_k, rules_.dialect.keep_top_k_ties, edits);
+    }
+    if (edits.any()) {
+      if (edits.write(x, n_, scratch_row_)) status_ |= kStatusNan;
+      list_from(scratch_row_, first);
+    } else {
+      list_from(x, first);
+    }
+  }
+
+  template <class R>
+  void list_from(const R* x, SamplerStage first) {
+    const RowMax scan = scan_max(x, n_);
+    if (scan.has_nan) status_ |= kStatusNan;
+    if (!(scan.max >= floor_)) return;
+    rule_.max = scan.max;
+    max_ = tempered(scan.max, temperature_);
+    if (max_ == plus_infinity() || !list_first(x, first)) {
+      if (first != SamplerStage::kTemperature) --first_stage_;  // it is still to come
+      collect_set(x, n_, kept_from(floor_), &list_);
+    }
+  }
+
+  // Where the stage is one that keeps all from some value on: lists those.
+  template <class R>
+  bool list_first(const R* x, SamplerStage stage) {
+    const SamplerNumbers& numbers = state_->numbers;
+    double offset = 0.0;
+    switch (stage) {
+      case SamplerStage::kMinP:
+        if (plan_.min_p_mode == MinPMode::kOneToken) return false;
+        collect_set(x, n_, kept_from(logit_of_key(min_p_key(plan_, max_, false))), &list_);
+        return true;
+      case SamplerStage::kTopNSigma:
+        offset = sigma_offset(numbers.top_n_sigma, x, n_);
+        break;
+      case SamplerStage::kEpsilon:
+        offset = epsilon_offset(numbers.epsilon_cutoff, weigh_row<false>(x, n_));
+        break;
+      case SamplerStage::kEta:
+        offset = eta_offset(numbers.eta_cutoff, weigh_row<true>(x, n_));
+        break;
+      case SamplerStage::kMirostat:
+        offset = mirostat_offset(state_->mu, weigh_row<false>(x, n_));
+        break;
+      default:
+        return false;
+    }
+    const uint32_t key = key_below_max(offset);
+    if (key > order_key(max_)) return false;  // nothing reaches it
+    collect_set(x, n_, kept_from(logit_of_key(key)), &list_);
+    return true;
+  }
+
+  // ---- the stages
+
+  void note(SamplerStage stage) {
+    if (counts_) counts_[static_cast<int>(stage)] = static_cast<int32_t>(list_.size);
+  }
+
+  void run_stages() {
+    if (list_.size == 0) return;
+    weigh_list();
+    for (int i = first_stage_; i < kSamplerStages && list_.size > 0; ++i) {
+      const SamplerStage stage = rules_.stages[i];
+      if (!on_[static_cast<int>(stage)]) continue;
+      run_stage(stage);
+      note(stage);
+    }
+  }
+
+  void run_stage(SamplerStage stage) {
+    const SamplerNumbers& numbers = state_->numbers;
+    const bool ties = rules_.keep_max_ties;
+    switch (stage) {
+      case SamplerStage::kTemperature:
+        return change_temperature();
+      case SamplerStage::kTopK:
+        if (plan_.top_k == 0) return;
+        cut_top_k({plan_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties}, &list_);
+        return;
+      case SamplerStage::kTopP:
+        if (plan_.top_p_mode == TopPMode::kOneToken) {
+          return keep_one(rules_.dialect.high_index_first);
+        }
+        return keep_top_p(plan_.top_p, rules_.dialect.strict_top_p, rules_.dialect.high_index_first,
+                          0);
+      case SamplerStage::kMinP:
+        if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
+        keep_set(&list_, kept_from(logit_of_key(min_p_key(plan_, max_, false))));
+        return;
+      case SamplerStage::kTopNSigma:
+        if (max_ == plus_infinity()) return;
+        return keep_below_max(sigma_offset(numbers.top_n_sigma, list_.value, list_.size), ties);
+      case SamplerStage::kEpsilon:
+        return keep_below_max(epsilon_offset(numbers.epsilon_cutoff, weigh()), ties);
+      case SamplerStage::kEta:
+        return keep_below_max(eta_offset(numbers.eta_cutoff, weigh()), ties);
+      case SamplerStage::kTopH:
+        return keep_top_h(numbers.top_h, rules_.top_h_tokens);
+      case SamplerStage::kTypical:
+        keep_typical(numbers.typical_p, rules_.keep_typical_ties);
+        return weigh_list();  // the largest may be gone
+      case SamplerStage::kXtc:
+        if (excludes_top_choices()) exclude_top_choices(numbers.xtc_threshold);
+        return weigh_list();
+      case SamplerStage::kMirostat:
+        return keep_below_max(mirostat_offset(state_->mu, weigh()), /*keep_ties=*/false);
+    }
+  }
+
+  void change_temperature() {
+    const SamplerNumbers& numbers = state_->numbers;
+    float temperature = plan_.temperature;
+    if (numbers.dynamic_temperature_range > 0.0) {
+      temperature = static_cast<float>(dynamic_temperature(numbers.temperature,
+                                                           numbers.dynamic_temperature_range,
+                                                           numbers.dynamic_temperature_exponent));
+      if (!(temperature > 0.0f)) return keep_one(/*last=*/false);
+    }
+    set_temperature(temperature, exponent_factor(temperature));
+    keep_set(&list_, kept_from(floor_));  // what a division takes to -inf counts no more
+    if (list_.size > 0) weigh_list();
+  }
+
+  // XTC's chance: a function of seed and position alone, as the noise is.
+  bool excludes_top_choices() const {
+    const double probability = state_->numbers.xtc_probability;
+    if (state_->integers.seed < 0) return probability >= 1.0;
+    return row_fraction(state_->integers.seed, state_->position, kXtcBlock) < probability;
+  }
+
+  const int64_t n_;
+  float* const scratch_row_;
+  const SamplerRow* state_ = nullptr;
+  SamplerOrderRules rules_{};
+  RowPlan plan_;
+  bool on_[kSamplerStages] = {};
+  bool is_plain_ = false;  // top_k_top_p_sample has all that is on
+  int first_stage_ = 0;    // of those that the list has not gone through
+  int32_t* counts_ = nullptr;
+  uint8_t status_ = 0;
+};
+
+}  // namespace lmdecode::LMD_SIMD::sampling

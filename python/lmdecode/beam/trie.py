@@ -1,0 +1,370 @@
+"""A set of token sequences that a search may be held to: a catalogue of items, a list of names."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import dtype_name, is_int, type_error
+from lmdecode._ops import ops
+from lmdecode.beam.trie_file import TrieArrays, read_trie, write_trie
+
+__all__ = ["Trie"]
+
+_OP = "Trie"
+
+
+class Trie:
+    """A set of token sequences, for searches that may generate nothing else.
+
+    A search that is held to it generates, behind its prompt, one of these sequences: generative
+    recommendation decodes the items of a catalogue so. The children of a node lie next to each
+    other, ascending by their tokens, so that a step of a search looks at the tokens that may follow
+    and at no others: docs/reference/trie.md.
+
+    Parameters
+    ----------
+    sequences : iterable of sequences of int, or Tensor
+        What may be generated, each at least one token and with the end token behind it where the
+        search has one. Sequences that come twice are one. A tensor is integers
+        ``[sequences, longest]``, with -1 behind the end of each.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the sequence that is empty, or the token that is none.
+
+    Examples
+    --------
+    >>> trie = Trie([[5, 7, 2], [5, 9, 2], [6, 2]])
+    >>> len(trie), [5, 9, 2] in trie, [5, 9] in trie
+    (3, True, False)
+    >>> trie.allowed([5])
+    tensor([7, 9])
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int] | Tensor] | Tensor) -> None:
+        if isinstance(sequences, Tensor):
+            tokens, offsets = _of_matrix(sequences)
+        else:
+            tokens, offsets = _of_lists(sequences)
+        self._take(_build(tokens, offsets))
+
+    @classmethod
+    def from_flat(cls, tokens: Tensor, offsets: Tensor) -> Trie:
+        """Return the trie of sequences that lie one behind the other: the fastest way.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            [n] integers.
+        offsets : Tensor
+            [sequences + 1] integers: sequence i is ``tokens[offsets[i]:offsets[i + 1]]``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As the class.
+        """
+        trie = cls.__new__(cls)
+        trie._take(_build(_integers("tokens", tokens, 1), _integers("offsets", offsets, 1)))
+        return trie
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trie:
+        """Return a trie that ``save`` wrote; its file is mapped, so that processes share it.
+
+        The file has to stay as it is while the trie is in use. It is read once, to compare it with
+        its checksum.
+
+        Raises
+        ------
+        OSError
+            It cannot be read.
+        ValueError
+            It is no trie, of another version, cut off or damaged.
+        """
+        trie = cls.__new__(cls)
+        trie._take(read_trie(Path(path)))
+        return trie
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trie; a file that is there is replaced once this one is written whole.
+
+        Raises
+        ------
+        OSError
+            It cannot be written.
+        """
+        write_trie(Path(path), self._arrays)
+
+    def _take(self, arrays: TrieArrays) -> None:
+        self._arrays = arrays
+
+    # ---- what it holds
+
+    def __len__(self) -> int:
+        """Return the number of sequences, equal ones counted once."""
+        return self._arrays.num_sequences
+
+    def __repr__(self) -> str:
+        return f"Trie({len(self)} sequences, {self.num_nodes} nodes)"
+
+    def __contains__(self, sequence: object) -> bool:
+        """Whether this is one of the sequences, whole."""
+        node = self._node_of("sequence", sequence)
+        return node >= 0 and bool(self._arrays.ends[node])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over the sequences, in ascending order, a sequence before those it begins."""
+        begins, path = self._arrays.child_begin, list[int]()
+        stack: list[tuple[int, int]] = [(0, 0)]
+        while stack:
+            node, depth = stack.pop()
+            if node:
+                path[depth - 1 :] = [int(self._arrays.tokens[node])]
+            if self._arrays.ends[node]:
+                yield list(path)
+            first, last = int(begins[node]), int(begins[node + 1])
+            stack += [(child, depth + 1) for child in range(last - 1, first - 1, -1)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Beginnings of sequences that differ, the empty one among them."""
+        return len(self._arrays.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: no search needs more ``max_new_tokens``."""
+        return self._arrays.longest
+
+    @property
+    def max_token(self) -> int:
+        """The largest token; -1 where there is no sequence."""
+        return self._arrays.max_token
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, or of its file."""
+        arrays = (self._arrays.tokens, self._arrays.child_begin, self._arrays.ends)
+        return sum(tensor.numel() * tensor.element_size() for tensor in arrays)
+
+    def allowed(self, prefix: Sequence[int] | Tensor = ()) -> Tensor:
+        """Return the tokens that may follow what has been generated.
+
+        Parameters
+        ----------
+        prefix : sequence of int or Tensor
+            Without the prompt.
+
+        Returns
+        -------
+        Tensor
+            [n] int64, ascending; empty where a sequence ends that begins no other, and where none
+            begins like this.
+        """
+        node = self._node_of("prefix", prefix)
+        if node < 0:
+            return torch.empty(0, dtype=torch.int64)
+        first, last = self._arrays.child_begin[node : node + 2].tolist()
+        return self._arrays.tokens[first:last].to(torch.int64)
+
+    def after(self, prompt_length: int) -> Callable[[int, Tensor], list[int]]:
+        """Return a ``prefix_allowed_tokens_fn`` for transformers' own ``generate()``.
+
+        ``beam_search``, ``Decoding`` and requests take the trie itself, and are faster.
+        transformers wants a token where nothing may follow: there it is the one that came last on
+        the trie, the end token.
+
+        Parameters
+        ----------
+        prompt_length : int
+            Tokens of the prompt, with its padding; of the decoder's with an encoder-decoder model.
+        """
+        if not is_int(prompt_length) or prompt_length < 0:
+            raise ValueError(
+                f"{_OP}.after: prompt_length is {prompt_length!r}; expected an int, 0 or more"
+            )
+        return PrefixTokens(self, int(prompt_length))
+
+    def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
+        """Raise TypeError: transformers' own loops do not say where the prompt ends."""
+        raise TypeError(
+            f"{_OP}: prefix_allowed_tokens_fn is a Trie; expected custom_generate=beam_search of "
+            "lmdecode.integrations.transformers beside it, or trie.after(prompt_length)"
+        )
+
+    # ---- for searches
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What ops take: tokens [nodes] and child_begin [nodes + 1], int32. Not to be written."""
+        return self._arrays.tokens, self._arrays.child_begin
+
+    def step(self, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """Return the nodes that tokens lead to.
+
+        Parameters
+        ----------
+        nodes : Tensor
+            [n] int32; 0 is the root, below 0 no node.
+        tokens : Tensor
+            [n] int64.
+
+        Returns
+        -------
+        Tensor
+            [n] int32, -1 where no sequence goes on so.
+        """
+        return ops.trie_step(*self.tensors, nodes, tokens)
+
+    def goes_on(self, nodes: Tensor) -> Tensor:
+        """Return [n] bool: whether any token may follow these nodes, [n] int32."""
+        begins, at = self._arrays.child_begin, nodes.clamp(min=0).to(torch.int64)
+        return (nodes >= 0) & (begins[at + 1] > begins[at])
+
+    def nodes_of(self, sequences: Tensor) -> Tensor:
+        """Return the nodes, [n] int32, of what rows [n, length] int64 have generated."""
+        nodes = torch.zeros(len(sequences), dtype=torch.int32)
+        for column in sequences.unbind(1):
+            nodes = self.step(nodes, column)
+        return nodes
+
+    def check_vocab(self, op: str, vocab_size: int) -> None:
+        """Raise ValueError for tokens that a vocabulary does not have."""
+        if self.max_token >= vocab_size:
+            raise ValueError(
+                f"{op}: trie has the token {self.max_token}; expected tokens below {vocab_size}, "
+                "the size of the vocabulary"
+            )
+
+    def _node_of(self, name: str, sequence: object) -> int:
+        if not isinstance(sequence, (Tensor, Sequence)) or isinstance(sequence, (str, bytes)):
+            raise type_error(_OP, name, sequence, "a sequence of ints or a tensor")
+        if isinstance(sequence, Tensor):
+            sequence = _integers(name, sequence, 1).tolist()
+        if not all(map(is_int, sequence)):
+            place = next(i for i, token in enumerate(sequence) if not is_int(token))
+            raise type_error(_OP, f"{name}[{place}]", sequence[place], "an int")
+        if not all(0 <= token < 1 << 31 for token in sequence):
+            return -1
+        return int(self.nodes_of(torch.tensor([list(sequence)], dtype=torch.int64))[0])
+
+
+class PrefixTokens:
+    """A trie behind a prompt, as transformers calls a ``prefix_allowed_tokens_fn``.
+
+    Parameters
+    ----------
+    trie : Trie
+        What may follow the prompt.
+    prompt_length : int
+        Tokens that do not count.
+    """
+
+    def __init__(self, trie: Trie, prompt_length: int) -> None:
+        self.trie, self.prompt_length = trie, prompt_length
+
+    def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
+        """Return the tokens that may follow, or the last one where none may."""
+        generated: list[int] = input_ids[self.prompt_length :].tolist()
+        while True:
+            allowed: list[int] = self.trie.allowed(generated).tolist()
+            if allowed or not generated:
+                return allowed
+            if self.trie._node_of("prefix", generated) >= 0:
+                return generated[-1:]
+            generated.pop()
+
+
+def _build(tokens: Tensor, offsets: Tensor) -> TrieArrays:
+    try:
+        return TrieArrays.of(*ops.trie_build(tokens, offsets))
+    except ValueError as error:
+        raise ValueError(str(error).replace("trie_build", _OP, 1)) from None
+
+
+def _integers(name: str, tensor: object, rank: int) -> Tensor:
+    """Return a tensor as contiguous int64 on the CPU; raise for other than integers."""
+    if not isinstance(tensor, Tensor):
+        raise type_error(_OP, name, tensor, "a tensor")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{_OP}: {name} has dtype {dtype_name(tensor)}; expected integers")
+    if tensor.dim() != rank:
+        raise ValueError(
+            f"{_OP}: {name} has shape {list(tensor.shape)}; expected {rank} dimensions"
+        )
+    return tensor.detach().to(device="cpu", dtype=torch.int64).contiguous()
+
+
+def _of_matrix(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and offsets of [n, longest], -1 behind the end of each row."""
+    rows = _integers("sequences", sequences, 2)
+    is_token = rows != -1
+    lengths = is_token.sum(dim=1)
+    places = torch.arange(rows.shape[1])
+    ragged = (is_token != (places < lengths[:, None])).any(dim=1)
+    if bool(ragged.any()):
+        row = int(ragged.nonzero()[0])
+        raise ValueError(
+            f"{_OP}: sequence {row} is {rows[row].tolist()}; expected -1 behind its end alone"
+        )
+    return rows[is_token], torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _of_lists(sequences: object) -> tuple[Tensor, Tensor]:
+    """Return tokens and offsets of sequences of ints."""
+    if not isinstance(sequences, Iterable) or isinstance(sequences, (str, bytes)):
+        raise type_error(_OP, "sequences", sequences, "sequences of ints, or a tensor")
+    items: list[Any] = list(sequences)
+    if not all(type(item) is list or type(item) is tuple for item in items):
+        items = [_as_list(number, item) for number, item in enumerate(items)]
+    if set(map(type, itertools.chain.from_iterable(items))) - {int}:
+        items = [
+            [_token(number, place, token) for place, token in enumerate(item)]
+            for number, item in enumerate(items)
+        ]
+    try:
+        tokens = array("q", itertools.chain.from_iterable(items))
+    except OverflowError:
+        number, place = next(
+            (number, place)
+            for number, item in enumerate(items)
+            for place, token in enumerate(item)
+            if not -(1 << 63) <= token < 1 << 63
+        )
+        raise ValueError(
+            f"{_OP}: token {place} of sequence {number} is {items[number][place]}; expected 0 to "
+            "2^31 - 1"
+        ) from None
+    offsets = array("q", itertools.accumulate(map(len, items), initial=0))
+    return _tensor(tokens), _tensor(offsets)
+
+
+def _tensor(values: array[int]) -> Tensor:
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64)
+
+
+def _as_list(number: int, item: object) -> list[Any]:
+    if isinstance(item, Tensor):
+        return _integers(f"sequence {number}", item, 1).tolist()
+    if hasattr(item, "__array__") and hasattr(item, "tolist"):
+        item = item.tolist()
+    if not isinstance(item, Sequence) or isinstance(item, (str, bytes)):
+        raise type_error(_OP, f"sequence {number}", item, "a sequence of ints")
+    return list(item)
+
+
+def _token(number: int, place: int, token: Any) -> int:
+    if not is_int(token):
+        raise type_error(_OP, f"token {place} of sequence {number}", token, "an int")
+    return int(token)

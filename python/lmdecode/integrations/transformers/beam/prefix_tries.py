@@ -1,0 +1,40 @@
+"""A ``Trie`` that ``generate()`` was given as ``prefix_allowed_tokens_fn``."""
+
+from __future__ import annotations
+
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from lmdecode.beam.trie import PrefixTokens, Trie
+
+__all__ = ["behind_prompt", "prefix_tokens_of", "refuse_trie"]
+
+
+def prefix_tokens_of(processor: object) -> PrefixTokens | None:
+    """Return the trie of a processor that holds sequences to one, and where they begin."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return None
+    allowed = processor._prefix_allowed_tokens_fn
+    return allowed if isinstance(allowed, PrefixTokens) else None
+
+
+def behind_prompt(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
+    """Return the list with what a ``Trie`` allows behind the prompt in the place of the trie."""
+    if type(processors) is not LogitsProcessorList:
+        return processors
+    bound = LogitsProcessorList()
+    for processor in processors:
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            trie = processor._prefix_allowed_tokens_fn
+            if isinstance(trie, Trie):
+                processor = PrefixConstrainedLogitsProcessor(
+                    PrefixTokens(trie, prompt_length), processor._num_beams
+                )
+        bound.append(processor)
+    return bound
+
+
+def refuse_trie(processors: LogitsProcessorList, name: str, expected: str, given: object) -> None:
+    """Raise ValueError for an option that searches which are held to a trie do not have."""
+    if any(prefix_tokens_of(processor) is not None for processor in processors):
+        raise ValueError(f"{name}: expected {expected} beside a Trie, got {given}")
