@@ -151,12 +151,8 @@ class Sampler:
         self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
             _COUNTS if return_stages else 0
         )
-        self._results = new_results(batch, self._num_logprobs, return_stages)
-        self._kept_logits = torch.zeros(batch, vocab) if return_logits else None
-        self._returns_kept_set = return_kept_set
-        kept = (torch.zeros(batch, vocab, dtype=torch.int64), torch.zeros(batch, vocab))
-        self._kept: tuple[Tensor | None, Tensor | None] = kept if return_kept_set else (None, None)
-        self._output = self._new_output()
+        self._returns = (return_logits, return_kept_set, return_stages)
+        self._new_outputs()
         self._defaults = check_parameters(parameters, self.vocab, self.batch)
         # Steps may be taken until the longest text meets its room.
         self._steps, self._most_steps, self._keeps_text = 0, MAX_INT, False
@@ -332,7 +328,7 @@ class Sampler:
         )  # fmt: skip
         if accept:
             self._steps += 1
-        if self._returns_kept_set:
+        if self._kept[0] is not None:
             return self._output._replace(kept_set=self._kept_set())
         return self._output
 
@@ -364,12 +360,28 @@ class Sampler:
 
     # ---- the state
 
-    def _new_output(self) -> SamplerOutput:
-        r = self._results
-        return SamplerOutput(
+    def _new_outputs(self) -> None:
+        """Take the memory of the outputs, and make the tuple that ``sample`` returns."""
+        logits, kept_set, stages = self._returns
+        batch, vocab = self.batch, self.vocab
+        r = self._results = new_results(batch, self._num_logprobs, stages)
+        self._kept_logits = torch.zeros(batch, vocab) if logits else None
+        self._kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        if kept_set:  # what is not written of it takes no memory
+            ids = torch.empty(batch, vocab, dtype=torch.int64)
+            self._kept = ids, torch.empty(batch, vocab)
+        self._output = SamplerOutput(
             r.index, self._kept_logits, r.logprob, r.kept_count, r.status, r.top_ids,
             r.top_logprobs, r.rank, None, r.stage_counts,
         )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        outputs = ("_results", "_kept_logits", "_kept", "_output")
+        return {name: value for name, value in vars(self).items() if name not in outputs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._new_outputs()
 
     def _kept_set(self) -> KeptSet:
         ids, logprobs = self._kept
