@@ -1,0 +1,277 @@
+"""Wrong arguments of ``Sampler`` and ``verify_draft``: clear errors, and nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+import lmdecode
+
+VOCAB = 50
+ops = torch.ops.lmdecode
+LOGITS = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+
+WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1.0}, "temperature is -1.0; expected a number >= 0"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"temperature": "1"}, "temperature is of type str"),
+    ({"temperature": True}, "temperature is of type bool"),
+    ({"temperature": [1.0]}, "temperature has 1 numbers; expected 2"),
+    ({"temperature": torch.ones(3)}, "temperature has 3 numbers; expected 2"),
+    ({"top_k": 1.5}, "top_k is of type float"),
+    ({"top_p": 1.1}, "top_p is 1.1"),
+    ({"top_p": [0.5, 2.0]}, r"top_p\[1\] is 2.0"),
+    ({"typical_p": 2.0}, "typical_p is 2.0; expected 0 to 1"),
+    ({"epsilon_cutoff": -0.1}, "epsilon_cutoff is -0.1; expected 0 to 1"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected a number > 0"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty is inf; expected a finite"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
+    ({"logit_bias": [1]}, "logit_bias is of type list; expected a dict"),
+    ({"logit_bias": {VOCAB: 1.0}}, f"is {VOCAB}; expected 0 to {VOCAB - 1}"),
+    ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\] is inf"),
+    ({"logit_bias": {(): 1.0}}, "a key of logit_bias is empty"),
+    ({"bad_words_ids": [[]]}, r"bad_words_ids\[0\] is empty"),
+    ({"bad_words_ids": [[-1]]}, r"bad_words_ids\[0\]\[0\] is -1"),
+    ({"suppress_tokens": "ab"}, "suppress_tokens is of type str"),
+    ({"eos_token_id": 1.0}, "eos_token_id is of type float"),
+    ({"forced_tokens": {0: VOCAB}}, rf"forced_tokens\[0\] is {VOCAB}"),
+    ({"forced_tokens": {-1: 1}}, "a key of forced_tokens is -1"),
+    ({"seed": 1 << 63}, "seed is 9223372036854775808"),
+    ({"dry_breakers": [VOCAB]}, r"dry_breakers\[0\] is 50"),
+    ({"penalty": 1.0}, "penalty is no parameter; expected one of"),
+    ({"order": "sorted"}, "order is 'sorted'; expected one of lmdecode, "),
+    ({"num_logprobs": 65}, "num_logprobs is 65; expected 0 to 50"),
+    ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw'"),
+    ({"device": "meta"}, "device is meta; expected cpu"),
+    ({"return_logits": 1}, "return_logits is of type int"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "error"), WRONG_PARAMETERS)
+def test_wrong_parameters(parameters: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        lmdecode.Sampler(2, VOCAB, **parameters)
+
+
+@pytest.mark.parametrize(("batch", "vocab"), [(-1, 5), (1.0, 5), (1, 0), (1, 1 << 31), (True, 5)])
+def test_wrong_sizes(batch: Any, vocab: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"Sampler: (batch|vocab) is "):
+        lmdecode.Sampler(batch, vocab)
+
+
+def new_sampler() -> lmdecode.Sampler:
+    sampler = lmdecode.Sampler(2, VOCAB, seed=1, repetition_penalty=1.1)
+    sampler.sample(LOGITS)
+    return sampler
+
+
+WRONG_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("sample", (LOGITS[:1],), r"logits has shape \[1, 50\]; expected \[2, 50\]"),
+    ("sample", (LOGITS[0],), "logits has shape .* expected 2 dimensions"),
+    ("sample", (LOGITS[:, :-1],), r"expected a vocabulary of 50"),
+    ("sample", (LOGITS.double(),), "logits has dtype float64"),
+    ("sample", (LOGITS.tolist(),), "logits is of type list; expected a tensor"),
+    ("sample", (LOGITS, torch.zeros(2, 1, dtype=torch.int32)), r"bitmask has shape \[2, 1\]"),
+    ("sample", (LOGITS, torch.zeros(1, 2, dtype=torch.int32)), r"bitmask has shape \[1, 2\]"),
+    ("sample", (LOGITS, torch.zeros(2, 2, dtype=torch.int64)), "bitmask has dtype int64"),
+    ("insert", (2,), "insert: row is 2; expected 0 to 1"),
+    ("insert", (0, [1.5]), r"insert: prompt\[0\] is of type float"),
+    ("insert", (0, torch.ones(2)), "insert: prompt has dtype float32"),
+    ("insert", (0, [1 << 40]), r"prompt\[0\] is 1099511627776"),
+    ("remove", (-1,), "remove: row is -1"),
+    ("reorder_", ([0],), "reorder_: rows has 1 numbers; expected 2"),
+    ("reorder_", ([0, 2],), r"reorder_: rows\[1\] is 2; expected 0 to 1"),
+    ("accept", (0, [VOCAB]), r"tokens\[0\] is 50; expected 0 to 49"),
+    ("accept", (0, -1), r"tokens\[0\] is -1"),
+    ("rewind", (0, 2), "count is 2; expected 0 to 1, the tokens that were accepted"),
+    ("rewind", (0, -1), "count is -1"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "error"), WRONG_CALLS)
+def test_wrong_calls(method: str, arguments: tuple[Any, ...], error: str) -> None:
+    sampler, other = new_sampler(), new_sampler()
+    with pytest.raises((ValueError, TypeError), match=error):
+        getattr(sampler, method)(*arguments)
+    for _ in range(3):
+        assert torch.equal(sampler.sample(LOGITS).index, other.sample(LOGITS).index)
+
+
+def test_rows_without_a_sequence() -> None:
+    sampler = new_sampler()
+    sampler.remove(1)
+    out = sampler.sample(LOGITS)
+    assert out.index[1] == -1
+    assert out.status.tolist() == [0, 8]
+    assert sampler.output_lengths.tolist() == [2, -1]
+    for call in (lambda: sampler.accept(1, 3), lambda: sampler.rewind(1, 1)):
+        with pytest.raises(ValueError, match="row 1 has no sequence"):
+            call()
+
+
+DRAFT = torch.tensor([[1, 2], [3, 4]])
+DRAFT_LOGITS = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
+WRONG_DRAFTS: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "sure"}, "mode is 'sure'; expected one of match, rejection"),
+    ({"sampler": 3}, "sampler is of type int"),
+    ({"draft": DRAFT.float()}, "draft has dtype float32"),
+    ({"draft": DRAFT[0]}, "draft has dtype int64 and shape"),
+    ({"draft": DRAFT[:1]}, r"draft has shape \[1, 2\]; expected \[2, 2\]"),
+    ({"logits": DRAFT_LOGITS[:, :2]}, r"logits has shape \[2, 2, 50\]; expected \[2, 3, 50\]"),
+    ({"logits": LOGITS}, "logits has shape .* expected 3 dimensions"),
+    ({"num_draft": torch.tensor([1, 3])}, r"num_draft\[1\] is 3; expected 0 to 2"),
+    ({"num_draft": torch.tensor([1])}, r"num_draft has shape \[1\]"),
+    ({"parents": torch.tensor([[-1, 1], [-1, 0]])}, r"parents\[0, 1\] is 1; expected -1 to 0"),
+    ({"parents": DRAFT, "mode": "rejection"}, "parents"),
+    ({"draft_logits": DRAFT_LOGITS[:, :2]}, "draft_logits is given with mode match"),
+    ({"draft_logits": DRAFT_LOGITS, "mode": "rejection"}, r"draft_logits has shape \[2, 3, 50\]"),
+    ({"bitmask": torch.zeros(2, 2, dtype=torch.int32)}, r"bitmask has shape \[2, 2\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error"), WRONG_DRAFTS)
+def test_wrong_drafts(changes: dict[str, Any], error: str) -> None:
+    sampler, other = new_sampler(), new_sampler()
+    arguments = {"logits": DRAFT_LOGITS, "draft": DRAFT, "sampler": sampler, **changes}
+    with pytest.raises((ValueError, TypeError), match=error):
+        lmdecode.verify_draft(**arguments)
+    assert torch.equal(sampler.sample(LOGITS).index, other.sample(LOGITS).index)
+
+
+def test_numbers_of_numpy_and_of_tensors() -> None:
+    sampler = lmdecode.Sampler(
+        2, np.int64(VOCAB), top_k=np.int64(5), top_p=np.float32(0.9), seed=torch.tensor(3),
+        temperature=torch.tensor([0.5, 1.0]), suppress_tokens=torch.tensor([1, 2]),
+    )  # fmt: skip
+    plain = lmdecode.Sampler(
+        2, VOCAB, top_k=5, top_p=0.9, seed=3, temperature=[0.5, 1.0], suppress_tokens=[1, 2]
+    )
+    assert torch.equal(sampler.sample(LOGITS).index, plain.sample(LOGITS).index)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_strides_and_modes(batch: int) -> None:
+    logits = torch.randn(VOCAB, batch)
+    samplers = [lmdecode.Sampler(batch, VOCAB, seed=1, frequency_penalty=0.5) for _ in range(4)]
+    plain = logits.T.contiguous()
+    expected = samplers[0].sample(plain).index
+    assert torch.equal(samplers[1].sample(logits.T).index, expected)
+    assert torch.equal(samplers[2].sample(plain.requires_grad_()).index, expected)
+    with torch.inference_mode():
+        assert torch.equal(samplers[3].sample(plain * 1).index, expected)
+
+
+# ---- the ops
+
+
+def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
+    sizes = (VOCAB, 64, 16)
+    state = torch.zeros(2, ops.sampler_row_bytes(*sizes), dtype=torch.uint8)
+    numbers = torch.tensor(
+        [0.7, 0.9, 0, 1, 0, 0, 0, 0, 0, 0.1, 1.1, 0, 0.5, 0, 1.75, 0, 0.1, 0, 1],
+        dtype=torch.float64,
+    )
+    for row in range(2):
+        ops.sampler_insert_(
+            state, *sizes, row, torch.tensor([0, row, 5, 0, 2, 0, 1]), numbers,
+            torch.tensor([1, 0, 0, 0, 0, 3, 0], dtype=torch.int32), torch.tensor([1, 2, 3]),
+        )  # fmt: skip
+    return state, sizes
+
+
+def test_opchecks() -> None:
+    state, sizes = new_rows()
+    integers = torch.tensor([0, 1, 5, 0, 2, 0, 1])
+    numbers = torch.zeros(19, dtype=torch.float64)
+    rules = torch.zeros(0, dtype=torch.int32)
+    insert = (state, *sizes, 0, integers, numbers, rules, torch.tensor([1]))
+    opcheck(ops.sampler_insert_.default, insert)
+    state, _ = new_rows()
+    opcheck(ops.sampler_accept_.default, (state, *sizes, 0, torch.tensor([4, 5])))
+    opcheck(ops.sampler_rewind_.default, (state, *sizes, 0, 0))
+    larger = torch.zeros(2, ops.sampler_row_bytes(VOCAB, 128, 16), dtype=torch.uint8)
+    opcheck(ops.sampler_copy_.default, (larger, 128, 16, state, 64, 16, VOCAB))
+    results = torch.zeros(2 * (8 + 4 + 1), dtype=torch.uint8)
+    step = (state, LOGITS, None, results, None, None, None, *sizes, -1, 1)
+    opcheck(ops.sampler_step_.default, step)
+    drafted = [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)]
+    verify = (
+        state, DRAFT_LOGITS, None, DRAFT, None, None, None, results, *drafted,
+        torch.zeros(2, dtype=torch.int64), *sizes, False,
+    )  # fmt: skip
+    opcheck(ops.sampler_verify_.default, verify)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({7: VOCAB + 1}, r"state\[0\] is not a row of these sizes"),
+        ({8: 32}, "state has shape"),
+        ({8: -1}, "text_capacity is -1"),
+        ({3: torch.zeros(3, dtype=torch.uint8)}, r"results has shape \[3\]; expected \[26\]"),
+        ({10: VOCAB + 1}, "num_logprobs is 51"),
+        ({0: torch.zeros(2, 8)}, "state has dtype float32"),
+        ({5: torch.zeros(2, VOCAB, dtype=torch.int64)}, "kept_ids or kept_logprobs is None"),
+        ({4: torch.zeros(2, 3)}, r"kept_logits has shape \[2, 3\]"),
+    ],
+)
+def test_wrong_sizes_of_a_step(changes: dict[int, Any], error: str) -> None:
+    state, sizes = new_rows()
+    before = state.clone()
+    step = [
+        state,
+        LOGITS,
+        None,
+        torch.zeros(26, dtype=torch.uint8),
+        None,
+        None,
+        None,
+        *sizes,
+        -1,
+        1,
+    ]
+    for place, value in changes.items():
+        step[place] = value
+    with pytest.raises(ValueError, match=error):
+        ops.sampler_step_(*step)
+    assert torch.equal(state, before)
+
+
+def test_a_full_text() -> None:
+    state, sizes = new_rows()
+    ops.sampler_accept_(state, *sizes, 0, torch.zeros(61, dtype=torch.int64))
+    step = (
+        state,
+        LOGITS,
+        None,
+        torch.zeros(26, dtype=torch.uint8),
+        None,
+        None,
+        None,
+        *sizes,
+        -1,
+        1,
+    )
+    with pytest.raises(ValueError, match=r"state\[0\] has 64 tokens of text; expected room for 1"):
+        ops.sampler_step_(*step)
+    with pytest.raises(ValueError, match="tokens are 1 behind 64; expected at most 64"):
+        ops.sampler_accept_(state, *sizes, 0, torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    "rules", [[1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0, VOCAB, 0], [0, 0, 0, 0, 1, 1, 3, 0], [9] * 7]
+)
+def test_wrong_rules(rules: list[int]) -> None:
+    state, sizes = new_rows()
+    before = state.clone()
+    with pytest.raises(ValueError, match="rules is not what it should be"):
+        ops.sampler_insert_(
+            state, *sizes, 0, torch.zeros(7, dtype=torch.int64),
+            torch.zeros(19, dtype=torch.float64), torch.tensor(rules, dtype=torch.int32),
+            torch.zeros(0, dtype=torch.int64),
+        )  # fmt: skip
+    assert torch.equal(state, before)
