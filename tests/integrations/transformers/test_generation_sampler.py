@@ -78,27 +78,26 @@ def sampled_by(monkeypatch) -> list[str]:
     return done
 
 
-def processors_of(model, arguments, prompts, attention_mask, do_sample):
-    """Return transformers' own list for these arguments."""
-    config, _ = model._prepare_generation_config(
-        None, do_sample=do_sample, max_new_tokens=10, **arguments
-    )
-    model._prepare_special_tokens(config, True, device=prompts.device)
-    config.max_length = prompts.shape[1] + 10
-    return model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=prompts.shape[1],
-        encoder_input_ids=prompts,
-        model_kwargs={"attention_mask": attention_mask},
-    )
+@pytest.fixture
+def processors(monkeypatch) -> list[LogitsProcessorList]:
+    """Hold transformers' own list of each step."""
+    lists = []
+
+    def plan(processors, *arguments):
+        lists.append(processors)
+        return plan_sampling(processors, *arguments)
+
+    monkeypatch.setattr(generation, "plan_sampling", plan)
+    return lists
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_scores_are_those_of_the_processors(llama, prompts, padded_prompts, names, padded):
+def test_scores_are_those_of_the_processors(
+    llama, prompts, padded_prompts, processors, names, padded
+):
     arguments = {"top_k": 0} | {name: (EDITS | FILTERS)[name] for name in names}
     inputs = padded_prompts if padded else {"input_ids": prompts}
-    mask = inputs.get("attention_mask", torch.ones_like(prompts))
     got = llama.generate(
         **inputs,
         do_sample=True,
@@ -111,7 +110,8 @@ def test_scores_are_those_of_the_processors(llama, prompts, padded_prompts, name
         seed=3,
     )
     ids = inputs["input_ids"]
-    chain = processors_of(llama, arguments, ids, mask, do_sample=True)
+    chain = processors[0]
+    assert len(chain) >= len(names)
     for step, (logits, scores) in enumerate(zip(got.logits, got.scores, strict=True)):
         text = got.sequences[:, : ids.shape[1] + step]
         running = ~(text[:, ids.shape[1] :] == 2).any(-1)
