@@ -112,7 +112,7 @@ def _sample_by_rules(
         scores = processors(input_ids, logits)  # type: ignore[arg-type]
     drawn = sampler.sample(as_op_logits(scores), input_ids, plan.sampler.arguments, rows)
     return _ChosenTokens(
-        drawn.index.clone(),
+        drawn.index,
         drawn.status.clone(),
         drawn.kept_logits.clone() if keep_scores and drawn.kept_logits is not None else None,
         logits if keep_logits else None,

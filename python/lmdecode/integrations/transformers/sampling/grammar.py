@@ -45,14 +45,15 @@ class GrammarLogitsProcessor(LogitsProcessor):
     def __init__(self, grammar: Any) -> None:
         import xgrammar
 
-        grammars = list(grammar) if isinstance(grammar, Sequence) else [grammar]
+        is_list = isinstance(grammar, Sequence) and not isinstance(grammar, str)
+        grammars = list(grammar) if is_list else [grammar]
         for i, one in enumerate(grammars):
             if not isinstance(one, xgrammar.CompiledGrammar):
                 raise TypeError(
                     f"GrammarLogitsProcessor: grammar[{i}] is of type {type(one).__name__}; "
                     "expected an xgrammar.CompiledGrammar"
                 )
-        self._grammars, self._is_list = grammars, isinstance(grammar, Sequence)
+        self._grammars, self._is_list = grammars, is_list
         self._matchers: list[Any] = []
         self._open: list[bool] = []  # rows whose text the grammar still follows
         self._seen: torch.Tensor | None = None

@@ -50,6 +50,7 @@ class RowSampler:
         self._arguments: dict[str, Any] | None = None
         self._length = -1
         self._sampler: Sampler | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64)
 
     def sample(
         self,
@@ -74,18 +75,26 @@ class RowSampler:
         Returns
         -------
         SamplerOutput
-            Its tensors are overwritten by the next call.
+            Its tensors but for ``index`` are overwritten by the next call.
         """
         asked = {name: value for name, value in arguments.items() if name != "grammar"}
         sampler = self._sampler
         if sampler is None or asked != self._arguments or rows.length != self._length:
             sampler = self._sampler = self._begin(input_ids, asked, rows)
             self._arguments = asked
+        elif self._keep_scores:
+            # A row that has ended goes on with padding, which transformers' scores count as text.
+            last = input_ids[:, -1]
+            for row in (last != self._drawn).nonzero()[:, 0].tolist():
+                sampler.rewind(row, 1)
+                sampler.accept(row, last[row : row + 1])
         mask = None
         if "grammar" in arguments:
             mask = fitting_mask(arguments["grammar"].bitmask(input_ids), rows.vocab)
         self._length = rows.length + 1
-        return sampler.sample(logits, mask)
+        drawn = sampler.sample(logits, mask)
+        self._drawn = drawn.index.clone()
+        return drawn._replace(index=self._drawn)
 
     def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: Rows) -> Sampler:
         parameters = _parameters(asked)
