@@ -173,8 +173,9 @@ def sample(
     The loop of ``GenerationMixin._sample`` of transformers 5.23, with its outputs, its stopping and
     its streaming. Where that copies the logits to float32, runs the warpers, a softmax and
     ``torch.multinomial``, this calls ``top_k_top_p_sample`` on the model's logits. The temperature,
-    top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it; every
-    other processor is called as it is, before. Tokens have the distribution that transformers
+    top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it. On the
+    CPU, where penalties, biases, bans or other filters of transformers stand there too, one
+    ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the distribution that transformers
     draws from, and greedy tokens are the same.
 
     Parameters

@@ -18,7 +18,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
     state follows ``input_ids``: where these do not go on with those of the last call by one token,
     a new text begins.
 
-    Needs the package ``xgrammar`` (``pip install "lmdecode[grammar]"``), version 0.1.20 or later.
+    Needs the package ``xgrammar`` (``pip install "lmdecode[grammar]"``).
 
     Parameters
     ----------
