@@ -175,8 +175,8 @@ def sample(
     ``torch.multinomial``, this calls ``top_k_top_p_sample`` on the model's logits. The temperature,
     top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it. On the
     CPU, where penalties, biases, bans or other filters of transformers stand there too, one
-    ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the distribution that transformers
-    draws from, and greedy tokens are the same.
+    ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the
+    distribution that transformers draws from, and greedy tokens are the same.
 
     Parameters
     ----------
