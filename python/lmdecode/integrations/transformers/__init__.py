@@ -2,7 +2,8 @@
 
 ``sample`` and ``beam_search`` replace the decoding loop of ``model.generate(custom_generate=...)``:
 one fused op draws each token, or finds the best continuations of the beams.
-``TopKTopPLogitsProcessor`` is the filter alone, for any place that takes a ``LogitsProcessor``.
+``TopKTopPLogitsProcessor`` is the filter alone, for any place that takes a ``LogitsProcessor``;
+``GrammarLogitsProcessor`` is a grammar of xgrammar.
 ``BeamDynamicCache`` and ``BeamEncoderDecoderCache`` are KV caches for beam search, and
 ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches that exist.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
@@ -42,6 +43,7 @@ from lmdecode.integrations.transformers.linear.packing import pack_linears_
 from lmdecode.integrations.transformers.quantized_folder import load_quantized
 from lmdecode.integrations.transformers.quantizer import LmdecodeConfig
 from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
 from lmdecode.integrations.transformers.store.cache import (
     cache_from_kv,
@@ -56,6 +58,7 @@ __all__ = [
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
     "DynamicRingCache",
+    "GrammarLogitsProcessor",
     "HammingDiversityLogitsProcessor",
     "LmdecodeConfig",
     "PackedLinearModule",

@@ -1,9 +1,11 @@
-"""``generate()`` that draws tokens by ``top_k_top_p_sample``."""
+"""``generate()`` that draws tokens by ``top_k_top_p_sample`` and ``Sampler``."""
 
 from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
 
 __all__ = [
+    "GrammarLogitsProcessor",
     "TopKTopPLogitsProcessor",
     "sample",
 ]

@@ -21,8 +21,10 @@ from lmdecode.integrations.transformers.generate_call import (
     refuse_other_modes,
     with_stop_strings,
 )
+from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
+from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:
@@ -87,6 +89,53 @@ def _sample_from(
     )
 
 
+def _mask_name(model: GenerativePreTrainedModel) -> str:
+    return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+
+
+def _sample_by_rules(
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    plan: SamplingPlan,
+    sampler: RowSampler,
+    rows: Rows,
+    keep_scores: bool,
+    keep_logits: bool,
+) -> _ChosenTokens:
+    """Choose a token for every row of ``logits`` [B, V] as ``plan.sampler`` says."""
+    assert plan.sampler is not None
+    processors = plan.sampler.processors
+    if processors is not None or keep_logits:
+        logits = logits.to(torch.float32, copy=True)
+    scores = logits
+    if processors is not None:
+        scores = processors(input_ids, logits)  # type: ignore[arg-type]
+    drawn = sampler.sample(as_op_logits(scores), input_ids, plan.sampler.arguments, rows)
+    return _ChosenTokens(
+        drawn.index,
+        drawn.status.clone(),
+        drawn.kept_logits.clone() if keep_scores and drawn.kept_logits is not None else None,
+        logits if keep_logits else None,
+    )
+
+
+def _padding(
+    input_ids: torch.Tensor, position: int | torch.Tensor, model_kwargs: dict[str, Any], name: str
+) -> int | torch.Tensor | None:
+    """Return the tokens of padding before each row, < 0: tokens in the cache alone; None: unknown.
+
+    ``position`` is what ``_first_position`` gives, [B] where the mask called ``name`` gave it.
+    """
+    length = input_ids.shape[1]
+    if not isinstance(position, torch.Tensor):
+        return length - position
+    mask = model_kwargs[name]
+    ones = mask != 0
+    if mask.shape[1] != length or not bool((ones[:, 1:] >= ones[:, :-1]).all()):
+        return None
+    return length - position
+
+
 def _first_position(
     model: GenerativePreTrainedModel,
     input_ids: torch.Tensor,
@@ -97,8 +146,7 @@ def _first_position(
 
     Noise is a function of it, so a row draws the same tokens whatever it was padded to.
     """
-    name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-    mask = model_kwargs.get(name)
+    mask = model_kwargs.get(_mask_name(model))
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return (mask != 0).sum(dim=-1).to(input_ids.device)
     # generate() drops a mask of ones and notes its length, which is not that of input_ids where
@@ -125,9 +173,10 @@ def sample(
     The loop of ``GenerationMixin._sample`` of transformers 5.23, with its outputs, its stopping and
     its streaming. Where that copies the logits to float32, runs the warpers, a softmax and
     ``torch.multinomial``, this calls ``top_k_top_p_sample`` on the model's logits. The temperature,
-    top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it; every
-    other processor is called as it is, before. Tokens have the distribution that transformers
-    draws from, and greedy tokens are the same.
+    top-k, top-p and min-p warpers at the end of ``logits_processor`` become arguments of it. On the
+    CPU, where penalties, biases, bans or other filters of transformers stand there too, one
+    ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the
+    distribution that transformers draws from, and greedy tokens are the same.
 
     Parameters
     ----------
@@ -254,8 +303,14 @@ def _decode(
     if seed is None and do_sample:
         seed = torch.randint(0, 2**63 - 1, (batch,), device=device)
     position = _first_position(model, input_ids, generation_config, model_kwargs)
+    padding = _padding(input_ids, position, model_kwargs, _mask_name(model))
     unfinished = torch.ones(batch, dtype=torch.int64, device=device)
     recorder = Recorder(model, generation_config, model_kwargs)
+    keeps = {
+        "keep_scores": recorder.scores is not None,
+        "keep_logits": recorder.logits is not None,
+    }
+    sampler = RowSampler(seed if do_sample else None, keeps["keep_scores"])
 
     forward = model
     if model._valid_auto_compile_criteria(model_kwargs, generation_config):
@@ -275,17 +330,17 @@ def _decode(
                 outputs = None
                 continue
 
-            step = _sample_from(
-                outputs.logits[:, -1].to(device),
-                input_ids,
-                plan_sampling(logits_processor, do_sample),
-                seed,
-                position + steps,
-                keep_scores=recorder.scores is not None,
-                keep_logits=recorder.logits is not None,
-            )
+            logits = outputs.logits[:, -1].to(device)
+            rows = None
+            if device.type == "cpu" and padding is not None:
+                rows = Rows(input_ids.shape[1], logits.shape[1], padding)
+            plan = plan_sampling(logits_processor, do_sample, rows)
+            if plan.sampler is not None and rows is not None:
+                step = _sample_by_rules(logits, input_ids, plan, sampler, rows, **keeps)
+            else:
+                step = _sample_from(logits, input_ids, plan, seed, position + steps, **keeps)
             recorder.record(outputs, step.scores, step.logits)
-            outputs = None  # the logits of a long prompt must not live on
+            outputs = logits = None  # the logits of a long prompt must not live on
 
             tokens = step.tokens
             if has_eos and pad_token is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
@@ -14,11 +15,27 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from lmdecode.integrations.transformers.sampling.edits import BANS, EDITS, RANKS, Rows
 from lmdecode.integrations.transformers.sampling.logits_process import (
     STAGES,
     TopKTopPLogitsProcessor,
     is_valid_temperature,
 )
+
+
+class SamplerPlan(NamedTuple):
+    """What a ``Sampler`` does in a step.
+
+    Attributes
+    ----------
+    processors
+        What is called on float32 logits before it, or None.
+    arguments
+        What the processors that it replaces ask for, by the names of ``edits.RANKS``.
+    """
+
+    processors: LogitsProcessorList | None
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,16 +55,25 @@ class SamplingPlan:
     processors: LogitsProcessorList | None
     stages: dict[str, Any] = field(default_factory=dict)
     greedy: bool = False
+    sampler: SamplerPlan | None = None
 
 
-def fused_stages(processor: Any) -> dict[str, Any] | None:
+_STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
+_EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
+
+
+def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | None:
     """Return the op's arguments that do what ``processor`` does, or None if there are none.
+
+    With ``rows``, the arguments may be those of a ``Sampler``; {} where it does nothing to them.
 
     Only the classes themselves are known: a subclass may do anything. A warper that fills with
     something else than -inf, or keeps a minimum of several tokens after top-p or min-p, is not
     expressible by the op (the minimum of top-k is part of its ``top_k`` already).
     """
     kind = type(processor)
+    if rows is not None and kind in EDITS:
+        return EDITS[kind](processor, rows)
     if kind is TopKTopPLogitsProcessor:
         return processor.stages()
     if kind is TemperatureLogitsWarper:
@@ -66,33 +92,66 @@ def fused_stages(processor: Any) -> dict[str, Any] | None:
     return {"min_p": processor.min_p}
 
 
-def plan_sampling(logits_processor: LogitsProcessorList, do_sample: bool) -> SamplingPlan:
-    """Split a list of processors into a part that is called and a suffix that the op replaces.
+def _fused_suffix(
+    processors: LogitsProcessorList, ranks: Mapping[str, int], rows: Rows | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Return how many processors are called before the op, and its arguments.
 
-    The op applies temperature, top-k, top-p and min-p in this order, after everything else. So a
-    suffix is replaced that holds each of them at most once and in this order; what stands before
-    it is called as it is. The tokens have the distribution that the whole list would give.
+    The op applies its stages in the order of their ranks, after everything else. So the longest
+    suffix is replaced that holds each of them at most once and in this order; bans alone may stand
+    anywhere before the stages that follow all bans.
+    """
+    called = len(processors)
+    arguments: dict[str, Any] = {}
+    first = max(ranks.values()) + 1
+    while called:
+        found = fused_stages(processors[called - 1], rows)
+        if found is None:
+            break
+        if any(
+            name not in ranks or name in arguments or (ranks[name] >= first and name not in BANS)
+            for name in found
+        ):
+            break
+        arguments |= found
+        first = min([first, *(ranks[name] for name in found)])
+        called -= 1
+    return called, arguments
+
+
+def plan_sampling(
+    logits_processor: LogitsProcessorList, do_sample: bool, rows: Rows | None = None
+) -> SamplingPlan:
+    """Split a list of processors into a part that is called and a suffix that an op replaces.
+
+    ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. Where a
+    ``Sampler``, which knows penalties, bans and more filters, replaces a longer suffix, the plan
+    says so too. The tokens have the distribution that the whole list would give.
 
     Parameters
     ----------
     logits_processor
         As ``generate()`` builds it: the user's processors first, the warpers last.
     do_sample
-        False: nothing is replaced, as filters decide nothing about the largest score but may
+        False: no filter is replaced, as filters decide nothing about the largest score but may
         choose among equal ones.
+    rows
+        The sequences of the step, on the CPU. None: no ``Sampler``.
     """
     if type(logits_processor) is not LogitsProcessorList:  # its __call__ may do more
         return SamplingPlan(logits_processor, greedy=not do_sample)
+
+    def first(called: int) -> LogitsProcessorList | None:
+        return LogitsProcessorList(logits_processor[:called]) if called else None
+
     called = len(logits_processor)
     stages: dict[str, Any] = {}
     if do_sample:
-        first_stage = len(STAGES)
-        while called:
-            found = fused_stages(logits_processor[called - 1])
-            if found is None or any(STAGES.index(name) >= first_stage for name in found):
-                break
-            stages |= found
-            first_stage = min((STAGES.index(name) for name in found), default=first_stage)
-            called -= 1
-    processors = LogitsProcessorList(logits_processor[:called]) if called else None
-    return SamplingPlan(processors, stages, greedy=not do_sample)
+        called, stages = _fused_suffix(logits_processor, _STAGE_RANKS)
+    sampler = None
+    if rows is not None:
+        ranks = RANKS if do_sample else _EDIT_RANKS
+        before, arguments = _fused_suffix(logits_processor, ranks, rows)
+        if before < called:
+            sampler = SamplerPlan(first(before), arguments)
+    return SamplingPlan(first(called), stages, greedy=not do_sample, sampler=sampler)

@@ -1,0 +1,120 @@
+"""The ``Sampler`` of a ``generate()`` call, which follows its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lmdecode.integrations.transformers.sampling.edits import Rows
+from lmdecode.integrations.transformers.sampling.grammar import fitting_mask
+from lmdecode.sampling.sampler import Sampler
+from lmdecode.sampling.types import SamplerOutput
+
+_BANNED = ("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens")
+
+
+def _parameters(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a ``Sampler``, all of which are functions of a row's text."""
+    parameters = {
+        name: value
+        for name, value in arguments.items()
+        if name not in (*_BANNED, "sequence_bias", "bad_words", "grammar")
+    }
+    words = arguments.get("bad_words", {})
+    parameters["logit_bias"] = arguments.get("sequence_bias")
+    parameters["bad_words_ids"] = [list(ids) for ids in words if len(ids) > 1]
+    single = (ids[0] for ids in words if len(ids) == 1)
+    banned = [*single, *(token for name in _BANNED for token in arguments.get(name, ()))]
+    parameters["suppress_tokens"] = list(dict.fromkeys(banned))
+    return parameters
+
+
+class RowSampler:
+    """Samples the next token of rows by a ``Sampler``, made anew where what is asked for changes.
+
+    The noise of a row is that of ``top_k_top_p_sample``: of its seed, and of its length without
+    padding. Where such a ``Sampler`` begins, its text is ``input_ids`` without padding; tokens that
+    are in the cache alone are numbers that are no tokens.
+
+    Parameters
+    ----------
+    seed
+        int or [B], as of ``sample``; None: greedy.
+    keep_scores
+        Whether ``kept_logits`` are wanted.
+    """
+
+    def __init__(self, seed: int | torch.Tensor | None, keep_scores: bool) -> None:
+        self._seed, self._keep_scores = seed, keep_scores
+        self._arguments: dict[str, Any] | None = None
+        self._length = -1
+        self._sampler: Sampler | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        arguments: dict[str, Any],
+        rows: Rows,
+    ) -> SamplerOutput:
+        """Choose a token for each row.
+
+        Parameters
+        ----------
+        logits
+            [B, V].
+        input_ids
+            [B, S].
+        arguments
+            Of the plan of this step.
+        rows
+            What ``input_ids`` are.
+
+        Returns
+        -------
+        SamplerOutput
+            Its tensors but for ``index`` are overwritten by the next call.
+        """
+        asked = {name: value for name, value in arguments.items() if name != "grammar"}
+        sampler = self._sampler
+        if sampler is None or asked != self._arguments or rows.length != self._length:
+            sampler = self._sampler = self._begin(input_ids, asked, rows)
+            self._arguments = asked
+        elif self._keep_scores:
+            # A row that has ended goes on with padding, which transformers' scores count as text.
+            last = input_ids[:, -1]
+            for row in (last != self._drawn).nonzero()[:, 0].tolist():
+                sampler.rewind(row, 1)
+                sampler.accept(row, last[row : row + 1])
+        mask = None
+        if "grammar" in arguments:
+            mask = fitting_mask(arguments["grammar"].bitmask(input_ids), rows.vocab)
+        self._length = rows.length + 1
+        drawn = sampler.sample(logits, mask)
+        self._drawn = drawn.index.clone()
+        return drawn._replace(index=self._drawn)
+
+    def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: Rows) -> Sampler:
+        parameters = _parameters(asked)
+        seed: Any = self._seed
+        if seed is None:
+            # Temperature 0 keeps one logit; a seed below 0 takes the same one and keeps all.
+            seed = -1
+            if not self._keep_scores:
+                parameters["temperature"] = 0.0
+        batch = input_ids.shape[0]
+        sampler = Sampler(
+            batch,
+            rows.vocab,
+            order="transformers",
+            return_logits=self._keep_scores,
+            seed=seed,
+            **parameters,
+        )
+        padding = torch.as_tensor(rows.padding).expand(batch).tolist()
+        for row, (ids, pads) in enumerate(zip(input_ids, padding, strict=True)):
+            unknown = -1 - torch.arange(max(-pads, 0))  # all different: they repeat nothing
+            sampler.insert(row, torch.cat([unknown, ids[max(pads, 0) :]]))
+        return sampler

@@ -1,0 +1,292 @@
+"""``generate(custom_generate=sample)`` with penalties, bans and filters that a ``Sampler`` does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from lmdecode.integrations.transformers import sample
+from lmdecode.integrations.transformers.sampling import generation
+from lmdecode.integrations.transformers.sampling.edits import Rows
+from lmdecode.integrations.transformers.sampling.plan import plan_sampling
+
+assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+EDITS = {
+    "sequence_bias": {(5,): 1.5, (7, 9): 4.0, (11, 7, 9): -3.25, (9,): 0.7, (3, 4): 2.0},
+    "repetition_penalty": 1.7,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[6], [8, 3], [12, 13, 14]],
+    "min_length": 13,
+    "min_new_tokens": 6,
+    "forced_eos_token_id": 2,
+    "suppress_tokens": [4, 15],
+    "begin_suppress_tokens": [10, 16],
+}
+FILTERS = {
+    "top_h": 0.7,
+    "typical_p": 0.83,
+    "epsilon_cutoff": 0.021,
+    "eta_cutoff": 0.09,
+    "temperature": 0.8,
+    "top_k": 12,
+    "top_p": 0.93,
+    "min_p": 0.013,
+}
+PAIRS = [
+    *((name,) for name in (*EDITS, *FILTERS)),
+    *itertools.combinations((*EDITS, *FILTERS), 2),
+    tuple(EDITS),
+    (*EDITS, *FILTERS),
+]
+
+
+class Spy(LogitsProcessor):
+    """Keeps what is left of the logits at the end of the list, and what was called."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.fixture
+def sampled_by(monkeypatch) -> list[str]:
+    """Tell of each step by which function it was done."""
+    done: list[str] = []
+    for name in ("_sample_by_rules", "_sample_from"):
+        function = getattr(generation, name)
+
+        def step(*arguments, name=name, function=function, **options):
+            done.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(generation, name, step)
+    return done
+
+
+@pytest.fixture
+def processors(monkeypatch) -> list[LogitsProcessorList]:
+    """Hold transformers' own list of each step."""
+    lists = []
+
+    def plan(processors, *arguments):
+        lists.append(processors)
+        return plan_sampling(processors, *arguments)
+
+    monkeypatch.setattr(generation, "plan_sampling", plan)
+    return lists
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_scores_are_those_of_the_processors(
+    llama, prompts, padded_prompts, processors, names, padded
+):
+    arguments = {"top_k": 0} | {name: (EDITS | FILTERS)[name] for name in names}
+    inputs = padded_prompts if padded else {"input_ids": prompts}
+    got = llama.generate(
+        **inputs,
+        do_sample=True,
+        max_new_tokens=10,
+        **arguments,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        custom_generate=sample,
+        seed=3,
+    )
+    ids = inputs["input_ids"]
+    chain = processors[0]
+    assert len(chain) >= len(names)
+    for step, (logits, scores) in enumerate(zip(got.logits, got.scores, strict=True)):
+        text = got.sequences[:, : ids.shape[1] + step]
+        assert_identical(scores, chain(text, logits))
+
+
+@pytest.mark.parametrize("names", [*((n,) for n in EDITS), tuple(EDITS)], ids="+".join)
+def test_greedy_search_is_that_of_transformers(model, prompts, names):
+    arguments = {name: EDITS[name] for name in names}
+    options = {"do_sample": False, "max_new_tokens": 12, **arguments}
+    kept = {"return_dict_in_generate": True, "output_scores": True}
+    expected = model.generate(prompts, **options, **kept)
+    got = model.generate(prompts, **options, **kept, custom_generate=sample)
+    assert torch.equal(got.sequences, expected.sequences)
+    running = torch.ones(len(prompts), dtype=torch.bool)
+    begin = got.sequences.shape[1] - len(got.scores)
+    for i, (mine, theirs) in enumerate(zip(got.scores, expected.scores, strict=True)):
+        assert_identical(mine[running], theirs[running])
+        running &= got.sequences[:, begin + i] != 2
+    assert torch.equal(
+        model.generate(prompts, **options, custom_generate=sample), expected.sequences
+    )
+
+
+def test_penalties_need_no_processor(llama, prompts, sampled_by, monkeypatch):
+    def fail(*_):
+        raise AssertionError("called")
+
+    arguments = {name: EDITS[name] for name in EDITS if name not in ("forced_eos_token_id",)}
+    for kind in (
+        RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, NoRepeatNGramLogitsProcessor,
+        SuppressTokensLogitsProcessor, MinLengthLogitsProcessor, TopHLogitsWarper,
+        TypicalLogitsWarper,
+    ):  # fmt: skip
+        monkeypatch.setattr(kind, "__call__", fail)
+    for do_sample in (True, False):
+        filters = FILTERS if do_sample else {}
+        llama.generate(
+            prompts,
+            do_sample=do_sample,
+            max_new_tokens=10,
+            **arguments,
+            **filters,
+            custom_generate=sample,
+        )
+    assert set(sampled_by) == {"_sample_by_rules"}
+
+
+def test_the_plain_filters_stay_with_their_op(llama, prompts, sampled_by):
+    options = {"temperature": 0.8, "top_k": 12, "top_p": 0.93, "min_p": 0.013}
+    llama.generate(prompts, do_sample=True, max_new_tokens=4, **options, custom_generate=sample)
+    llama.generate(prompts, do_sample=False, max_new_tokens=4, custom_generate=sample)
+    assert set(sampled_by) == {"_sample_from"}
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_tokens_do_not_depend_on_who_does_it(llama, padded_prompts, do_sample, monkeypatch):
+    """A ``Sampler`` draws what the op draws from the processors' scores."""
+    arguments = {name: EDITS[name] for name in EDITS if name != "no_repeat_ngram_size"}
+    if do_sample:
+        arguments |= FILTERS
+
+    def run() -> torch.Tensor:
+        return llama.generate(
+            **padded_prompts,
+            do_sample=do_sample,
+            max_new_tokens=10,
+            **arguments,
+            custom_generate=sample,
+            seed=[3, 4, 5],
+        )
+
+    fused = run()
+    monkeypatch.setattr(
+        generation,
+        "plan_sampling",
+        lambda processors, sampled, _: plan_sampling(processors, sampled),
+    )
+    assert torch.equal(run(), fused)
+
+
+def test_rows_do_not_depend_on_padding(llama, padded_prompts):
+    options = {
+        "do_sample": True, "max_new_tokens": 10, "repetition_penalty": 1.7, "typical_p": 0.9,
+        "suppress_tokens": [2], "custom_generate": sample,
+    }  # fmt: skip
+    together = llama.generate(**padded_prompts, **options, seed=[3, 4, 5])
+    for row, mask in enumerate(padded_prompts["attention_mask"].bool()):
+        prompt = padded_prompts["input_ids"][row][mask]
+        alone = llama.generate(prompt[None], **options, seed=[3 + row])[0]
+        assert torch.equal(together[row, len(mask) :], alone[len(prompt) :])
+
+
+def test_embeddings_have_no_text(llama, prompts):
+    embeddings = llama.get_input_embeddings()(prompts)
+    options = {"do_sample": False, "max_new_tokens": 10, "no_repeat_ngram_size": 1}
+    expected = llama.generate(inputs_embeds=embeddings, **options)
+    got = llama.generate(inputs_embeds=embeddings, **options, custom_generate=sample)
+    assert torch.equal(got, expected)
+
+
+def test_wrong_biases_raise_transformers_error(llama, prompts):
+    with pytest.raises(ValueError, match="were being biased"):
+        llama.generate(
+            prompts, sequence_bias={(llama.config.vocab_size,): 1.0}, custom_generate=sample
+        )
+
+
+def test_a_processor_that_changes_is_followed(llama, prompts):
+    class Change(LogitsProcessor):
+        def __init__(self, other) -> None:
+            self.other = other
+
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > prompts.shape[1] + 3:
+                self.other.penalty = 9.0
+            return scores
+
+    def run(**options) -> torch.Tensor:
+        penalty = RepetitionPenaltyLogitsProcessor(1.1)
+        chain = LogitsProcessorList([Change(penalty), penalty])
+        return llama.generate(prompts, max_new_tokens=12, logits_processor=chain, **options)
+
+    assert torch.equal(run(custom_generate=sample), run())
+
+
+R, N, B, T, K, H, Y = (
+    RepetitionPenaltyLogitsProcessor(1.3),
+    NoRepeatNGramLogitsProcessor(2),
+    SequenceBiasLogitsProcessor({(3,): 1.0}),
+    TemperatureLogitsWarper(0.5),
+    TopKLogitsWarper(7),
+    TopHLogitsWarper(0.5),
+    TypicalLogitsWarper(0.9),
+)
+ROWS = Rows(9, 50, 0)
+
+
+@pytest.mark.parametrize(
+    ("processors", "called", "arguments"),
+    [
+        ([T, K], None, None),
+        ([R, T, K], 0, {"repetition_penalty", "temperature", "top_k"}),
+        ([B, R, N, T, H, K, Y], 0, {
+            "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "temperature", "top_h",
+            "top_k", "typical_p",
+        }),
+        ([N, R], 0, {"no_repeat_ngram_size", "repetition_penalty"}),
+        ([R, B], 1, {"sequence_bias"}),
+        ([K, H], 1, {"top_h"}),
+        ([R, Spy(), N], 2, {"no_repeat_ngram_size"}),
+        ([T, N], 1, {"no_repeat_ngram_size"}),
+        ([R, R], 1, {"repetition_penalty"}),
+        ([TypicalLogitsWarper(0.9, min_tokens_to_keep=2), T], None, None),
+    ],
+)  # fmt: skip
+def test_the_longest_suffix_goes_to_the_sampler(processors, called, arguments):
+    plan = plan_sampling(LogitsProcessorList(processors), True, ROWS)
+    if called is None:
+        assert plan.sampler is None
+        return
+    assert plan.sampler is not None
+    assert (plan.sampler.processors or []) == processors[:called]
+    assert set(plan.sampler.arguments) == arguments
+
+
+def test_greedy_search_gives_no_filter_to_the_sampler():
+    assert plan_sampling(LogitsProcessorList([R, T, K]), False, ROWS).sampler is None
+    plan = plan_sampling(LogitsProcessorList([T, R, N]), False, ROWS)
+    assert plan.sampler is not None
+    assert plan.sampler.processors == [T]
+
+
+def test_padding_that_counts_as_text_is_left_to_the_processors():
+    padded = Rows(9, 50, torch.tensor([0, 2]))
+    assert plan_sampling(LogitsProcessorList([N]), True, padded).sampler is None
+    assert plan_sampling(LogitsProcessorList([R]), True, padded).sampler is None
+    ignoring = RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([0, 2]))
+    assert plan_sampling(LogitsProcessorList([ignoring]), True, padded).sampler is not None
