@@ -22,6 +22,7 @@ FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example 
 WITH_EXAMPLES = (
     "README.md",
     "docs/guides/beam_search.md",
+    "docs/guides/control_sampling.md",
     "docs/guides/fast_models.md",
     "docs/guides/generate.md",
     "docs/guides/long_prompts.md",
@@ -38,6 +39,7 @@ WITH_EXAMPLES = (
     "docs/reference/kv_cache.md",
     "docs/reference/linear.md",
     "docs/reference/ring_cache.md",
+    "docs/reference/sampler.md",
     "docs/reference/sampling.md",
     "docs/reference/store.md",
     "docs/reference/transformers.md",
