@@ -224,40 +224,6 @@ def test_options_of_other_demos_are_refused(refused: Callable[..., str]) -> None
     assert "chat is given beside others; expected it" in refused("chat", "model", status=2)
 
 
-def test_the_stages_of_one_row(model: Path, refused: Callable[..., str]) -> None:
-    """Each line has what its stage left; the chosen token is one of those that are drawn from."""
-    done = _run("sampling", "--explain", "--model", model)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    head = next(number for number, line in enumerate(lines) if line.startswith("stage "))
-    assert lines[head].split() == ["stage", "parameter", "tokens", "left"]
-    end = lines.index("", head)
-    first, *stages = [line.split() for line in lines[head + 2 : end]]
-    assert first[0] == "logits"
-    assert [stage[:2] for stage in stages] == [
-        ["temperature", "0.8"], ["top_k", "200"], ["top_p", "0.98"], ["min_p", "0.005"],
-        ["top_n_sigma", "3"], ["epsilon_cutoff", "0.01"], ["typical_p", "0.95"],
-    ]  # fmt: skip
-    left = [int(line[-1]) for line in (first, *stages)]
-    assert left == sorted(left, reverse=True)
-    assert left[0] == left[1] > 0 and left[-1] > 0
-    last = r"^Chosen: (.+), probability ([\d.]+) of these, ([\d.]+) of all, rank (\d+)\.$"
-    chosen = re.search(last, done.stdout, re.MULTILINE)
-    assert chosen is not None
-    assert float(chosen[2]) >= 0.01
-    assert int(chosen[4]) <= left[2]
-    table = lines[lines.index("Drawn from:") :]
-    shares = [float(m[1]) for line in table if (m := re.search(r"^['\"].* +([01]\.\d+)$", line))]
-    assert shares == sorted(shares, reverse=True)
-    assert len(shares) == min(left[-1], 8)
-    if left[-1] <= 8:
-        assert abs(sum(shares) - 1) < 0.01
-        assert chosen[1] in "".join(table[: len(shares) + 4])
-    wrong = refused("model", "--explain", status=2)
-    assert "--explain is of sampling alone" in wrong
-    assert "--quick is not of sampling" in refused("sampling", "--explain", "--quick", status=2)
-
-
 def _check_sampling(text: str) -> None:
     assert "Greedy: ids equal to those of transformers, 4 prompts" in text
     assert "Sampled with lmdecode" in text

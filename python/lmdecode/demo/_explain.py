@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from lmdecode.sampling import STAGES
 
 __all__ = ["explain"]
 
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "temperature": 0.8,
     "top_k": 200,
     "top_p": 0.98,
