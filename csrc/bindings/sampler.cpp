@@ -178,6 +178,11 @@ void copy(Tensor to, int64_t text_capacity, int64_t rules_capacity, const Tensor
   }
   char* out = static_cast<char*>(to.mutable_data_ptr());
   const char* in = static_cast<const char*>(from.const_data_ptr());
+  for (int64_t row = 0; row < from.size(0); ++row) {
+    if (const char* wrong = wrong_row(in + row * source.size, source)) {
+      fail(kCopyOp, "from[", row, "] is no row of a sampler: ", wrong);
+    }
+  }
   for (int64_t row = 0; row < from.size(0); ++row, out += target.size, in += source.size) {
     if (reinterpret_cast<const SamplerRow*>(in)->active == 0) {
       reinterpret_cast<SamplerRow*>(out)->active = 0;

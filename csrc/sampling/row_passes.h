@@ -188,37 +188,31 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
   uint32_t nan = 0;
   int64_t i = 0;
   ChunkFlags chunk;
+  alignas(64) uint64_t word[kChunkBlocks];
   while (i + kBlock <= n) {
     const F32 bound = splat(*threshold);
     const int blocks =
         static_cast<int>((n - i) / kBlock < kChunkBlocks ? (n - i) / kBlock : kChunkBlocks);
     for (int b = 0; b < blocks; ++b) {
       const T* block = x + i + b * kBlock;
-      prefetch_ahead(block);
       F32 a[kBlockVectors];
       for (int j = 0; j < kBlockVectors; ++j) a[j] = load(block + j * kLanes);
-      F32 best = a[0];
       Mask unordered = is_nan(a[0], a[1]);
       for (int j = 2; j < kBlockVectors; j += 2)
         unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
-      // A NaN in a[0] hides its lane of the maximum, so a block with NaN is always looked at.
-      for (int j = 1; j < kBlockVectors; ++j) best = max(a[j], best);
-      const uint32_t block_nan = bits(unordered);
-      nan |= block_nan;
-      chunk.flag[b] = bits(best >= bound) | block_nan;
+      nan |= bits(unordered);
+      uint64_t w = 0;
+      for (int j = 0; j < kBlockVectors; ++j) {
+        w |= static_cast<uint64_t>(bits(a[j] >= bound)) << (j * kLanes);
+      }
+      if constexpr (Edits::kAny) w &= edits.word(i / kBlock + b);
+      word[b] = w;
+      chunk.flag[b] = static_cast<uint32_t>(w) | static_cast<uint32_t>(w >> 32);
     }
     const int flagged = chunk.compact(blocks);
     for (int f = 0; f < flagged; ++f) {
       const int64_t first = i + static_cast<int64_t>(chunk.number[f]) * kBlock;
-      uint64_t word = 0;
-      for (int j = 0; j < kBlockVectors; ++j) {
-        word |= static_cast<uint64_t>(bits(load(x + first + j * kLanes) >= bound)) << (j * kLanes);
-      }
-      if constexpr (Edits::kAny) {
-        word &= edits.word(first / kBlock);
-        if (word == 0) continue;
-      }
-      push_block<4>(list, x + first, first, word);
+      push_block<4>(list, x + first, first, word[chunk.number[f]]);
     }
     if (list->size >= *limit) on_full(list);
     i += static_cast<int64_t>(blocks) * kBlock;

@@ -237,6 +237,10 @@ void sampler_insert_cpu(const SamplerInsertParams& params);
 void sampler_copy_row_cpu(const void* from, const SamplerLayout& from_layout, void* to,
                           const SamplerLayout& to_layout);
 
+// What is wrong with a row that may hold anything, or null: whatever a kernel would trust. A copy
+// of one that is right has a table of its own making.
+const char* wrong_row(const void* row, const SamplerLayout& layout);
+
 // What is wrong with rules, or null: sizes, and numbers that are no tokens of the vocabulary.
 const char* wrong_rules(const int32_t* rules, int64_t size, int64_t vocab);
 

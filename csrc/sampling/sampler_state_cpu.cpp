@@ -1,6 +1,6 @@
 // Rows of samplers: made, and copied to where there is more room.
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
 #include "common/bits.h"
 #include "sampling/sampler_state.h"
@@ -54,6 +54,54 @@ const char* wrong_rules(const int32_t* rules, int64_t size, int64_t vocab) {
     at += length + 2;
   }
   return left() == 0 ? nullptr : kShort;
+}
+
+const char* wrong_row(const void* memory, const SamplerLayout& layout) {
+  const SamplerRowView view(const_cast<void*>(memory), layout);
+  const SamplerRow& row = *view.row;
+  if (row.active == 0) return nullptr;
+  const bool keeps_text = row.integers.keeps_text != 0;
+  const int64_t most = keeps_text ? layout.text_capacity : 0;
+  if (row.active != 1 || row.vocab != layout.vocab || row.text_capacity != layout.text_capacity ||
+      row.rules_capacity != layout.rules_capacity || row.integers.keeps_text < 0 ||
+      row.integers.keeps_text > 1 || row.integers.order < 0 ||
+      row.integers.order >= kSamplerOrderCount) {
+    return "its sizes are others";
+  }
+  if (row.length < 0 || row.length > most || row.output_length < 0 || row.position < 0 ||
+      row.prompt_length < 0 || row.prompt_length > row.length ||
+      (keeps_text && row.prompt_length + row.output_length != row.length)) {
+    return "its lengths do not fit";
+  }
+  if (row.touched < 0 || row.touched > layout.touched_capacity || row.rules_size < 0 ||
+      row.rules_size > layout.rules_capacity) {
+    return "its table has more than there is room for";
+  }
+  for (int64_t i = 0; i < row.touched; ++i) {
+    if (view.ids[i] >= static_cast<uint64_t>(layout.vocab)) return "its table has no token";
+  }
+  if (const char* wrong = wrong_rules(view.rules, row.rules_size, layout.vocab)) return wrong;
+  // What rules and text name must be in the table, once.
+  const auto is_touched = [&](int64_t token) {
+    return token < 0 || token >= layout.vocab || (view.bits[token / 64] >> (token % 64) & 1) != 0;
+  };
+  std::vector<uint64_t> marks((layout.vocab + 63) / 64);
+  bool all = true;
+  for (int64_t i = 0; i < row.touched; ++i) {
+    const uint64_t bit = uint64_t{1} << (view.ids[i] % 64);
+    all &= (marks[view.ids[i] / 64] & bit) == 0;
+    marks[view.ids[i] / 64] |= bit;
+  }
+  all &= std::equal(marks.begin(), marks.end(), view.bits);
+  for (int64_t i = 0; i < row.length; ++i) all &= is_touched(view.text[i]);
+  const SamplerRules rules = view.parsed_rules();
+  for (int64_t i = 0; i < rules.bias_count; ++i) all &= is_touched(rules.biases[2 * i]);
+  for (int64_t i = 0; i < rules.end_count; ++i) all &= is_touched(rules.end_tokens[i]);
+  const int32_t* sequence = rules.sequences;
+  for (int64_t i = 0; i < rules.sequence_count; ++i, sequence += sequence[0] + 2) {
+    all &= is_touched(sequence[sequence[0]]);
+  }
+  return all ? nullptr : "its table is not that of its text and rules";
 }
 
 void sampler_insert_cpu(const SamplerInsertParams& p) {

@@ -162,7 +162,7 @@ class Sampler:
         self._output = self._new_output()
         self._defaults = check_parameters(parameters, self.vocab, self.batch)
         # Steps may be taken until the longest text meets its room.
-        self._steps, self._most_steps = 0, MAX_INT
+        self._steps, self._most_steps, self._keeps_text = 0, MAX_INT, False
         self._text_capacity = self._rules_capacity = 0
         seeds = self._draw_seeds(self.batch) if "seed" not in self._defaults else None
         rows = []
@@ -208,7 +208,6 @@ class Sampler:
         seed = own["seed"] if "seed" in own else self._draw_seeds(1)[0]
         rules = rules_of_row(own, self.order, seed)
         tokens = _tokens("insert", "prompt", () if prompt is None else prompt)
-        self._sync()
         self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
         self._insert(row, rules, tokens)
         self._count_steps()
@@ -216,7 +215,6 @@ class Sampler:
     def remove(self, row: int) -> None:
         """End the sequence of a row: it gets index -1 until another begins."""
         row = self._check_row("remove", row)
-        self._sync()
         self._fields()[row, _ACTIVE] = 0
         self._count_steps()
 
@@ -235,7 +233,6 @@ class Sampler:
             )
         for i, row in enumerate(picked.tolist()):
             check_int(f"{_OP}.reorder_", f"rows[{i}]", row, 0, self.batch - 1)
-        self._sync()
         self._state.copy_(self._state[picked])
         self._count_steps()
 
@@ -251,7 +248,6 @@ class Sampler:
         """
         row = self._check_row("accept", row)
         ids = _tokens("accept", "tokens", tokens)
-        self._sync()
         self._make_room(self._length(row) + len(ids), 0)
         ops.sampler_accept_(self._state, *self._sizes, row, ids)
         self._count_steps()
@@ -260,7 +256,6 @@ class Sampler:
         """Take back the last n tokens that were accepted: counts, tables and mirostat's mu too."""
         row = self._check_row("rewind", row)
         n = check_int(f"{_OP}.rewind", "n", n)
-        self._sync()
         ops.sampler_rewind_(self._state, *self._sizes, row, n)
         self._count_steps()
 
@@ -330,7 +325,6 @@ class Sampler:
         if accept:
             flags |= _ACCEPT
             if self._steps >= self._most_steps:
-                self._sync()
                 self._make_room(self._longest() + 1, 0)
                 self._count_steps()
         if type(logits) is not Tensor or logits.requires_grad:
@@ -357,17 +351,18 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op of ``verify_draft``: tokens, path, num_accepted, status."""
         drafts = draft.shape[1]
-        self._sync()
-        self._make_room(self._longest() + drafts + 1, 0)
+        if self._keeps_text:
+            self._make_room(self._longest() + drafts + 1, 0)
         results = new_results(self.batch, -1, False)
-        tokens = torch.full((self.batch, drafts + 1), -1)
-        path = torch.full((self.batch, drafts), -1)
-        num_accepted = torch.zeros(self.batch, dtype=torch.int64)
+        tokens = torch.empty(self.batch, drafts + 1, dtype=torch.int64)
+        path = torch.empty(self.batch, drafts, dtype=torch.int64)
+        num_accepted = torch.empty(self.batch, dtype=torch.int64)
         ops.sampler_verify_(
             self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
         )  # fmt: skip
-        self._count_steps()
+        if self._keeps_text:
+            self._count_steps()
         return tokens, path, num_accepted, results.status
 
     # ---- the state
@@ -419,14 +414,13 @@ class Sampler:
         fields = self._fields()
         return int((fields[:, _LENGTH] * fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).max())
 
-    def _sync(self) -> None:
-        """The state is about to be looked at, or changed: nothing to be done on the CPU."""
-
     def _count_steps(self) -> None:
         fields = self._fields()
-        looks = bool((fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any()) if self.batch else False
+        self._keeps_text = self.batch > 0 and bool(
+            (fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any()
+        )
         self._steps = 0
-        self._most_steps = self._text_capacity - self._longest() if looks else MAX_INT
+        self._most_steps = self._text_capacity - self._longest() if self._keeps_text else MAX_INT
 
     def _make_room(self, text: int, rules: int) -> None:
         """Let texts have so many tokens at least, and rules so many numbers."""

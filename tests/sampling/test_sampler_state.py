@@ -1,0 +1,177 @@
+"""What a ``Sampler`` keeps of its sequences: saved, damaged, copied; and sequences alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lmdecode
+from tests.sampling.test_sampler import random_logits, random_parameters
+from tests.support.other_capability import call_elsewhere
+
+VOCAB = 500
+PARAMETERS = {
+    "temperature": 0.8,
+    "repetition_penalty": 1.2,
+    "dry_multiplier": 0.8,
+    "no_repeat_ngram_size": 3,
+    "logit_bias": {(1, 2): 2.0, 3: 1.0},
+    "mirostat_tau": 4.0,
+}
+
+
+def used_sampler(seed: int = 1) -> lmdecode.Sampler:
+    sampler = lmdecode.Sampler(3, VOCAB, seed=seed, **PARAMETERS)
+    sampler.insert(0, [1, 2, 3, 4, 1, 2])
+    for step in range(4):
+        sampler.sample(logits_of(step))
+    return sampler
+
+
+def logits_of(step: int) -> torch.Tensor:
+    return torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
+
+
+def tokens(sampler: lmdecode.Sampler, steps: range) -> list[list[int]]:
+    return [sampler.sample(logits_of(step)).index.tolist() for step in steps]
+
+
+def test_a_saved_state_goes_on() -> None:
+    sampler = used_sampler()
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    other = lmdecode.Sampler(3, VOCAB, seed=7, **PARAMETERS)
+    other.load_state_dict(torch.load(file))
+    expected = tokens(sampler, range(9, 20))
+    assert tokens(other, range(9, 20)) == expected
+
+
+def test_copies_go_on_apart() -> None:
+    sampler = used_sampler()
+    copies = [copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))]
+    expected = tokens(sampler, range(9, 20))
+    for other in copies:
+        assert tokens(other, range(9, 20)) == expected
+
+
+def test_a_long_text_grows() -> None:
+    """Through several sizes of the state, without a change of what is drawn."""
+    steps = range(700)
+    sampler = lmdecode.Sampler(3, VOCAB, seed=3, repetition_penalty=1.1)
+    grown = tokens(sampler, steps)
+    roomy = lmdecode.Sampler(3, VOCAB, seed=3, repetition_penalty=1.1)
+    roomy._make_room(1024, 0)
+    assert tokens(roomy, steps) == grown
+    assert sampler.output_lengths.tolist() == [700] * 3
+
+
+def test_a_damaged_state_is_refused_or_harmless() -> None:
+    random = np.random.default_rng(0)
+    refused = 0
+    saved = used_sampler().state_dict()
+    for _ in range(400):
+        state = {**saved, "state": saved["state"].clone()}
+        memory = state["state"]
+        many = int(random.integers(1, 40))
+        width = 400 if random.random() < 0.7 else memory.shape[1]  # its fields, or anywhere
+        rows, columns = random.integers(0, 3, many), random.integers(0, width, many)
+        memory[rows, columns] = torch.from_numpy(random.integers(0, 256, many)).to(torch.uint8)
+        sampler = lmdecode.Sampler(3, VOCAB, seed=1, **PARAMETERS)
+        before = sampler.state_dict()["state"]
+        try:
+            sampler.load_state_dict(state)
+        except ValueError:
+            refused += 1
+            assert torch.equal(sampler.state_dict()["state"], before)
+            continue
+        for step in range(2):
+            sampler.sample(logits_of(step))
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("batch", 2, "state has batch 2; expected 3"),
+        ("vocab", 9, "state has vocab 9; expected 500"),
+        ("order", "vllm", "state has order vllm; expected lmdecode"),
+        ("text_capacity", 1 << 20, "expected"),
+        ("text_capacity", -1, "text_capacity is -1; expected 0 to 2"),
+        ("state", torch.zeros(3, 8, dtype=torch.uint8), "expected"),
+    ],
+)
+def test_a_state_of_another_sampler(name: str, value: Any, error: str) -> None:
+    sampler = used_sampler()
+    with pytest.raises(ValueError, match=error):
+        sampler.load_state_dict({**sampler.state_dict(), name: value})
+
+
+def alone_and_in_company(seed: int) -> list[list[int]]:
+    """Draw a sequence's tokens alone, then among others that come, go and change places."""
+    random = np.random.default_rng(seed)
+    vocab = int(random.choice([40, 700, 9000]))
+    parameters = random_parameters(random, vocab)
+    prompt = random.integers(0, vocab, 12).tolist()
+    rows = [random_logits(random, 1, vocab).float() for _ in range(16)]
+    alone = lmdecode.Sampler(1, vocab)
+    alone.insert(0, prompt, **parameters)
+    texts = [[int(alone.sample(row).index) for row in rows]]
+    batch = int(random.integers(2, 9))
+    company = lmdecode.Sampler(batch, vocab)
+    place = int(random.integers(batch))
+    company.insert(place, prompt, **parameters)
+    text = []
+    for row in rows:
+        other = int(random.integers(batch))
+        if other != place and random.random() < 0.5:
+            company.insert(other, prompt[:5], **random_parameters(random, vocab))
+        elif other != place and random.random() < 0.3:
+            company.remove(other)
+        elif random.random() < 0.5:
+            order = random.permutation(batch).tolist()
+            company.reorder_(order)
+            place = order.index(place)
+        logits = random_logits(random, batch, vocab).float()
+        logits[place] = row
+        text.append(int(company.sample(logits).index[place]))
+    return [*texts, text]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sequence_alone_and_in_company(seed: int) -> None:
+    alone, company = alone_and_in_company(seed)
+    assert alone == company
+
+
+def _write_texts(path: Any) -> None:
+    torch.save([alone_and_in_company(seed) for seed in range(20)], path)
+
+
+def test_the_same_tokens_at_another_level(tmp_path: Any) -> None:
+    path = tmp_path / "texts.pt"
+    call_elsewhere("tests.sampling.test_sampler_state:_write_texts", path)
+    assert torch.load(path) == [alone_and_in_company(seed) for seed in range(20)]
+
+
+def test_any_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            sampler = lmdecode.Sampler(
+                64, 20_000, seed=1, typical_p=0.9, presence_penalty=0.5, num_logprobs=3
+            )
+            generator = torch.Generator().manual_seed(0)
+            steps = [sampler.sample(torch.randn(64, 20_000, generator=generator)) for _ in range(3)]
+            found.append([part.clone() for part in steps[-1] if part is not None])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
