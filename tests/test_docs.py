@@ -22,6 +22,7 @@ FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example 
 WITH_EXAMPLES = (
     "README.md",
     "docs/guides/beam_search.md",
+    "docs/guides/control_sampling.md",
     "docs/guides/fast_models.md",
     "docs/guides/generate.md",
     "docs/guides/long_prompts.md",
@@ -38,6 +39,7 @@ WITH_EXAMPLES = (
     "docs/reference/kv_cache.md",
     "docs/reference/linear.md",
     "docs/reference/ring_cache.md",
+    "docs/reference/sampler.md",
     "docs/reference/sampling.md",
     "docs/reference/store.md",
     "docs/reference/transformers.md",
@@ -211,6 +213,24 @@ def test_the_table_of_dialects_names_them_all() -> None:
 
     text = (ROOT / "docs/reference/sampling.md").read_text()
     assert all(f"`{dialect}`" in text for dialect in DIALECTS)
+
+
+def test_the_page_of_the_sampler_names_all_that_it_takes() -> None:
+    from lmdecode import Sampler, SamplerOutput, VerifyOutput
+    from lmdecode.sampling import ORDERS, STAGES
+
+    text = (ROOT / "docs/reference/sampler.md").read_text()
+    with pytest.raises(TypeError, match="no parameter") as error:
+        Sampler(1, 8, no_such_parameter=1)
+    parameters = str(error.value).partition("expected one of ")[2].split(", ")
+    assert len(parameters) > 25
+    parameters = [name for name in parameters if not name.startswith("dry_")] + ["dry_*"]
+    methods = [f"{name}(" for name in vars(Sampler) if not name.startswith("_")]
+    methods.remove("output_lengths(")
+    fields = [*SamplerOutput._fields, *VerifyOutput._fields]
+    named = [*parameters, *methods, *fields, *ORDERS, *(stage for stage in STAGES if "_" in stage)]
+    missing = [name for name in named if not re.search(rf"`[^`]*{re.escape(name)}", text)]
+    assert missing == []
 
 
 def test_the_store_names_tests_that_exist() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,22 @@ def can_sample(logits: Tensor) -> bool:
 
 
 def llama_chain(logits: Tensor, filter_: Filter) -> Callable[[], Tensor]:
-    """Build a step of the chain top-k, top-p, temperature, dist.
+    """Build a step of the chain top-k, top-p, temperature, dist."""
+    samplers = []
+    if filter_.top_k is not None:
+        samplers.append(llama_cpp.llama_sampler_init_top_k(filter_.top_k))
+    if filter_.top_p is not None:
+        samplers.append(llama_cpp.llama_sampler_init_top_p(filter_.top_p, 1))
+    if filter_.temperature is not None:
+        samplers.append(llama_cpp.llama_sampler_init_temp(filter_.temperature))
+    samplers.append(llama_cpp.llama_sampler_init_dist(1))
+    return chain_step(logits, samplers)
+
+
+def chain_step(
+    logits: Tensor, samplers: Sequence[Any], text: Sequence[int] = ()
+) -> Callable[[], Tensor]:
+    """Build a step of a chain whose last sampler chooses; it has accepted a text.
 
     The candidates are filled again for every row, as ``llama_sampler_sample`` does.
     """
@@ -35,15 +51,10 @@ def llama_chain(logits: Tensor, filter_: Filter) -> Callable[[], Tensor]:
     rows = logits.numpy()
     data = ctypes.cast(candidates.ctypes.data, ctypes.POINTER(llama_cpp.llama_token_data))
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-    if filter_.top_k is not None:
-        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_k(filter_.top_k))
-    if filter_.top_p is not None:
-        top_p = llama_cpp.llama_sampler_init_top_p(filter_.top_p, 1)
-        llama_cpp.llama_sampler_chain_add(chain, top_p)
-    if filter_.temperature is not None:
-        temperature = llama_cpp.llama_sampler_init_temp(filter_.temperature)
-        llama_cpp.llama_sampler_chain_add(chain, temperature)
-    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(1))
+    for sampler in samplers:
+        llama_cpp.llama_sampler_chain_add(chain, sampler)
+    for token in text:
+        llama_cpp.llama_sampler_accept(chain, token)
 
     def step() -> Tensor:
         tokens = []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# A logits processor of transformers: text [B, n] and scores [B, V] to scores.
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 class Filter(NamedTuple):
@@ -27,19 +30,25 @@ def transformers_chain(logits: Tensor, filter_: Filter) -> Callable[[], Tensor]:
     """Build what ``generate()`` does: float32, its warper classes, softmax, multinomial."""
     from transformers.generation import logits_process
 
-    chain = []
+    chain: list[Processor] = []
     if filter_.temperature is not None:
         chain.append(logits_process.TemperatureLogitsWarper(filter_.temperature))
     if filter_.top_k is not None:
         chain.append(logits_process.TopKLogitsWarper(filter_.top_k))
     if filter_.top_p is not None:
         chain.append(logits_process.TopPLogitsWarper(filter_.top_p))
-    input_ids = torch.zeros(len(logits), 1, dtype=torch.int64)
+    return processed_draw(logits, chain, torch.zeros(len(logits), 1, dtype=torch.int64))
+
+
+def processed_draw(
+    logits: Tensor, chain: Sequence[Processor], input_ids: Tensor
+) -> Callable[[], Tensor]:
+    """Build float32, processors of transformers on text [B, n], softmax, multinomial."""
 
     def step() -> Tensor:
         scores = logits.float()
-        for warper in chain:
-            scores = warper(input_ids, scores)
+        for processor in chain:
+            scores = processor(input_ids, scores)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
 
     return step

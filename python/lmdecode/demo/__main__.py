@@ -34,6 +34,7 @@ _PLANS = {
 }
 _QUICK_WORDS, _SOME_WORDS = 48, 200  # held-out words where g2p is quick or one of all demos
 _CHAT_TOKENS = 256
+_EXPLAINED_TOKENS = 5
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -63,6 +64,10 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--session", help="of chat: the name of the talk (default chat)")
     parser.add_argument("--dtype", help="of chat: the weights (default int8)")
+    parser.add_argument(
+        "--explain", action="store_true",
+        help="of sampling: print what each stage of a sampler leaves of one row of logits, instead",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
     arguments = parser.parse_intermixed_args()
     tokens: int | None = arguments.tokens
@@ -73,6 +78,13 @@ def main() -> int:
         if getattr(arguments, option):
             whose = "not of chat" if is_chat else "of chat alone"
             parser.error(f"--{option} is {whose}")
+    if arguments.explain:
+        if arguments.demos != ["sampling"]:
+            parser.error("--explain is of sampling alone")
+        for option in ("plot", "quick"):
+            if getattr(arguments, option):
+                parser.error(f"--{option} is not of sampling --explain")
+        return _told(lambda: sampling.run_explain(arguments.model, tokens or _EXPLAINED_TOKENS))
     if is_chat:
         session, count = arguments.session or "chat", tokens or _CHAT_TOKENS
         return _told(

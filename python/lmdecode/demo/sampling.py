@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
+from lmdecode.demo._explain import REPETITION_PENALTY, explain
 from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
@@ -164,6 +165,46 @@ def _time(cases: list[_Case], quick: bool) -> list[dict[str, Timing]]:
     finally:
         torch.set_num_threads(threads)
     return timings
+
+
+def run_explain(model_path: Path | None, tokens: int) -> None:
+    """Print what each stage of a ``Sampler`` leaves of one row of logits.
+
+    Parameters
+    ----------
+    model_path
+        Folder of a causal language model and its tokenizer; None: the one of the source tree.
+    tokens
+        New tokens, at most, of the text that the row stands behind.
+
+    Raises
+    ------
+    DemoError
+        Something is missing.
+    """
+    require_packages(None)
+    from lmdecode.integrations.transformers import sample
+
+    folder = model_folder(model_path)
+    model, tokenizer = load_model(folder)
+    print_model(folder, model, f"vocabulary {model.config.vocab_size}")
+    outputs = model.generate(
+        **tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False),
+        max_new_tokens=tokens,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        top_p=TOP_P,
+        custom_generate=sample,
+        seed=SEED,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    text = outputs.sequences[0, :-1].tolist()  # what the last row of logits is behind
+    print("  text:")
+    print(quoted(tokenizer.decode(text, skip_special_tokens=True)))
+    print(f"\nThe token behind it, with a repetition penalty of {REPETITION_PENALTY}:\n")
+    explain(outputs.logits[-1][0].float(), text, tokenizer.decode, SEED)
 
 
 def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) -> None:

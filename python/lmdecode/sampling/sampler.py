@@ -60,6 +60,9 @@ class Sampler:
         "raw_logprobs": of the logits as they came; "processed_logprobs": of what is drawn from.
     return_logits, return_kept_set, return_stages : bool
         Whether ``sample`` gives ``kept_logits``, ``kept_set`` and ``stage_counts``.
+
+    Other Parameters
+    ----------------
     temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, top_h : float
         Filters; a list or a tensor has one for each row, as for all numbers. None is off.
         Temperature 0 takes the largest logit.
@@ -72,7 +75,7 @@ class Sampler:
         The first of prompt and output, by division; the others of the output, by subtraction.
     no_repeat_ngram_size : int
         No n-gram of the text comes again.
-    dry_multiplier, dry_base, dry_allowed_length, dry_breakers
+    dry_multiplier, dry_base, dry_allowed_length, dry_breakers : float, float, int, list of int
         DRY: a token that goes on with a repetition of ``length`` tokens, ``dry_allowed_length`` (2)
         at least, loses ``multiplier * base ** (length - allowed)``; repetitions end at breakers, a
         list of tokens.
