@@ -9,11 +9,12 @@
 namespace lmdecode::sampling {
 namespace {
 
-constexpr const char* kStepOp = "sampler_step_";
-constexpr const char* kVerifyOp = "sampler_verify_";
-constexpr const char* kInsertOp = "sampler_insert_";
-constexpr const char* kAcceptOp = "sampler_accept_";
-constexpr const char* kRewindOp = "sampler_rewind_";
+// Errors name what users call, where they do.
+constexpr const char* kStepOp = "Sampler.sample";
+constexpr const char* kVerifyOp = "verify_draft";
+constexpr const char* kInsertOp = "Sampler.insert";
+constexpr const char* kAcceptOp = "Sampler.accept";
+constexpr const char* kRewindOp = "Sampler.rewind";
 constexpr const char* kCopyOp = "sampler_copy_";
 
 constexpr int64_t kMostTokens = (int64_t{1} << 31) - 1;
@@ -156,7 +157,7 @@ void rewind(Tensor state, int64_t vocab, int64_t text_capacity, int64_t rules_ca
   char* memory = row_of(kRewindOp, state, layout, row);
   const SamplerRow& data = active_row(kRewindOp, memory, row);
   if (count < 0 || count > data.output_length) {
-    fail(kRewindOp, "count is ", count, "; expected 0 to ", data.output_length,
+    fail(kRewindOp, "n is ", count, "; expected 0 to ", data.output_length,
          ", the tokens that were accepted");
   }
   SamplerRowView(memory, layout).rewind(count);

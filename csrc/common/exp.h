@@ -7,7 +7,7 @@
 namespace lmdecode {
 
 // exp(x) for |x| <= 700; relative error below 2^-50.
-LMD_HOST_DEVICE double exp_f64(double x) {
+LMD_HOST_DEVICE double portable_exp_f64(double x) {
   constexpr double kLn2High = 0x1.62e42fefa3800p-1;
   constexpr double kLn2Low = 0x1.ef35793c76730p-45;
   constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52: rounds to the nearest integer
@@ -22,9 +22,9 @@ LMD_HOST_DEVICE double exp_f64(double x) {
 LMD_HOST_DEVICE double power_of_share(double base, double exponent) {
   if (exponent == 0.0) return 1.0;
   if (exponent == 1.0) return base;
-  if (!(base > 0.0)) return exponent > 0.0 ? 0.0 : exp_f64(700.0);
+  if (!(base > 0.0)) return exponent > 0.0 ? 0.0 : portable_exp_f64(700.0);
   const double log = exponent * log_f64(base);
-  return log < -700.0 ? 0.0 : exp_f64(log > 700.0 ? 700.0 : log);
+  return log < -700.0 ? 0.0 : portable_exp_f64(log > 700.0 ? 700.0 : log);
 }
 
 // base^n by repeated squaring, +inf beyond f64; base >= 0.

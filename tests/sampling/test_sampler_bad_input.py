@@ -87,8 +87,8 @@ WRONG_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("reorder_", ([0, 2],), r"reorder_: rows\[1\] is 2; expected 0 to 1"),
     ("accept", (0, [VOCAB]), r"tokens\[0\] is 50; expected 0 to 49"),
     ("accept", (0, -1), r"tokens\[0\] is -1"),
-    ("rewind", (0, 2), "count is 2; expected 0 to 1, the tokens that were accepted"),
-    ("rewind", (0, -1), "count is -1"),
+    ("rewind", (0, 2), "rewind: n is 2; expected 0 to 1, the tokens that were accepted"),
+    ("rewind", (0, -1), "rewind: n is -1"),
 ]
 
 
