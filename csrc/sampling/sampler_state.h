@@ -64,6 +64,7 @@ struct SamplerRow {
   double mu;  // mirostat's state, an f32 value
   SamplerIntegers integers;
   SamplerNumbers numbers;
+  int64_t rule_touched;  // of the touched tokens, the first so many are of the rules
 };
 
 // The rules of a row, int32 numbers: five sizes, then as many of each
@@ -119,7 +120,7 @@ struct SamplerRowView {
   SamplerRow* row;
   int32_t* text;            // [text_capacity] prompt, then output, where integers.keeps_text
   float* mu_before;         // [text_capacity] mirostat's mu before the token was chosen
-  uint32_t* ids;            // [touched] tokens
+  uint32_t* ids;            // [touched] tokens: of the rules, then of the text, as they came
   float* biases;            // [touched]
   uint32_t* prompt_counts;  // [touched] how often the prompt has the token
   uint32_t* output_counts;  // [touched] how often the output has it
@@ -188,6 +189,14 @@ struct SamplerRowView {
     return static_cast<int64_t>(slots[slot]) - 1;
   }
 
+  // The token that was entered last is not touched any more. No probe of another one passes its
+  // slot: all others were entered while it was free.
+  LMD_HOST_DEVICE void forget_last() {
+    const uint32_t token = ids[--row->touched];
+    slots[slot_of(token)] = 0;
+    bits[token / 64] &= ~(uint64_t{1} << (token % 64));
+  }
+
   LMD_HOST_DEVICE bool has_room() const {
     return row->integers.keeps_text == 0 || row->length < row->text_capacity;
   }
@@ -214,7 +223,13 @@ struct SamplerRowView {
       --row->length;
       row->mu = static_cast<double>(mu_before[row->length]);
       const int64_t at = find(text[row->length]);
-      if (at >= 0) --output_counts[at];
+      if (at < 0) continue;
+      --output_counts[at];
+      // What came first here was entered last: the table never has more than text and rules.
+      if (at == row->touched - 1 && at >= row->rule_touched &&
+          prompt_counts[at] + output_counts[at] == 0) {
+        forget_last();
+      }
     }
   }
 };

@@ -8,20 +8,26 @@
 namespace lmdecode::sampling {
 namespace {
 
+// The tokens that rules touch, in the order in which they are entered; some come again.
+template <class Enter>
+void for_each_rule_token(const SamplerRules& rules, const Enter& enter) {
+  for (int64_t i = 0; i < rules.bias_count; ++i) enter(rules.biases[2 * i]);
+  for (int64_t i = 0; i < rules.end_count; ++i) enter(rules.end_tokens[i]);
+  const int32_t* sequence = rules.sequences;
+  for (int64_t i = 0; i < rules.sequence_count; ++i, sequence += sequence[0] + 2) {
+    enter(sequence[sequence[0]]);
+  }
+}
+
 void enter_rules(SamplerRowView* view) {
   const SamplerRules rules = view->parsed_rules();
+  for_each_rule_token(rules, [&](int64_t token) { view->touch(token); });
+  view->row->rule_touched = view->row->touched;
   for (int64_t i = 0; i < rules.bias_count; ++i) {
     const float bias = float_of(static_cast<uint32_t>(rules.biases[2 * i + 1]));
-    float& sum = view->biases[view->touch(rules.biases[2 * i])];
+    float& sum = view->biases[view->find(rules.biases[2 * i])];
     // A ban stays one, whatever comes to it.
     sum = sum == minus_infinity() ? sum : sum + bias;
-  }
-  for (int64_t i = 0; i < rules.end_count; ++i) view->touch(rules.end_tokens[i]);
-  const int32_t* sequence = rules.sequences;
-  for (int64_t i = 0; i < rules.sequence_count; ++i) {
-    const int64_t length = sequence[0];
-    view->touch(sequence[length]);
-    sequence += length + 2;
   }
 }
 
@@ -56,6 +62,9 @@ const char* wrong_rules(const int32_t* rules, int64_t size, int64_t vocab) {
   return left() == 0 ? nullptr : kShort;
 }
 
+// Numbers of steps that leave room for more.
+constexpr int64_t kMostSteps = int64_t{1} << 62;
+
 const char* wrong_row(const void* memory, const SamplerLayout& layout) {
   const SamplerRowView view(const_cast<void*>(memory), layout);
   const SamplerRow& row = *view.row;
@@ -68,8 +77,12 @@ const char* wrong_row(const void* memory, const SamplerLayout& layout) {
       row.integers.order >= kSamplerOrderCount) {
     return "its sizes are others";
   }
+  if (row.integers.no_repeat_ngram_size < 0 || row.integers.dry_allowed_length < 0) {
+    return "its rules have sizes below 0";
+  }
   if (row.length < 0 || row.length > most || row.output_length < 0 || row.position < 0 ||
-      row.prompt_length < 0 || row.prompt_length > row.length ||
+      row.prompt_length < 0 || row.prompt_length > row.length || row.position > kMostSteps ||
+      row.output_length > kMostSteps ||
       (keeps_text && row.prompt_length + row.output_length != row.length)) {
     return "its lengths do not fit";
   }
@@ -77,31 +90,25 @@ const char* wrong_row(const void* memory, const SamplerLayout& layout) {
       row.rules_size > layout.rules_capacity) {
     return "its table has more than there is room for";
   }
-  for (int64_t i = 0; i < row.touched; ++i) {
-    if (view.ids[i] >= static_cast<uint64_t>(layout.vocab)) return "its table has no token";
-  }
   if (const char* wrong = wrong_rules(view.rules, row.rules_size, layout.vocab)) return wrong;
-  // What rules and text name must be in the table, once.
-  const auto is_touched = [&](int64_t token) {
-    return token < 0 || token >= layout.vocab || (view.bits[token / 64] >> (token % 64) & 1) != 0;
-  };
+  // The tokens of rules and text must be in the table, once, in the order in which they come: as
+  // rewind() takes the last ones back, and there is room for as much text as there is room for.
   std::vector<uint64_t> marks((layout.vocab + 63) / 64);
-  bool all = true;
-  for (int64_t i = 0; i < row.touched; ++i) {
-    const uint64_t bit = uint64_t{1} << (view.ids[i] % 64);
-    all &= (marks[view.ids[i] / 64] & bit) == 0;
-    marks[view.ids[i] / 64] |= bit;
-  }
-  all &= std::equal(marks.begin(), marks.end(), view.bits);
-  for (int64_t i = 0; i < row.length; ++i) all &= is_touched(view.text[i]);
-  const SamplerRules rules = view.parsed_rules();
-  for (int64_t i = 0; i < rules.bias_count; ++i) all &= is_touched(rules.biases[2 * i]);
-  for (int64_t i = 0; i < rules.end_count; ++i) all &= is_touched(rules.end_tokens[i]);
-  const int32_t* sequence = rules.sequences;
-  for (int64_t i = 0; i < rules.sequence_count; ++i, sequence += sequence[0] + 2) {
-    all &= is_touched(sequence[sequence[0]]);
-  }
-  return all ? nullptr : "its table is not that of its text and rules";
+  int64_t touched = 0;
+  bool same = true;
+  const auto enter = [&](int64_t token) {
+    if (token < 0 || token >= layout.vocab) return;
+    const uint64_t bit = uint64_t{1} << (token % 64);
+    if ((marks[token / 64] & bit) != 0) return;
+    marks[token / 64] |= bit;
+    same &= touched < row.touched && view.ids[touched] == static_cast<uint64_t>(token);
+    ++touched;
+  };
+  for_each_rule_token(view.parsed_rules(), enter);
+  same &= touched == row.rule_touched;
+  for (int64_t i = 0; i < row.length; ++i) enter(view.text[i]);
+  same &= touched == row.touched && std::equal(marks.begin(), marks.end(), view.bits);
+  return same ? nullptr : "its table is not that of its text and rules";
 }
 
 void sampler_insert_cpu(const SamplerInsertParams& p) {

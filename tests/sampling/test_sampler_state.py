@@ -175,3 +175,25 @@ def test_any_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_tokens_taken_back_leave_no_trace() -> None:
+    """The room of a text suffices for any number of texts that are tried and taken back."""
+    sampler, other = used_sampler(), used_sampler()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        sampler.accept(0, torch.randperm(VOCAB, generator=generator)[:200])
+        sampler.rewind(0, 200)
+    assert tokens(sampler, range(9, 20)) == tokens(other, range(9, 20))
+
+
+def test_a_table_with_foreign_tokens_is_refused() -> None:
+    """Such rows would have no room for the text that they promise."""
+    saved = lmdecode.Sampler(1, VOCAB, repetition_penalty=1.1).state_dict()
+    sampler = lmdecode.Sampler(1, VOCAB, repetition_penalty=1.1)
+    full = lmdecode.Sampler(1, VOCAB, repetition_penalty=1.1)
+    full.accept(0, list(range(256)))
+    fields = full._state.view(torch.int64)
+    fields[0, 6] = fields[0, 7] = 0  # length, output_length: its table is full without a text
+    with pytest.raises(ValueError, match="its table is not that of its text and rules"):
+        sampler.load_state_dict({**saved, "state": full.state_dict()["state"]})
