@@ -278,10 +278,13 @@ void check_vocab(const char* op, const Tensor& logits, int64_t size, int64_t voc
   }
 }
 
-void check_bitmask(const char* op, const Tensor& bitmask, int64_t words) {
+void check_bitmask(const char* op, const Tensor& bitmask, int64_t dimensions, int64_t words) {
   check_dtype(op, "bitmask", bitmask, ScalarType::Int);
   if (!bitmask.is_cpu()) fail(op, "bitmask is on ", device_name(bitmask), "; expected the cpu");
-  if (bitmask.stride(bitmask.dim() - 1) != 1 && words > 1) {
+  if (bitmask.dim() != dimensions) {
+    fail(op, "bitmask has shape ", shape_text(bitmask), "; expected ", dimensions, " dimensions");
+  }
+  if (bitmask.stride(dimensions - 1) != 1 && words > 1) {
     fail(op, "bitmask has strides within a row; expected its words side by side");
   }
 }
@@ -313,7 +316,7 @@ void step(Tensor state, const Tensor& logits, const std::optional<Tensor>& bitma
   p.logits_vocab_stride = logits.stride(1);
   if (bitmask) {
     const int64_t words = (vocab + 31) / 32;
-    check_bitmask(kStepOp, *bitmask, words);
+    check_bitmask(kStepOp, *bitmask, 2, words);
     check_shape(kStepOp, "bitmask", *bitmask, p.batch, words);
     p.bitmask = static_cast<const int32_t*>(bitmask->const_data_ptr());
     p.bitmask_row_stride = bitmask->stride(0);
@@ -398,8 +401,8 @@ void verify(Tensor state, const Tensor& logits, const std::optional<Tensor>& bit
   }
   if (bitmask) {
     const int64_t words = (vocab + 31) / 32;
-    check_bitmask(kVerifyOp, *bitmask, words);
-    if (bitmask->dim() != 3 || bitmask->size(0) != batch || bitmask->size(1) != v.drafts + 1 ||
+    check_bitmask(kVerifyOp, *bitmask, 3, words);
+    if (bitmask->size(0) != batch || bitmask->size(1) != v.drafts + 1 ||
         bitmask->size(2) != words) {
       fail(kVerifyOp, "bitmask has shape ", shape_text(*bitmask), "; expected [", batch, ", ",
            v.drafts + 1, ", ", words, "]");

@@ -29,6 +29,11 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"epsilon_cutoff": -0.1}, "epsilon_cutoff is -0.1; expected 0 to 1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected a number > 0"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty is inf; expected a finite"),
+    ({"repetition_penalty": 1e-50}, "repetition_penalty is 1e-50; expected a number > 0"),
+    ({"presence_penalty": 1e39}, "presence_penalty is 1e.39; expected a finite number of float32"),
+    ({"logit_bias": {3: 1e39}}, r"logit_bias\[3\] is 1e.39"),
+    ({"logit_bias": {3: -1e39}}, r"logit_bias\[3\] is -1e.39"),
+    ({"suppress_tokens": b"ab"}, "suppress_tokens is of type bytes"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
     ({"logit_bias": [1]}, "logit_bias is of type list; expected a dict"),
     ({"logit_bias": {VOCAB: 1.0}}, f"is {VOCAB}; expected 0 to {VOCAB - 1}"),
@@ -78,6 +83,10 @@ WRONG_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("sample", (LOGITS, torch.zeros(2, 1, dtype=torch.int32)), r"bitmask has shape \[2, 1\]"),
     ("sample", (LOGITS, torch.zeros(1, 2, dtype=torch.int32)), r"bitmask has shape \[1, 2\]"),
     ("sample", (LOGITS, torch.zeros(2, 2, dtype=torch.int64)), "bitmask has dtype int64"),
+    ("sample", (LOGITS, torch.tensor(1, dtype=torch.int32)), r"bitmask has shape \[\]; expected 2"),
+    ("sample", (LOGITS, [1]), "sample: bitmask is of type list; expected a tensor or None"),
+    ("insert", (0, b"ab"), "insert: prompt is of type bytes"),
+    ("load_state_dict", (None,), "load_state_dict: state is of type NoneType"),
     ("insert", (2,), "insert: row is 2; expected 0 to 1"),
     ("insert", (0, [1.5]), r"insert: prompt\[0\] is of type float"),
     ("insert", (0, torch.ones(2)), "insert: prompt has dtype float32"),
@@ -99,6 +108,14 @@ def test_wrong_calls(method: str, arguments: tuple[Any, ...], error: str) -> Non
         getattr(sampler, method)(*arguments)
     for _ in range(3):
         assert torch.equal(sampler.sample(LOGITS).index, other.sample(LOGITS).index)
+
+
+def test_a_wrong_prompt_draws_no_seed() -> None:
+    sampler = lmdecode.Sampler(1, VOCAB)
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match="prompt"):
+        sampler.insert(0, "text")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_rows_without_a_sequence() -> None:
@@ -129,6 +146,7 @@ WRONG_DRAFTS: list[tuple[dict[str, Any], str]] = [
     ({"parents": DRAFT, "mode": "rejection"}, "parents"),
     ({"draft_logits": DRAFT_LOGITS[:, :2]}, "draft_logits is given with mode match"),
     ({"draft_logits": DRAFT_LOGITS, "mode": "rejection"}, r"draft_logits has shape \[2, 3, 50\]"),
+    ({"bitmask": [1]}, "verify_draft: bitmask is of type list"),
     ({"bitmask": torch.zeros(2, 2, dtype=torch.int32)}, r"bitmask has shape \[2, 2\]"),
 ]
 
@@ -163,6 +181,46 @@ def test_strides_and_modes(batch: int) -> None:
     assert torch.equal(samplers[2].sample(plain.requires_grad_()).index, expected)
     with torch.inference_mode():
         assert torch.equal(samplers[3].sample(plain * 1).index, expected)
+
+
+def test_in_and_out_of_inference_mode() -> None:
+    """Made, grown and used in either."""
+
+    def use(sampler: lmdecode.Sampler) -> list[int]:
+        sampler.insert(0, [1] * 300)
+        sampler.accept(0, [2])
+        sampler.rewind(0, 1)
+        sampler.reorder_([1, 0])
+        drafted = lmdecode.verify_draft(LOGITS[:, None].expand(-1, 3, -1), DRAFT, sampler)
+        return [*sampler.sample(LOGITS).index.tolist(), *drafted.tokens.flatten().tolist()]
+
+    plain, outer = new_sampler(), new_sampler()
+    expected = [use(plain), use(plain)]
+    with torch.inference_mode():
+        inner = new_sampler()
+        assert use(outer) == expected[0]
+    assert [use(inner), use(outer)] == expected
+    inner.remove(0)
+
+
+def test_defaults_of_torch_do_not_matter() -> None:
+    parameters: dict[str, Any] = {"repetition_penalty": 1.1, "logit_bias": {1: 1.0}}
+    returns = {"return_logits": True, "return_kept_set": True, "num_logprobs": 2}
+    outs = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.float64)):
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                sampler = lmdecode.Sampler(2, VOCAB, **parameters, **returns)
+                sampler.insert(1, [1, 2], top_k=5)
+                outs.append(sampler.sample(LOGITS))
+        finally:
+            torch.set_default_dtype(default)
+    assert outs[0].kept_logits is not None and outs[1].kept_logits is not None
+    assert torch.equal(outs[0].kept_logits, outs[1].kept_logits)
+    assert torch.equal(outs[0].index, outs[1].index)
 
 
 # ---- the ops

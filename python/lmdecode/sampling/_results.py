@@ -24,6 +24,15 @@ class Results(NamedTuple):
     status: Tensor
 
 
+def new_memory(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return zeros on the CPU that can be written in ``torch.inference_mode()`` and outside of it.
+
+    Whatever the mode, the default device and the default dtype are.
+    """
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
 def new_results(batch: int, num_logprobs: int, stages: bool) -> Results:
     wants, best = num_logprobs >= 0, max(num_logprobs, 0)
     parts: list[tuple[torch.dtype, tuple[int, ...] | None]] = [
@@ -37,7 +46,7 @@ def new_results(batch: int, num_logprobs: int, stages: bool) -> Results:
         (torch.uint8, (batch,)),
     ]
     sizes = [0 if s is None else torch.Size(s).numel() * d.itemsize for d, s in parts]
-    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    memory = new_memory(sum(sizes))
     views: list[Any] = []
     begin = 0
     for (dtype, shape), size in zip(parts, sizes, strict=True):

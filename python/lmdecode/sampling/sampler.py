@@ -8,15 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_bool, check_count, check_int, dtype_name, type_error
+from lmdecode._checks import (
+    MAX_INT,
+    check_bool,
+    check_count,
+    check_dense_tensors,
+    check_int,
+    type_error,
+)
 from lmdecode._ops import ops
-from lmdecode.sampling._results import new_results
+from lmdecode.sampling._results import new_memory, new_results
 from lmdecode.sampling.sampler_rows import (
     ORDERS,
     RowRules,
     check_parameters,
     parameters_of_row,
     rules_of_row,
+    token_tensor,
 )
 from lmdecode.sampling.types import KeptSet, SamplerOutput
 
@@ -165,13 +173,13 @@ class Sampler:
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
             rows.append(rules_of_row(own, order, own["seed"] if seeds is None else seeds[row]))
-        self._state = torch.zeros(self.batch, self._row_bytes(0, 0), dtype=torch.uint8)
+        self._state = new_memory(self.batch, self._row_bytes(0, 0))
         self._make_room(
             _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0,
             max((len(rules.rules) for rules in rows), default=0),
         )
         for row, rules in enumerate(rows):
-            self._insert(row, rules, torch.zeros(0, dtype=torch.int64))
+            self._insert(row, rules, new_memory(0, dtype=torch.int64))
         self._count_steps()
 
     # ---- sequences
@@ -196,6 +204,7 @@ class Sampler:
             Names the argument, what came and what was expected; nothing has changed.
         """
         row = self._check_row("insert", row)
+        tokens = token_tensor("insert", "prompt", () if prompt is None else prompt)
         own = parameters_of_row(self._defaults, row)
         own.update(check_parameters(parameters, self.vocab))
         for name, value in parameters.items():
@@ -203,7 +212,6 @@ class Sampler:
                 own.pop(name, None)
         seed = own["seed"] if "seed" in own else self._draw_seeds(1)[0]
         rules = rules_of_row(own, self.order, seed)
-        tokens = _tokens("insert", "prompt", () if prompt is None else prompt)
         self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
         self._insert(row, rules, tokens)
         self._count_steps()
@@ -222,7 +230,7 @@ class Sampler:
         rows
             [batch] ints, each 0 to batch - 1; a row may stand several times.
         """
-        picked = _tokens("reorder_", "rows", rows)
+        picked = token_tensor("reorder_", "rows", rows)
         if len(picked) != self.batch:
             raise ValueError(
                 f"{_OP}.reorder_: rows has {len(picked)} numbers; expected {self.batch}"
@@ -243,7 +251,7 @@ class Sampler:
             One, a list or a tensor [n].
         """
         row = self._check_row("accept", row)
-        ids = _tokens("accept", "tokens", tokens)
+        ids = token_tensor("accept", "tokens", tokens)
         self._make_room(self._length(row) + len(ids), 0)
         ops.sampler_accept_(self._state, *self._sizes, row, ids)
         self._count_steps()
@@ -268,18 +276,31 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the sequences of another sampler of this batch, vocabulary and order."""
+        op = f"{_OP}.load_state_dict"
+        if not isinstance(state, Mapping):
+            raise type_error(op, "state", state, "a dict of state_dict")
         for name in ("batch", "vocab", "order", "text_capacity", "rules_capacity", "state"):
             if name not in state:
-                raise ValueError(f"{_OP}.load_state_dict: state has no {name!r}")
+                raise ValueError(f"{op}: state has no {name!r}")
         for name in ("batch", "vocab", "order"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"{_OP}.load_state_dict: state has {name} {state[name]}; expected "
-                    f"{getattr(self, name)}"
+                    f"{op}: state has {name} {state[name]}; expected {getattr(self, name)}"
                 )
-        sizes = (state["text_capacity"], state["rules_capacity"])
-        memory = torch.zeros(self.batch, self._row_bytes(*sizes), dtype=torch.uint8)
-        ops.sampler_copy_(memory, *sizes, state["state"].contiguous(), *sizes, self.vocab)
+        sizes = (
+            check_count(op, "state['text_capacity']", state["text_capacity"], 0),
+            check_count(op, "state['rules_capacity']", state["rules_capacity"], 0),
+        )
+        saved, shape = state["state"], [self.batch, self._row_bytes(*sizes)]
+        check_dense_tensors(op, **{"state['state']": saved})
+        # Before memory is taken: sizes that came with the state may ask for any amount of it.
+        if list(saved.shape) != shape:
+            raise ValueError(
+                f"{op}: state['state'] has shape {list(saved.shape)}; expected {shape}, of its "
+                f"sizes"
+            )
+        memory = new_memory(*shape)
+        ops.sampler_copy_(memory, *sizes, saved.contiguous(), *sizes, self.vocab)
         self._text_capacity, self._rules_capacity = sizes
         self._state = memory
         self._count_steps()
@@ -325,6 +346,8 @@ class Sampler:
                 self._count_steps()
         if type(logits) is not Tensor or logits.requires_grad:
             logits = _plain_logits(logits)
+        if bitmask is not None and not isinstance(bitmask, Tensor):
+            raise type_error(f"{_OP}.sample", "bitmask", bitmask, "a tensor or None")
         _step(
             self._state, logits, bitmask, self._results.memory, self._kept_logits, *self._kept,
             *self._sizes, self._num_logprobs, flags,
@@ -350,9 +373,9 @@ class Sampler:
         if self._keeps_text:
             self._make_room(self._longest() + drafts + 1, 0)
         results = new_results(self.batch, -1, False)
-        tokens = torch.empty(self.batch, drafts + 1, dtype=torch.int64)
-        path = torch.empty(self.batch, drafts, dtype=torch.int64)
-        num_accepted = torch.empty(self.batch, dtype=torch.int64)
+        tokens = new_memory(self.batch, drafts + 1, dtype=torch.int64)
+        path = new_memory(self.batch, drafts, dtype=torch.int64)
+        num_accepted = new_memory(self.batch, dtype=torch.int64)
         ops.sampler_verify_(
             self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
@@ -368,11 +391,12 @@ class Sampler:
         logits, kept_set, stages = self._returns
         batch, vocab = self.batch, self.vocab
         r = self._results = new_results(batch, self._num_logprobs, stages)
-        self._kept_logits = torch.zeros(batch, vocab) if logits else None
+        self._kept_logits = new_memory(batch, vocab, dtype=torch.float32) if logits else None
         self._kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if kept_set:  # what is not written of it takes no memory
-            ids = torch.empty(batch, vocab, dtype=torch.int64)
-            self._kept = ids, torch.empty(batch, vocab)
+            with torch.inference_mode(False):
+                ids = torch.empty(batch, vocab, dtype=torch.int64, device="cpu")
+                self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device="cpu")
         self._output = SamplerOutput(
             r.index, self._kept_logits, r.logprob, r.kept_count, r.status, r.top_ids,
             r.top_logprobs, r.rank, None, r.stage_counts,
@@ -391,7 +415,7 @@ class Sampler:
         assert ids is not None
         assert logprobs is not None
         counts = self._results.kept_count
-        indptr = torch.zeros(self.batch + 1, dtype=torch.int64)
+        indptr = new_memory(self.batch + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=indptr[1:])
         numbers = counts.tolist()
         rows = range(self.batch)
@@ -441,7 +465,7 @@ class Sampler:
         if text > self._text_capacity:
             text = max(_LEAST_TEXT, 1 << (text - 1).bit_length())
         sizes = max(text, self._text_capacity), max(rules, self._rules_capacity)
-        state = torch.zeros(self.batch, self._row_bytes(*sizes), dtype=torch.uint8)
+        state = new_memory(self.batch, self._row_bytes(*sizes))
         ops.sampler_copy_(
             state, *sizes, self._state, self._text_capacity, self._rules_capacity, self.vocab
         )
@@ -455,7 +479,7 @@ class Sampler:
 
     @staticmethod
     def _draw_seeds(count: int) -> list[int]:
-        seeds: list[int] = torch.randint(0, MAX_INT, (count,)).tolist()
+        seeds: list[int] = torch.randint(0, MAX_INT, (count,), device="cpu").tolist()
         return seeds
 
 
@@ -463,20 +487,3 @@ def _plain_logits(logits: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise type_error(f"{_OP}.sample", "logits", logits, "a tensor")
     return logits.detach()
-
-
-def _tokens(method: str, name: str, value: Any) -> Tensor:
-    """Return [n] int64 of one token, several, or a tensor of them."""
-    if not isinstance(value, Tensor):
-        if not isinstance(value, (Sequence, range)) or isinstance(value, str):
-            value = [check_int(f"{_OP}.{method}", name, value)]
-        value = torch.tensor(
-            [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)],
-            dtype=torch.int64,
-        )
-    if value.dtype not in (torch.int64, torch.int32) or value.dim() > 1:
-        raise ValueError(
-            f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
-            f"expected int64 or int32, [n]"
-        )
-    return value.reshape(-1).to("cpu", torch.int64).contiguous()

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_int, check_number, is_int, type_error
+from lmdecode._checks import MAX_INT, check_int, check_number, dtype_name, is_int, type_error
 
-__all__ = ["ORDERS", "STAGES", "RowRules", "check_parameters", "parameters_of_row", "rules_of_row"]
+__all__ = [
+    "ORDERS",
+    "STAGES",
+    "RowRules",
+    "check_parameters",
+    "parameters_of_row",
+    "rules_of_row",
+    "token_tensor",
+]
 
 _OP = "Sampler"
 
@@ -66,7 +74,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
 
 
 def _f32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32).item()
 
 
 def _check_scalar(name: str, value: Any, where: str) -> int | float:
@@ -75,9 +83,11 @@ def _check_scalar(name: str, value: Any, where: str) -> int | float:
         return check_int(_OP, where, value, least, most)
     _, low, high = _NUMBERS[name]
     number = check_number(_OP, where, value)
-    if name not in _MAY_BE_INFINITE and math.isinf(number):
-        raise ValueError(f"{_OP}: {where} is {number}; expected a finite number")
-    if name == "repetition_penalty" and number <= 0.0:
+    # Of what is computed with: a number of float64 may be none of float32.
+    rounded = _f32(number)
+    if name not in _MAY_BE_INFINITE and math.isinf(rounded):
+        raise ValueError(f"{_OP}: {where} is {number}; expected a finite number of float32")
+    if name == "repetition_penalty" and rounded <= 0.0:
         raise ValueError(f"{_OP}: {where} is {number}; expected a number > 0")
     if not low <= number <= high:  # NaN too
         limits = "a number"
@@ -86,7 +96,7 @@ def _check_scalar(name: str, value: Any, where: str) -> int | float:
         elif math.isfinite(high):
             limits = f"a number <= {high:g}"
         raise ValueError(f"{_OP}: {where} is {number}; expected {limits}")
-    return _f32(number)
+    return rounded
 
 
 def _check_token(value: Any, vocab: int, where: str) -> int:
@@ -98,7 +108,7 @@ def _check_tokens(value: Any, vocab: int, where: str) -> tuple[int, ...]:
         value = value.tolist()
     if is_int(value):
         value = [value]
-    if not isinstance(value, (Sequence, set, frozenset)) or isinstance(value, str):
+    if not isinstance(value, (Sequence, set, frozenset)) or isinstance(value, (str, bytes)):
         raise type_error(_OP, where, value, "an int or a list of ints")
     return tuple(_check_token(token, vocab, f"{where}[{i}]") for i, token in enumerate(value))
 
@@ -109,17 +119,21 @@ def _check_rule(name: str, value: Any, vocab: int) -> Any:
         if not isinstance(value, Mapping):
             raise type_error(_OP, name, value, "a dict of token, or tuple of tokens, to bias")
         biases = {}
-        for tokens, bias in value.items():
+        for tokens, number in value.items():
             ids = _check_tokens(tokens, vocab, f"a key of {name}")
             if not ids:
                 raise ValueError(f"{_OP}: a key of {name} is empty; expected one token or more")
-            number = check_number(_OP, f"{name}[{tokens}]", bias)
-            if math.isnan(number) or number == _INF:
-                raise ValueError(f"{_OP}: {name}[{tokens}] is {number}; expected a number or -inf")
-            biases[ids] = _f32(number)
+            number = check_number(_OP, f"{name}[{tokens}]", number)
+            bias = _f32(number)
+            if math.isnan(bias) or (math.isinf(bias) and number != -_INF):
+                raise ValueError(
+                    f"{_OP}: {name}[{tokens}] is {number}; expected a finite number of float32, "
+                    f"or -inf"
+                )
+            biases[ids] = bias
         return biases
     if name == "bad_words_ids":
-        if not isinstance(value, Sequence) or isinstance(value, str):
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise type_error(_OP, name, value, "a list of lists of ints")
         words = [_check_tokens(word, vocab, f"{name}[{i}]") for i, word in enumerate(value)]
         for i, word in enumerate(words):
@@ -136,6 +150,24 @@ def _check_rule(name: str, value: Any, vocab: int) -> Any:
             for count, token in value.items()
         }
     return _check_tokens(value, vocab, name)
+
+
+def token_tensor(method: str, name: str, value: Any) -> Tensor:
+    """Return [n] int64 of one token, several, or a tensor of them."""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (Sequence, range)) or isinstance(value, (str, bytes)):
+            value = [check_int(f"{_OP}.{method}", name, value)]
+        value = torch.tensor(
+            [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)],
+            dtype=torch.int64,
+            device="cpu",
+        )
+    if value.dtype not in (torch.int64, torch.int32) or value.dim() > 1:
+        raise ValueError(
+            f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
+            f"expected int64 or int32, [n]"
+        )
+    return value.reshape(-1).to("cpu", torch.int64).contiguous()
 
 
 def check_parameters(
@@ -223,7 +255,7 @@ class RowRules:
 
 
 def _bits(values: list[float]) -> list[int]:
-    return torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist()
+    return torch.tensor(values, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
 
 
 def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRules:
@@ -268,8 +300,8 @@ def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRul
         for (ids, _), bias in zip(sequences, _bits([bias for _, bias in sequences]), strict=True):
             rules += [len(ids), *ids, bias]
     return RowRules(
-        torch.tensor([*integers, int(keeps_text)], dtype=torch.int64),
-        torch.tensor(numbers, dtype=torch.float64),
-        torch.tensor(rules, dtype=torch.int32),
+        torch.tensor([*integers, int(keeps_text)], dtype=torch.int64, device="cpu"),
+        torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+        torch.tensor(rules, dtype=torch.int32, device="cpu"),
         keeps_text,
     )

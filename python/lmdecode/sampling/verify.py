@@ -70,6 +70,8 @@ def verify_draft(
     if mode not in _MODES:
         raise ValueError(f"{_OP}: mode is {mode!r}; expected one of {', '.join(_MODES)}")
     check_dense_tensors(_OP, logits=logits, draft=draft)
+    if bitmask is not None:
+        check_dense_tensors(_OP, bitmask=bitmask)
     if draft.dtype not in (torch.int64, torch.int32) or draft.dim() != 2:
         raise ValueError(
             f"{_OP}: draft has dtype {dtype_name(draft)} and shape {list(draft.shape)}; expected "
