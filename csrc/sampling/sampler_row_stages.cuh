@@ -171,7 +171,7 @@ class SamplerRowStages {
     });
   }
 
-  __device__ void keep_top_k(int64_t k, bool keep_ties) {
+  LMD_OUT_OF_LINE __device__ void keep_top_k(int64_t k, bool keep_ties) {
     const Word wanted = static_cast<Word>(k);
     keep_prefix</*kMass=*/false>([&](float logit) { return key_of(logit); },
                                  [=](Word all) { return wanted < all ? wanted : Word{0}; },
@@ -323,7 +323,7 @@ class SamplerRowStages {
   // ---- the row's way through them
 
   // False where no token is left.
-  __device__ bool run_stages() {
+  LMD_OUT_OF_LINE __device__ bool run_stages() {
     bool on[kSamplerStages];
     stages_of_row(*state_, plan_, counts_ != nullptr, on);
     // As on the CPU: a temperature at the front, and top-k behind it, come before the first look

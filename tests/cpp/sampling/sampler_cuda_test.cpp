@@ -1,72 +1,12 @@
 // The CUDA kernels of a sampler, emulated, against the CPU's: the same bits of all results and of
 // the rows' states, for every schedule.
-#include <cstdlib>
 #include <iostream>
-#include <memory>
 
 #include "check.h"
-#include "sampler_calls.h"
-#include "sampling/sampler_kernel.cuh"
-#include "sampling/sampler_levels.h"
+#include "emulated_sampler.h"
 
 namespace lmdecode::sampling::test {
 namespace {
-
-using Memory = std::unique_ptr<void, void (*)(void*)>;
-
-Memory aligned(size_t bytes) {
-  return Memory(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
-}
-
-// ---- the same call on the CPU and emulated
-
-struct OnCpu {
-  Memory workspace;
-
-  explicit OnCpu(const SamplerLayout& layout) : workspace(nullptr, std::free) {
-    SamplerWorkspace unused;
-    workspace = aligned(split_sampler_workspace(nullptr, layout, &unused));
-  }
-  void operator()(const SamplerStepParams& p) const {
-    default_::sampling::sampler_step_rows(p, 0, p.batch, workspace.get());
-  }
-  void operator()(const SamplerVerifyParams& v) const {
-    default_::sampling::sampler_verify_rows(v, 0, v.step.batch, workspace.get());
-  }
-};
-
-struct Emulated {
-  unsigned threads, blocks;
-  uint64_t schedule;
-
-  void operator()(const SamplerStepParams& p) const {
-    launch(p, p,
-           {&cuda_kernels::sampler_step_kernel<float>, &cuda_kernels::sampler_step_kernel<Half>,
-            &cuda_kernels::sampler_step_kernel<BFloat16>});
-  }
-  void operator()(const SamplerVerifyParams& v) const {
-    launch(v, v.step,
-           {&cuda_kernels::sampler_verify_kernel<float>, &cuda_kernels::sampler_verify_kernel<Half>,
-            &cuda_kernels::sampler_verify_kernel<BFloat16>});
-  }
-
- private:
-  // Kernels in the order of DType.
-  template <class Params>
-  void launch(const Params& params, const SamplerStepParams& step,
-              std::initializer_list<void (*)(Params, char*)> kernels) const {
-    SamplerBlockWorkspace workspace;
-    const size_t bytes = workspace.split(nullptr, step.layout);
-    const Buffer<char> scratch(static_cast<int64_t>(bytes * blocks));
-    emulation::launch(kernels.begin()[static_cast<int>(step.dtype)], dim3(blocks), dim3(threads), 1,
-                      sizeof(cuda_kernels::RowStorage), schedule, params, scratch.data());
-  }
-};
-
-StepResult call(const auto& run, const StepCase& c, const Rows& rows) { return step(run, c, rows); }
-DraftResult call(const auto& run, const DraftCase& c, const Rows& rows) {
-  return verify(run, c, rows);
-}
 
 int64_t calls_run = 0;
 
@@ -108,6 +48,81 @@ TEST(small_rows) { run_lives(1, 120, 1, 70, 8); }
 TEST(rows_about_a_power_of_two) { run_lives(10000, 20, 126, 130, 6); }
 TEST(rows_of_1000) { run_lives(20000, 12, 990, 1030, 5); }
 TEST(rows_of_5000) { run_lives(30000, 3, 4990, 5010, 3); }
+
+// ---- what the CPU's ops refuse before a kernel sees it
+
+struct Refusal {
+  Rows rows;
+  RowCase row;
+
+  Refusal(int64_t vocab, int64_t text) : rows(SamplerLayout::of(vocab, text, kMostRules), 2) {
+    row.numbers.temperature = row.numbers.top_p = row.numbers.typical_p = row.numbers.top_h = 1.0;
+    row.numbers.repetition_penalty = 1.0;
+    row.integers.keeps_text = 1;
+    row.integers.seed = 5;
+    row.prompt = {1, 2, 3};
+    rows.insert(0, row);
+    row.prompt = {1};
+    rows.insert(1, row);
+  }
+};
+
+constexpr Emulated kEmulated{64, 1, 3};
+
+// The first row has no room, the second one goes on.
+TEST(a_row_without_room_is_refused) {
+  const Refusal r(40, 3);
+  Random random(1);
+  StepCase c(random, 2, 40);
+  c.accept = true;
+  c.num_logprobs = 2;
+  c.kept_logits = true;
+  const Buffer<char> before = bytes_of(r.rows);
+  const StepResult result = step(kEmulated, c, r.rows);
+  CHECK_EQ(result.index[0], int64_t{-1});
+  CHECK_EQ(result.status[0], kStatusRefused);
+  CHECK_EQ(result.rank[0], int64_t{0});
+  CHECK_EQ(result.top_ids[1], int64_t{-1});
+  CHECK_EQ(result.kept_count[0], 0);
+  CHECK(result.kept_logits[0] == minus_infinity());
+  CHECK(std::memcmp(result.state.data(), before.data(), r.rows.layout.size) == 0);
+  CHECK(result.index[1] >= 0);
+  CHECK_EQ(r.rows.row(1).length, int64_t{2});
+  c.accept = false;  // a look takes no room
+  CHECK(step(kEmulated, c, r.rows).index[0] >= 0);
+}
+
+TEST(a_row_of_other_sizes_is_refused) {
+  const Refusal r(40, 8);
+  Random random(2);
+  const StepCase c(random, 2, 40);
+  r.rows.view(0).row->integers.order = kSamplerOrderCount;
+  const StepResult result = step(kEmulated, c, r.rows);
+  CHECK_EQ(result.index[0], int64_t{-1});
+  CHECK_EQ(result.status[0], kStatusRefused);
+  CHECK(result.index[1] >= 0);
+}
+
+// There must be room for all that may be accepted, before the first is.
+TEST(drafts_without_room_or_number_are_refused) {
+  for (const bool is_long : {true, false}) {
+    const Refusal r(40, is_long ? 5 : 8);
+    Random random(3);
+    DraftCase c(random, 2, 40, 2);
+    c.num_draft = Buffer<int64_t>(2);
+    c.num_draft[0] = is_long ? 2 : 3;
+    c.num_draft[1] = 2;
+    const Buffer<char> before = bytes_of(r.rows);
+    const DraftResult result = verify(kEmulated, c, r.rows);
+    CHECK_EQ(result.status[0], kStatusRefused);
+    CHECK_EQ(result.num_accepted[0], int64_t{0});
+    for (int i = 0; i < 3; ++i) CHECK_EQ(result.tokens[i], int64_t{-1});
+    CHECK(std::memcmp(result.state.data(), before.data(), r.rows.layout.size) == 0);
+    CHECK(result.tokens[3] >= 0);
+    c.num_draft[0] = -1;
+    CHECK_EQ(verify(kEmulated, c, r.rows).status[0], kStatusRefused);
+  }
+}
 
 TEST(more_than_800_calls) {
   std::cout << calls_run << " calls" << std::endl;
