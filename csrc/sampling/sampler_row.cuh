@@ -4,7 +4,7 @@
 
 #include "common/cuda_intrinsics.cuh"
 #include "common/half.h"
-#include "sampling/kept_set.h"
+#include "sampling/adaptive_p.h"
 
 namespace lmdecode::sampling::cuda_kernels {
 
@@ -27,17 +27,23 @@ struct RawRow {
 // After the edits, without NaN, in the block's scratch memory. Tokens that are not left are -inf.
 // Passes give each token to the same thread, so that none waits for another between them.
 struct EditedRow {
-  float* value;  // [vocab]
+  float* value;  // [vocab] logits; probabilities where these are adapted
   uint32_t vocab;
+  bool adapts = false;  // adaptive-p makes other logits of the tokens that are left
+  float target = 0.0f;
 
-  __device__ float at(int64_t token) const { return value[token]; }
+  __device__ bool has(uint32_t token) const { return value[token] > minus_infinity(); }
+
+  // The logit of a token that is left.
+  __device__ float at(int64_t token) const {
+    return adapts ? adapted_logit(value[token], target) : value[token];
+  }
 
   // see(logit, token) for each token that is left.
   template <class See>
   __device__ void each(See see) const {
     for (uint32_t token = threadIdx.x; token < vocab; token += blockDim.x) {
-      const float logit = value[token];
-      if (logit > minus_infinity()) see(logit, token);
+      if (has(token)) see(at(token), token);
     }
   }
 

@@ -47,11 +47,23 @@ class SamplerRowDraw : protected SamplerRowStages {
 
   // ---- the draw
 
+  // Adaptive-p's.
+  __device__ void adapt() {
+    const float sum = static_cast<float>(row_weights(total_mass(), 0, rule_.fraction_bits).sum);
+    left_.each(
+        [&](float logit, uint32_t token) { left_.value[token] = rule_.weight(logit) / sum; });
+    left_.target = adapted_target(state_->numbers.adaptive_target, state_->mu);
+    left_.adapts = true;
+    set_temperature(1.0f);
+    find_largest();
+  }
+
   struct Kept {
     Word count, mass, bound;  // bound: order key of the best lower score
   };
 
   LMD_OUT_OF_LINE __device__ void draw() {
+    if (state_->numbers.adaptive_target >= 0.0) adapt();
     const bool by_seed = plan_.noise == NoiseMode::kInternal;
     Kept kept{0, 0, 0};
     left_.each([&](float logit, uint32_t token) {
@@ -76,6 +88,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     index_ = token;
     kept_ = static_cast<int64_t>(kept.count);
     weight_ = rule_.weight(left_.at(token));
+    if (left_.adapts) probability_ = left_.value[token];
     mass_ = kept.mass;
     logprob_ = log_probability(weight_, mass_, plan_.fraction_bits);
     drawn_ = true;
@@ -118,8 +131,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     if (params_.kept_logits == nullptr) return;
     float* const out = params_.kept_logits + row_ * n_;
     for (uint32_t token = threadIdx.x; token < left_.vocab; token += blockDim.x) {
-      const float logit = left_.value[token];
-      __stcs(out + token, logit > minus_infinity() ? value(logit, token) : minus_infinity());
+      __stcs(out + token, left_.has(token) ? value(left_.at(token), token) : minus_infinity());
     }
   }
 
@@ -139,8 +151,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     int64_t before = 0;
     for (uint32_t base = 0; base < left_.vocab; base += blockDim.x) {
       const uint32_t token = base + threadIdx.x;
-      const float logit = token < left_.vocab ? left_.value[token] : minus_infinity();
-      const bool is_left = logit > minus_infinity();
+      const bool is_left = token < left_.vocab && left_.has(token);
       const unsigned warp = __ballot_sync(cuda::kFullMask, is_left);
       if (cuda::lane_id() == 0) {
         storage.warp_part[cuda::warp_id()][0] = static_cast<Word>(__popc(warp));
@@ -154,7 +165,7 @@ class SamplerRowDraw : protected SamplerRowStages {
       }
       if (is_left) {
         ids[at] = token;
-        logprobs[at] = log_probability(rule_.weight(logit), mass_, plan_.fraction_bits);
+        logprobs[at] = log_probability(rule_.weight(left_.at(token)), mass_, plan_.fraction_bits);
       }
       __syncthreads();
     }
@@ -252,9 +263,8 @@ class SamplerRowDraw : protected SamplerRowStages {
 
   __device__ void accept(SamplerRowView* view) {
     view->accept(index_);
-    if (drawn_ && view->row->numbers.mirostat_tau > 0.0) {
-      view->row->mu = next_mu(*view->row, weight_, mass_, plan_.fraction_bits);
-    }
+    if (!drawn_) return;
+    view->row->mu = mu_after_draw(*view->row, weight_, mass_, plan_.fraction_bits, probability_);
   }
 
   const SamplerStepParams& params_;
@@ -265,6 +275,7 @@ class SamplerRowDraw : protected SamplerRowStages {
   bool drawn_ = false;  // from what the stages left: what follows is the draw's
   float weight_ = 0.0f;
   uint64_t mass_ = 0;
+  float probability_ = 0.0f;  // of the drawn token, before adaptive-p
   float logprob_ = 0.0f;
 };
 

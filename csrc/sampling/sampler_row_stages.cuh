@@ -26,6 +26,7 @@ class SamplerRowStages {
     rules_ = rules;
     plan_ = plan;
     counts_ = counts;
+    left_.adapts = false;
     rule_.fraction_bits = plan.fraction_bits;
     set_temperature(1.0f);
   }
@@ -426,7 +427,7 @@ class SamplerRowStages {
   }
 
   RowCluster cluster_;
-  const EditedRow left_;
+  EditedRow left_;
   const int64_t n_;
   const SamplerRow* state_ = nullptr;
   SamplerOrderRules rules_{};

@@ -28,7 +28,7 @@ class SamplerStages : public FamilyStages {
   void find_stages(const SamplerNumbers& numbers) {
     stages_of_row(*state_, plan_, counts_ != nullptr, on_);
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
-    is_plain_ = rules_.is_plain && !dynamic;
+    is_plain_ = rules_.is_plain && !dynamic && !(numbers.adaptive_target >= 0.0);
     for (int i = static_cast<int>(SamplerStage::kTopNSigma); i < kSamplerStages; ++i)
       is_plain_ &= !on_[i];
   }

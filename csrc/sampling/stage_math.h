@@ -6,6 +6,7 @@
 #include "common/mass_threshold.h"
 #include "common/token_noise.h"
 #include "common/wide.h"
+#include "sampling/adaptive_p.h"
 #include "sampling/sampler_state.h"
 #include "sampling/token_weight.h"
 
@@ -161,14 +162,19 @@ LMD_HOST_DEVICE double dynamic_temperature(const SamplerNumbers& numbers, int64_
                    power_of_share(share < 1.0 ? share : 1.0, numbers.dynamic_temperature_exponent);
 }
 
-// Mirostat's mu after a token of this weight was drawn from tokens of this mass.
-LMD_HOST_DEVICE double next_mu(const SamplerRow& row, float weight, uint64_t kept_mass,
-                               int fraction_bits) {
+// The state of adaptive-p or mirostat after a token of this weight was drawn from tokens of this
+// mass; probability: what it was before adaptive-p.
+LMD_HOST_DEVICE double mu_after_draw(const SamplerRow& row, float weight, uint64_t kept_mass,
+                                     int fraction_bits, float probability) {
+  const SamplerNumbers& numbers = row.numbers;
+  if (numbers.adaptive_target >= 0.0)
+    return adapted_mean(row.mu, probability, numbers.adaptive_decay);
+  if (!(numbers.mirostat_tau > 0.0)) return row.mu;
   const double kept = static_cast<double>(kept_mass) / mass_unit(fraction_bits);
   const double log = log_f64(static_cast<double>(weight)) - log_f64(kept);
   const double surprise = -log * kLog2E;
-  return static_cast<double>(static_cast<float>(
-      row.mu - row.numbers.mirostat_eta * (surprise - row.numbers.mirostat_tau)));
+  return static_cast<double>(
+      static_cast<float>(row.mu - numbers.mirostat_eta * (surprise - numbers.mirostat_tau)));
 }
 
 }  // namespace lmdecode::sampling

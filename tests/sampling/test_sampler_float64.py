@@ -110,6 +110,20 @@ def test_a_large_vocabulary(order: str, sampler: SamplerUnderTest) -> None:
     assert decided > 0
 
 
+@pytest.mark.parametrize("vocab", [1 << 17, 1 << 20])
+@pytest.mark.parametrize("stage", [*STAGES, "all"])
+def test_the_largest_vocabularies(stage: str, vocab: int, sampler: SamplerUnderTest) -> None:
+    """Rows whose mass, entropy and variance come from a million terms."""
+    if sampler.share < 1 and vocab > 1 << 17:
+        pytest.skip("the reference takes seconds a row")
+    stages = STAGES if stage == "all" else [stage]
+    random = np.random.default_rng([vocab, len(stages), *map(ord, stage)])
+    x = make_values(random, 3 if sampler.share == 1 else 1, vocab)
+    order = list(ORDERS)[random.integers(len(ORDERS))]
+    decided, _ = compare(sampler, x, make_parameters(random, stages, *x.shape), order)
+    assert decided > 0 or sampler.share < 1
+
+
 @pytest.mark.parametrize("others", [0.0, 1.3, 2.9, 7.3, 11.7])
 def test_the_deviation_of_many_equal_logits(others: float, sampler: SamplerUnderTest) -> None:
     """Of a variance of 1 / V of the range's square: no rounding of squares moves the bound."""

@@ -345,6 +345,9 @@ def test_a_signal_ends_the_wait_at_the_end(tmp_path: Path) -> None:
     code = """
 import signal
 
+# A shell starts what runs in the background with SIGINT ignored, and Python leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def for_ever(done, total):
     begun.set()
     threading.Event().wait()
