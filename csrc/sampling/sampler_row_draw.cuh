@@ -10,6 +10,8 @@
 
 namespace lmdecode::sampling::cuda_kernels {
 
+static_assert(kMostCudaLogProbs <= cuda_tuning::kRankChunk);
+
 class SamplerRowDraw : protected SamplerRowStages {
  protected:
   __device__ SamplerRowDraw(const SamplerStepParams& params, RowStorage& storage, float* row)

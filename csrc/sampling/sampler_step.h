@@ -55,6 +55,9 @@ struct SamplerStepParams {
 // is room where tokens are accepted.
 void sampler_step_cpu(const SamplerStepParams& params);
 
+// The most log-probabilities of a step on a GPU: a block sorts them in its shared memory.
+constexpr int64_t kMostCudaLogProbs = 2048;
+
 // stream is a cudaStream_t; launches only. scratch: sampler_cuda_scratch_bytes() of global memory,
 // aligned to 64.
 void sampler_step_cuda(const SamplerStepParams& params, void* scratch, void* stream);
