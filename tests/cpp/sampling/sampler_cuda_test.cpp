@@ -49,17 +49,48 @@ TEST(rows_about_a_power_of_two) { run_lives(10000, 20, 126, 130, 6); }
 TEST(rows_of_1000) { run_lives(20000, 12, 990, 1030, 5); }
 TEST(rows_of_5000) { run_lives(30000, 3, 4990, 5010, 3); }
 
+// No filter, no penalty.
+RowCase plain_row() {
+  RowCase row;
+  SamplerNumbers& n = row.numbers;
+  n.temperature = n.top_p = n.typical_p = n.top_h = n.repetition_penalty = 1.0;
+  n.adaptive_target = -1.0;
+  row.integers.seed = 5;
+  return row;
+}
+
+// Different logits that come to the same value, of which top-k keeps the first tokens.
+TEST(ties_that_a_temperature_makes) {
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    Random random(seed);
+    constexpr int64_t kVocab = 60;
+    Rows rows(layout_with(kVocab, 16), 2);
+    for (int64_t row = 0; row < 2; ++row) {
+      RowCase c = plain_row();
+      c.integers.order = random.any_of<int64_t>({0, 3});
+      c.numbers.temperature = static_cast<double>(4.815e-4f);
+      c.integers.top_k = 2 + random.below(5);
+      rows.insert(row, c);
+    }
+    StepCase c(random, 2, kVocab);
+    if (c.logits.dtype != DType::kFloat32) continue;
+    c.kept_set = true;
+    float* const logits = reinterpret_cast<float*>(c.logits.memory.data());
+    for (int64_t i = 0; i < c.logits.memory.size() / 4; ++i) {
+      logits[i] = float_of(bits_of(0.00195f) + static_cast<uint32_t>(random.below(4)));
+    }
+    if (!same_as_cpu(random, c, &rows, seed, seed % 6)) return;
+  }
+}
+
 // ---- what the CPU's ops refuse before a kernel sees it
 
 struct Refusal {
   Rows rows;
-  RowCase row;
 
   Refusal(int64_t vocab, int64_t text) : rows(SamplerLayout::of(vocab, text, kMostRules), 2) {
-    row.numbers.temperature = row.numbers.top_p = row.numbers.typical_p = row.numbers.top_h = 1.0;
-    row.numbers.repetition_penalty = 1.0;
+    RowCase row = plain_row();
     row.integers.keeps_text = 1;
-    row.integers.seed = 5;
     row.prompt = {1, 2, 3};
     rows.insert(0, row);
     row.prompt = {1};
