@@ -44,14 +44,8 @@ void merge_rows(const MergeAttentionStatesParams& p, int64_t begin, int64_t end)
 // Rows [begin, end), sequence by sequence, head by head.
 void merge_attention_states_rows(const MergeAttentionStatesParams& params, int64_t begin,
                                  int64_t end) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return merge_rows<float>(params, begin, end);
-    case DType::kFloat16:
-      return merge_rows<Half>(params, begin, end);
-    case DType::kBFloat16:
-      return merge_rows<BFloat16>(params, begin, end);
-  }
+  with_element_type(params.dtype,
+                    [&](auto element) { merge_rows<decltype(element)>(params, begin, end); });
 }
 
 }  // namespace lmdecode::LMD_SIMD::attention

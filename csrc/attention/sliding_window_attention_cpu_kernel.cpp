@@ -26,14 +26,9 @@ void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
   if (params.has_int8_keys) {
     return run_tiles<float, Floats, Int8Cell>(params, tiles, begin, end, most_rows, workspace);
   }
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return run_tiles<float, Floats>(params, tiles, begin, end, most_rows, workspace);
-    case DType::kFloat16:
-      return run_tiles<Half, Floats>(params, tiles, begin, end, most_rows, workspace);
-    case DType::kBFloat16:
-      return run_tiles<BFloat16, Floats>(params, tiles, begin, end, most_rows, workspace);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    run_tiles<decltype(element), Floats>(params, tiles, begin, end, most_rows, workspace);
+  });
 #endif
 }
 

@@ -102,28 +102,18 @@ void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
     return run_parts<FloatRows<float>, float, CacheLayout::kInt8>(params, parts, partials, begin,
                                                                   end, workspace);
   }
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return run_rows<FloatRows<float>>(params, parts, partials, begin, end, workspace);
-    case DType::kFloat16:
-      return run_rows<FloatRows<Half>>(params, parts, partials, begin, end, workspace);
-    case DType::kBFloat16:
-      return run_rows<FloatRows<BFloat16>>(params, parts, partials, begin, end, workspace);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    run_rows<FloatRows<decltype(element)>>(params, parts, partials, begin, end, workspace);
+  });
 #endif
 }
 
 void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,
                                  const DecodeHead* heads, const DecodePartials& partials,
                                  int64_t begin, int64_t end) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return add_heads<float>(params, heads, partials, begin, end);
-    case DType::kFloat16:
-      return add_heads<Half>(params, heads, partials, begin, end);
-    case DType::kBFloat16:
-      return add_heads<BFloat16>(params, heads, partials, begin, end);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    add_heads<decltype(element)>(params, heads, partials, begin, end);
+  });
 }
 
 }  // namespace lmdecode::LMD_SIMD::attention

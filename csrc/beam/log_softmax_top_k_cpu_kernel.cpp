@@ -12,10 +12,6 @@ using lmdecode::sampling::split_sampling_workspace;
 
 namespace {
 
-CandidateList list_in(const SamplingWorkspace& w) {
-  return {w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
-}
-
 template <class T>
 void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, void* workspace) {
   const SamplingWorkspace w = split_sampling_workspace(workspace, params.vocab);
@@ -28,13 +24,11 @@ void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, vo
                      row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
     return;
   }
-  // Strided rows are gathered first, as f32: exact.
   RowCandidates<float> candidates(params, list_in(w), maxima);
   for (int64_t row = begin; row < end; ++row) {
     if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
-      const T* x = logits + row * params.logits_row_stride;
-      for (int64_t i = 0; i < params.vocab; ++i)
-        w.row[i] = to_float(x[i * params.logits_vocab_stride]);
+      gather_row(logits + row * params.logits_row_stride, params.vocab, params.logits_vocab_stride,
+                 w.row);
     }
     candidates.run(w.row, row, nullptr);
   }
@@ -44,14 +38,9 @@ void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, vo
 
 void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,
                             void* workspace) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return run_rows<float>(params, begin, end, workspace);
-    case DType::kFloat16:
-      return run_rows<Half>(params, begin, end, workspace);
-    case DType::kBFloat16:
-      return run_rows<BFloat16>(params, begin, end, workspace);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    run_rows<decltype(element)>(params, begin, end, workspace);
+  });
 }
 
 void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end,

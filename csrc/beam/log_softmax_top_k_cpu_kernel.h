@@ -15,8 +15,10 @@ namespace lmdecode::LMD_SIMD::beam {
 using namespace lmdecode::beam;
 using sampling::CandidateList;
 using sampling::count_from;
+using sampling::gather_row;
 using sampling::kBlock;
 using sampling::keep_from;
+using sampling::list_in;
 using sampling::make_keys;
 using sampling::MassScan;
 using sampling::push;

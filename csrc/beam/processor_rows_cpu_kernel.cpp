@@ -17,7 +17,7 @@ template <class T>
 void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& processors,
               int64_t max_edits, int64_t begin, int64_t end, void* workspace) {
   const SamplingWorkspace w = split_sampling_workspace(workspace, params.vocab);
-  const CandidateList list{w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
+  const CandidateList list = list_in(w);
   float* maxima = reinterpret_cast<float*>(w.spare_key);  // the searches here leave it alone
   TokenEdits edits(w.row + sampling_workspace_capacity(params.vocab), max_edits, params.vocab);
   const T* logits = static_cast<const T*>(params.logits);
@@ -31,13 +31,11 @@ void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& proces
                      row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
     return;
   }
-  // Strided rows are gathered first, as f32: exact.
   ProcessedRowCandidates<float> candidates(params, list, maxima, w.row, &edits);
   for (int64_t row = begin; row < end; ++row) {
     if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
-      const T* x = logits + row * params.logits_row_stride;
-      for (int64_t i = 0; i < params.vocab; ++i)
-        w.row[i] = to_float(x[i * params.logits_vocab_stride]);
+      gather_row(logits + row * params.logits_row_stride, params.vocab, params.logits_vocab_stride,
+                 w.row);
     }
     candidates.run(w.row, processors_of(row), row, nullptr);
   }
@@ -50,14 +48,9 @@ void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& proces
 void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
                                       const LogitsProcessors& processors, int64_t max_edits,
                                       int64_t begin, int64_t end, void* workspace) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return run_rows<float>(params, processors, max_edits, begin, end, workspace);
-    case DType::kFloat16:
-      return run_rows<Half>(params, processors, max_edits, begin, end, workspace);
-    case DType::kBFloat16:
-      return run_rows<BFloat16>(params, processors, max_edits, begin, end, workspace);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    run_rows<decltype(element)>(params, processors, max_edits, begin, end, workspace);
+  });
 }
 
 }  // namespace lmdecode::LMD_SIMD::beam

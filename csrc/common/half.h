@@ -17,6 +17,19 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// body(T{}), T being the type of the elements.
+template <class Body>
+void with_element_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(float{});
+    case DType::kFloat16:
+      return body(Half{});
+    case DType::kBFloat16:
+      return body(BFloat16{});
+  }
+}
+
 LMD_HOST_DEVICE float to_float(float value) { return value; }
 
 LMD_HOST_DEVICE float to_float(BFloat16 value) {

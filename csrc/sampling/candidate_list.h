@@ -5,6 +5,7 @@
 #include "common/mass_threshold.h"
 #include "sampling/kept_set.h"
 #include "sampling/sampling_tuning.h"
+#include "sampling/sampling_workspace.h"
 #include "simd/vec.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
@@ -23,6 +24,11 @@ struct CandidateList {
   uint64_t* spare_mass;  // [capacity] scratch
   int64_t size = 0;
 };
+
+// An empty one.
+inline CandidateList list_in(const SamplingWorkspace& w) {
+  return {w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
+}
 
 inline int64_t round_up_to_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 

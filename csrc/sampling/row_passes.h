@@ -32,6 +32,13 @@ inline void prefetch_ahead(const T* p) {
     __builtin_prefetch(at + line);
 }
 
+// A row with strides, side by side, as f32: exact.
+template <class T>
+const float* gather_row(const T* x, int64_t n, int64_t stride, float* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = to_float(x[i * stride]);
+  return out;
+}
+
 struct RowMax {
   float max;
   bool has_nan;

@@ -20,16 +20,14 @@ struct Scratch {
     SamplerWorkspace workspace;
     split_sampler_workspace(memory, params.layout, &workspace);
     const SamplingWorkspace w = split_sampling_workspace(workspace.lists, params.vocab);
-    list = {w.value, w.token, w.key, w.mass, w.spare_key, w.spare_mass, 0};
+    list = list_in(w);
     rows = {workspace.row, workspace.touched};
     row = w.row;
   }
 
-  // A row with strides, side by side, as f32: exact.
   template <class T>
   const float* gather(const T* x, const SamplerStepParams& params) const {
-    for (int64_t i = 0; i < params.vocab; ++i) row[i] = to_float(x[i * params.logits_vocab_stride]);
-    return row;
+    return gather_row(x, params.vocab, params.logits_vocab_stride, row);
   }
 };
 
@@ -118,26 +116,16 @@ void verify_rows(const SamplerVerifyParams& v, int64_t begin, int64_t end, void*
 
 void sampler_step_rows(const SamplerStepParams& params, int64_t begin, int64_t end,
                        void* workspace) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return run_rows<float>(params, begin, end, workspace);
-    case DType::kFloat16:
-      return run_rows<Half>(params, begin, end, workspace);
-    case DType::kBFloat16:
-      return run_rows<BFloat16>(params, begin, end, workspace);
-  }
+  with_element_type(params.dtype, [&](auto element) {
+    run_rows<decltype(element)>(params, begin, end, workspace);
+  });
 }
 
 void sampler_verify_rows(const SamplerVerifyParams& params, int64_t begin, int64_t end,
                          void* workspace) {
-  switch (params.step.dtype) {
-    case DType::kFloat32:
-      return verify_rows<float>(params, begin, end, workspace);
-    case DType::kFloat16:
-      return verify_rows<Half>(params, begin, end, workspace);
-    case DType::kBFloat16:
-      return verify_rows<BFloat16>(params, begin, end, workspace);
-  }
+  with_element_type(params.step.dtype, [&](auto element) {
+    verify_rows<decltype(element)>(params, begin, end, workspace);
+  });
 }
 
 }  // namespace lmdecode::LMD_SIMD::sampling
