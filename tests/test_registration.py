@@ -112,8 +112,6 @@ CPU_ONLY = {
     "lmdecode::sampler_copy_",
     "lmdecode::sampler_insert_",
     "lmdecode::sampler_rewind_",
-    "lmdecode::sampler_step_",
-    "lmdecode::sampler_verify_",
     "lmdecode::trie_build",
     "lmdecode::trie_step",
 }

@@ -56,13 +56,11 @@ inline constexpr OpSchema kOpSchemas[] = {
     // 4 stage counts. num_logprobs -1: none.
     {"sampler_step_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor(b!) results, "
      "Tensor(c!)? kept_logits, Tensor(d!)? kept_ids, Tensor(e!)? kept_logprobs, int vocab, int "
-     "text_capacity, int rules_capacity, int num_logprobs, int flags) -> ()",
-     Devices::kCpuOnly},
+     "text_capacity, int rules_capacity, int num_logprobs, int flags) -> ()"},
     {"sampler_verify_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor draft, Tensor? "
      "parents, Tensor? num_draft, Tensor? draft_logits, Tensor(b!) results, Tensor(c!) tokens, "
      "Tensor(d!) path, Tensor(e!) num_accepted, int vocab, int text_capacity, int "
-     "rules_capacity, bool rejection) -> ()",
-     Devices::kCpuOnly},
+     "rules_capacity, bool rejection) -> ()"},
     // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
     // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
     // num_candidates], status [requests]; log_probs are the scores without those of the beams.

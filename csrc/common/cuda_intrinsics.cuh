@@ -165,6 +165,14 @@ __device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const unsigned
 #error "compile with nvcc, or define LMDECODE_CUDA_EMULATION (tests/cpp/cuda_emulation)"
 #endif
 
+// A device function that is compiled once, not into each of its callers: for long ones that several
+// kernels call.
+#if defined(LMDECODE_CUDA_EMULATION)
+#define LMD_OUT_OF_LINE [[gnu::noinline]]
+#else
+#define LMD_OUT_OF_LINE __noinline__
+#endif
+
 namespace lmdecode::cuda {
 
 inline constexpr int kWarpSize = 32;

@@ -4,21 +4,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace lmdecode {
 
 // Each array is aligned to 64, as the block is. With null for the block it only counts.
 class SplitMemory {
  public:
-  explicit SplitMemory(void* memory) : memory_(static_cast<char*>(memory)) {}
+  LMD_HOST_DEVICE explicit SplitMemory(void* memory) : memory_(static_cast<char*>(memory)) {}
 
   template <class T>
-  void take(T** pointer, int64_t count) {
+  LMD_HOST_DEVICE void take(T** pointer, int64_t count) {
     *pointer = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
     used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
   }
 
   // Bytes dealt out so far, a multiple of 64.
-  size_t used() const { return used_; }
+  LMD_HOST_DEVICE size_t used() const { return used_; }
 
  private:
   char* const memory_;

@@ -15,11 +15,11 @@ LMD_HOST_DEVICE float adapted_logit(float p, float target) {
   return kPeak - kSharpness * distance * distance / (1.0f + distance);
 }
 
-// The target of a row whose drawn tokens have this mean probability.
+// The target of a row whose drawn tokens have this mean probability; 0 where that is no number.
 LMD_HOST_DEVICE float adapted_target(double target, double mean) {
   const double t = target > 0.0 ? target : 0.0;
   const double adapted = 2.0 * t - mean;
-  return static_cast<float>(adapted < 0.0 ? 0.0 : adapted > 1.0 ? 1.0 : adapted);
+  return static_cast<float>(adapted > 1.0 ? 1.0 : adapted > 0.0 ? adapted : 0.0);
 }
 
 // The mean with one more token, of probability p; an f32 value.

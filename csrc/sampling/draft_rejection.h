@@ -4,26 +4,13 @@
 // simd/vec.h.
 #pragma once
 
+#include "sampling/drafted_token.h"
 #include "sampling/row_passes.h"
 #include "sampling/token_choice.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
-
-struct DraftedToken {
-  int64_t token;
-  const float* logits;  // [vocab] that it was drawn from by softmax; null: it was certain
-  TokenWeight rule;     // of these
-  uint64_t mass;        // of all of them
-
-  uint64_t mass_of(int64_t other) const {
-    if (logits == nullptr) return other == token ? mass : 0;
-    const float logit = logits[other];
-    const float least = rule.uniform ? plus_infinity() : -kMaxFloat;
-    return logit >= least ? rule.mass(logit) : 0;
-  }
-};
 
 // Logits that say nothing make the draft certain. The list is scratch.
 inline DraftedToken drafted_token(int64_t token, const float* logits, int64_t n, int fraction_bits,
@@ -48,15 +35,6 @@ inline DraftedToken drafted_token(int64_t token, const float* logits, int64_t n,
   return d;
 }
 
-__extension__ using Wide = unsigned __int128;
-
-// u * a < 2^64 * b
-inline bool is_accepted(uint64_t u, Wide a, Wide b) {
-  const Wide low = static_cast<Wide>(static_cast<uint64_t>(a)) * u;
-  const Wide high = (a >> 64) * u + (low >> 64);
-  return high < b;
-}
-
 // The place in the list, which has masses, of the token that comes next; -1 where the rule leaves
 // none, since p and q are the same.
 inline int64_t choose_by_rejection(const CandidateList& list, const DraftedToken& drafted,
@@ -72,9 +50,8 @@ inline int64_t choose_by_rejection(const CandidateList& list, const DraftedToken
       return i;
     }
     if (p(i) <= q(i)) continue;
-    const double noise = exponential_noise(noise_word(seed, position, list.token[i], 4),
-                                           noise_word(seed, position, list.token[i], 5));
-    const double score = static_cast<double>(p(i) - q(i)) / noise;
+    const double noise = rejection_noise(seed, position, list.token[i]);
+    const double score = to_double(p(i) - q(i)) / noise;
     if (best < 0 || score > best_score) {
       best = i;
       best_score = score;

@@ -5,41 +5,22 @@
 // on threads, nor on the batch, nor on the SIMD width.
 #pragma once
 
-#include "common/exp.h"
 #include "sampling/list_stages.h"
+#include "sampling/stage_math.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
 
-constexpr double kLn2 = 0.69314718055994530942;
-
 class FamilyStages : public ListStages {
  protected:
   using ListStages::ListStages;
 
-  // The list's weights and what comes of them.
-  struct Weights {
-    uint64_t mass;      // of all, the weight 1 being 2^fraction_bits
-    uint64_t surprise;  // sum of weight * exponent, likewise: the exponent is -log2(weight)
-    double sum;         // of the weights
-    double log_sum;
-    double mean_exponent;
-    double entropy() const { return log_sum + kLn2 * mean_exponent; }  // nats
-  };
-
-  Weights weights_of(uint64_t mass, uint64_t surprise) const {
-    Weights w{};
-    w.mass = mass;
-    w.surprise = surprise;
-    const double unit = static_cast<double>(uint64_t{1} << rule_.fraction_bits);
-    w.sum = static_cast<double>(mass) / unit;
-    w.log_sum = log_f64(w.sum);
-    w.mean_exponent = static_cast<double>(surprise) / static_cast<double>(mass);
-    return w;
+  RowWeights weights_of(uint64_t mass, uint64_t surprise) const {
+    return row_weights(mass, surprise, rule_.fraction_bits);
   }
 
-  Weights weigh() {
+  RowWeights weigh() {
     make_masses(&list_, rule_);
     return weights_of(total_mass(list_), surprise_mass());
   }
@@ -47,7 +28,7 @@ class FamilyStages : public ListStages {
   // The same of a whole row, whose largest logit is that of the rule, and finite; surprise only
   // where it is wanted.
   template <bool kSurprise, class T>
-  Weights weigh_row(const T* x, int64_t n) const {
+  RowWeights weigh_row(const T* x, int64_t n) const {
     const F32 scale = splat(float_of(static_cast<uint32_t>(127 + rule_.fraction_bits) << 23));
     const F32 m = splat(rule_.max), f = splat(rule_.factor), tiny = splat(0x1p-126f);
     const float bits = static_cast<float>(rule_.fraction_bits);
@@ -93,33 +74,14 @@ class FamilyStages : public ListStages {
     return sum.total();
   }
 
-  // The key of the smallest value >= the largest one + offset; above its own where offset > 0.
-  uint32_t key_below_max(double offset) const {
-    if (max_ == plus_infinity()) return kPlusInfinityKey + (offset > 0.0 ? 1 : 0);
-    if (offset > 0.0) return order_key(max_) + 1;
-    const double bound = static_cast<double>(max_) + offset;
-    const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
-    return order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
-  }
-
   // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
   // that equal it.
   void keep_below_max(double offset, bool keep_ties) {
-    const uint32_t key = key_below_max(offset);
+    const uint32_t key = key_below_max(max_, offset);
     if (key <= order_key(max_)) return keep_set(&list_, kept_from(logit_of_key(key)));
     if (!keep_ties) return keep_one(/*last=*/false);
     keep_set(&list_, kept_from(class_bottom(rule_.max, temperature_)));
   }
-
-  // The least log-probability, beside that of the largest, that a stage keeps.
-  static double epsilon_offset(double epsilon, const Weights& w) {
-    return log_f64(epsilon * w.sum);
-  }
-  static double eta_offset(double epsilon, const Weights& w) {
-    const double log = log_f64(epsilon), other = 0.5 * log - w.entropy();
-    return w.log_sum + (log < other ? log : other);
-  }
-  static double mirostat_offset(double mu, const Weights& w) { return w.log_sum - mu * kLn2; }
 
   // Minus `sigmas` standard deviations of the values of n logits, those outside (-inf, inf) left
   // out. Shares of the range are rounded to multiples of 2^-21; their sums are exact.
@@ -159,14 +121,8 @@ class FamilyStages : public ListStages {
       products.add(max(high * low, tiny));
       low_squares.add(max(low * low, tiny));
     }
-    __extension__ using Wide = unsigned __int128;
-    const Wide squares = (static_cast<Wide>(high_squares.total()) << 22) +
-                         (static_cast<Wide>(products.total()) << 12) + low_squares.total();
-    const Wide all = squares * static_cast<uint64_t>(count);
-    const Wide mean = static_cast<Wide>(sum.total()) * sum.total();
-    const double one = 0x1p21 * static_cast<double>(count);
-    const double variance = static_cast<double>(all - mean) / (one * one);
-    return -(sigmas * (2.0 * static_cast<double>(half_range) * __builtin_sqrt(variance)));
+    const ShareSums sums{sum.total(), high_squares.total(), products.total(), low_squares.total()};
+    return -(sigmas * standard_deviation(half_range, sums, count));
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first
@@ -176,20 +132,14 @@ class FamilyStages : public ListStages {
     if (max_tokens > 0 && max_tokens < list_.size) {
       select_top_k(&list_, max_tokens, /*keep_ties=*/false);
     }
-    const Weights w = weigh();
+    const RowWeights w = weigh();
     uint64_t* surprise = list_.spare_mass;
     for (int64_t i = 0; i < list_.size; i += kLanes) {
       MassSum::store_masses(surprise + i, scaled_surprise(load(list_.value + i)));
     }
     const int64_t padded = round_up_to_lanes(list_.size);
     for (int64_t i = list_.size; i < padded; ++i) surprise[i] = 0;
-    const double unit = static_cast<double>(uint64_t{1} << rule_.fraction_bits);
-    // Of the entropy, what tokens of these sums come to.
-    const auto terms = [&](uint64_t mass, uint64_t exponents) {
-      return (kLn2 * (static_cast<double>(exponents) / unit) +
-              w.log_sum * (static_cast<double>(mass) / unit)) /
-             w.sum;
-    };
+    const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
     const double most = share * terms(w.mass, w.surprise);
     const KeyRange range = key_range(list_.key, list_.size);
     // The terms of keys >= high are at most `most`, those of keys >= low are more.
@@ -221,10 +171,9 @@ class FamilyStages : public ListStages {
 
   // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
   void keep_typical(double p, bool keep_ties) {
-    const Weights w = weigh();
+    const RowWeights w = weigh();
     make_distance_keys(w);
-    const uint64_t target =
-        p > 0.0 ? mass_threshold(static_cast<float>(p), w.mass, /*strict=*/false) : 1;
+    const uint64_t target = typical_target(p, w.mass);
     const MassCut cut = find_mass_cut(list_, target);
     const int64_t ties =
         keep_ties ? list_.size : cut_ties(list_, cut.key, target - cut.mass_above, false).kept;
@@ -233,15 +182,12 @@ class FamilyStages : public ListStages {
 
   // Keys that are the larger, the nearer a token's surprise is to the entropy: by the distance in
   // logits, one rounding of f64 to f32.
-  void make_distance_keys(const Weights& w) {
-    const double factor = static_cast<double>(rule_.factor);
-    const bool alike = rule_.uniform || !(factor > 0.0);
-    const double max = static_cast<double>(rule_.max),
-                 mean = alike ? 0.0 : w.mean_exponent / factor;
+  void make_distance_keys(const RowWeights& w) {
+    const TypicalDistance from(rule_, w);
     const int64_t padded = round_up_to_lanes(list_.size);
     for (int64_t i = 0; i < padded; i += kLanes) {
       const F32 distance =
-          alike ? splat(0.0f) : abs(subtract_f64(load(list_.value + i), max, -mean));
+          from.alike ? splat(0.0f) : abs(subtract_f64(load(list_.value + i), from.max, -from.mean));
       store(list_.key + i, order_keys(distance) ^ splat_u32(0xffffffffu));
     }
     for (int64_t i = list_.size; i < padded; ++i) list_.key[i] = 0;
@@ -253,7 +199,7 @@ class FamilyStages : public ListStages {
     uint32_t bound = 0;
     if (probability > 0.0) {
       make_masses(&list_, rule_);
-      bound = key_below_max(epsilon_offset(probability, weights_of(total_mass(list_), 0)));
+      bound = key_below_max(max_, epsilon_offset(probability, weights_of(total_mass(list_), 0)));
     }
     const U32 least = splat_u32(bound);
     int64_t choices = 0, last = -1;
@@ -275,14 +221,6 @@ class FamilyStages : public ListStages {
       if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
       push(&list_, mask, load(list_.value + i), load(list_.token + i));
     }
-  }
-
-  // By the entropy of what the temperatures so far leave.
-  double dynamic_temperature(double temperature, double range, double exponent) {
-    const double low = temperature > range ? temperature - range : 0.0;
-    if (list_.size <= 1) return temperature;
-    const double share = weigh().entropy() / log_f64(static_cast<double>(list_.size));
-    return low + (temperature + range - low) * power_of_share(share < 1.0 ? share : 1.0, exponent);
   }
 };
 

@@ -147,17 +147,13 @@ __device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool
   descent->at = storage.found_at;
 }
 
-// The largest key with amount(tokens of the range with this key or a larger one) >= target, where
-// target = target_of(amount of the range). kMass: amounts are masses, else counts.
-template <bool kMass, Order kOrder, class T, class TargetOf>
-__device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32_t vocab,
-                           const TokenRange& range, const TokenWeight& weight, TargetOf target_of) {
-  int shift = 32 - kUnusedKeyBits<T>;
-  if constexpr (kOrder != Order::kValue) shift = 32 - __clz(static_cast<int>(vocab));
-  const auto key_of = [&](float logit, uint32_t token) -> uint32_t {
-    if constexpr (kOrder == Order::kValue) return order_key(logit) >> kUnusedKeyBits<T>;
-    return kOrder == Order::kLowTokenFirst ? vocab - 1 - token : token;
-  };
+// The largest key with amount(tokens with this key or a larger one) >= target, where target =
+// target_of(amount of all). key_of(logit, token, &key): whether the token counts, and its key, of
+// `bits` bits. kMass: amounts are mass_of(logit), else counts.
+template <bool kMass, class Row, class KeyOf, class MassOf, class TargetOf>
+__device__ Descent descend_keys(RowCluster& cluster, const Row& row, int bits, KeyOf key_of,
+                                MassOf mass_of, TargetOf target_of) {
+  int shift = bits;
   Descent descent;
   for (bool first = true; shift > 0; first = false) {
     const int width = shift < cuda_tuning::kDigitBits ? shift : cuda_tuning::kDigitBits;
@@ -169,12 +165,12 @@ __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32
     }
     __syncthreads();
     const uint32_t prefix = descent.key, mask = (1u << width) - 1;
-    slice.each([&](float logit, uint32_t token) {
-      if (!range.contains(logit, token)) return;
-      const uint32_t key = key_of(logit, token);
+    row.each([&](float logit, uint32_t token) {
+      uint32_t key;
+      if (!key_of(logit, token, &key)) return;
       if (!first && key >> shift != prefix) return;
       if constexpr (kMass) {
-        const Word mass = weight.mass(logit);
+        const Word mass = mass_of(logit);
         if (mass != 0) add_to_bin(histogram, key >> next & mask, mass);
       } else {
         add_to_bin(histogram, key >> next & mask, 1);
@@ -186,6 +182,27 @@ __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32
     shift = next;
   }
   return descent;
+}
+
+// Bits of a key that is a token's number.
+__device__ inline int token_bits(uint32_t vocab) { return 32 - __clz(static_cast<int>(vocab)); }
+
+// The same of the tokens of a range, by value or by number.
+template <bool kMass, Order kOrder, class T, class TargetOf>
+__device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32_t vocab,
+                           const TokenRange& range, const TokenWeight& weight, TargetOf target_of) {
+  const auto key_of = [&](float logit, uint32_t token, uint32_t* key) {
+    if (!range.contains(logit, token)) return false;
+    if constexpr (kOrder == Order::kValue) {
+      *key = order_key(logit) >> kUnusedKeyBits<T>;
+    } else {
+      *key = kOrder == Order::kLowTokenFirst ? vocab - 1 - token : token;
+    }
+    return true;
+  };
+  const int bits = kOrder == Order::kValue ? 32 - kUnusedKeyBits<T> : token_bits(vocab);
+  return descend_keys<kMass>(
+      cluster, slice, bits, key_of, [&](float logit) { return weight.mass(logit); }, target_of);
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels

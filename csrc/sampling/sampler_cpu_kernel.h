@@ -104,7 +104,7 @@ class SamplerRowKernel : private SamplerStages {
 
   void choose(const SamplerRowView& view) {
     const RowEdits edits = edited(view);
-    plan_ = make_row_plan(plain_params(), rules_.dialect, 0);
+    plan_ = make_row_plan(plain_params(*state_, rules_, n_), rules_.dialect, 0);
     status_ |= plan_.status;
     begin(1.0f, fraction_bits_, /*probabilities=*/false);
     if (plan_.greedy || static_cast<double>(plan_.temperature) < rules_.least_temperature) {
@@ -135,25 +135,8 @@ class SamplerRowKernel : private SamplerStages {
     return edits;
   }
 
-  // As of a call of top_k_top_p_sample with this row alone.
-  TopKTopPSampleParams plain_params() const {
-    const SamplerNumbers& numbers = state_->numbers;
-    TopKTopPSampleParams p;
-    p.batch = 1;
-    p.vocab = n_;
-    p.top_k.value = state_->integers.top_k;
-    p.top_p.value = static_cast<float>(numbers.top_p);
-    p.min_p.value = static_cast<float>(numbers.min_p);
-    p.temperature.value = static_cast<float>(numbers.temperature);
-    p.has_seed = true;
-    p.seed.value = state_->integers.seed;
-    p.position.value = state_->position;
-    p.dialect = rules_.plain_dialect;
-    return p;
-  }
-
   void sample_plain(const RowEdits& edits) {
-    TopKTopPSampleParams p = plain_params();
+    TopKTopPSampleParams p = plain_params(*state_, rules_, n_);
     p.index = params_.index + row_;
     p.kept_logits = kept_logits();
     p.kept_count = params_.kept_count + row_;
@@ -348,16 +331,7 @@ class SamplerRowKernel : private SamplerStages {
 
   void accept(SamplerRowView* view, SamplerRow* state) {
     view->accept(params_.index[row_]);
-    if (drawn_ && adapts_) {
-      state->mu = adapted_mean(state->mu, probability_, state_->numbers.adaptive_decay);
-    } else if (drawn_ && state_->numbers.mirostat_tau > 0.0) {
-      const double kept =
-          static_cast<double>(mass_) / static_cast<double>(uint64_t{1} << fraction_bits_);
-      const double log = log_f64(static_cast<double>(weight_)) - log_f64(kept);
-      const double surprise = -log * kLog2E;
-      state->mu = static_cast<double>(static_cast<float>(
-          state_->mu - state_->numbers.mirostat_eta * (surprise - state_->numbers.mirostat_tau)));
-    }
+    if (drawn_) state->mu = mu_after_draw(*state_, weight_, mass_, fraction_bits_, probability_);
   }
 
   const SamplerStepParams& params_;

@@ -4,7 +4,7 @@
 
 #include "sampling/edited_row.h"
 #include "sampling/family_stages.h"
-#include "sampling/sampler_order.h"
+#include "sampling/sampler_row_plan.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
@@ -26,23 +26,11 @@ class SamplerStages : public FamilyStages {
 
   // Which stages are on in this row.
   void find_stages(const SamplerNumbers& numbers) {
-    using S = SamplerStage;
-    const auto set = [&](S stage, bool on) { on_[static_cast<int>(stage)] = on; };
+    stages_of_row(*state_, plan_, counts_ != nullptr, on_);
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
-    set(S::kTemperature, plan_.temperature != 1.0f || dynamic);
-    // One that keeps all has a count.
-    set(S::kTopK, plan_.top_k > 0 || (counts_ && state_->integers.top_k > 0));
-    set(S::kTopP, plan_.top_p_mode != TopPMode::kOff);
-    set(S::kMinP, plan_.min_p_mode != MinPMode::kOff);
-    set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
-    set(S::kEpsilon, numbers.epsilon_cutoff > 0.0 && numbers.epsilon_cutoff < 1.0);
-    set(S::kEta, numbers.eta_cutoff > 0.0 && numbers.eta_cutoff < 1.0);
-    set(S::kTopH, numbers.top_h > 0.0);
-    set(S::kTypical, numbers.typical_p < 1.0);
-    set(S::kXtc, numbers.xtc_probability > 0.0);
-    set(S::kMirostat, numbers.mirostat_tau > 0.0);
     is_plain_ = rules_.is_plain && !dynamic && !(numbers.adaptive_target >= 0.0);
-    for (int i = static_cast<int>(S::kTopNSigma); i < kSamplerStages; ++i) is_plain_ &= !on_[i];
+    for (int i = static_cast<int>(SamplerStage::kTopNSigma); i < kSamplerStages; ++i)
+      is_plain_ &= !on_[i];
   }
 
   // ---- the list
@@ -126,7 +114,7 @@ class SamplerStages : public FamilyStages {
       default:
         return false;
     }
-    const uint32_t key = key_below_max(offset);
+    const uint32_t key = key_below_max(max_, offset);
     if (key > order_key(max_)) return false;  // nothing reaches it
     collect_set(x, n_, kept_from(logit_of_key(key)), &list_);
     return true;
@@ -182,7 +170,7 @@ class SamplerStages : public FamilyStages {
         keep_typical(numbers.typical_p, rules_.keep_typical_ties);
         return weigh_list();  // the largest may be gone
       case SamplerStage::kXtc:
-        if (excludes_top_choices()) exclude_top_choices(numbers.xtc_threshold);
+        if (excludes_top_choices(*state_)) exclude_top_choices(numbers.xtc_threshold);
         return weigh_list();
       case SamplerStage::kMirostat:
         return keep_below_max(mirostat_offset(state_->mu, weigh()), /*keep_ties=*/false);
@@ -193,21 +181,15 @@ class SamplerStages : public FamilyStages {
     const SamplerNumbers& numbers = state_->numbers;
     float temperature = plan_.temperature;
     if (numbers.dynamic_temperature_range > 0.0) {
-      temperature = static_cast<float>(dynamic_temperature(numbers.temperature,
-                                                           numbers.dynamic_temperature_range,
-                                                           numbers.dynamic_temperature_exponent));
+      if (list_.size > 1) {
+        temperature =
+            static_cast<float>(dynamic_temperature(numbers, list_.size, weigh().entropy()));
+      }
       if (!(temperature > 0.0f)) return keep_one(/*last=*/false);
     }
     set_temperature(temperature, exponent_factor(temperature));
     keep_set(&list_, kept_from(floor_));  // what a division takes to -inf counts no more
     if (list_.size > 0) weigh_list();
-  }
-
-  // XTC's chance: a function of seed and position alone, as the noise is.
-  bool excludes_top_choices() const {
-    const double probability = state_->numbers.xtc_probability;
-    if (state_->integers.seed < 0) return probability >= 1.0;
-    return row_fraction(state_->integers.seed, state_->position, kXtcBlock) < probability;
   }
 
   const int64_t n_;

@@ -145,6 +145,16 @@ struct SamplerRowView {
     slot_bits = l.slot_bits;
   }
 
+  // Whether kernels may trust the row: it has no sequence, or the sizes of this layout.
+  LMD_HOST_DEVICE bool fits(const SamplerLayout& l) const {
+    return row->active == 0 || (row->vocab == l.vocab && row->text_capacity == l.text_capacity &&
+                                row->rules_capacity == l.rules_capacity && row->length >= 0 &&
+                                row->length <= l.text_capacity && row->touched >= 0 &&
+                                row->touched <= l.touched_capacity && row->rules_size >= 0 &&
+                                row->rules_size <= l.rules_capacity && row->integers.order >= 0 &&
+                                row->integers.order < kSamplerOrderCount);
+  }
+
   LMD_HOST_DEVICE SamplerRules parsed_rules() const {
     SamplerRules r{};
     if (row->rules_size == 0) return r;
@@ -198,8 +208,8 @@ struct SamplerRowView {
     bits[token / 64] &= ~(uint64_t{1} << (token % 64));
   }
 
-  LMD_HOST_DEVICE bool has_room() const {
-    return row->integers.keeps_text == 0 || row->length < row->text_capacity;
+  LMD_HOST_DEVICE bool has_room(int64_t tokens = 1) const {
+    return row->integers.keeps_text == 0 || row->length + tokens <= row->text_capacity;
   }
 
   // The next token of the sequence is this one; has_room().

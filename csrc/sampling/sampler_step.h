@@ -15,6 +15,9 @@
 namespace lmdecode::sampling {
 
 constexpr uint8_t kStatusNoSequence = 8;  // the row of the sampler was removed: index -1
+// On a GPU, where nobody looks at the rows before: no row of these sizes, no room for its text, or
+// a number of drafts out of range. Index -1, and the row is as it was.
+constexpr uint8_t kStatusRefused = 16;
 
 struct SamplerStepParams {
   int64_t batch = 0;
@@ -51,5 +54,13 @@ struct SamplerStepParams {
 // Runs on the calling thread and torch's worker threads; the arguments have been checked, and there
 // is room where tokens are accepted.
 void sampler_step_cpu(const SamplerStepParams& params);
+
+// The most log-probabilities of a step on a GPU: a block sorts them in its shared memory.
+constexpr int64_t kMostCudaLogProbs = 2048;
+
+// stream is a cudaStream_t; launches only. scratch: sampler_cuda_scratch_bytes() of global memory,
+// aligned to 64.
+void sampler_step_cuda(const SamplerStepParams& params, void* scratch, void* stream);
+int64_t sampler_cuda_scratch_bytes(const SamplerStepParams& params);
 
 }  // namespace lmdecode::sampling

@@ -27,4 +27,7 @@ struct SamplerVerifyParams {
 
 void sampler_verify_cpu(const SamplerVerifyParams& params);
 
+// As sampler_step_cuda().
+void sampler_verify_cuda(const SamplerVerifyParams& params, void* scratch, void* stream);
+
 }  // namespace lmdecode::sampling

@@ -24,6 +24,10 @@ constexpr int kBlocksPerMultiprocessor = 2;
 // Shared memory that the driver takes for itself in each block.
 constexpr int kReservedSharedBytes = 1024;
 
+// Blocks of a Sampler's step, each with scratch memory for a row; a multiprocessor has room for one
+// of kMaxThreads. Rows beyond go round.
+constexpr int64_t kMaxSamplerBlocks = 256;
+
 // Kept tokens that are sorted at a time where noise goes by rank; a power of two.
 constexpr int kRankChunk = 2048;
 

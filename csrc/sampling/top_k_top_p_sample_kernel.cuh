@@ -11,6 +11,7 @@
 #include "common/mass_threshold.h"
 #include "sampling/rank_noise.cuh"
 #include "sampling/row_plan.h"
+#include "sampling/seed_draw.cuh"
 
 namespace lmdecode::sampling::cuda_kernels {
 
@@ -311,7 +312,10 @@ class RowSampler {
 
     uint32_t index = 0xffffffffu - static_cast<uint32_t>(all.best);
     if (plan_.noise == NoiseMode::kInternal) {
-      index = draw_by_seed(slice, static_cast<uint32_t>(all.best));
+      const uint32_t complement = draw_by_seed(
+          cluster_, slice, [&](float logit, uint32_t token) { return set_.contains(logit, token); },
+          weight_, plan_.seed, plan_.position, static_cast<uint32_t>(all.best));
+      index = complement == 0 ? first_token(slice, set_) : 0xffffffffu - complement;
     } else if (plan_.noise == NoiseMode::kByRank) {
       const RankDraw ranked = draw_by_rank(cluster_, slice, vocab_, set_, all.count, weight_,
                                            plan_.temperature, q, params_.q_vocab_stride,
@@ -329,29 +333,6 @@ class RowSampler {
     });
     finish(index, all.count,
            masses ? logprob(weight_.weight(slice.of_row(index)), all.mass) : 0.0f);
-  }
-
-  // The token with the largest weight / noise; bound: order key of the best lower bound.
-  __device__ uint32_t draw_by_seed(const RowSlice<T>& slice, uint32_t bound) {
-    const float lowest = bound > order_key(-1.0f) ? value_of_key(bound) : -1.0f;
-    struct Best {
-      Word score, token;  // bits of the score, which is not negative; complement of the token
-    } best{0, 0};
-    const auto better = [](const Best& a, const Best& b) {
-      return a.score > b.score || (a.score == b.score && a.token > b.token) ? a : b;
-    };
-    slice.each([&](float logit, uint32_t token) {
-      if (!set_.contains(logit, token)) return;
-      const float weight = weight_.weight(logit);
-      if (!(upper_score(weight, noise_word(plan_.seed, plan_.position, token, 0)) >= lowest))
-        return;
-      const double score = exact_score(weight, plan_.seed, plan_.position, token);
-      best = better(Best{bits_of(score), 0xffffffffu - token}, best);
-    });
-    best = cluster_.reduce(best, better);
-    // Nothing passes its bound where all weights are 0 and so is the noise.
-    if (best.token == 0) return first_token(slice, set_);
-    return 0xffffffffu - static_cast<uint32_t>(best.token);
   }
 
   __device__ float logprob(float weight_of_chosen, Word kept_mass) const {

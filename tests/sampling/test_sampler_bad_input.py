@@ -207,6 +207,12 @@ def test_in_and_out_of_inference_mode() -> None:
     inner.remove(0)
 
 
+@pytest.mark.skipif(lmdecode.has_cuda(), reason="there are CUDA kernels")
+def test_a_device_without_kernels() -> None:
+    with pytest.raises(ValueError, match="device is cuda:0; expected cpu: there are no CUDA ker"):
+        lmdecode.Sampler(2, VOCAB, device="cuda:0")
+
+
 def test_defaults_of_torch_do_not_matter() -> None:
     parameters: dict[str, Any] = {"repetition_penalty": 1.1, "logit_bias": {1: 1.0}}
     returns = {"return_logits": True, "return_kept_set": True, "num_logprobs": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode.sampling.sampler_rows import ORDERS
 from tests.sampling.test_sampler import random_logits, random_parameters
 from tests.support.other_capability import call_elsewhere
 
@@ -201,3 +203,70 @@ def test_a_table_with_foreign_tokens_is_refused() -> None:
     fields[0, 6] = fields[0, 7] = 0  # length, output_length: its table is full without a text
     with pytest.raises(ValueError, match="its table is not that of its text and rules"):
         sampler.load_state_dict({**saved, "state": full.state_dict()["state"]})
+
+
+def test_a_row_of_a_device_goes_to_the_cpu_and_back() -> None:
+    """Where the ops are that change it. The device is a stand-in, whose memory is the CPU's."""
+    here, there = used_sampler(), used_sampler()
+    there.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    for sampler in (here, there):
+        sampler.insert(1, [7, 8], seed=3, top_k=5)
+        sampler.rewind(2, 2)
+        sampler.accept(0, [1, 9])
+        with pytest.raises(ValueError, match="n is 3; expected 0 to 2"):
+            sampler.rewind(2, 3)
+        sampler.remove(1)
+        with pytest.raises(ValueError, match="row 1 has no sequence"):
+            sampler.accept(1, [1])
+        assert torch.equal(sampler.state_dict()["state"], here.state_dict()["state"])
+    assert not torch.equal(here.state_dict()["state"], used_sampler().state_dict()["state"])
+
+
+def test_verified_drafts_find_room(device: torch.device) -> None:
+    """Room is counted as if all drafts were accepted, and looked for where that is too much."""
+    sampler = lmdecode.Sampler(2, VOCAB, seed=1, repetition_penalty=1.2, device=device)
+    plain = lmdecode.Sampler(2, VOCAB, seed=1, repetition_penalty=1.2, device=device)
+    logits = torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
+    draft = torch.full((2, 5), -1, device=device)
+    for _ in range(300):
+        verified = lmdecode.verify_draft(logits, draft, sampler)
+        assert torch.equal(verified.tokens[:, 0], plain.sample(logits[:, 0]).index)
+    assert sampler.output_lengths.tolist() == [300, 300]
+
+
+def test_a_device_gives_what_the_cpu_gives(device: torch.device) -> None:
+    """Every result and every byte of the state, of all orders, through a row's whole life."""
+    for seed, order in enumerate(ORDERS):
+        random = np.random.default_rng(seed)
+        options = dict(
+            order=order, num_logprobs=5, return_logits=True, return_kept_set=True,
+            return_stages=True, seed=seed, top_k=40, top_p=0.95, typical_p=0.9, top_n_sigma=3.0,
+            xtc_probability=0.5, **PARAMETERS,
+        )  # fmt: skip
+        cpu = lmdecode.Sampler(3, VOCAB, **options)
+        other = lmdecode.Sampler(3, VOCAB, device=device, **options)
+        for step in range(12):
+            logits = torch.from_numpy(random.normal(size=(3, VOCAB)).astype(np.float32) * 3)
+            mask = torch.from_numpy(random.integers(-(2**31), 2**31, (3, 16)).astype(np.int32))
+            for sampler in (cpu, other):
+                if step == 4:
+                    sampler.insert(1, [5, 6, 5, 6], temperature=1.3)
+                if step == 6:
+                    sampler.rewind(0, 3)
+                    sampler.accept(2, [7, 8])
+                if step == 8:
+                    sampler.reorder_([2, 2, 1])
+                if step == 10:
+                    sampler.remove(0)
+            expected = cpu.sample(logits, mask)
+            result = other.sample(logits.to(device), mask.to(device))
+            for a, b in zip(flat(expected), flat(result), strict=True):
+                assert torch.equal(a, b.cpu())
+            assert torch.equal(cpu.state_dict()["state"], other.state_dict()["state"].cpu())
+        cpu.load_state_dict(other.state_dict())
+
+
+def flat(output: lmdecode.SamplerOutput) -> list[torch.Tensor]:
+    tensors = [part for part in output if isinstance(part, torch.Tensor)]
+    assert output.kept_set is not None
+    return [*tensors, *output.kept_set]

@@ -1,13 +1,16 @@
-"""The memory that a step of a ``Sampler`` writes its results to."""
+"""The memory of a ``Sampler``: of its rows, and of what a step writes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmdecode.sampling.sampler_rows import STAGES
+from lmdecode.sampling.types import KeptSet
 
 
 class Results(NamedTuple):
@@ -24,16 +27,18 @@ class Results(NamedTuple):
     status: Tensor
 
 
-def new_memory(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return zeros on the CPU that can be written in ``torch.inference_mode()`` and outside of it.
+def new_memory(
+    *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return zeros that can be written in ``torch.inference_mode()`` and outside of it.
 
     Whatever the mode, the default device and the default dtype are.
     """
     with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype, device="cpu")
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def new_results(batch: int, num_logprobs: int, stages: bool) -> Results:
+def new_results(batch: int, num_logprobs: int, stages: bool, device: torch.device) -> Results:
     wants, best = num_logprobs >= 0, max(num_logprobs, 0)
     parts: list[tuple[torch.dtype, tuple[int, ...] | None]] = [
         (torch.int64, (batch,)),
@@ -46,7 +51,7 @@ def new_results(batch: int, num_logprobs: int, stages: bool) -> Results:
         (torch.uint8, (batch,)),
     ]
     sizes = [0 if s is None else torch.Size(s).numel() * d.itemsize for d, s in parts]
-    memory = new_memory(sum(sizes))
+    memory = new_memory(sum(sizes), device=device)
     views: list[Any] = []
     begin = 0
     for (dtype, shape), size in zip(parts, sizes, strict=True):
@@ -54,3 +59,30 @@ def new_results(batch: int, num_logprobs: int, stages: bool) -> Results:
         views.append(part)
         begin += size
     return Results(memory, *views)
+
+
+def kept_set(ids: Tensor, logprobs: Tensor, counts: Tensor) -> KeptSet:
+    """Pack the first ``counts[b]`` elements of each row b of ids and logprobs."""
+    indptr = new_memory(len(counts) + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=indptr[1:])
+    numbers = counts.tolist()
+    rows = range(len(numbers))
+    return KeptSet(
+        indptr,
+        torch.cat([ids[:0, 0], *(ids[b, : numbers[b]] for b in rows)]),
+        torch.cat([logprobs[:0, 0], *(logprobs[b, : numbers[b]] for b in rows)]),
+    )
+
+
+@contextmanager
+def row_on_host(state: Tensor, row: int, is_host: bool) -> Iterator[tuple[Tensor, int]]:
+    """Give rows on the CPU, where the ops are that change them, and the number of this one there.
+
+    A row of a device goes to the CPU and back, unless an error is raised.
+    """
+    if is_host:
+        yield state, row
+        return
+    memory = state[row : row + 1].clone(memory_format=torch.contiguous_format).cpu()
+    yield memory, 0
+    state[row : row + 1].copy_(memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from lmdecode._checks import (
     check_int,
     type_error,
 )
-from lmdecode._ops import ops
-from lmdecode.sampling._results import new_memory, new_results
+from lmdecode._ops import has_cuda, ops
+from lmdecode.sampling._results import kept_set, new_memory, new_results, row_on_host
 from lmdecode.sampling.sampler_rows import (
     ORDERS,
     RowRules,
@@ -26,7 +27,7 @@ from lmdecode.sampling.sampler_rows import (
     rules_of_row,
     token_tensor,
 )
-from lmdecode.sampling.types import KeptSet, SamplerOutput
+from lmdecode.sampling.types import SamplerOutput
 
 __all__ = ["Sampler"]
 
@@ -48,7 +49,7 @@ class Sampler:
     place in the noise. So rows may come, go and change places, and a sequence draws the same
     tokens, bit for bit, alone or in any batch. A step edits the logits (bitmask, biases, penalties,
     rules), filters them by the stages of ``order``, and draws. docs/reference/sampler.md defines
-    each stage. On the CPU.
+    each stage. On the CPU, and on CUDA (emulated, not yet run on a GPU).
 
     Parameters
     ----------
@@ -57,7 +58,7 @@ class Sampler:
     vocab : int
         Logits of a row.
     device : torch.device or str, optional
-        "cpu", the default.
+        "cpu", the default, or a CUDA device: of the logits and of all that ``sample`` returns.
     order : str
         "lmdecode", "transformers", "vllm", "llama.cpp" or "sglang": whose order of stages, and
         whose rules at ties and boundaries.
@@ -141,8 +142,9 @@ class Sampler:
         self.batch = check_count(_OP, "batch", batch, 0)
         self.vocab = check_int(_OP, "vocab", vocab, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
         self.device = torch.device("cpu" if device is None else device)
-        if self.device.type != "cpu":
-            raise ValueError(f"{_OP}: device is {self.device}; expected cpu")
+        devices = "cpu or cuda" if has_cuda else "cpu: there are no CUDA kernels here"
+        if self.device.type not in ("cpu", "cuda") or (self.device.type == "cuda" and not has_cuda):
+            raise ValueError(f"{_OP}: device is {self.device}; expected {devices}")
         if order not in ORDERS:
             raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
         if logprobs_mode not in _LOGPROBS_MODES:
@@ -170,19 +172,17 @@ class Sampler:
         self._defaults = check_parameters(parameters, self.vocab, self.batch)
         # Steps may be taken until the longest text meets its room.
         self._steps, self._most_steps, self._keeps_text = 0, MAX_INT, False
-        self._text_capacity = self._rules_capacity = 0
         seeds = self._draw_seeds(self.batch) if "seed" not in self._defaults else None
         rows = []
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
             rows.append(rules_of_row(own, order, own["seed"] if seeds is None else seeds[row]))
-        self._state = new_memory(self.batch, self._row_bytes(0, 0))
-        self._make_room(
-            _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0,
-            max((len(rules.rules) for rules in rows), default=0),
-        )
+        self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
+        self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
+        state = new_memory(self.batch, self._row_bytes(*self._sizes[1:]))
         for row, rules in enumerate(rows):
-            self._insert(row, rules, new_memory(0, dtype=torch.int64))
+            self._insert_into(state, row, rules, new_memory(0, dtype=torch.int64))
+        self._state = self._on_device(state)
         self._count_steps()
 
     # ---- sequences
@@ -216,7 +216,8 @@ class Sampler:
         seed = own["seed"] if "seed" in own else self._draw_seeds(1)[0]
         rules = rules_of_row(own, self.order, seed)
         self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
-        self._insert(row, rules, tokens)
+        with self._row_on_host(row) as (state, at):
+            self._insert_into(state, at, rules, tokens)
         self._count_steps()
 
     def remove(self, row: int) -> None:
@@ -256,14 +257,18 @@ class Sampler:
         row = self._check_row("accept", row)
         ids = token_tensor("accept", "tokens", tokens)
         self._make_room(self._length(row) + len(ids), 0)
-        ops.sampler_accept_(self._state, *self._sizes, row, ids)
+        self._check_active("accept", row)
+        with self._row_on_host(row) as (state, at):
+            ops.sampler_accept_(state, *self._sizes, at, ids)
         self._count_steps()
 
     def rewind(self, row: int, n: int) -> None:
         """Take back the last n accepted tokens, with what counts and stages learned from them."""
         row = self._check_row("rewind", row)
         n = check_int(f"{_OP}.rewind", "n", n)
-        ops.sampler_rewind_(self._state, *self._sizes, row, n)
+        self._check_active("rewind", row)
+        with self._row_on_host(row) as (state, at):
+            ops.sampler_rewind_(state, *self._sizes, at, n)
         self._count_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,9 +308,9 @@ class Sampler:
                 f"sizes"
             )
         memory = new_memory(*shape)
-        ops.sampler_copy_(memory, *sizes, saved.contiguous(), *sizes, self.vocab)
+        ops.sampler_copy_(memory, *sizes, saved.cpu().contiguous(), *sizes, self.vocab)
         self._text_capacity, self._rules_capacity = sizes
-        self._state = memory
+        self._state = self._on_device(memory)
         self._count_steps()
 
     @property
@@ -351,14 +356,15 @@ class Sampler:
             logits = _plain_logits(logits)
         if bitmask is not None and not isinstance(bitmask, Tensor):
             raise type_error(f"{_OP}.sample", "bitmask", bitmask, "a tensor or None")
+        kept = self._kept or (None, None)
         _step(
-            self._state, logits, bitmask, self._results.memory, self._kept_logits, *self._kept,
+            self._state, logits, bitmask, self._results.memory, self._kept_logits, *kept,
             *self._sizes, self._num_logprobs, flags,
         )  # fmt: skip
         if accept:
             self._steps += 1
-        if self._kept[0] is not None:
-            return self._output._replace(kept_set=self._kept_set())
+        if self._kept is not None:
+            return self._output._replace(kept_set=kept_set(*self._kept, self._results.kept_count))
         return self._output
 
     def _verify(
@@ -373,33 +379,36 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op of ``verify_draft``: tokens, path, num_accepted, status."""
         drafts = draft.shape[1]
-        if self._keeps_text:
+        # As if all were accepted: how many are is not looked at.
+        if self._steps + drafts + 1 > self._most_steps:
             self._make_room(self._longest() + drafts + 1, 0)
-        results = new_results(self.batch, -1, False)
-        tokens = new_memory(self.batch, drafts + 1, dtype=torch.int64)
-        path = new_memory(self.batch, drafts, dtype=torch.int64)
-        num_accepted = new_memory(self.batch, dtype=torch.int64)
+            self._count_steps()
+        results, device = new_results(self.batch, -1, False, self.device), self.device
+        tokens = new_memory(self.batch, drafts + 1, dtype=torch.int64, device=device)
+        path = new_memory(self.batch, drafts, dtype=torch.int64, device=device)
+        num_accepted = new_memory(self.batch, dtype=torch.int64, device=device)
         ops.sampler_verify_(
             self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
         )  # fmt: skip
-        if self._keeps_text:
-            self._count_steps()
+        self._steps += drafts + 1
         return tokens, path, num_accepted, results.status
 
     # ---- the state
 
     def _new_outputs(self) -> None:
         """Take the memory of the outputs, and make the tuple that ``sample`` returns."""
-        logits, kept_set, stages = self._returns
-        batch, vocab = self.batch, self.vocab
-        r = self._results = new_results(batch, self._num_logprobs, stages)
-        self._kept_logits = new_memory(batch, vocab, dtype=torch.float32) if logits else None
-        self._kept: tuple[Tensor | None, Tensor | None] = (None, None)
-        if kept_set:  # what is not written of it takes no memory
+        logits, returns_kept, stages = self._returns
+        batch, vocab, device = self.batch, self.vocab, self.device
+        r = self._results = new_results(batch, self._num_logprobs, stages, device)
+        self._kept_logits = (
+            new_memory(batch, vocab, dtype=torch.float32, device=device) if logits else None
+        )
+        self._kept: tuple[Tensor, Tensor] | None = None
+        if returns_kept:  # what is not written of it takes no memory
             with torch.inference_mode(False):
-                ids = torch.empty(batch, vocab, dtype=torch.int64, device="cpu")
-                self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device="cpu")
+                ids = torch.empty(batch, vocab, dtype=torch.int64, device=device)
+                self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device=device)
         self._output = SamplerOutput(
             r.index, self._kept_logits, r.logprob, r.kept_count, r.status, r.top_ids,
             r.top_logprobs, r.rank, None, r.stage_counts,
@@ -412,21 +421,6 @@ class Sampler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._new_outputs()
-
-    def _kept_set(self) -> KeptSet:
-        ids, logprobs = self._kept
-        assert ids is not None
-        assert logprobs is not None
-        counts = self._results.kept_count
-        indptr = new_memory(self.batch + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=indptr[1:])
-        numbers = counts.tolist()
-        rows = range(self.batch)
-        return KeptSet(
-            indptr,
-            torch.cat([ids[:0, 0], *(ids[b, : numbers[b]] for b in rows)]),
-            torch.cat([logprobs[:0, 0], *(logprobs[b, : numbers[b]] for b in rows)]),
-        )
 
     def _check_row(self, method: str, row: int) -> int:
         return check_int(f"{_OP}.{method}", "row", row, 0, self.batch - 1)
@@ -469,16 +463,27 @@ class Sampler:
             text = max(_LEAST_TEXT, 1 << (text - 1).bit_length())
         sizes = max(text, self._text_capacity), max(rules, self._rules_capacity)
         state = new_memory(self.batch, self._row_bytes(*sizes))
-        ops.sampler_copy_(
-            state, *sizes, self._state, self._text_capacity, self._rules_capacity, self.vocab
-        )
-        self._state = state
+        ops.sampler_copy_(state, *sizes, self._state.cpu(), *self._sizes[1:], self.vocab)
+        self._state = self._on_device(state)
         self._text_capacity, self._rules_capacity = sizes
 
-    def _insert(self, row: int, rules: RowRules, prompt: Tensor) -> None:
+    def _insert_into(self, state: Tensor, row: int, rules: RowRules, prompt: Tensor) -> None:
         ops.sampler_insert_(
-            self._state, *self._sizes, row, rules.integers, rules.numbers, rules.rules, prompt
+            state, *self._sizes, row, rules.integers, rules.numbers, rules.rules, prompt
         )
+
+    def _on_device(self, state: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return state.to(self.device)
+
+    def _row_on_host(self, row: int) -> AbstractContextManager[tuple[Tensor, int]]:
+        return row_on_host(self._state, row, is_host=self.device.type == "cpu")
+
+    def _check_active(self, method: str, row: int) -> None:
+        if self._fields()[row, _ACTIVE] == 0:
+            raise ValueError(
+                f"{_OP}.{method}: row {row} has no sequence; expected one of sampler_insert_"
+            )
 
     @staticmethod
     def _draw_seeds(count: int) -> list[int]:

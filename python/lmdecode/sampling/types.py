@@ -11,6 +11,7 @@ STATUS_NAN = 1  # a logit, or the noise of a kept token, was NaN
 STATUS_EMPTY = 2  # no logit above -inf
 STATUS_PARAMETER = 4  # a parameter was NaN, or the temperature negative
 STATUS_NO_SEQUENCE = 8  # of a Sampler: the row has none
+STATUS_REFUSED = 16  # of a Sampler on CUDA: what is an error on the CPU
 
 DIALECTS: tuple[str, ...] = (
     "lmdecode",

@@ -1,0 +1,441 @@
+// The stages of a row of a Sampler on a GPU: one block of threads a row. The same results, bit for
+// bit, as sampling/sampler_stages.h, the CPU's.
+//
+// Every stage is reductions of integers over the tokens that are left, f64 arithmetic on what they
+// come to (stage_math.h), the same in all threads, and a pass that drops tokens.
+#pragma once
+
+#include "sampling/radix_descent.cuh"
+#include "sampling/sampler_row.cuh"
+#include "sampling/sampler_row_plan.h"
+#include "sampling/stage_math.h"
+
+namespace lmdecode::sampling::cuda_kernels {
+
+enum class Ties { kFirst, kLast, kAll };
+
+class SamplerRowStages {
+ protected:
+  __device__ SamplerRowStages(RowStorage& storage, int64_t vocab, float* row)
+      : cluster_(storage, /*size=*/1), left_{row, static_cast<uint32_t>(vocab)}, n_(vocab) {}
+
+  // A row begins, with all of its tokens. counts: [kSamplerStages] what each stage leaves, or null.
+  __device__ void begin_stages(const SamplerRow* state, const SamplerOrderRules& rules,
+                               const RowPlan& plan, int32_t* counts) {
+    state_ = state;
+    rules_ = rules;
+    plan_ = plan;
+    counts_ = counts;
+    left_.adapts = false;
+    rule_.fraction_bits = plan.fraction_bits;
+    set_temperature(1.0f);
+  }
+
+  // ---- sums over the tokens that are left
+
+  template <class Value, class See>
+  __device__ Value sum(See see) {
+    Value total{};
+    left_.each([&](float logit, uint32_t token) { see(total, logit, token); });
+    return cluster_.reduce(total, [](const Value& a, const Value& b) { return a + b; });
+  }
+
+  struct Number {
+    Word value;
+    __device__ Number operator+(const Number& b) const { return {value + b.value}; }
+  };
+
+  // The largest of rank_of(logit, token), 0 where no token is left.
+  template <class Row, class RankOf>
+  __device__ Word largest(const Row& row, RankOf rank_of) {
+    Number best{0};
+    row.each([&](float logit, uint32_t token) {
+      const Word rank = rank_of(logit, token);
+      best.value = rank > best.value ? rank : best.value;
+    });
+    return cluster_.reduce(best, [](Number a, Number b) { return a.value > b.value ? a : b; })
+        .value;
+  }
+
+  __device__ int64_t count() {
+    return static_cast<int64_t>(
+        sum<Number>([](Number& total, float, uint32_t) { ++total.value; }).value);
+  }
+
+  struct Masses {
+    Word mass, surprise;
+    __device__ Masses operator+(const Masses& b) const {
+      return {mass + b.mass, surprise + b.surprise};
+    }
+  };
+
+  __device__ Word total_mass() {
+    return sum<Number>(
+               [&](Number& total, float logit, uint32_t) { total.value += rule_.mass(logit); })
+        .value;
+  }
+
+  __device__ RowWeights weigh() {
+    const Masses masses = sum<Masses>([&](Masses& total, float logit, uint32_t) {
+      total.mass += rule_.mass(logit);
+      total.surprise += token_surprise(rule_, logit);
+    });
+    return row_weights(masses.mass, masses.surprise, rule_.fraction_bits);
+  }
+
+  // ---- order: value descending, then token ascending
+
+  __device__ uint32_t key_of(float logit) const { return order_key(tempered(logit, temperature_)); }
+
+  __device__ static Word first_of(uint32_t key, uint32_t token) {
+    return static_cast<Word>(key) << 32 | (0xffffffffu - token);
+  }
+
+  // The first token in order.
+  __device__ uint32_t first_token() {
+    const Word first =
+        largest(left_, [&](float logit, uint32_t token) { return first_of(key_of(logit), token); });
+    return 0xffffffffu - static_cast<uint32_t>(first);
+  }
+
+  // ---- what changes the row
+
+  __device__ void set_temperature(float temperature) {
+    temperature_ = temperature;
+    rule_.factor = exponent_factor(temperature);
+    rule_.uniform = false;
+  }
+
+  // Looks for the largest logit; infinite ones are the support. False where no token is left.
+  __device__ bool find_largest() {
+    const Word key = largest(left_, [](float logit, uint32_t) { return order_key(logit); });
+    if (key == 0) return false;
+    rule_.max = value_of_key(static_cast<uint32_t>(key));
+    max_ = tempered(rule_.max, temperature_);
+    if (max_ == plus_infinity()) {
+      rule_.uniform = true;
+      drop_below(kPlusInfinityKey);
+    }
+    return true;
+  }
+
+  __device__ void drop_below(uint32_t key) {
+    left_.drop([&](float logit, uint32_t) { return key_of(logit) < key; });
+  }
+
+  // What a division takes to -inf counts no more.
+  __device__ bool change_temperature(float temperature) {
+    set_temperature(temperature);
+    drop_below(kMinusInfinityKey + 1);
+    return find_largest();
+  }
+
+  __device__ void keep_token(uint32_t kept) {
+    left_.drop([&](float, uint32_t token) { return token != kept; });
+  }
+
+  // The first token in order, or of its ties the last one.
+  __device__ void keep_one(bool last) {
+    if (!last) return keep_token(first_token());
+    keep_token(static_cast<uint32_t>(largest(left_, [&](float logit, uint32_t token) {
+      return static_cast<Word>(key_of(logit)) << 32 | token;
+    })));
+  }
+
+  // The prefix, in descending order of keys, whose count or mass reaches target_of(that of all); a
+  // target of 0 keeps all. Ties at its end: the first or last ones that reach it, or all.
+  template <bool kMass, class RankOf, class TargetOf>
+  __device__ void keep_prefix(RankOf rank_of, TargetOf target_of, Ties ties) {
+    const auto mass_of = [&](float logit) -> Word { return rule_.mass(logit); };
+    const auto key_of_token = [&](float logit, uint32_t, uint32_t* key) {
+      *key = rank_of(logit);
+      return true;
+    };
+    const Descent cut = descend_keys<kMass>(cluster_, left_, 32, key_of_token, mass_of, target_of);
+    if (!cut.reached) return;
+    const Word wanted = cut.target - cut.above;
+    uint32_t first = 0, last = 0xffffffffu;
+    if (ties != Ties::kAll && (kMass || wanted < cut.at)) {
+      const auto place_of = [&](float logit, uint32_t token, uint32_t* key) {
+        if (rank_of(logit) != cut.key) return false;
+        *key = ties == Ties::kFirst ? left_.vocab - 1 - token : token;
+        return true;
+      };
+      const Descent tie = descend_keys<kMass>(cluster_, left_, token_bits(left_.vocab), place_of,
+                                              mass_of, [wanted](Word) { return wanted; });
+      (ties == Ties::kFirst ? last : first) =
+          ties == Ties::kFirst ? left_.vocab - 1 - tie.key : tie.key;
+    }
+    left_.drop([&](float logit, uint32_t token) {
+      const uint32_t key = rank_of(logit);
+      return key < cut.key || (key == cut.key && (token < first || token > last));
+    });
+  }
+
+  LMD_OUT_OF_LINE __device__ void keep_top_k(int64_t k, bool keep_ties) {
+    const Word wanted = static_cast<Word>(k);
+    keep_prefix</*kMass=*/false>([&](float logit) { return key_of(logit); },
+                                 [=](Word all) { return wanted < all ? wanted : Word{0}; },
+                                 keep_ties ? Ties::kAll : Ties::kFirst);
+  }
+
+  __device__ void keep_top_p(float p, bool strict, bool high_index_first) {
+    keep_prefix</*kMass=*/true>([&](float logit) { return key_of(logit); },
+                                [=](Word all) -> Word { return mass_threshold(p, all, strict); },
+                                high_index_first ? Ties::kLast : Ties::kFirst);
+  }
+
+  // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
+  // that equal it.
+  __device__ void keep_below_max(double offset, bool keep_ties) {
+    const uint32_t key = key_below_max(max_, offset);
+    if (key <= order_key(max_)) return drop_below(key);
+    if (!keep_ties) return keep_one(/*last=*/false);
+    drop_below(order_key(max_));
+  }
+
+  // Minus `sigmas` standard deviations of the finite values.
+  __device__ double sigma_offset(double sigmas) {
+    struct Finite {
+      Word lowest, count;  // the order key of minus the lowest value
+    } finite{0, 0};
+    const auto is_finite = [](float v) { return (bits_of(v) & 0x7fffffffu) < 0x7f800000u; };
+    left_.each([&](float logit, uint32_t) {
+      const float v = tempered(logit, temperature_);
+      if (!is_finite(v)) return;
+      const Word key = order_key(0.0f - v);
+      finite.lowest = key > finite.lowest ? key : finite.lowest;
+      ++finite.count;
+    });
+    finite = cluster_.reduce(finite, [](const Finite& a, const Finite& b) {
+      return Finite{a.lowest > b.lowest ? a.lowest : b.lowest, a.count + b.count};
+    });
+    const float bottom = -value_of_key(static_cast<uint32_t>(finite.lowest));
+    const float half_range = 0.5f * max_ - 0.5f * bottom;
+    if (!(half_range > 0.0f)) return minus_infinity();
+    const float half_max = 0.5f * max_;
+    struct Sums {
+      ShareSums shares;
+      __device__ Sums operator+(const Sums& b) const {
+        return {{shares.sum + b.shares.sum, shares.high_squares + b.shares.high_squares,
+                 shares.products + b.shares.products, shares.low_squares + b.shares.low_squares}};
+      }
+    };
+    const Sums sums = sum<Sums>([&](Sums& total, float logit, uint32_t) {
+      const float v = tempered(logit, temperature_);
+      if (is_finite(v)) total = total + Sums{value_shares(v, half_max, half_range)};
+    });
+    return -(sigmas *
+             standard_deviation(half_range, sums.shares, static_cast<int64_t>(finite.count)));
+  }
+
+  // The prefix whose own terms of the entropy come to at most `share` of it; of the first
+  // max_tokens alone where that is not 0.
+  __device__ void keep_top_h(double share, int64_t max_tokens) {
+    if (max_tokens > 0) keep_top_k(max_tokens, /*keep_ties=*/false);
+    const RowWeights w = weigh();
+    const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
+    const double most = share * terms(w.mass, w.surprise);
+    if (terms(w.mass, w.surprise) <= most) return;
+    // Of the tokens in_prefix(key, token).
+    const auto masses_of = [&](auto in_prefix) {
+      return sum<Masses>([&](Masses& total, float logit, uint32_t token) {
+        if (!in_prefix(key_of(logit), token)) return;
+        total = total + Masses{rule_.mass(logit), token_surprise(rule_, logit)};
+      });
+    };
+    const uint32_t high_key =
+        static_cast<uint32_t>(largest(left_, [&](float v, uint32_t) { return key_of(v); }));
+    const uint32_t low_key =
+        ~static_cast<uint32_t>(largest(left_, [&](float v, uint32_t) { return ~key_of(v); }));
+    // The terms of keys >= high are at most `most`, those of keys >= low are more.
+    uint64_t low = low_key, high = static_cast<uint64_t>(high_key) + 1;
+    Masses above{0, 0};  // of keys >= high
+    while (high - low > 1) {
+      const uint32_t middle = static_cast<uint32_t>((low + high) / 2);
+      const Masses from = masses_of([=](uint32_t key, uint32_t) { return key >= middle; });
+      if (terms(from.mass, from.surprise) <= most) {
+        high = middle;
+        above = from;
+      } else {
+        low = middle;
+      }
+    }
+    // Of the ties at `low`, the tokens below `end` stay; with those below `over` it is too much.
+    const uint32_t cut = static_cast<uint32_t>(low);
+    int64_t end = 0, over = n_;
+    while (over - end > 1) {
+      const int64_t middle = (end + over) / 2;
+      const Masses ties =
+          masses_of([=](uint32_t key, uint32_t token) { return key == cut && token < middle; });
+      if (terms(above.mass + ties.mass, above.surprise + ties.surprise) <= most) {
+        end = middle;
+      } else {
+        over = middle;
+      }
+    }
+    // The first token always stays.
+    if (high > high_key) {
+      const int64_t first = first_token();
+      if (end <= first) end = first + 1;
+    }
+    left_.drop([&](float logit, uint32_t token) {
+      const uint32_t key = key_of(logit);
+      return key < cut || (key == cut && token >= end);
+    });
+  }
+
+  // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
+  __device__ void keep_typical(double p, bool keep_ties) {
+    const RowWeights w = weigh();
+    const TypicalDistance distance(rule_, w);
+    const Word target = typical_target(p, w.mass);
+    keep_prefix</*kMass=*/true>([&](float logit) { return ~order_key(distance.of(logit)); },
+                                [=](Word) { return target; },
+                                keep_ties ? Ties::kAll : Ties::kFirst);
+  }
+
+  // Of the tokens of at least this probability, if they are two or more, the last in order stays.
+  __device__ void exclude_top_choices(double probability) {
+    uint32_t bound = 0;
+    if (probability > 0.0) {
+      const RowWeights w = row_weights(total_mass(), 0, rule_.fraction_bits);
+      bound = key_below_max(max_, epsilon_offset(probability, w));
+    }
+    struct Choices {
+      Word count, last;  // the last in order: complement of the key, token
+    } choices{0, 0};
+    left_.each([&](float logit, uint32_t token) {
+      const uint32_t key = key_of(logit);
+      if (key < bound) return;
+      ++choices.count;
+      const Word last = static_cast<Word>(~key) << 32 | token;
+      choices.last = last > choices.last ? last : choices.last;
+    });
+    choices = cluster_.reduce(choices, [](const Choices& a, const Choices& b) {
+      return Choices{a.count + b.count, a.last > b.last ? a.last : b.last};
+    });
+    if (choices.count < 2) return;
+    const uint32_t last = static_cast<uint32_t>(choices.last);
+    left_.drop(
+        [&](float logit, uint32_t token) { return key_of(logit) >= bound && token != last; });
+  }
+
+  // ---- the row's way through them
+
+  // False where no token is left.
+  LMD_OUT_OF_LINE __device__ bool run_stages() {
+    bool on[kSamplerStages];
+    stages_of_row(*state_, plan_, counts_ != nullptr, on);
+    // As on the CPU: a temperature at the front, and top-k behind it, come before the first look
+    // for the largest logit, but where what each stage leaves is counted.
+    int i = 0;
+    bool looks_again = false;
+    const auto skip_stages = [&] {
+      while (i < kSamplerStages && !on[static_cast<int>(rules_.stages[i])]) ++i;
+    };
+    const auto is_next = [&](SamplerStage stage) {
+      return counts_ == nullptr && i < kSamplerStages && rules_.stages[i] == stage;
+    };
+    skip_stages();
+    if (is_next(SamplerStage::kTemperature) && !(state_->numbers.dynamic_temperature_range > 0.0)) {
+      set_temperature(plan_.temperature);
+      drop_below(kMinusInfinityKey + 1);
+      ++i;
+      skip_stages();
+    }
+    looks_again = is_next(SamplerStage::kTopK);
+    if (!find_largest()) return false;
+    for (; i < kSamplerStages; ++i) {
+      const SamplerStage stage = rules_.stages[i];
+      if (!on[static_cast<int>(stage)]) continue;
+      bool is_left = run_stage(stage);
+      if (looks_again) is_left = find_largest();
+      looks_again = false;
+      if (counts_ != nullptr) {
+        const int64_t left = count();
+        if (threadIdx.x == 0) counts_[static_cast<int>(stage)] = static_cast<int32_t>(left);
+      }
+      if (!is_left) return false;
+    }
+    return true;
+  }
+
+  // False where no token is left.
+  __device__ bool run_stage(SamplerStage stage) {
+    const SamplerNumbers& numbers = state_->numbers;
+    const bool ties = rules_.keep_max_ties;
+    switch (stage) {
+      case SamplerStage::kTemperature:
+        return run_temperature();
+      case SamplerStage::kTopK:
+        if (plan_.top_k > 0) keep_top_k(plan_.top_k, rules_.dialect.keep_top_k_ties);
+        return true;
+      case SamplerStage::kTopP:
+        if (plan_.top_p_mode == TopPMode::kOneToken) {
+          keep_one(rules_.dialect.high_index_first);
+        } else {
+          keep_top_p(plan_.top_p, rules_.dialect.strict_top_p, rules_.dialect.high_index_first);
+        }
+        return true;
+      case SamplerStage::kMinP:
+        if (plan_.min_p_mode == MinPMode::kOneToken) {
+          keep_one(/*last=*/false);
+        } else {
+          drop_below(min_p_key(plan_, max_, /*probabilities=*/false));
+        }
+        return true;
+      case SamplerStage::kTopNSigma:
+        if (max_ != plus_infinity()) keep_below_max(sigma_offset(numbers.top_n_sigma), ties);
+        return true;
+      case SamplerStage::kEpsilon:
+        keep_below_max(epsilon_offset(numbers.epsilon_cutoff, weigh()), ties);
+        return true;
+      case SamplerStage::kEta:
+        keep_below_max(eta_offset(numbers.eta_cutoff, weigh()), ties);
+        return true;
+      case SamplerStage::kTopH:
+        keep_top_h(numbers.top_h, rules_.top_h_tokens);
+        return true;
+      case SamplerStage::kTypical:
+        keep_typical(numbers.typical_p, rules_.keep_typical_ties);
+        return find_largest();  // it may be gone
+      case SamplerStage::kXtc:
+        if (excludes_top_choices(*state_)) exclude_top_choices(numbers.xtc_threshold);
+        return find_largest();
+      case SamplerStage::kMirostat:
+        keep_below_max(mirostat_offset(state_->mu, weigh()), /*keep_ties=*/false);
+        return true;
+    }
+    return true;
+  }
+
+  __device__ bool run_temperature() {
+    const SamplerNumbers& numbers = state_->numbers;
+    float temperature = plan_.temperature;
+    if (numbers.dynamic_temperature_range > 0.0) {
+      const int64_t left = count();
+      if (left > 1) {
+        temperature = static_cast<float>(dynamic_temperature(numbers, left, weigh().entropy()));
+      }
+      if (!(temperature > 0.0f)) {
+        keep_one(/*last=*/false);
+        return true;
+      }
+    }
+    return change_temperature(temperature);
+  }
+
+  RowCluster cluster_;
+  EditedRow left_;
+  const int64_t n_;
+  const SamplerRow* state_ = nullptr;
+  SamplerOrderRules rules_{};
+  RowPlan plan_;
+  int32_t* counts_ = nullptr;
+  TokenWeight rule_;
+  float temperature_ = 1.0f;
+  float max_ = 0.0f;  // the largest value after the temperature
+};
+
+}  // namespace lmdecode::sampling::cuda_kernels
