@@ -5,6 +5,7 @@
 // are all there is, the row is one of top_k_top_p_sample. Else all tokens are listed.
 #pragma once
 
+#include "sampling/adaptive_p.h"
 #include "sampling/draft_rejection.h"
 #include "sampling/sampler_stages.h"
 #include "sampling/sampler_step.h"
@@ -169,6 +170,29 @@ class SamplerRowKernel : private SamplerStages {
 
   // ---- the draw
 
+  // Adaptive-p's. The list keeps its tokens, and what they were is beside it.
+  void adapt() {
+    make_masses(&list_, rule_);
+    float* const p = probabilities();
+    const float sum = static_cast<float>(weights_of(total_mass(list_), 0).sum);
+    for (int64_t i = 0; i < list_.size; i += kLanes) {
+      store(p + i, weights(rule_, load(list_.value + i)) / splat(sum));
+    }
+    const float target = adapted_target(state_->numbers.adaptive_target, state_->mu);
+    for (int64_t i = 0; i < list_.size; ++i) list_.value[i] = adapted_logit(p[i], target);
+    set_temperature(1.0f, exponent_factor(1.0f));
+    weigh_list();
+  }
+
+  // [list_.size, padded] before adapt()
+  float* probabilities() { return reinterpret_cast<float*>(list_.spare_mass); }
+
+  float probability_of(int64_t token) {
+    int64_t i = 0;
+    while (list_.token[i] != token) ++i;
+    return probabilities()[i];
+  }
+
   struct Drawn {
     int64_t token;
     float value;
@@ -198,8 +222,11 @@ class SamplerRowKernel : private SamplerStages {
   void draw() {
     if (list_.size == 0) return finish_empty();
     pad(&list_);
+    adapts_ = state_->numbers.adaptive_target >= 0.0;
+    if (adapts_) adapt();
     const Drawn drawn = drawn_token();
     write(drawn.token, list_.size);
+    if (adapts_) probability_ = probability_of(drawn.token);
     weight_ = rule_.weight(drawn.value);
     drawn_ = true;
     if (float* out = kept_logits()) {
@@ -321,7 +348,9 @@ class SamplerRowKernel : private SamplerStages {
 
   void accept(SamplerRowView* view, SamplerRow* state) {
     view->accept(params_.index[row_]);
-    if (drawn_ && state_->numbers.mirostat_tau > 0.0) {
+    if (drawn_ && adapts_) {
+      state->mu = adapted_mean(state->mu, probability_, state_->numbers.adaptive_decay);
+    } else if (drawn_ && state_->numbers.mirostat_tau > 0.0) {
       const double kept =
           static_cast<double>(mass_) / static_cast<double>(uint64_t{1} << fraction_bits_);
       const double log = log_f64(static_cast<double>(weight_)) - log_f64(kept);
@@ -340,6 +369,8 @@ class SamplerRowKernel : private SamplerStages {
   bool drawn_ = false;  // from the list: what follows is the draw's
   float weight_ = 0.0f;
   uint64_t mass_ = 0;
+  bool adapts_ = false;       // adaptive-p is on
+  float probability_ = 0.0f;  // of the drawn token, before that
   float logprob_ = 0.0f;
 };
 

@@ -41,7 +41,7 @@ class SamplerStages : public FamilyStages {
     set(S::kTypical, numbers.typical_p < 1.0);
     set(S::kXtc, numbers.xtc_probability > 0.0);
     set(S::kMirostat, numbers.mirostat_tau > 0.0);
-    is_plain_ = rules_.is_plain && !dynamic;
+    is_plain_ = rules_.is_plain && !dynamic && !(numbers.adaptive_target >= 0.0);
     for (int i = static_cast<int>(S::kTopNSigma); i < kSamplerStages; ++i) is_plain_ &= !on_[i];
   }
 

@@ -49,6 +49,7 @@ struct SamplerNumbers {
   double dry_multiplier, dry_base;
   double mirostat_tau, mirostat_eta;  // tau 0: off
   double dynamic_temperature_range, dynamic_temperature_exponent;
+  double adaptive_target, adaptive_decay;  // target < 0: off
 };
 constexpr int64_t kSamplerNumbers = sizeof(SamplerNumbers) / sizeof(double);
 
@@ -61,7 +62,7 @@ struct SamplerRow {
   int64_t output_length;  // accepted tokens
   int64_t touched;        // tokens in the table
   int64_t rules_size;
-  double mu;  // mirostat's state, an f32 value
+  double mu;  // mirostat's state, or adaptive-p's mean: an f32 value
   SamplerIntegers integers;
   SamplerNumbers numbers;
   int64_t rule_touched;  // of the touched tokens, the first so many are of the rules
@@ -119,7 +120,7 @@ struct SamplerLayout {
 struct SamplerRowView {
   SamplerRow* row;
   int32_t* text;            // [text_capacity] prompt, then output, where integers.keeps_text
-  float* mu_before;         // [text_capacity] mirostat's mu before the token was chosen
+  float* mu_before;         // [text_capacity] mu before the token was chosen
   uint32_t* ids;            // [touched] tokens: of the rules, then of the text, as they came
   float* biases;            // [touched]
   uint32_t* prompt_counts;  // [touched] how often the prompt has the token

@@ -122,7 +122,9 @@ void sampler_insert_cpu(const SamplerInsertParams& p) {
   row.active = 1;
   row.integers = p.integers;
   row.numbers = p.numbers;
-  row.mu = 2.0 * p.numbers.mirostat_tau;
+  // A target below 0 is none.
+  row.mu =
+      p.numbers.adaptive_target >= 0.0 ? p.numbers.adaptive_target : 2.0 * p.numbers.mirostat_tau;
   row.rules_size = p.rules_size;
   row.position = p.prompt_length;
   std::fill_n(view.slots, int64_t{1} << layout.slot_bits, 0u);

@@ -49,6 +49,8 @@ def random_parameters(random: Random, vocab: int) -> dict[str, Any]:
         "mirostat_eta": lambda: float(random.uniform(0, 1)),
         "dynamic_temperature_range": lambda: float(random.uniform(0, 2)),
         "dynamic_temperature_exponent": lambda: float(random.choice([1.0, 0.5, 2.0])),
+        "adaptive_target": lambda: float(random.choice([-1.0, 0.0, 1.0, random.random()])),
+        "adaptive_decay": lambda: float(random.uniform(0, 0.99)),
         "logit_bias": lambda: {
             **{token(): float(random.choice([-INF, 2.0, -3.0])) for _ in range(3)},
             (token(), token()): 1.5,
@@ -61,6 +63,8 @@ def random_parameters(random: Random, vocab: int) -> dict[str, Any]:
     }
     picked = random.choice(list(choices), int(random.integers(0, 7)), replace=False)
     made = {name: choices[name]() for name in picked}
+    if made.get("adaptive_target", -1) >= 0:
+        made.pop("mirostat_tau", None)  # one of both
     made.setdefault("seed", int(random.integers(1 << 62)))
     if random.random() < 0.3:
         made |= {"min_tokens": int(random.integers(1, 9)), "eos_token_id": [token(), token()]}

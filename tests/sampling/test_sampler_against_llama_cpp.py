@@ -66,8 +66,7 @@ class LlamaChain:
         for sampler in samplers:
             llama.llama_sampler_chain_add(self.chain, sampler)
 
-    def apply(self, x: Array) -> tuple[Array, Array]:
-        """Return the ids and the logits that are left of a row [V], largest logit first."""
+    def _apply(self, x: Array) -> tuple[Any, Array]:
         data = np.zeros(len(x), dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
         data["id"], data["logit"] = np.arange(len(x)), x
         pointer = ctypes.cast(data.ctypes.data, ctypes.POINTER(self.llama.llama_token_data))
@@ -75,6 +74,16 @@ class LlamaChain:
             data=pointer, size=len(x), selected=-1, sorted=False
         )
         self.llama.llama_sampler_apply(self.chain, ctypes.byref(array))
+        return array, data  # which the array points to
+
+    def apply_and_select(self, x: Array) -> int:
+        """Return the token that the last sampler selects."""
+        array, _data = self._apply(x)
+        return array.data[array.selected].id
+
+    def apply(self, x: Array) -> tuple[Array, Array]:
+        """Return the ids and the logits that are left of a row [V], largest logit first."""
+        array, _data = self._apply(x)
         left = [(array.data[i].id, array.data[i].logit) for i in range(array.size)]
         left = sorted((t for t in left if t[1] > -INF), key=lambda t: (-t[1], t[0]))
         return np.array([t[0] for t in left]), np.array([t[1] for t in left], np.float32)
@@ -212,3 +221,37 @@ def test_llama_cpp_mirostat_learns(sampler: SamplerUnderTest, llama: Any) -> Non
             x[0, : 2**bits] = 0
             chain.apply(x[0])
             tested.sample(torch.from_numpy(x))
+
+
+def test_llama_cpp_adaptive_p(sampler: SamplerUnderTest, llama: Any) -> None:
+    """Its logits behind min-p, and what its mean learns from tokens of a known probability."""
+    random = np.random.default_rng(0)
+    vocab, compared = 256, 0
+    for target, decay in ((0.0, 0.9), (0.3, 0.0), (0.5, 0.9), (0.55, 0.99), (1.0, 0.5)):
+        chain = LlamaChain(
+            llama,
+            [
+                llama.llama_sampler_init_min_p(0.01, 1),
+                llama.llama_sampler_init_adaptive_p(target, decay, 1),
+            ],
+        )
+        tested = sampler.make(1, vocab, order="llama.cpp", seed=1, return_logits=True, min_p=0.01,
+                              adaptive_target=target, adaptive_decay=decay)  # fmt: skip
+        for step in range(40):
+            if step % 4 == 3:
+                x = make_rows(random, 1, vocab, masked=False)
+                out = tested.sample(torch.from_numpy(x), accept=False).kept_logits[0].numpy()
+                ids, logits = LlamaChain(
+                    llama, [llama.llama_sampler_clone(chain.chain)]
+                ).apply(x[0])  # fmt: skip
+                if (out > -INF).sum() == len(ids):  # else a tie at min-p's bound
+                    np.testing.assert_allclose(
+                        np.sort(out[out > -INF]), np.sort(logits), 1e-4, 1e-4
+                    )
+                    compared += 1
+                continue
+            x = np.full((1, vocab), -40, np.float32)
+            x[0, : 2 ** int(random.integers(0, 8))] = 0
+            chain.accept([chain.apply_and_select(x[0])])
+            tested.sample(torch.from_numpy(x))
+    assert compared > 30

@@ -52,6 +52,10 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"num_logprobs": 65}, "num_logprobs is 65; expected 0 to 50"),
     ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw'"),
     ({"device": "meta"}, "device is meta; expected cpu"),
+    ({"adaptive_target": 1.5}, "adaptive_target is 1.5; expected a number <= 1"),
+    ({"adaptive_target": float("nan")}, "adaptive_target is nan"),
+    ({"adaptive_decay": 1.0}, "adaptive_decay is 1.0; expected 0 to 0.99"),
+    ({"adaptive_target": 0.5, "mirostat_tau": 2.0}, "mirostat_tau is 2 and adaptive_target is 0.5"),
     ({"return_logits": 1}, "return_logits is of type int"),
 ]
 
@@ -244,7 +248,7 @@ def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
 def test_opchecks() -> None:
     state, sizes = new_rows()
     integers = torch.tensor([0, 1, 5, 0, 2, 0, 1])
-    numbers = torch.zeros(19, dtype=torch.float64)
+    numbers = torch.zeros(21, dtype=torch.float64)
     rules = torch.zeros(0, dtype=torch.int32)
     insert = (state, *sizes, 0, integers, numbers, rules, torch.tensor([1]))
     opcheck(ops.sampler_insert_.default, insert)
@@ -329,7 +333,7 @@ def test_wrong_rules(rules: list[int]) -> None:
     with pytest.raises(ValueError, match="rules is not what it should be"):
         ops.sampler_insert_(
             state, *sizes, 0, torch.zeros(7, dtype=torch.int64),
-            torch.zeros(19, dtype=torch.float64), torch.tensor(rules, dtype=torch.int32),
+            torch.zeros(21, dtype=torch.float64), torch.tensor(rules, dtype=torch.int32),
             torch.zeros(0, dtype=torch.int64),
         )  # fmt: skip
     assert torch.equal(state, before)

@@ -149,6 +149,48 @@ def test_the_chance_of_xtc(sampler: SamplerUnderTest) -> None:
     assert tested.sample(SIX).kept_count.tolist() == [6]
 
 
+def test_adaptive_p(sampler: SamplerUnderTest) -> None:
+    """The logits that it draws from, and the mean of what was drawn, by hand."""
+    x = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    tested = sampler.make(1, 3, seed=3, adaptive_target=0.3, adaptive_decay=0.75, num_logprobs=3,
+                          return_logits=True, logprobs_mode="processed_logprobs")  # fmt: skip
+    mean = 0.3
+    for _ in range(6):
+        target = min(max(2 * 0.3 - mean, 0), 1)
+        distance = (torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64) - target).abs() / 0.3
+        expected = 5 - 10 * distance**2 / (1 + distance)
+        out = tested.sample(x)
+        torch.testing.assert_close(out.kept_logits[0].double(), expected, rtol=1e-5, atol=1e-5)
+        logprobs = expected.log_softmax(0)
+        torch.testing.assert_close(
+            out.top_logprobs[0].double(),
+            logprobs.sort(descending=True).values,
+            rtol=1e-5,
+            atol=1e-5,
+        )
+        assert out.kept_count.item() == 3
+        assert out.top_ids[0].tolist() == logprobs.argsort(descending=True).tolist()
+        mean = 0.75 * mean + 0.25 * [0.6, 0.3, 0.1][out.index.item()]
+
+
+def test_adaptive_p_holds_its_target(sampler: SamplerUnderTest) -> None:
+    steps = 300
+    logits = torch.randn(steps, 1, 20, generator=torch.Generator().manual_seed(0)) * 2
+
+    def mean_of(tested: Any) -> float:
+        drawn = [x.softmax(1)[0, tested.sample(x).index.item()].item() for x in logits]
+        return sum(drawn) / steps
+
+    plain = mean_of(sampler.make(1, 20, seed=1, min_p=0.01))
+    for target in (0.15, 0.4):
+        tested = sampler.make(1, 20, seed=1, adaptive_target=target, min_p=0.01)
+        assert abs(mean_of(tested) - target) < min(0.05, abs(plain - target))
+        tested.rewind(0, steps)  # and the mean is that of the beginning
+        new = sampler.make(1, 20, seed=1, adaptive_target=target, min_p=0.01, return_logits=True)
+        x = logits[0]
+        assert torch.equal(tested.sample(x).index, new.sample(x).index)
+
+
 # --- Sequences ------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,14 @@ from lmdecode.reference.arithmetic import (
     token_noise,
 )
 from lmdecode.reference.sampler_parameters import RowParameters, row_parameters, split_rows
-from lmdecode.reference.sampler_stages import LOG2_E, ORDERS, STAGES, Survivors, run_stages
+from lmdecode.reference.sampler_stages import (
+    LOG2_E,
+    ORDERS,
+    STAGES,
+    Survivors,
+    adapt,
+    run_stages,
+)
 from lmdecode.reference.sampling import best_score, seed_rows
 from lmdecode.reference.text_rules import edited_logits
 from lmdecode.sampling.types import (
@@ -79,6 +86,7 @@ class Distribution:
     status: int
     counts: dict[str, int] = field(default_factory=dict)
     is_drawn: bool = False  # not forced, not greedy
+    before: Tensor | None = None  # [V] float32, the probabilities before adaptive-p
 
     def logprobs(self) -> Tensor:
         """[N] float64."""
@@ -161,7 +169,7 @@ class Sampler:
     def _sequence(self, row: int, prompt: Any = None, **parameters: Any) -> RowSequence:
         values = row_parameters({**self._defaults[row], **parameters})
         return RowSequence(values, [int(token) for token in (() if prompt is None else prompt)],
-                         mu=values.mirostat_mu)  # fmt: skip
+                         mu=values.mu)  # fmt: skip
 
     # --- Sequences ---
 
@@ -209,7 +217,7 @@ class Sampler:
         """Filter one row [V] float32 by the state of its sequence."""
         sequence = self._active(row)
         bits = mass_fraction_bits(self.vocab)
-        p = replace(sequence.parameters, position=sequence.position, mirostat_mu=sequence.mu)
+        p = replace(sequence.parameters, position=sequence.position, mu=sequence.mu)
         forced = p.forced_tokens.get(len(sequence.output))
         if forced is not None:
             return _one_token(forced, x[forced].item(), bits, 0)
@@ -221,13 +229,24 @@ class Sampler:
             token = int(left.kept[0])
             return _one_token(token, y[token].item(), bits, status)
         counts = run_stages(left, p, self.order)
+        before = None
+        if p.adaptive_target >= 0 and len(left.kept) > 0:
+            before = adapt(left, p)
         kept = left.kept
         if len(kept) == 0:
             nothing, status = torch.zeros(0), status | STATUS_EMPTY
             return Distribution(kept, nothing, nothing, kept, bits, status, counts)
         values = torch.full_like(left.v[kept], _INF) if left.infinite else left.v[kept]
         return Distribution(
-            kept, values, left.weights(), left.masses(), bits, status, counts, is_drawn=True
+            kept,
+            values,
+            left.weights(),
+            left.masses(),
+            bits,
+            status,
+            counts,
+            is_drawn=True,
+            before=before,
         )
 
     def draw(self, row: int, left: Distribution) -> int:
@@ -243,7 +262,10 @@ class Sampler:
         """Go on with a token of ``left``, and let mirostat learn from its surprise."""
         sequence = self._active(row)
         p, mu = sequence.parameters, None
-        if left.is_drawn and p.mirostat_tau > 0:
+        if left.before is not None:
+            probability = left.before[left.ids[place]].item()
+            mu = round_to_f32(sequence.mu + (1.0 - p.adaptive_decay) * (probability - sequence.mu))
+        elif left.is_drawn and p.mirostat_tau > 0:
             surprise = -left.logprobs()[place].item() * LOG2_E
             mu = round_to_f32(sequence.mu - p.mirostat_eta * (surprise - p.mirostat_tau))
         sequence.accept(int(left.ids[place]), mu)

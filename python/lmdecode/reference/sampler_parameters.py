@@ -17,7 +17,8 @@ class RowParameters:
     """The parameters of one row. Floats are f32 values; the defaults are "off".
 
     ``lmdecode.Sampler`` says what each means. ``nan`` tells that one was NaN, or the temperature
-    negative. ``position`` and ``mirostat_mu`` are the row's state when a token is drawn.
+    negative. ``position`` and ``mu``, mirostat's or adaptive-p's mean, are the row's
+    state when a token is drawn.
     """
 
     temperature: float = 1.0
@@ -42,6 +43,8 @@ class RowParameters:
     mirostat_eta: float = round_to_f32(0.1)
     dynamic_temperature_range: float = 0.0
     dynamic_temperature_exponent: float = 1.0
+    adaptive_target: float = -1.0
+    adaptive_decay: float = round_to_f32(0.9)
     min_tokens: int = 0
     seed: int = -1
     dry_breakers: frozenset[int] = frozenset()
@@ -53,10 +56,10 @@ class RowParameters:
 
     nan: bool = False
     position: int = 0
-    mirostat_mu: float = 0.0
+    mu: float = 0.0
 
 
-_STATE = ("nan", "position", "mirostat_mu")
+_STATE = ("nan", "position", "mu")
 DEFAULTS = {f.name: getattr(RowParameters(), f.name) for f in fields(RowParameters)}
 NUMBERS = tuple(
     name
@@ -103,7 +106,7 @@ def row_parameters(values: Mapping[str, Any]) -> RowParameters:
         else:
             raise TypeError(f"Sampler: {name} is no parameter")
         setattr(row, name, value)
-    row.mirostat_mu = round_to_f32(2 * row.mirostat_tau)
+    row.mu = row.adaptive_target if row.adaptive_target >= 0 else round_to_f32(2 * row.mirostat_tau)
     return row
 
 

@@ -325,7 +325,7 @@ def xtc(row: Survivors, p: RowParameters, order: Order) -> None:
 
 def mirostat(row: Survivors, p: RowParameters, order: Order) -> None:
     """Keep what has a surprise of at most mu bits."""
-    log_bound = log_scalar(total_weight(row)) - p.mirostat_mu * LN2
+    log_bound = log_scalar(total_weight(row)) - p.mu * LN2
     keep_reaching(row, log_bound, False)
 
 
@@ -344,6 +344,19 @@ _STAGES: dict[str, tuple[_Stage, Callable[[RowParameters], bool]]] = {
     "xtc": (xtc, lambda p: p.xtc_probability > 0),
     "mirostat": (mirostat, lambda p: p.mirostat_tau > 0),
 }
+
+
+def adapt(row: Survivors, p: RowParameters) -> Tensor:
+    """Give what is left adaptive-p's logits, and return the probabilities before: [V] float32."""
+    probability = torch.zeros_like(row.y)
+    probability[row.kept] = row.weights() / round_to_f32(total_weight(row))
+    target = round_to_f32(min(max(2.0 * p.adaptive_target - p.mu, 0.0), 1.0))
+    distance = ((probability - target) * round_to_f32(1.0 / round_to_f32(0.3))).abs()
+    logits = 5.0 - 10.0 * distance * distance / (1.0 + distance)
+    row.temperature, row.infinite = 1.0, False
+    row.y = row.v = logits
+    row.kept = in_order(logits, row.kept.sort().values)
+    return probability
 
 
 def run_stages(row: Survivors, parameters: RowParameters, order: Order) -> dict[str, int]:

@@ -89,6 +89,9 @@ class Sampler:
         list of tokens.
     mirostat_tau, mirostat_eta : float
         Mirostat 2: the surprise to hold, in bits, and the rate (0.1).
+    adaptive_target, adaptive_decay : float
+        Adaptive-p: the mean probability that drawn tokens shall have, 0 to 1, and how slowly it
+        forgets (0.9); below 0 is off. Not beside mirostat.
     dynamic_temperature_range, dynamic_temperature_exponent : float
         The temperature goes from ``temperature - range`` to ``temperature + range`` with the
         entropy.
@@ -257,7 +260,7 @@ class Sampler:
         self._count_steps()
 
     def rewind(self, row: int, n: int) -> None:
-        """Take back the last n tokens that were accepted: counts, tables and mirostat's mu too."""
+        """Take back the last n accepted tokens, with what counts and stages learned from them."""
         row = self._check_row("rewind", row)
         n = check_int(f"{_OP}.rewind", "n", n)
         ops.sampler_rewind_(self._state, *self._sizes, row, n)

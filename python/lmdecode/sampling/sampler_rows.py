@@ -63,6 +63,8 @@ _NUMBERS: dict[str, tuple[float, float, float]] = {
     "mirostat_eta": (0.1, -_INF, _INF),
     "dynamic_temperature_range": (0.0, 0.0, _INF),
     "dynamic_temperature_exponent": (1.0, -_INF, _INF),
+    "adaptive_target": (-1.0, -_INF, 1.0),
+    "adaptive_decay": (0.9, 0.0, 0.99),
 }
 # Infinite ones mean something there.
 _MAY_BE_INFINITE = ("top_p", "min_p", "temperature", "top_n_sigma")
@@ -242,7 +244,7 @@ class RowRules:
     Attributes
     ----------
     integers, numbers, rules
-        [7] int64, [19] float64 and [n] int32: SamplerIntegers, SamplerNumbers and SamplerRules of
+        [7] int64, [21] float64 and [n] int32: SamplerIntegers, SamplerNumbers and SamplerRules of
         csrc/sampling/sampler_state.h.
     keeps_text
         Whether the row's text is looked at.
@@ -275,12 +277,18 @@ def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRul
     numbers = [get(name, off) for name, (off, _, _) in _NUMBERS.items()]
     numbers = [_f32(number) for number in numbers]
     named = dict(zip(_NUMBERS, numbers, strict=True))
+    if named["mirostat_tau"] > 0.0 and named["adaptive_target"] >= 0.0:
+        raise ValueError(
+            f"{_OP}: mirostat_tau is {named['mirostat_tau']:g} and adaptive_target is "
+            f"{named['adaptive_target']:g}; expected one of both: each steers the draw by itself"
+        )
     keeps_text = (
         named["repetition_penalty"] != 1.0
         or named["presence_penalty"] != 0.0
         or named["frequency_penalty"] != 0.0
         or named["dry_multiplier"] > 0.0
         or named["mirostat_tau"] > 0.0
+        or named["adaptive_target"] >= 0.0
         or get("no_repeat_ngram_size", 0) > 0
         or bool(sequences)
     )

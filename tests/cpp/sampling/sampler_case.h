@@ -1,6 +1,8 @@
 // Rows of a sampler with random parameters, in memory of exactly their size.
 #pragma once
 
+#include <cmath>
+
 #include "sample_case.h"
 #include "sampling/sampler_state.h"
 
@@ -75,6 +77,8 @@ inline RowCase random_row(Random& random, int64_t vocab) {
   n.mirostat_eta = chosen(0.5, 0.1, {0.0, 1.0, -1e38});
   n.dynamic_temperature_range = chosen(0.2, 0.0, {0.3, 5.0, 1e38});
   n.dynamic_temperature_exponent = chosen(0.5, 1.0, {0.0, 2.0, -1.0, 1e30});
+  n.adaptive_target = chosen(0.2, -1.0, {0.0, 0.5, 1.0, 1e38, std::nan("")});
+  n.adaptive_decay = chosen(0.5, 0.9, {0.0, 0.99, -1e38});
   if (random.chance(0.6)) c.rules = random_rules(random, vocab);
   // A Sampler keeps the text wherever something looks at it; here it may also not.
   c.integers.keeps_text = random.chance(0.8) ? 1 : 0;
