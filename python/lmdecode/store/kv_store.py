@@ -88,7 +88,7 @@ class KVStore(Prefixes):
     FingerprintMismatchError
         The store was made with another ``v_layout`` or ``chunk_tokens``.
     OSError
-        The directory cannot be made, read or written.
+        The directory cannot be made, read or written; ENOSPC: there is no space for a new store.
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
@@ -158,8 +158,12 @@ class KVStore(Prefixes):
             idle_ms=milliseconds(idle_seconds, "idle_seconds"),
             io_threads=io_threads or min(4, os.cpu_count() or 1),
         )
-        if not readonly:
-            describe(directory, fingerprint)
+        try:
+            if not readonly:
+                describe(directory, fingerprint)
+        except BaseException:
+            engine.close()
+            raise
         if remote is not None:
             engine.put_behind(RemoteTier(remote))
         super().__init__(engine, salt, quota_bytes)
