@@ -75,7 +75,7 @@ def check_is_store(op: str, store: Any) -> None:
 
 
 def check_store(op: str, model: GenerativePreTrainedModel, store: KVStore) -> None:
-    """Raise where it is no store, or was opened for caches of another shape or dtype."""
+    """Raise where it is no store, or was opened for other weights, or another shape or dtype."""
     from lmdecode.store.fingerprint import cache_shape
 
     check_is_store(op, store)
@@ -94,6 +94,7 @@ def check_store(op: str, model: GenerativePreTrainedModel, store: KVStore) -> No
                 f"{op}: {name} of the store's fingerprint is {getattr(theirs, name)}; expected "
                 f"{value}, that of the model: see Fingerprint.from_model"
             )
+    store.check_model(model)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(f"{op}: the model lies on {len(devices)} devices; expected one")
