@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     stat = command("stat", "show configuration and counters")
     stat.add_argument("--remote", metavar="URL", help="and what a second tier has of the store")
     why = command("why", "say in what fingerprints differ, which never hit each other")
-    why.add_argument("--model", metavar="MODEL",
-                     help="and from that of a model of transformers, with and without its tokenizer")  # fmt: skip
+    text = "and from those of a model of transformers, with and without its tokenizer"
+    why.add_argument("--model", metavar="MODEL", help=text)
     command("verify", "read and check every byte; exit 1 on damage")
     command("gc", "drop what has expired and give free space back; nothing else may write")
     backup = command("backup", "copy the store, while it is used")

@@ -23,9 +23,10 @@ def _weights(model: Any) -> Iterator[Tensor]:
         adapters = module.__dict__.get("adapter_layer_names") or getattr(
             type(module), "adapter_layer_names", ()
         )
-        coming += [
-            m for name, m in module._modules.items() if m is not None and name not in adapters
-        ]
+        for name, part in module._modules.items():
+            if part is not None and name not in adapters and id(part) not in seen:
+                seen.add(id(part))
+                coming.append(part)
         own = [*module._parameters.values()]
         if module._buffers:
             unsaved = module._non_persistent_buffers_set

@@ -38,7 +38,7 @@ def test_a_fine_tune_with_the_base_models_store_is_an_error(tmp_path: Path) -> N
     tuned.config._name_or_path = "tuned-model"
     with _open(tmp_path, Fingerprint.from_model(base)) as store:
         expected = generate_with_store(base, store, "a", _IDS, max_new_tokens=4)
-        with pytest.raises(FingerprintMismatchError, match="base-model.*tuned-model") as raised:
+        with pytest.raises(FingerprintMismatchError, match=r"base-model.*tuned-model") as raised:
             generate_with_store(tuned, store, "b", _IDS, max_new_tokens=4)
         assert isinstance(raised.value, ValueError)
         assert weights_mark(base) in str(raised.value) and weights_mark(tuned) in str(raised.value)
@@ -64,7 +64,7 @@ def test_a_fingerprint_of_ones_own_remembers_the_first_model(tmp_path: Path) -> 
         generate_with_store(model, store, "a", _IDS, max_new_tokens=2)
     with _open(tmp_path, own) as store, pytest.raises(FingerprintMismatchError):
         generate_with_store(_fine_tuned(model), store, "a", _IDS, max_new_tokens=2)
-    with pytest.raises(FingerprintMismatchError, match="KVStore: .*weights"):
+    with pytest.raises(FingerprintMismatchError, match=r"KVStore: .*weights"):
         _open(tmp_path, replace(own, mark="0" * 32))
     with _open(tmp_path, own, readonly=True) as reader:
         reader.check_model(model)
