@@ -71,6 +71,7 @@ set(STORE_SOURCES
   store/free_areas.cpp
   store/group_commit.cpp
   store/index_database.cpp
+  store/index_reserve.cpp
   store/plane_copy.cpp
   store/posix_file_system.cpp
   store/prefix_index.cpp
@@ -79,6 +80,7 @@ set(STORE_SOURCES
   store/slot_layout.cpp
   store/store_engine.cpp
   store/store_eviction.cpp
+  store/store_full_disk.cpp
   store/store_images.cpp
   store/store_load.cpp
   store/store_lookup.cpp

@@ -55,7 +55,7 @@ def _contestants(with_peers: bool, *, num_tokens: int, quick: bool) -> list[Cont
     names = cycle(("one", "two"))
 
     def resume() -> None:
-        ids = generate_with_store(model, store, next(names), prompt, **_OPTIONS)
+        ids = generate_with_store(model, store, next(names), prompt, rewind=True, **_OPTIONS)
         if not torch.equal(ids, expected):
             raise RuntimeError("the resumed prompt has another first token")
 

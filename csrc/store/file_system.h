@@ -3,6 +3,7 @@
 // fails at the k-th call. SQLite reaches its files through the VFS of the same implementation.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,11 @@ class File {
   // Begins to bring the bytes to the disk and does not wait: a hint.
   virtual void start_writing(uint64_t offset, size_t size) { (void)offset, (void)size; }
   virtual int truncate(uint64_t size) = 0;
+  // Gives the space of a range back: it reads as zeros, and the length stays. -EOPNOTSUPP where the
+  // file system cannot.
+  virtual int discard(uint64_t offset, uint64_t size) {
+    return static_cast<void>(offset), static_cast<void>(size), -EOPNOTSUPP;
+  }
   virtual int64_t size() = 0;
 };
 
@@ -48,6 +54,10 @@ class FileSystem {
   // A lock that one holder has; the kernel releases it when the holder dies. Null with *error
   // EWOULDBLOCK where it is held.
   virtual std::unique_ptr<File> lock(const std::string& path, int* error) = 0;
+  // What files in the directory can still grow by; UINT64_MAX: not known.
+  virtual uint64_t free_bytes(const std::string& path) {
+    return static_cast<void>(path), UINT64_MAX;
+  }
   // The VFS by which SQLite reaches the same files; null: SQLite's own.
   virtual const char* sqlite_vfs() = 0;
 };

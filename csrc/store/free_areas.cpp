@@ -10,6 +10,8 @@ void FreeAreas::reset(uint32_t used, uint32_t capacity, int64_t idle_ms) {
   idle_ms_ = idle_ms;
   idle_.clear();
   freed_.clear();
+  refused_.clear();
+  only_used_ = false;
 }
 
 void FreeAreas::add_freed(uint32_t area, int64_t freed_ms, int64_t now_ms) {
@@ -39,8 +41,11 @@ uint32_t FreeAreas::take(int64_t now_ms) {
   } else if (!idle_.empty()) {
     area = idle_.front();
     idle_.pop_front();
-  } else {
+  } else if (idle() > 0) {
     area = used_++;
+  } else {
+    area = refused_.front();
+    refused_.pop_front();
   }
   return area;
 }
@@ -48,7 +53,15 @@ uint32_t FreeAreas::take(int64_t now_ms) {
 std::vector<uint32_t> FreeAreas::listed() const {
   std::vector<uint32_t> areas(idle_.begin(), idle_.end());
   for (const Freed& freed : freed_) areas.push_back(freed.area);
+  areas.insert(areas.end(), refused_.begin(), refused_.end());
   return areas;
+}
+
+void FreeAreas::refuse_all() {
+  refused_.insert(refused_.end(), idle_.begin(), idle_.end());
+  for (const Freed& freed : freed_) refused_.push_back(freed.area);
+  idle_.clear();
+  freed_.clear();
 }
 
 }  // namespace lmdecode::store

@@ -20,14 +20,20 @@ class FreeAreas {
   void give_back(uint32_t area);
   // From the queue that has more left, from the first where they have the same; kNoArea: none.
   uint32_t take(int64_t now_ms);
-  // No area that was never used is handed out any more: the disk is full.
-  void keep_to_used() { capacity_ = used_; }
+  // The disk had no space for it: it serves last.
+  void refuse(uint32_t area) { refused_.push_back(area); }
+  // The disk is full: no area that was never used, or was refused, is handed out ...
+  void keep_to_used() { only_used_ = true; }
+  void use_all() { only_used_ = false; }  // ... until it is not.
+  // Both queues, whose space was given back to the disk: they serve like refused ones.
+  void refuse_all();
 
-  uint64_t idle() const { return idle_.size() + (capacity_ - used_); }
+  uint64_t idle() const { return idle_.size() + (only_used_ ? 0 : capacity_ - used_); }
   uint64_t freed() const { return freed_.size(); }
-  uint64_t total() const { return idle() + freed(); }
+  uint64_t refused() const { return refused_.size(); }
+  uint64_t total() const { return idle() + freed() + (only_used_ ? 0 : refused()); }
   uint32_t used() const { return used_; }
-  std::vector<uint32_t> listed() const;  // both queues, without those never used
+  std::vector<uint32_t> listed() const;  // all queues, without those never used
 
  private:
   struct Freed {
@@ -39,7 +45,9 @@ class FreeAreas {
   uint32_t used_ = 0;
   uint32_t capacity_ = 0;
   int64_t idle_ms_ = 0;
+  bool only_used_ = false;
   std::deque<uint32_t> idle_;
+  std::deque<uint32_t> refused_;
   std::deque<Freed> freed_;
 };
 

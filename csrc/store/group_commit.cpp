@@ -1,5 +1,6 @@
 #include "store/group_commit.h"
 
+#include <algorithm>
 #include <iterator>
 
 namespace lmdecode::store {
@@ -37,11 +38,29 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
       reason = "fdatasync of the slots failed with errno " + std::to_string(-error);
     } else {
       result = index.commit(taken.changes, &reason);
+      for (int attempt = 0; result == CommitResult::kDiskFull && make_room_(index, attempt);
+           ++attempt) {
+        result = index.commit(taken.changes, &reason);
+      }
+    }
+    // What a conversation cannot be had without comes first.
+    bool has_saved_sessions = false;
+    if (result == CommitResult::kDiskFull && !taken.changes.sessions.empty()) {
+      IndexBatch sessions;
+      sessions.sessions = taken.changes.sessions;
+      const CommitResult saved = index.commit(sessions, &reason);
+      has_saved_sessions = saved == CommitResult::kDone;
+      if (saved == CommitResult::kFailed) result = saved;
     }
     lock.lock();
     is_committing_ = false;
+    found_no_space_ = result == CommitResult::kDiskFull;
+    if (has_saved_sessions) {
+      taken.changes.sessions.clear();
+      sessions_committed_ = number;
+    }
     if (result == CommitResult::kDone) {
-      committed_ = number;
+      committed_ = sessions_committed_ = number;
       ++commits_;
       release_(taken.freed);
     } else {
@@ -54,6 +73,15 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
     changed_.notify_all();
   }
   return true;
+}
+
+void GroupCommit::keep(uint32_t area) {
+  auto& rows = open_.changes.areas;
+  const auto last = std::find_if(rows.rbegin(), rows.rend(),
+                                 [&](const AreaRow& row) { return row.area == area; });
+  if (last == rows.rend() || last->count != 0) return;
+  rows.erase(std::next(last).base());
+  std::erase(open_.freed, area);
 }
 
 void GroupCommit::take_back(Batch batch) {

@@ -23,9 +23,14 @@ class GroupCommit {
   using TakeUses = std::function<std::vector<UseTime>()>;
   // Areas whose deletion is durable: they may be written again.
   using Release = std::function<void(const std::vector<uint32_t>& areas)>;
+  // Makes room for the index on a full disk, without the mutex; false: no other attempt is worth
+  // it. Counts the attempts of a commit.
+  using MakeRoom = std::function<bool(IndexDatabase& index, int attempt)>;
 
-  GroupCommit(TakeUses take_uses, Release release)
-      : take_uses_(std::move(take_uses)), release_(std::move(release)) {}
+  GroupCommit(TakeUses take_uses, Release release, MakeRoom make_room)
+      : take_uses_(std::move(take_uses)),
+        release_(std::move(release)),
+        make_room_(std::move(make_room)) {}
 
   void start(SlabFiles& slabs, IndexDatabase& index) { slabs_ = &slabs, index_ = &index; }
   void stop() { index_ = nullptr; }  // every commit fails from now on
@@ -39,6 +44,8 @@ class GroupCommit {
   uint64_t open_number() const { return open_number_; }
   bool has_changes() const { return !open_.changes.empty(); }
   const std::vector<uint32_t>& freed() const { return open_.freed; }
+  // The area's last change, which freed it, did not happen.
+  void keep(uint32_t area);
 
   // --- durability
 
@@ -47,6 +54,10 @@ class GroupCommit {
   bool commit(Lock& lock, uint64_t batch);
   bool commit(Lock& lock) { return commit(lock, open_number_); }
   bool is_durable(uint64_t batch) const { return batch <= committed_; }
+  // On a full disk the sessions of a batch may be durable without its entries.
+  bool is_session_durable(uint64_t batch) const { return batch <= sessions_committed_; }
+  // The last commit found no space for the index.
+  bool found_no_space() const { return found_no_space_; }
   // Nobody writes to the durable index when it returns.
   void wait(Lock& lock) {
     changed_.wait(lock, [&] { return !is_committing_; });
@@ -65,14 +76,17 @@ class GroupCommit {
 
   const TakeUses take_uses_;
   const Release release_;
+  const MakeRoom make_room_;
   SlabFiles* slabs_ = nullptr;
   IndexDatabase* index_ = nullptr;  // the committing thread's while it commits
   Batch open_;
   uint64_t open_number_ = 1;
   uint64_t committed_ = 0;
+  uint64_t sessions_committed_ = 0;
   uint64_t failed_ = 0;
   uint64_t commits_ = 0;
   bool is_committing_ = false;
+  bool found_no_space_ = false;
   std::string failure_;
   std::condition_variable changed_;
 };

@@ -19,6 +19,7 @@ namespace {
 constexpr int kApplicationId = 0x4c4d4b56;  // "LMKV"
 constexpr int kFormatVersion = 1;
 constexpr int kBusyTimeoutMs = 10000;
+constexpr uint64_t kPage = 4096;       // of SQLite's files
 constexpr size_t kBlockTokens = 1024;  // of a session in one row
 
 enum : size_t { kPutArea, kUse, kPutSession, kPutTokens, kCutTokens, kDropSession, kDropTokens };
@@ -191,7 +192,7 @@ void IndexDatabase::fail(const std::string& doing) const {
   const std::string what =
       "KVStore: the index " + path_ + " " + doing + ": " + sqlite3_errmsg(database_);
   if (is_damage(code)) throw StoreError(ErrorKind::kDamaged, what);
-  const int error = sqlite3_system_errno(database_);
+  const int error = (code & 0xff) == SQLITE_FULL ? ENOSPC : sqlite3_system_errno(database_);
   throw StoreError(ErrorKind::kInputOutput, what, error != 0 ? error : EIO);
 }
 
@@ -424,6 +425,24 @@ void IndexDatabase::copy_to(const std::string& path) {
   }
 }
 
-void IndexDatabase::compact() { execute("VACUUM; PRAGMA wal_checkpoint(TRUNCATE)"); }
+bool IndexDatabase::recycle_log() {
+  int frames = 0, moved = 0;
+  const int code =
+      sqlite3_wal_checkpoint_v2(database_, nullptr, SQLITE_CHECKPOINT_PASSIVE, &frames, &moved);
+  return code == SQLITE_OK && frames == moved;
+}
+
+void IndexDatabase::limit_log(uint64_t bytes) {
+  sqlite3_wal_autocheckpoint(database_, static_cast<int>(std::max<uint64_t>(1, bytes / kPage)));
+}
+
+void IndexDatabase::compact() {
+  try {
+    execute("VACUUM");
+  } catch (const StoreError& error) {
+    if (error.error_number() != ENOSPC) throw;  // a full disk: it stays as long as it is
+  }
+  execute("PRAGMA wal_checkpoint(TRUNCATE)");
+}
 
 }  // namespace lmdecode::store

@@ -89,7 +89,12 @@ class IndexDatabase {
   void check_structure();
   // A copy of the committed state at another path, durable.
   void copy_to(const std::string& path);
-  // Moves the log into the file and gives free pages back.
+  // Moves what readers do not need any more from the log into the file: the log's space serves
+  // again. False: not all of it.
+  bool recycle_log();
+  // Does so by itself once the log has so many bytes.
+  void limit_log(uint64_t bytes);
+  // Moves the log into the file and gives free pages back, if there is space to do so.
   void compact();
   // Lets go without touching the files: in a process that was forked.
   void abandon();

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -51,6 +52,17 @@ class PosixFile : public File {
   int truncate(uint64_t size) override {
     return retried([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); }) != 0 ? -errno
                                                                                             : 0;
+  }
+  int discard([[maybe_unused]] uint64_t offset, [[maybe_unused]] uint64_t size) override {
+#if defined(FALLOC_FL_PUNCH_HOLE)
+    const auto punch = [&] {
+      return ::fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                         static_cast<off_t>(offset), static_cast<off_t>(size));
+    };
+    return retried(punch) != 0 ? -errno : 0;
+#else
+    return -EOPNOTSUPP;
+#endif
   }
   int64_t size() override {
     struct stat status;
@@ -114,6 +126,12 @@ class PosixFileSystem : public FileSystem {
       return nullptr;
     }
     return std::make_unique<PosixFile>(descriptor);
+  }
+  uint64_t free_bytes(const std::string& path) override {
+    struct statvfs status;
+    if (::statvfs(path.c_str(), &status) != 0) return UINT64_MAX;
+    const uint64_t blocks = ::geteuid() == 0 ? status.f_bfree : status.f_bavail;
+    return blocks * status.f_frsize;
   }
   const char* sqlite_vfs() override { return nullptr; }
 

@@ -66,6 +66,13 @@ int SlabFiles::sync() {
   return names ? file_system_.sync_directory(directory_) : 0;
 }
 
+int SlabFiles::discard(uint32_t area) {
+  int error = 0;
+  const auto slab = file(area / slots_per_slab_, &error);
+  if (slab == nullptr) return -error;
+  return slab->discard(area % slots_per_slab_ * slot_bytes_, slot_bytes_);
+}
+
 int SlabFiles::truncate(uint32_t areas) {
   const uint32_t first = areas / slots_per_slab_;
   for (uint32_t slab = first;; ++slab) {

@@ -23,6 +23,8 @@ class SlabFiles {
   int write(uint32_t area, const void* data, size_t size);
   // All that was written before the call survives a loss of power.
   int sync();
+  // Gives the space of an area that nothing refers to back. 0 or -errno.
+  int discard(uint32_t area);
   // Gives the space from this area on back to the operating system.
   int truncate(uint32_t areas);
 

@@ -99,7 +99,10 @@ StoreEngine::StoreEngine(const StoreOptions& options)
           layout_, [this] { return now(); },
           [this](const Entry& entry) { return read_tokens(entry); }),
       commits_([this] { return prefixes_.take_uses(kMaxUsesPerCommit); },
-               [this](const std::vector<uint32_t>& areas) { take_freed(areas); }) {
+               [this](const std::vector<uint32_t>& areas) { take_freed(areas); },
+               [this](IndexDatabase& index, int attempt) {
+                 return make_room_for_index(index, attempt);
+               }) {
   if (!options_.now_ms) options_.now_ms = system_now_ms;
 }
 
@@ -137,7 +140,16 @@ void StoreEngine::open_files() {
                                                "close the other one");
     }
   }
-  index_ = std::make_unique<IndexDatabase>(file_system_, index, options_.readonly);
+  reserve_ = std::make_unique<IndexReserve>(file_system_, directory + "/reserve",
+                                            options_.index_reserve_bytes);
+  try {
+    index_ = std::make_unique<IndexDatabase>(file_system_, index, options_.readonly);
+  } catch (const StoreError& error) {
+    // Its log may need space that only the reserve has.
+    if (options_.readonly || error.kind() != ErrorKind::kInputOutput || !reserve_->release()) throw;
+    index_ = std::make_unique<IndexDatabase>(file_system_, index, false);
+  }
+  if (!options_.readonly) index_->limit_log(options_.index_reserve_bytes);
   const auto stored = index_->superblock();
   if (stored.has_value()) {
     const Superblock block = decode(*stored);
@@ -162,7 +174,12 @@ void StoreEngine::open_files() {
     slot_bytes_ = layout_.slot_bytes();
     slots_per_slab_ =
         static_cast<uint32_t>(std::max<uint64_t>(1, options_.slab_bytes / slot_bytes_));
+    if (const int error = reserve_->fill(); is_full(error)) {
+      reserve_->release();
+      throw_errno(-error, "KVStore: no space for a new store in", directory);
+    }
     index_->set_superblock(encode({options_.fingerprint, layout_, slots_per_slab_}));
+    index_->recycle_log();
     // The directory and the names in it are durable before anything is acknowledged.
     const std::string parent = directory.substr(0, directory.rfind('/'));
     for (const std::string& path : {directory, parent}) {
@@ -179,6 +196,7 @@ void StoreEngine::open_files() {
   slabs_ = std::make_unique<SlabFiles>(file_system_, directory, slot_bytes_, slots_per_slab_,
                                        options_.readonly);
   commits_.start(*slabs_, *index_);
+  if (!options_.readonly) reserve_->fill();  // what there is no space for comes later
   load_index();
   if (options_.relaxed && !options_.readonly && options_.flush_interval_ms > 0) {
     flush_thread_ = std::thread([this] { run_flush_timer(); });
@@ -219,6 +237,8 @@ void StoreEngine::close_locked(Lock& lock) {
   commits_.stop();
   index_.reset();
   slabs_.reset();
+  // The log is gone: the next process that opens the store may need its space.
+  if (reserve_ != nullptr && !options_.readonly) reserve_->fill();
   writer_lock_.reset();
 }
 
@@ -353,7 +373,7 @@ StoreStats StoreEngine::stats() {
   stats.capacity_areas = options_.readonly ? 0 : capacity_areas();
   stats.used_areas = prefixes_.size();
   stats.idle_areas = free_areas_.idle();
-  stats.unusable_areas = unusable_areas_;
+  stats.unusable_areas = free_areas_.refused();
   stats.freed_areas = free_areas_.freed() + commits_.freed().size() + held_.size();
   stats.slot_bytes = slot_bytes_;
   stats.chunk_tokens = layout_.chunk_tokens;
@@ -362,7 +382,7 @@ StoreStats StoreEngine::stats() {
 
 std::string StoreEngine::failure() {
   const Lock lock(mutex_);
-  return commits_.failure();
+  return commits_.failure().empty() ? no_space_ : commits_.failure();
 }
 
 std::vector<AreaRow> StoreEngine::entries() {

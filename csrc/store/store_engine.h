@@ -24,6 +24,7 @@
 #include "store/free_areas.h"
 #include "store/group_commit.h"
 #include "store/index_database.h"
+#include "store/index_reserve.h"
 #include "store/prefix_index.h"
 #include "store/slab_files.h"
 #include "store/slot_layout.h"
@@ -42,11 +43,12 @@ struct StoreOptions {
   uint64_t slab_bytes = uint64_t{1} << 30;
   bool relaxed = false;  // acknowledge before the flush
   bool readonly = false;
-  int64_t flush_interval_ms = 1000;   // of relaxed; 0: only when asked to
-  int64_t idle_ms = 60000;            // after which a freed area counts as one that stored nothing
-  int io_threads = 2;                 // of one put or load
-  std::function<int64_t()> now_ms;    // null: the system's clock
-  FileSystem* file_system = nullptr;  // null: the real one
+  int64_t flush_interval_ms = 1000;  // of relaxed; 0: only when asked to
+  int64_t idle_ms = 60000;           // after which a freed area counts as one that stored nothing
+  int io_threads = 2;                // of one put or load
+  uint64_t index_reserve_bytes = uint64_t{4} << 20;  // of the disk, for the index
+  std::function<int64_t()> now_ms;                   // null: the system's clock
+  FileSystem* file_system = nullptr;                 // null: the real one
 };
 
 // A plane in a tensor's memory: [num_kv_heads, num_tokens, head_size], the last num_tokens tokens
@@ -214,7 +216,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint64_t import_from(const std::string& path, const Progress& progress);
   StoreStats stats();
   std::vector<AreaRow> entries();  // parents before what continues them
-  // Why the store no longer writes; empty: it does.
+  // Why the store no longer writes, or that the disk had no space for the last put; empty: it
+  // writes.
   std::string failure();
   Digest root(const Scope& scope) const;
 
@@ -266,11 +269,28 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void free_entry(EntryId id);
   void drop_subtree(EntryId id);
   bool is_evictable(const Entry& entry) const;
-  uint64_t evict(uint64_t wanted, const uint64_t* tenant);
+  // What an allocation evicted: it comes back where the deletion cannot be made durable.
+  using Evicted = std::vector<AreaRow>;
+  uint64_t evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted = nullptr);
   uint64_t drop_expired();
   uint64_t reserve() const;
   void keep_reserve();
   std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
+  std::vector<uint32_t> take_areas(uint64_t wanted);
+
+  // store_full_disk.cpp
+  bool make_room_for_index(IndexDatabase& index, int attempt);
+  void look_for_space(uint64_t bytes);
+  void refuse(uint32_t area);
+  void restore(Evicted evicted);
+  void feed_reserve();
+  uint64_t areas_for_reserve() const;
+  // The space of a slot on disk: whole blocks of most file systems.
+  uint64_t space_of(uint32_t count) const {
+    return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
+  }
+  void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
+  void note_stored(bool is_all, bool lacked_space);
 
   // store_lookup.cpp
   Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);
@@ -289,9 +309,10 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void drop_damaged(const HitPart& part);
 
   // store_put.cpp
-  void put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
+  // False: the disk had no space for all of it.
+  bool put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
                   std::span<const TensorPlane> planes, const PutOptions& options);
-  uint64_t acknowledge(Lock& lock, PrefixKeys& keys);
+  uint64_t acknowledge(Lock& lock, PrefixKeys& keys, bool had_space);
   // Layers with a window may have more tokens than they need, or exactly these.
   void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
                     uint64_t num_tokens, bool exactly) const;
@@ -341,7 +362,10 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool stopping_ = false;
   uint32_t holds_ = 0;  // freed areas are not handed out while a backup copies
   std::vector<uint32_t> held_;
-  uint64_t unusable_areas_ = 0;  // the disk was full when they were first written
+  bool disk_is_full_ = false;  // for new slots, when last tried
+  bool can_discard_ = true;    // the file system takes space back
+  std::string no_space_;       // what failure() says of that
+  std::unique_ptr<IndexReserve> reserve_;
   std::condition_variable idle_;
   std::condition_variable timer_;
   std::thread flush_thread_;

@@ -1,6 +1,7 @@
 // What the store throws, by kind; std::invalid_argument besides, for wrong arguments.
 #pragma once
 
+#include <cerrno>
 #include <stdexcept>
 #include <string>
 
@@ -25,5 +26,8 @@ class StoreError : public std::runtime_error {
   ErrorKind kind_;
   int error_number_;
 };
+
+// Of a call that returned -errno: there is no space left.
+inline bool is_full(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace lmdecode::store

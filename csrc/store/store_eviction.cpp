@@ -38,12 +38,13 @@ bool StoreEngine::is_evictable(const Entry& entry) const {
 }
 
 // The least recently used leaves, of one tenant if one is named. Returns how many it freed.
-uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant) {
+uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
   uint64_t freed = 0;
   for (EntryId id = prefixes_.oldest(); id != kNoEntry && freed < wanted;) {
     const Entry& entry = prefixes_[id];
     const EntryId newer = entry.newer;
     if (is_evictable(entry) && (tenant == nullptr || entry.tenant == *tenant)) {
+      if (evicted != nullptr) evicted->push_back(prefixes_.row_of(entry));
       free_entry(id);
       ++freed;
     }
@@ -80,6 +81,7 @@ uint64_t StoreEngine::reserve() const { return capacity_areas() / kReserveFracti
 
 // The deletions go with the next commit, the caller's.
 void StoreEngine::keep_reserve() {
+  if (disk_is_full_) return;
   const uint64_t coming = free_areas_.total() + commits_.freed().size() + held_.size();
   if (coming < reserve()) evict(reserve() - coming, nullptr);
 }
@@ -89,15 +91,29 @@ std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_
                                             uint64_t quota) {
   const uint64_t allowed = quota / slot_bytes_;
   const auto owned = [&] { return prefixes_.areas_of(tenant); };
-  if (const uint64_t needed = owned() + wanted; needed > allowed) evict(needed - allowed, &tenant);
+  Evicted evicted;
+  if (const uint64_t needed = owned() + wanted; needed > allowed) {
+    evict(needed - allowed, &tenant, &evicted);
+  }
   wanted = std::min(wanted, allowed - std::min(allowed, owned()));
   // Twice: the first commit makes entries evictable that were not durable before.
   for (int attempt = 0; attempt < 2 && free_areas_.total() < wanted; ++attempt) {
     drop_expired();
     const uint64_t coming = free_areas_.total() + commits_.freed().size();
-    if (coming < wanted) evict(wanted - coming + reserve(), nullptr);
-    if (!commits_.has_changes() || !commits_.commit(lock)) break;
+    const uint64_t ahead = disk_is_full_ ? areas_for_reserve() : reserve();
+    if (coming < wanted) evict(wanted - coming + ahead, nullptr, &evicted);
+    if (!commits_.has_changes()) break;
+    if (!commits_.commit(lock)) {
+      restore(std::move(evicted));
+      break;
+    }
+    evicted.clear();
   }
+  feed_reserve();
+  return take_areas(wanted);
+}
+
+std::vector<uint32_t> StoreEngine::take_areas(uint64_t wanted) {
   std::vector<uint32_t> areas;
   while (areas.size() < wanted) {
     const uint32_t area = free_areas_.take(now());

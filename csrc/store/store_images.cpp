@@ -43,7 +43,7 @@ bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t>
   std::vector<int32_t> tokens(step.begin, 0);
   tokens.insert(tokens.end(), header.tokens.begin(), header.tokens.end());
   if (error != 0 || !publish(step, areas[0], crc, header.tenant, options, tokens)) {
-    free_areas_.give_back(areas[0]);
+    is_full(error) ? refuse(areas[0]) : free_areas_.give_back(areas[0]);
     if (error != 0) throw_errno(-error, "import: cannot write to", options_.directory);
     return false;
   }

@@ -11,9 +11,10 @@ namespace lmdecode::store {
 
 namespace {
 
-constexpr int kAttempts = 2;  // the second after a full disk, into slots that have their space
-
-bool is_full(int error) { return error == -ENOSPC || error == -EDQUOT; }
+// On a full disk: into new slots, into those of evicted entries, into the space of evicted entries
+// as the disk counts it, as the store does.
+constexpr int kAttempts = 4;
+constexpr int kPoolAttempt = 2;
 
 }  // namespace
 
@@ -221,16 +222,25 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
   return true;
 }
 
-void StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
+bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
                              std::span<const TensorPlane> planes, const PutOptions& options) {
   const std::span<const int32_t> tokens = keys.tokens();
   for (int attempt = 0; attempt < kAttempts && commits_.failure().empty(); ++attempt) {
     EntryId anchor;
     const std::vector<Step> steps = plan(keys, planes, options, &anchor);
-    if (steps.empty()) return;
+    if (steps.empty()) return true;
+    uint64_t bytes = 0;
+    for (const Step& step : steps) bytes += space_of(step.count);
+    if (attempt == 0) look_for_space(bytes);
+    if (attempt == 0 && disk_is_full_) ++attempt;
     const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : prefixes_[anchor].sequence;
     if (anchor != kNoEntry) ++prefixes_[anchor].leases;
+    if (attempt >= kPoolAttempt) {
+      pool_space(lock, bytes, attempt == kPoolAttempt);
+      free_areas_.use_all();
+    }
     const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
+    if (disk_is_full_) free_areas_.keep_to_used();
     std::vector<int> results(areas.size(), -EINTR);
     std::vector<uint32_t> crcs(areas.size(), 0);
     lock.unlock();
@@ -243,26 +253,29 @@ void StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
     if (anchor != kNoEntry && prefixes_.holds(anchor, anchor_sequence)) {
       --prefixes_[anchor].leases;
     }
-    bool is_open = true, disk_is_full = false;
+    bool is_open = true, lacks_space = false;
     for (size_t i = 0; i < areas.size(); ++i) {
       is_open = is_open && results[i] == 0;
       if (is_full(results[i])) {
-        disk_is_full = true;
-        ++unusable_areas_;  // it has no space of its own: until the store is opened again
+        lacks_space = true;
+        refuse(areas[i]);
       } else if (!is_open || !publish(steps[i], areas[i], crcs[i], tenant, options, tokens)) {
         free_areas_.give_back(areas[i]);
       }
     }
-    if (!disk_is_full) {
+    const bool finds_more = disk_is_full_ && attempt < kPoolAttempt && areas.size() < steps.size();
+    if (!lacks_space && !finds_more) {
       keep_reserve();
-      return;
+      return !disk_is_full_ || areas.size() == steps.size();
     }
+    disk_is_full_ = true;
     free_areas_.keep_to_used();
   }
+  return false;
 }
 
 // Makes durable what is stored of the tokens, in strict mode, and says how much that is.
-uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys) {
+uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) {
   const auto last_batch = [&](const PrefixChain& chain) {
     uint64_t batch = 0;
     for (const auto& [id, take] : chain.parts) batch = std::max(batch, prefixes_[id].batch);
@@ -279,7 +292,9 @@ uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys) {
       stored += take;
     }
   }
-  if (stored < keys.tokens().size()) ++stats_.declined;
+  const bool is_all = stored == keys.tokens().size();
+  if (!is_all) ++stats_.declined;
+  note_stored(is_all, !had_space);
   return stored;
 }
 
@@ -292,8 +307,8 @@ uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
   Lock lock(mutex_);
   require_writer();
   const Activity activity(*this, lock);
-  put_locked(lock, keys, tenant_id(scope.salt), planes, options);
-  return acknowledge(lock, keys);
+  const bool had_space = put_locked(lock, keys, tenant_id(scope.salt), planes, options);
+  return acknowledge(lock, keys, had_space);
 }
 
 }  // namespace lmdecode::store

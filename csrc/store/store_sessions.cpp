@@ -36,12 +36,16 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
   Lock lock(mutex_);
   require_writer();
   const Activity activity(*this, lock);
-  put_locked(lock, keys, tenant_id(scope.salt), planes, options);
+  const bool had_space = put_locked(lock, keys, tenant_id(scope.salt), planes, options);
   record_session(lock, keys.root(), tenant_id(scope.salt), name, tokens);
   const uint64_t batch = commits_.open_number();
-  const uint64_t stored = acknowledge(lock, keys);
+  const uint64_t stored = acknowledge(lock, keys, had_space);
   // Not the session's tokens: then nothing is acknowledged.
-  return options_.relaxed || commits_.commit(lock, batch) ? stored : 0;
+  if (options_.relaxed || commits_.commit(lock, batch) || commits_.is_session_durable(batch)) {
+    return stored;
+  }
+  note_stored(false, false);
+  return 0;
 }
 
 void StoreEngine::record_session(Lock& lock, const Digest& root, uint64_t tenant,

@@ -376,6 +376,8 @@ class Decoding:
         *,
         store: Any = None,
         session: str | None = None,
+        append: bool = False,
+        rewind: bool = False,
         **arguments: Any,
     ) -> Any:
         """Return what ``model.generate(...)`` returns.
@@ -395,6 +397,12 @@ class Decoding:
         session : str, optional
             Name of a conversation of the store: prompt and answer become its tokens,
             ``store.session(name).tokens``.
+        append : bool, optional
+            ``inputs`` and ``attention_mask`` are of the new tokens alone: those of the session
+            come before them.
+        rewind : bool, optional
+            Where the tokens do not continue the session's, rewind it to what both have in common.
+            Otherwise that is a ``ValueError``.
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
@@ -416,7 +424,7 @@ class Decoding:
         """
         from lmdecode.integrations.transformers.decoding.call import call_generate
 
-        return call_generate(self, inputs, store, session, arguments)
+        return call_generate(self, inputs, store, session, arguments, append=append, rewind=rewind)
 
     def translate(
         self,

@@ -18,7 +18,7 @@ from lmdecode.demo._output import DemoError, model_folder, one_line, readable_pa
 
 CAPACITY_BYTES = 1 << 30
 DEFAULT_DTYPE = "int8"
-SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
 
 
 def default_store() -> Path:

@@ -114,7 +114,7 @@ def _time_first_token(
 
                 def resume(prompt: torch.Tensor = prompt, turn: Any = turn) -> object:
                     name = f"timing {next(turn) % 2}"
-                    return generate_with_store(model, store, name, prompt, **options)
+                    return generate_with_store(model, store, name, prompt, rewind=True, **options)
 
                 def compute(prompt: torch.Tensor = prompt) -> object:
                     mask = torch.ones_like(prompt)

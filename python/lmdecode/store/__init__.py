@@ -17,6 +17,7 @@ from lmdecode.store.kv_store import KVStore, VerifyReport
 from lmdecode.store.prefixes import Hit
 from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session
+from lmdecode.store.weights_mark import weights_mark
 
 __all__ = [
     "CostModel",
@@ -30,4 +31,5 @@ __all__ = [
     "StoreError",
     "StoreLockedError",
     "VerifyReport",
+    "weights_mark",
 ]

@@ -7,13 +7,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+from lmdecode.store._files import read_model
 from lmdecode.store._remote_tier import remote_report
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
-from lmdecode.store.fingerprint import Fingerprint
+from lmdecode.store.fingerprint import Fingerprint, hash_vocabulary
 from lmdecode.store.kv_store import KVStore, read_export_head
 from lmdecode.store.remote import Remote
 
@@ -55,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--all", action="store_true", help="every chunk, not each prefix's last")
     stat = command("stat", "show configuration and counters")
     stat.add_argument("--remote", metavar="URL", help="and what a second tier has of the store")
+    why = command("why", "say in what fingerprints differ, which never hit each other")
+    text = "and from those of a model of transformers, with and without its tokenizer"
+    why.add_argument("--model", metavar="MODEL", help=text)
     command("verify", "read and check every byte; exit 1 on damage")
     command("gc", "drop what has expired and give free space back; nothing else may write")
     backup = command("backup", "copy the store, while it is used")
@@ -76,7 +82,9 @@ def _stores(path: Path, prefix: str = "") -> list[tuple[Path, Fingerprint]]:
     for file in sorted(path.glob("*/fingerprint.json")):
         if file.parent.name.startswith(prefix):
             try:
-                found.append((file.parent, Fingerprint.decoded(file.read_bytes())))
+                fingerprint = Fingerprint.decoded(file.read_bytes())
+                known: dict[str, Any] = dict(read_model(file.parent))
+                found.append((file.parent, replace(fingerprint, **known)))
             except (ValueError, TypeError) as error:
                 raise StoreDamagedError(f"{file} is damaged: {error}") from None
     return found
@@ -150,6 +158,29 @@ def _stat(store: KVStore, remote: str | None) -> None:
             print(f"  {name:<21} {value}")
 
 
+def _why(path: Path, stores: list[tuple[Path, Fingerprint]], model: str | None) -> None:
+    """Fingerprints, and the fields in which they are not equal."""
+    named = [(f"{directory.name}  {one.title}", one) for directory, one in stores]
+    if model is not None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        one = Fingerprint.from_model(AutoModelForCausalLM.from_pretrained(model))
+        vocabulary = hash_vocabulary(AutoTokenizer.from_pretrained(model))
+        for other, how in ((one, "without"), (replace(one, tokenizer_hash=vocabulary), "with")):
+            there = "" if (path / other.name).exists() else ", nothing stored"
+            named.append((f"{other.name}  {model} {how} its tokenizer{there}", other))
+    for name, _ in named:
+        print(name)
+    for first, (name, one) in enumerate(named):
+        for other_name, other in named[first + 1 :]:
+            if one == other:
+                continue
+            print(f"{name.split()[0]} and {other_name.split()[0]} differ in:")
+            for line in one.difference(other).splitlines():
+                if line.startswith("*"):
+                    print(f"  {line[2:]}")
+
+
 def _verify(store: KVStore) -> bool:
     with _progress("verify") as progress:
         report = store.verify(progress)
@@ -194,9 +225,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export" and len(stores) > 1:
         names = ", ".join(directory.name for directory, _ in stores)
         raise ValueError(f"one file holds one fingerprint; choose with --fingerprint: {names}")
+    if arguments.command == "why":
+        _why(arguments.path, stores, arguments.model)
+        return 0
     whole = True
     for directory, fingerprint in stores:
-        print(f"{directory.name}  {fingerprint.model_id} {fingerprint.dtype}")
+        print(f"{directory.name}  {fingerprint.title} {fingerprint.dtype}")
         if arguments.command == "gc":
             print(f"  {_collect(arguments.path, fingerprint)} entries dropped")
             continue

@@ -66,6 +66,10 @@ class Engine:
         #: Each ``Session`` that is in use, by salt, context and name.
         self.sessions: weakref.WeakValueDictionary[tuple[bytes, bytes, str], Any]
         self.sessions = weakref.WeakValueDictionary()
+        #: Which model wrote the store: mark, model_name and revision, as far as they are known.
+        self.known_model: dict[str, str | None] = {}
+        #: Whether it was told that nothing can be stored, since something was.
+        self.has_warned = False
         #: Another tier behind this one, or None.
         self.remote: RemoteTier | None = None
         self._executor: ThreadPoolExecutor | None = None

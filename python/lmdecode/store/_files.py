@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,38 @@ _EXPORT_MAGIC = b"LMDKVEXP"
 
 def describe(directory: Path, fingerprint: Fingerprint) -> None:
     """Say in readable form what a directory is for; the index has the same."""
-    path = directory / "fingerprint.json"
-    content = fingerprint.encoded()
+    _replace(directory / "fingerprint.json", fingerprint.encoded())
+
+
+def _replace(path: Path, content: bytes) -> None:
     if path.exists() and path.read_bytes() == content:
         return
-    partial = directory / "fingerprint.json.partial"
+    partial = path.with_name(path.name + ".partial")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+_MODEL_FIELDS = ("mark", "model_name", "revision")
+
+
+def read_model(directory: Path) -> dict[str, str | None]:
+    """Return what is known of the model whose store this is; stores of old have nothing."""
+    try:
+        content = json.loads((directory / "model.json").read_bytes())
+    except (OSError, ValueError):
+        content = {}
+    if not isinstance(content, dict):
+        content = {}
+    known = {name: content.get(name) for name in _MODEL_FIELDS}
+    return {k: value if isinstance(value, str) else None for k, value in known.items()}
+
+
+def write_model(directory: Path, known: dict[str, str | None]) -> None:
+    """Say in readable form which model a directory is of."""
+    _replace(directory / "model.json", json.dumps(known, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)

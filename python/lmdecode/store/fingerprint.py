@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from lmdecode._checks import check_int
 from lmdecode._memory import bytes_of
+from lmdecode.store.weights_mark import weights_mark
 
 _DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -121,6 +122,12 @@ class Fingerprint:
         Which part of the heads this is.
     tokenizer_hash
         Names the tokenizer, where token ids alone do not say what was computed.
+    mark
+        ``weights_mark`` of the model, by which a store notices another model of the same shape;
+        None: that of the first model that uses the store. Like the next two it is no part of what
+        is compared, and of ``name``.
+    model_name, revision
+        For people: where the model was loaded from.
 
     Raises
     ------
@@ -139,6 +146,9 @@ class Fingerprint:
     layout: str = "default"
     tensor_parallel_rank: int = 0
     tokenizer_hash: str | None = None
+    mark: str | None = field(default=None, compare=False)
+    model_name: str | None = field(default=None, compare=False)
+    revision: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -175,7 +185,10 @@ class Fingerprint:
 
     def encoded(self) -> bytes:
         """Return the fields as canonical JSON: equal for equal fingerprints alone."""
-        return _json(asdict(self)).encode()
+        return _json(self._compared()).encode()
+
+    def _compared(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     @staticmethod
     def decoded(data: bytes) -> Fingerprint:
@@ -187,9 +200,17 @@ class Fingerprint:
             It is not that.
         """
         content = json.loads(data)
-        if not isinstance(content, dict) or set(content) != {f.name for f in fields(Fingerprint)}:
+        if not isinstance(content, dict) or set(content) != {
+            f.name for f in fields(Fingerprint) if f.compare
+        }:
             raise ValueError("Fingerprint: not the fields of one")
         return Fingerprint(**content)
+
+    @property
+    def title(self) -> str:
+        """What people call the model."""
+        revision = f" at {self.revision}" if self.revision else ""
+        return f"{self.model_name or self.model_id}{revision}"
 
     @property
     def name(self) -> str:
@@ -198,7 +219,7 @@ class Fingerprint:
 
     def difference(self, other: Fingerprint) -> str:
         """Both side by side, a line a field; fields that differ are marked."""
-        mine, theirs = asdict(self), asdict(other)
+        mine, theirs = self._compared(), other._compared()
         width = max(len(_json(value)) for value in mine.values())
         return "\n".join(
             f"{'  ' if mine[name] == theirs[name] else '* '}{name:<21}"
@@ -237,4 +258,7 @@ class Fingerprint:
             **cache_shape(model.config),
             rope=json.loads(_json({"theta": getattr(config, "rope_theta", None), "scaling": rope})),
             tokenizer_hash=hash_vocabulary(tokenizer),
+            mark=weights_mark(model),
+            model_name=str(getattr(model.config, "_name_or_path", "") or "") or None,
+            revision=getattr(model.config, "_commit_hash", None),
         )

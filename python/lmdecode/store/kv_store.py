@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from lmdecode._checks import check_int
 from lmdecode.store._engine import Engine
-from lmdecode.store._files import checked_path, describe, read_export_head
+from lmdecode.store._files import (
+    checked_path,
+    describe,
+    read_export_head,
+    read_model,
+    write_model,
+)
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.prefixes import KV, Hit, Prefixes, milliseconds
 from lmdecode.store.remote import Remote
 from lmdecode.store.session import Session, session_of
+from lmdecode.store.weights_mark import weights_mark
 
 __all__ = ["KV", "Hit", "KVStore", "VerifyReport"]
 
@@ -27,6 +35,21 @@ _MAX_CAPACITY = 2**64 - 1
 _CAPACITIES = "an int of 1 to 2**64 - 1"
 _MAX_CHUNK_TOKENS = 1 << 20
 _GIB = 1 << 30
+
+
+def check_mark(
+    op: str, directory: Path, known: dict[str, str | None], fingerprint: Fingerprint
+) -> None:
+    """Raise where the weights that a store was written with have another mark."""
+    theirs = known["mark"]
+    if theirs is None or fingerprint.mark in (None, theirs):
+        return
+    stored = replace(fingerprint, model_name=known["model_name"], revision=known["revision"])
+    raise FingerprintMismatchError(
+        f"{op}: {directory} has keys and values of {stored.title}, weights {theirs}; the model is "
+        f"{fingerprint.title}, weights {fingerprint.mark}: make a new Fingerprint.from_model, and "
+        "open its store"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,9 +109,10 @@ class KVStore(Prefixes):
     StoreDamagedError
         The index is damaged.
     FingerprintMismatchError
-        The store was made with another ``v_layout`` or ``chunk_tokens``.
+        The store was made with another ``v_layout`` or ``chunk_tokens``, or with other weights than
+        those of the fingerprint's ``mark``.
     OSError
-        The directory cannot be made, read or written.
+        The directory cannot be made, read or written; ENOSPC: there is no space for a new store.
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
@@ -143,6 +167,9 @@ class KVStore(Prefixes):
             remote.connector()  # says what is wrong before anything is opened
         folder = Path(path)
         directory = folder / fingerprint.name
+        known = read_model(directory)
+        check_mark("KVStore", directory, known, fingerprint)
+        known = {name: known[name] or getattr(fingerprint, name) for name in known}
         if not readonly:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         engine = Engine(
@@ -158,8 +185,15 @@ class KVStore(Prefixes):
             idle_ms=milliseconds(idle_seconds, "idle_seconds"),
             io_threads=io_threads or min(4, os.cpu_count() or 1),
         )
-        if not readonly:
-            describe(directory, fingerprint)
+        try:
+            if not readonly:
+                describe(directory, fingerprint)
+                if any(known.values()):
+                    write_model(directory, known)
+        except BaseException:
+            engine.close()
+            raise
+        engine.known_model = known
         if remote is not None:
             engine.put_behind(RemoteTier(remote))
         super().__init__(engine, salt, quota_bytes)
@@ -187,6 +221,39 @@ class KVStore(Prefixes):
     def slot_bytes(self) -> int:
         """Size of a slot: the unit of capacity and quotas."""
         return self._engine.slot_bytes
+
+    def check_model(self, model: Any) -> None:
+        """Raise where a model is not the one whose keys and values are stored here.
+
+        ``generate_with_store`` does so in every call. Of a store that was opened without a mark
+        the first model sets it.
+
+        Parameters
+        ----------
+        model
+            A ``torch.nn.Module``; see ``weights_mark`` for what is looked at.
+
+        Raises
+        ------
+        FingerprintMismatchError
+            It has other weights; the message names both.
+        """
+        engine = self._engine
+        config = getattr(model, "config", None)
+        ours = replace(
+            self.fingerprint,
+            model_id=type(model).__name__,
+            mark=weights_mark(model),
+            model_name=str(getattr(config, "_name_or_path", "") or "") or None,
+            revision=getattr(config, "_commit_hash", None),
+        )
+        known = engine.known_model
+        if known["mark"] is None:
+            known = engine.known_model = {name: getattr(ours, name) for name in known}
+            if not self.readonly:
+                with suppress(OSError):  # a full disk: the next call may find room
+                    write_model(Path(engine.directory), known)
+        check_mark("check_model", Path(engine.directory), known, ours)
 
     # --- sessions
 
@@ -259,6 +326,8 @@ class KVStore(Prefixes):
         directory = (folder / self.fingerprint.name).absolute()
         self._engine.native.backup(os.fsencode(directory), progress)
         describe(directory, self.fingerprint)
+        if any(self._engine.known_model.values()):
+            write_model(directory, self._engine.known_model)
 
     def export(
         self,

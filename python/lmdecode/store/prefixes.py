@@ -90,7 +90,10 @@ class Prefixes:
 
     @property
     def failure(self) -> str:
-        """Why the store no longer writes, after a flush that failed; empty: it does."""
+        """Why the store no longer writes, after a flush that failed, or that the disk is full.
+
+        Empty: it writes. After a full disk it is empty again with the first ``put`` that works.
+        """
         return self._engine.native.failure()
 
     def _scope(self, context: bytes) -> Scope:
@@ -206,7 +209,11 @@ class Prefixes:
         self._warn_of_failure(declined)
 
     def _warn_of_failure(self, declined: bool) -> None:
-        if declined and (failure := self.failure):
+        engine = self._engine
+        if not declined:
+            engine.has_warned = False
+        elif (failure := self.failure) and not engine.has_warned:  # once until something is stored
+            engine.has_warned = True
             warnings.warn(f"KVStore no longer writes: {failure}", RuntimeWarning, stacklevel=4)
 
     def _put_options(self, ttl: float | None, pin: bool) -> PutOptions:

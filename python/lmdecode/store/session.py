@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lmdecode._checks import is_int, type_error
@@ -36,6 +37,11 @@ class Session:
     def tokens(self) -> list[int]:
         """All tokens of the session so far."""
         return self._tokens.tolist()
+
+    @property
+    def input_ids(self) -> Tensor | None:
+        """The tokens as models take them, [1, n] int64; None: there are none."""
+        return torch.tensor([self.tokens]) if self._tokens else None
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, {len(self)} tokens)"

@@ -24,11 +24,36 @@ void SimulatedFile::apply(const SimulatedWrite& write, std::vector<uint8_t>* byt
 void SimulatedFile::write(uint64_t offset, const uint8_t* data, size_t size) {
   pending.push_back({offset, std::vector<uint8_t>(data, data + size), false});
   apply(pending.back(), &visible);
+  const size_t first = offset / kSector, end = (offset + size + kSector - 1) / kSector;
+  if (blocks.size() < end) blocks.resize(end);
+  take(first, end, true);
 }
 
 void SimulatedFile::truncate(uint64_t size) {
   pending.push_back({size, {}, true});
   apply(pending.back(), &visible);
+  const size_t end = (size + kSector - 1) / kSector;
+  take(end, blocks.size(), false);
+  blocks.resize(end);
+}
+
+void SimulatedFile::take(size_t first, size_t end, bool is_taken) {
+  for (size_t block = first; block < end; ++block) {
+    if (blocks[block] == is_taken) continue;
+    blocks[block] = is_taken;
+    num_blocks += is_taken ? 1 : -1;
+  }
+}
+
+// Whole sectors; it is not said whether a crash brings their content back.
+void SimulatedFile::discard(uint64_t offset, uint64_t size) {
+  const uint64_t end = std::min<uint64_t>(offset + size, visible.size());
+  if (offset >= end) return;
+  pending.push_back({offset, std::vector<uint8_t>(end - offset), false});
+  apply(pending.back(), &visible);
+  const size_t first = (offset + kSector - 1) / kSector;
+  const size_t last = std::min<size_t>((offset + size) / kSector, blocks.size());
+  take(first, last, false);
 }
 
 void SimulatedFile::sync() {
@@ -53,6 +78,9 @@ class OpenFile : public File {
   }
   int sync() override { return disk_.sync(file_, path_); }
   int truncate(uint64_t size) override { return disk_.truncate(file_, size); }
+  int discard(uint64_t offset, uint64_t size) override {
+    return disk_.discard(file_, offset, size);
+  }
   int64_t size() override {
     const std::lock_guard lock(disk_.mutex());
     return static_cast<int64_t>(file_->visible.size());
@@ -134,8 +162,46 @@ int64_t SimulatedDisk::write(const SimulatedFilePointer& file, uint64_t offset, 
   if (const int error = begin_call(FaultKind::kNoSpace, &half); error != 0) return error;
   if (half) size = (size + 1) / 2;
   const std::lock_guard lock(mutex_);
+  if (limit_ != UINT64_MAX) {
+    const uint64_t used = used_locked();
+    uint64_t left = limit_ > used ? limit_ - used : 0;
+    uint64_t end = offset;
+    for (size_t block = offset / kSector; end < offset + size; ++block) {
+      const bool is_there = block < file->blocks.size() && file->blocks[block];
+      if (!is_there && left < kSector) break;
+      if (!is_there) left -= kSector;
+      end = std::min<uint64_t>(offset + size, (block + 1) * kSector);
+    }
+    size = end - offset;
+    if (size == 0) return -ENOSPC;
+  }
   file->write(offset, static_cast<const uint8_t*>(data), size);
   return static_cast<int64_t>(size);
+}
+
+int SimulatedDisk::discard(const SimulatedFilePointer& file, uint64_t offset, uint64_t size) {
+  if (const int error = begin_call(FaultKind::kNone); error != 0) return error;
+  const std::lock_guard lock(mutex_);
+  file->discard(offset, size);
+  return 0;
+}
+
+uint64_t SimulatedDisk::used_locked() const {
+  uint64_t used = 0;
+  for (const auto& [path, file] : names_) used += file->used();
+  return used;
+}
+
+uint64_t SimulatedDisk::used_bytes() {
+  const std::lock_guard lock(mutex_);
+  return used_locked();
+}
+
+uint64_t SimulatedDisk::free_bytes(const std::string&) {
+  const std::lock_guard lock(mutex_);
+  if (limit_ == UINT64_MAX) return UINT64_MAX;
+  const uint64_t used = used_locked();
+  return limit_ > used ? limit_ - used : 0;
 }
 
 int SimulatedDisk::truncate(const SimulatedFilePointer& file, uint64_t size) {
@@ -320,6 +386,9 @@ std::unique_ptr<SimulatedDisk> SimulatedDisk::crashed(std::mt19937_64& random) c
     const auto copy = std::make_shared<SimulatedFile>();
     copy->durable = surviving(*file, random);
     copy->visible = copy->durable;
+    // As if every sector took space.
+    copy->blocks.resize((copy->visible.size() + kSector - 1) / kSector);
+    copy->take(0, copy->blocks.size(), true);
     disk->names_[path] = disk->durable_names_[path] = copy;
   }
   return disk;
@@ -331,6 +400,8 @@ std::unique_ptr<SimulatedDisk> SimulatedDisk::restarted() const {
   for (const auto& [path, file] : names_) {
     const auto copy = std::make_shared<SimulatedFile>();
     copy->durable = copy->visible = file->visible;
+    copy->blocks = file->blocks;
+    copy->num_blocks = file->num_blocks;
     disk->names_[path] = disk->durable_names_[path] = copy;
   }
   return disk;

@@ -29,10 +29,15 @@ struct SimulatedFile {
   std::vector<uint8_t> durable;
   std::vector<uint8_t> visible;
   std::vector<SimulatedWrite> pending;
+  std::vector<bool> blocks;  // sectors of `visible` that take space
+  uint64_t num_blocks = 0;
 
   void write(uint64_t offset, const uint8_t* data, size_t size);
   void truncate(uint64_t size);
   void sync();
+  void discard(uint64_t offset, uint64_t size);
+  void take(size_t first, size_t end, bool is_taken);  // sectors
+  uint64_t used() const { return kSector * num_blocks; }
   static void apply(const SimulatedWrite& write, std::vector<uint8_t>* bytes);
 };
 
@@ -74,6 +79,11 @@ class SimulatedDisk : public FileSystem {
   // Syncs of files whose path contains this do nothing: a mutant.
   void ignore_syncs_of(const std::string& part) { ignored_syncs_ = part; }
 
+  // All files together have at most so many bytes, in whole sectors: writes end there, and fail.
+  void limit_to(uint64_t bytes) { limit_ = bytes; }
+  uint64_t used_bytes();
+  uint64_t free_bytes(const std::string& path) override;
+
   // Syncs take so long.
   void slow_syncs(int milliseconds) { sync_milliseconds_ = milliseconds; }
 
@@ -90,6 +100,7 @@ class SimulatedDisk : public FileSystem {
   int64_t write(const SimulatedFilePointer& file, uint64_t offset, const void* data, size_t size);
   int truncate(const SimulatedFilePointer& file, uint64_t size);
   int sync(const SimulatedFilePointer& file, const std::string& path);
+  int discard(const SimulatedFilePointer& file, uint64_t offset, uint64_t size);
   SimulatedFilePointer open_file(const std::string& path, bool create, int* error);
   std::mutex& mutex() { return mutex_; }
 
@@ -109,6 +120,9 @@ class SimulatedDisk : public FileSystem {
   std::map<std::string, SimulatedFilePointer> durable_names_;  // what survives
   std::vector<SimulatedName> pending_names_;
   std::map<std::string, bool> locks_;
+  uint64_t used_locked() const;
+
+  uint64_t limit_ = UINT64_MAX;
   uint64_t calls_ = 0;
   uint64_t power_ends_at_ = UINT64_MAX;
   FaultKind fault_ = FaultKind::kNone;

@@ -25,6 +25,7 @@ inline StoreOptions options(FileSystem& disk, uint32_t areas, bool relaxed = fal
   settings.capacity_bytes = areas * layout.slot_bytes();
   settings.slab_bytes = 5 * layout.slot_bytes();  // several slabs
   settings.relaxed = relaxed;
+  settings.index_reserve_bytes = uint64_t{1} << 16;
   settings.flush_interval_ms = 0;
   settings.io_threads = 1;
   settings.file_system = &disk;

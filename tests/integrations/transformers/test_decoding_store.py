@@ -109,7 +109,9 @@ def test_a_prompt_that_others_begin_with(tmp_path: Path, prompt_tokens: list[int
         assert prompt_tokens == [40]
         assert same(answer(decoding, PROMPT[:, :1], store=store, session="a"), short)
         # A session that goes on otherwise: back to what both have in common.
-        assert same(answer(decoding, other, store=store, session="a"), expected)
+        with pytest.raises(ValueError, match="append=True, or rewind=True"):
+            answer(decoding, other, store=store, session="a")
+        assert same(answer(decoding, other, store=store, session="a", rewind=True), expected)
         assert store.session("a").tokens == expected[0][0].tolist()
 
 
@@ -137,7 +139,8 @@ def test_long_prompts_are_stored_while_they_are_read(
     with store_of(decoding, tmp_path) as store:
         for _ in range(2):
             del prompt_tokens[:]
-            assert same(answer(decoding, PROMPT, store=store, session="chat"), expected)
+            found = answer(decoding, PROMPT, store=store, session="chat", rewind=True)
+            assert same(found, expected)
             assert sum(prompt_tokens) <= size
         assert prompt_tokens == [1]
 

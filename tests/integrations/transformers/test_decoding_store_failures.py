@@ -172,7 +172,9 @@ def test_where_it_stands_in_for_the_model_s_own(tmp_path: Path) -> None:
     length = {"max_new_tokens": 9, "min_new_tokens": 9}
     with store_of(decoding, tmp_path) as store:
         for _ in range(2):
-            found = decoding.model.generate(input_ids=PROMPT, store=store, session="a", **length)
+            found = decoding.model.generate(
+                input_ids=PROMPT, store=store, session="a", rewind=True, **length
+            )
             assert found.equal(expected)
         assert store.stats()["hits"] == 1
 
@@ -240,7 +242,7 @@ def test_no_room(talk: Any, tmp_path: Path) -> None:
         one_slot = store.slot_bytes
     with store_of(decoding, tmp_path / "store", capacity_bytes=one_slot) as store:
         for _ in range(2):
-            assert same(answer(decoding, ids, store=store, session="chat"), expected)
+            assert same(answer(decoding, ids, store=store, session="chat", rewind=True), expected)
         assert store.session("chat").tokens == expected[0][0].tolist()
         assert len(store.entries()) <= 1
 

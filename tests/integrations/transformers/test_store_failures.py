@@ -134,7 +134,7 @@ def test_a_store_that_is_only_read(expected: list[int], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with store_of(model, tmp_path / "store", readonly=True) as store:
-            assert converse(model, store, "a", TURNS)[0] == expected
+            assert converse(model, store, "a", TURNS, rewind=True)[0] == expected
             assert store.stats()["hits"] == 1
             assert converse(model, store, "b", TURNS)[0] == expected
     with store_of(model, tmp_path / "store") as store:

@@ -225,7 +225,7 @@ def test_a_session_that_two_calls_use_at_once(tmp_path: Path) -> None:
     class Meanwhile(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             if input_ids.shape[1] == 41:
-                answer(model, store, "a", other)
+                answer(model, store, "a", other, rewind=True)
             return torch.zeros(1, dtype=torch.bool)
 
     with store_of(model, tmp_path) as store:
@@ -234,7 +234,7 @@ def test_a_session_that_two_calls_use_at_once(tmp_path: Path) -> None:
         assert tokens == expected == store.session("a").tokens
         # Keys and values are stored for the tokens that they are of.
         for prompt in (one, other):
-            assert answer(model, store, "b", prompt)[0] == plain(model, prompt)
+            assert answer(model, store, "b", prompt, rewind=True)[0] == plain(model, prompt)
         assert store.stats()["hits"] > 0
 
 
@@ -243,7 +243,7 @@ def test_the_cache_that_is_left_is_let_go(tmp_path: Path) -> None:
 
     def talk(store: Any, name: str) -> weakref.ref[Any]:
         cache = DynamicCache(config=model.config)
-        answer(model, store, name, TURNS[0], past_key_values=cache)
+        answer(model, store, name, TURNS[0], past_key_values=cache, rewind=True)
         return weakref.ref(cache)
 
     with store_of(model, tmp_path) as store:
@@ -276,9 +276,12 @@ def test_fork_and_rewind(tmp_path: Path) -> None:
         session.rewind(20)
         again, _ = converse(model, store, "a", [ids(4, seed=5)], said[:20])
         assert session.tokens == again
-        # Asked otherwise without a word about it: the session follows.
+        # Asked otherwise: the session follows where it is told to.
         edited = torch.tensor([[*said[:10], *ids(12, seed=6)[0].tolist()]])
-        tokens, _ = answer(model, store, "a", edited)
+        with pytest.raises(ValueError, match=r"first 10 of the 33 tokens of session 'a'"):
+            answer(model, store, "a", edited)
+        assert session.tokens == again
+        tokens, _ = answer(model, store, "a", edited, rewind=True)
         assert tokens == plain(model, edited)
         assert session.tokens == tokens
 
@@ -341,7 +344,9 @@ def test_beams(name: str, loop: Any, tmp_path: Path) -> None:
     context = encoder_context(prompt) if model.config.is_encoder_decoder else b""
     for turn in range(2):
         with store_of(model, tmp_path) as store:
-            got = generate_with_store(model, store, "a", prompt, prefill_chunk_size=8, **options)
+            got = generate_with_store(
+                model, store, "a", prompt, prefill_chunk_size=8, rewind=turn > 0, **options
+            )
             assert torch.equal(got, expected)
             session = store.session("a", context=context)
             assert session.tokens == expected[0].tolist()
@@ -485,5 +490,5 @@ def test_wrong_stores_and_caches(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="past_key_values holds 45 tokens"):
             answer(llama, store, "b", TURNS[0], past_key_values=cache)
         # Of the same session that begins anew, it is filled again.
-        tokens, _ = answer(llama, store, "a", TURNS[2], past_key_values=cache)
+        tokens, _ = answer(llama, store, "a", TURNS[2], past_key_values=cache, rewind=True)
         assert tokens == plain(llama, TURNS[2])

@@ -52,6 +52,9 @@ def call_generate(
     store: Any,
     session: str | None,
     arguments: dict[str, Any],
+    *,
+    append: bool = False,
+    rewind: bool = False,
 ) -> Any:
     """See ``Decoding.generate``; arguments are changed."""
     if decoding.model is None:
@@ -64,9 +67,18 @@ def call_generate(
         )
     stored: Any = None
     if store is not None or session is not None:
-        from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+        from lmdecode.integrations.transformers.decoding.causal_store import (
+            StoredCall,
+            with_session,
+        )
 
-        stored = StoredCall(decoding, store, session, inputs, arguments)
+        if append:
+            inputs = with_session(decoding, store, session, inputs, arguments)
+        stored = StoredCall(decoding, store, session, inputs, arguments, rewind)
+    elif append or rewind:
+        raise ValueError(
+            "Decoding.generate: append or rewind is True; expected a store and a session with it"
+        )
     if isinstance(decoding.decoder, PackedCausalModel):
         loop = _causal_loop(decoding, decoding.decoder, stored)
     else:

@@ -17,7 +17,11 @@ from lmdecode.decoder.causal_caches import CausalCaches, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.decoding.causal_generation import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
-from lmdecode.integrations.transformers.store.request import check_is_store, read_request
+from lmdecode.integrations.transformers.store.request import (
+    appended,
+    check_is_store,
+    read_request,
+)
 from lmdecode.system import cpu_capability
 
 if TYPE_CHECKING:
@@ -142,6 +146,19 @@ class _PromptStates:
             self._pairs[layer] = (joined[0][:, unseen:], joined[1][:, unseen:])
 
 
+def with_session(
+    decoding: Any, store: Any, session: Any, inputs: Tensor | None, arguments: dict[str, Any]
+) -> Tensor:
+    """Return the session's tokens with the new ones; changes the mask in the arguments."""
+    check_is_store(_OP, store)
+    if not isinstance(session, str):
+        raise type_error(_OP, "session", session, "a str, with append=True")
+    new = arguments.pop("input_ids", None) if inputs is None else inputs
+    ids, changed = appended(_OP, decoding.model, store.session(session), new, arguments)
+    arguments.update(changed)
+    return ids
+
+
 class StoredCall:
     """One call of ``Decoding.generate`` with a store; nothing is looked up before its loop begins.
 
@@ -170,6 +187,7 @@ class StoredCall:
         session: str | None,
         inputs: Tensor | None,
         arguments: dict[str, Any],
+        rewind: bool = False,
     ) -> None:
         if store is None:
             raise TypeError(f"{_OP}: store is NoneType; expected a KVStore, which a session needs")
@@ -185,6 +203,7 @@ class StoredCall:
         given = arguments.get("input_ids") if inputs is None else inputs
         self._request = read_request(_OP, decoding.model, given, b"", arguments)
         self._store, self._session, self._model = store, session, decoding.model
+        self._rewinds = rewind
         self._conversation: Conversation | None = None
         self._seen: Tensor | None = None
 
@@ -219,7 +238,7 @@ class StoredCall:
         """
         conversation = self._conversation = Conversation(
             self._store, self._session, self._request.tokens, b"", chunk_size=None,
-            commit_every=_COMMIT_ANSWER, caller=_OP,
+            commit_every=_COMMIT_ANSWER, rewind=self._rewinds, caller=_OP,
         )  # fmt: skip
         conversation.begin(self._model, None)
         length, fingerprint = len(prompt), self._store.fingerprint

@@ -69,6 +69,7 @@ class Conversation:
         commit_every: int | None,
         ttl: float | None = None,
         pin: bool = False,
+        rewind: bool = False,
         caller: str = "generate_with_store",
     ) -> None:
         from lmdecode.store import StoreError
@@ -82,6 +83,7 @@ class Conversation:
         self._ttl, self._pin = ttl, pin
         self._stored = 0
         self._pending: Future[int] | None = None
+        self._rewinds = rewind
         self._caller, self._has_warned = caller, False
         self._session: Session | None = None
         if session_id is not None:
@@ -126,16 +128,27 @@ class Conversation:
         -------
         Cache or None
             None: look the tokens up.
+
+        Raises
+        ------
+        ValueError
+            The tokens do not continue the session, and it is not to be rewound.
         """
         session = self._session
         if session is None:
             return None
+        common = _common(session._tokens, self._tokens)
+        if common < len(session) and not self._rewinds:
+            raise ValueError(
+                f"{self._caller}: the text has the first {common} of the {len(session)} tokens of "
+                f"session {session.id!r}; expected all of them and more, new tokens alone with "
+                "append=True, or rewind=True to forget the others"
+            )
         with _live_lock:
             live = _live.pop(session, None)
             for other in [key for key in _live if key._engine is session._engine]:
                 del _live[other]  # the model leaves it
         known = session._tokens
-        common = _common(known, self._tokens)
         is_begun = len(known) > 0
         if common < len(known):
             # A store that is only read cannot note that; this call need not care.

@@ -26,6 +26,7 @@ from lmdecode.integrations.transformers.store.encoder import (
 )
 from lmdecode.integrations.transformers.store.request import (
     Request,
+    appended,
     check_positive,
     check_store,
     read_request,
@@ -232,6 +233,8 @@ def generate_with_store(
     if_faster: bool = False,
     ttl: float | None = None,
     pin: bool = False,
+    append: bool = False,
+    rewind: bool = False,
     **generate_arguments: Any,
 ) -> Any:
     """Go on with a conversation: ``model.generate()``, computing only what is not stored.
@@ -255,8 +258,7 @@ def generate_with_store(
         Name of the conversation. Another one that begins with the same tokens is found too.
     input_ids
         [1, n] int64: all tokens of the conversation so far; of an encoder-decoder model those of
-        the encoder, and the session is that of ``decoder_input_ids``. Where the session's tokens
-        go on otherwise, it is rewound to what both have in common.
+        the encoder, and the session is that of ``decoder_input_ids``.
     context
         What the keys and values depend on besides, such as the name of an adapter. Input of the
         encoder is covered already.
@@ -267,6 +269,11 @@ def generate_with_store(
         Load only where ``KVStore.should_load`` expects that to be faster than computing.
     ttl, pin
         As for ``KVStore.put``.
+    append
+        ``input_ids``, and ``attention_mask`` where it is given, are of the new tokens alone: those
+        of the session come before them. Of a decoder alone.
+    rewind
+        Where the tokens do not continue the session's, rewind it to what both have in common.
     **generate_arguments
         Of ``generate()``: ``attention_mask``, ``custom_generate=sample`` and the like.
         ``past_key_values``: an empty cache to use, such as a ``DynamicRingCache``; None: a
@@ -282,8 +289,11 @@ def generate_with_store(
     ------
     ValueError
         More than one row, padding, model inputs other than token ids, several returned sequences
-        without beams, assisted generation, a cache that holds other tokens or cannot be stored, or
-        a store of another shape or dtype than the model.
+        without beams, assisted generation, a cache that holds other tokens or cannot be stored,
+        tokens that do not continue the session, or a store of another shape, dtype or weights than
+        the model.
+    StoreError, OSError
+        With ``append=True``, where the session cannot be read.
     TypeError
         ``input_ids`` is no tensor of token ids, ``store`` no ``KVStore``, ``session_id`` no str or
         ``past_key_values`` no cache.
@@ -294,10 +304,14 @@ def generate_with_store(
     """
     check_positive(_OP, "commit_every", commit_every)
     check_store(_OP, model, store)
+    if append:
+        input_ids, generate_arguments = appended(
+            _OP, model, store.session(session_id, context=context), input_ids, generate_arguments
+        )
     request = read_request(_OP, model, input_ids, context, generate_arguments)
     conversation = Conversation(
         store, session_id, request.tokens, request.context, chunk_size=request.chunk_size,
-        commit_every=commit_every, ttl=ttl, pin=pin,
+        commit_every=commit_every, ttl=ttl, pin=pin, rewind=rewind,
     )  # fmt: skip
     given = generate_arguments.get("past_key_values")
     cache = _ready_cache(model, store, request, conversation, given, if_faster)

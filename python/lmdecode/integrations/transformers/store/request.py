@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
-    from lmdecode.store import KVStore
+    from lmdecode.store import KVStore, Session
 
 _DEFAULT_CHUNK = 128
 # Arguments of forward passes that change no key or value of the tokens, or that are looked at here.
@@ -75,7 +75,7 @@ def check_is_store(op: str, store: Any) -> None:
 
 
 def check_store(op: str, model: GenerativePreTrainedModel, store: KVStore) -> None:
-    """Raise where it is no store, or was opened for caches of another shape or dtype."""
+    """Raise where it is no store, or was opened for other weights, or another shape or dtype."""
     from lmdecode.store.fingerprint import cache_shape
 
     check_is_store(op, store)
@@ -94,6 +94,7 @@ def check_store(op: str, model: GenerativePreTrainedModel, store: KVStore) -> No
                 f"{op}: {name} of the store's fingerprint is {getattr(theirs, name)}; expected "
                 f"{value}, that of the model: see Fingerprint.from_model"
             )
+    store.check_model(model)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(f"{op}: the model lies on {len(devices)} devices; expected one")
@@ -107,7 +108,8 @@ def check_positive(op: str, name: str, value: int | None) -> None:
 
 def _one_row(op: str, ids: Any, name: str) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"{op}: {name} is {type(ids).__name__}; expected a tensor of token ids")
+        kind = f"a {ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{op}: {name} is {kind}; expected a tensor of token ids")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 1:
         raise ValueError(
             f"{op}: {name} has shape {list(ids.shape)}; expected [1, n]: a session is one row, so "
@@ -150,6 +152,30 @@ def _decoder_ids(op: str, config: GenerationConfig, given: Tensor | None, like: 
         return first
     ids = _one_row(op, given, "decoder_input_ids").to(like.device)
     return ids if int(ids[0, 0]) == int(start) else torch.cat([first, ids], dim=1)
+
+
+def appended(
+    op: str, model: Any, session: Session, input_ids: Any, arguments: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the session's tokens with the new ones, and the arguments with a mask of both."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{op}: append is True; expected False for an encoder-decoder model")
+    new = _one_row(op, input_ids, "input_ids")
+    known = session.input_ids
+    if known is None:
+        return new, arguments
+    mask = arguments.get("attention_mask")
+    if mask is None:
+        _check_padding(op, model.generation_config, "attention_mask", new, None, pads=True)
+        mask = torch.ones_like(new)
+    elif not isinstance(mask, Tensor) or mask.shape != new.shape:
+        raise ValueError(
+            f"{op}: attention_mask has another shape than the new tokens; expected [1, "
+            f"{new.shape[1]}] with append=True"
+        )
+    known = known.to(new.device, new.dtype)
+    mask = torch.cat([torch.ones_like(known, dtype=mask.dtype), mask.to(new.device)], dim=1)
+    return torch.cat([known, new], dim=1), {**arguments, "attention_mask": mask}
 
 
 def _field(name: bytes, data: bytes) -> bytes:

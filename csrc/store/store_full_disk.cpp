@@ -1,0 +1,109 @@
+// A disk without space. Slots that are replaced in their place need none; where they do, what was
+// evicted is given back to the disk first. The index has a reserve. Nothing is evicted whose space
+// is not used then.
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "store/store_engine.h"
+
+namespace lmdecode::store {
+
+bool StoreEngine::make_room_for_index(IndexDatabase& index, int attempt) {
+  if (attempt == 0 && index.recycle_log()) return true;
+  // The log is at most as long as the reserve: so is what the file lacks of it.
+  if (!reserve_->release()) return false;
+  index.recycle_log();
+  return true;
+}
+
+// Whether others have made room meanwhile, for so many bytes of slots and then some; and whether
+// they have left none, for the index comes first.
+void StoreEngine::look_for_space(uint64_t bytes) {
+  if (disk_is_full_) {
+    const uint64_t there = file_system_.free_bytes(options_.directory);
+    if (there / 2 < bytes + reserve_->missing()) return;
+    disk_is_full_ = false;
+    free_areas_.use_all();
+  }
+  if (!commits_.is_committing() && is_full(reserve_->fill())) {
+    disk_is_full_ = true;
+    free_areas_.keep_to_used();
+  }
+}
+
+// The area could not be written: what of it was, is of use elsewhere.
+void StoreEngine::refuse(uint32_t area) {
+  can_discard_ = can_discard_ && slabs_->discard(area) != -EOPNOTSUPP;
+  free_areas_.refuse(area);
+}
+
+// The deletions of these found no space in the index: the entries are as good as before. They are
+// in the order in which they were evicted, what continues an entry before it.
+void StoreEngine::restore(Evicted evicted) {
+  if (!commits_.found_no_space()) return;  // a commit that failed may be on the disk all the same
+  std::reverse(evicted.begin(), evicted.end());
+  for (const AreaRow& row : evicted) {
+    const std::span<const AreaRow> one(&row, 1);
+    prefixes_.add_rows(one, [&](EntryId id) { drop_subtree(id); });
+    const EntryId id = prefixes_.at(row.area);
+    if (id == kNoEntry || prefixes_[id].sequence != row.sequence) continue;
+    commits_.keep(row.area);
+    prefixes_[id].batch = 0;  // durable, as it was
+    --stats_.evicted;
+  }
+}
+
+uint64_t StoreEngine::areas_for_reserve() const {
+  return (reserve_->missing() + slot_bytes_ - 1) / slot_bytes_;
+}
+
+// Gives the index back what it took from its reserve.
+void StoreEngine::feed_reserve() {
+  if (reserve_->missing() == 0 || commits_.is_committing()) return;
+  if (!is_full(reserve_->fill()) || !disk_is_full_) return;
+  for (uint64_t left = areas_for_reserve(); left > 0; --left) {
+    const uint32_t area = free_areas_.take(now());
+    if (area == kNoArea) return;
+    refuse(area);
+    if (reserve_->fill() == 0) return;
+  }
+}
+
+// Lets the disk have so many bytes: those of free slots, and of the least recently used entries as
+// far as these do not do. trusts_disk: what it says of its free space is true.
+void StoreEngine::pool_space(Lock& lock, uint64_t bytes, bool trusts_disk) {
+  const auto discard = [&] {
+    const std::vector<uint32_t> areas = free_areas_.listed();
+    for (const uint32_t area : areas) {
+      can_discard_ = can_discard_ && slabs_->discard(area) != -EOPNOTSUPP;
+    }
+    if (can_discard_) free_areas_.refuse_all();
+  };
+  discard();
+  if (!can_discard_) return;
+  bytes += reserve_->missing();
+  uint64_t coming = trusts_disk ? file_system_.free_bytes(options_.directory) : 0;
+  Evicted evicted;
+  while (coming < bytes) {
+    const size_t before = evicted.size();
+    evict(1, nullptr, &evicted);
+    if (evicted.size() == before) break;
+    coming += layout_.image_bytes(evicted.back().count);
+  }
+  if (coming < bytes || (commits_.has_changes() && !commits_.commit(lock))) {
+    restore(std::move(evicted));
+    return;
+  }
+  discard();
+}
+
+void StoreEngine::note_stored(bool is_all, bool lacked_space) {
+  if (is_all) {
+    no_space_.clear();
+  } else if (lacked_space || commits_.found_no_space()) {
+    no_space_ = "no space left on the disk of " + options_.directory;
+  }
+}
+
+}  // namespace lmdecode::store
