@@ -51,7 +51,7 @@ class AssistantDrafts:
     def __init__(
         self,
         model: GenerativePreTrainedModel,
-        assistant: GenerativePreTrainedModel,
+        assistant: Any,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         model_kwargs: dict[str, Any],
@@ -84,7 +84,7 @@ class AssistantDrafts:
         """Return what [1, S] int64 may go on with, ``most`` tokens at most."""
         if self._generator is None:  # it expects the arguments of the first text that it is given
             self._generator = AssistedCandidateGenerator(
-                input_ids,
+                input_ids,  # type: ignore[arg-type]
                 self._assistant,
                 self._config,
                 model_kwargs,

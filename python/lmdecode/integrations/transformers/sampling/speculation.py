@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import Cache
-from transformers.utils import ModelOutput
 
 from lmdecode.integrations.transformers.generate_call import draft_inputs
 from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead, next_size
