@@ -371,6 +371,7 @@ def _decode(
         seed = torch.randint(0, 2**63 - 1, (batch,), device=device)
     position = _first_position(model, input_ids, generation_config, model_kwargs)
     padding = _padding(input_ids, position, model_kwargs, _mask_name(model))
+    kept: dict[tuple[str, int], Any] = {}
     unfinished = torch.ones(batch, dtype=torch.int64, device=device)
     recorder = Recorder(model, generation_config, model_kwargs)
     keeps = {
@@ -408,7 +409,7 @@ def _decode(
             logits = outputs.logits[:, -1].to(device)
             rows = None
             if device.type == "cpu" and padding is not None:
-                rows = Rows(input_ids.shape[1], logits.shape[1], padding)
+                rows = Rows(input_ids.shape[1], logits.shape[1], padding, kept)
             plan = plan_sampling(logits_processor, do_sample, rows)
             if plan.sampler is not None and rows is not None:
                 step = _sample_by_rules(logits, input_ids, plan, sampler, rows, **keeps)
