@@ -237,6 +237,35 @@ def test_a_processor_that_changes_is_followed(llama, prompts):
     assert torch.equal(run(custom_generate=sample), run())
 
 
+class Biases(dict):
+    """Counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_biases_are_read_in_the_first_step_of_a_call(llama, prompts, do_sample):
+    processor = SequenceBiasLogitsProcessor({(5,): 1.5, (7, 9): 4.0})
+    biases = processor.sequence_bias = Biases(processor.sequence_bias)
+
+    def run(new: int) -> torch.Tensor:
+        return llama.generate(
+            prompts, do_sample=do_sample, max_new_tokens=new, min_new_tokens=new, seed=2,
+            repetition_penalty=1.2, logits_processor=[processor], custom_generate=sample,
+        )  # fmt: skip
+
+    run(3)
+    walks, biases.walks = biases.walks, 0
+    before = run(12)
+    assert biases.walks == walks > 0
+    biases[(int(before[0, -1]),)] = -50.0
+    assert int(run(12)[0, -1]) != int(before[0, -1])  # another call reads them again
+
+
 R, N, B, T, K, H, Y = (
     RepetitionPenaltyLogitsProcessor(1.3),
     NoRepeatNGramLogitsProcessor(2),

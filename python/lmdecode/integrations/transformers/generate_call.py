@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers.generation import utils as generation_utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.utils import ModelOutput
 
 # Before 5.3 the cache positions in model_kwargs say which inputs are new.
 _TAKES_NEXT_SEQUENCE_LENGTH = (
@@ -31,7 +32,9 @@ class CallerArguments(NamedTuple):
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
     assistant_model: Any = None
+    inputs_tensor: torch.Tensor | None = None
     tokenizer: Any = None
+    assistant_tokenizer: Any = None
 
 
 def _is_generate(frame: FrameType) -> bool:
@@ -45,7 +48,7 @@ def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
     transformers (5.0 to 5.23) replaces the arguments of a decoding loop by those which a callable
     adds to the signature of ``_sample``. So a callable never gets these: a streamer would be
     given the prompt and then nothing, and whoever iterates over it would wait for ever. They are
-    read from the frame of ``generate()``, where it is the direct caller, and the tokenizer, which
+    read from the frame of ``generate()``, where it is the direct caller, and the tokenizers, which
     it drops altogether, from that of its decorator.
 
     Parameters
@@ -63,7 +66,8 @@ def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
     given = {name: caller.f_locals.get(name) for name in CallerArguments._fields}
     kwargs = None if caller.f_back is None else caller.f_back.f_locals.get("kwargs")
     if isinstance(kwargs, dict):
-        given["tokenizer"] = kwargs.get("tokenizer")
+        for name in ("tokenizer", "assistant_tokenizer"):
+            given[name] = kwargs.get(name)
     return CallerArguments(**given)
 
 
@@ -141,11 +145,29 @@ def refuse_other_modes(generation_config: Any) -> None:
         )
 
 
+def refuse_other_layers(generation_config: Any, reason: str) -> None:
+    """Raise ValueError where ``generate()`` was asked for logits of some of a model's layers."""
+    _refuse(generation_config, ("assistant_early_exit", "dola_layers"), reason)
+
+
 def refuse_assistance(generation_config: Any, caller: CallerArguments, reason: str) -> None:
     """Raise ValueError where ``generate()`` was asked for tokens that something else proposes."""
     if caller.assistant_model is not None:
         raise ValueError(f"assistant_model: expected None, {reason}")
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers"):
+    _refuse(generation_config, ("prompt_lookup_num_tokens",), reason)
+    refuse_other_layers(generation_config, reason)
+
+
+def refuse_other_drafts(generation_config: Any, caller: CallerArguments) -> None:
+    """Raise ValueError for what ``generate()`` can do with an assistant, and ``sample`` cannot."""
+    if caller.assistant_tokenizer is not None:
+        raise ValueError("assistant_tokenizer: expected None, a model and its assistant have one")
+    names = ("prompt_lookup_num_tokens", "assistant_ensemble_weight", "speculation_type")
+    _refuse(generation_config, names, "an assistant_model drafts")
+
+
+def _refuse(generation_config: Any, names: Iterable[str], reason: str) -> None:
+    for name in names:
         value = getattr(generation_config, name, None)
         if value is not None:
             raise ValueError(f"{name}: expected None, {reason}, got {value!r}")
@@ -172,6 +194,38 @@ def next_inputs(
     if _TAKES_NEXT_SEQUENCE_LENGTH:
         options["next_sequence_length"] = 1 if model_kwargs["use_cache"] else None
     return model.prepare_inputs_for_generation(input_ids, **options, **model_kwargs)
+
+
+def draft_inputs(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    drafted: Sequence[int],
+    model_kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of a forward pass over the last token of [1, S] and drafted ones.
+
+    Raises
+    ------
+    ValueError
+        If this version of transformers cannot be told how many tokens are new.
+    """
+    if not _TAKES_NEXT_SEQUENCE_LENGTH:
+        raise ValueError("transformers: expected version 5.3 or later, which can read drafts")
+    if drafted:
+        input_ids = torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=-1)
+        model_kwargs = model._update_model_kwargs_for_generation(
+            ModelOutput(),
+            dict(model_kwargs),
+            is_encoder_decoder=model.config.is_encoder_decoder,
+            num_new_tokens=len(drafted),
+        )
+    num_read = 1 + len(drafted)
+    inputs = model.prepare_inputs_for_generation(
+        input_ids, next_sequence_length=num_read, **model_kwargs
+    )
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = num_read
+    return inputs
 
 
 def prefill(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_count, dtype_name
+from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers.beam.generation import beam_search
 from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt
-from lmdecode.integrations.transformers.decoding.lookahead import Lookahead, Lookup
+from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
@@ -27,6 +26,7 @@ from lmdecode.integrations.transformers.generate_call import (
     refuse_assistance,
 )
 from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, lookup_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["CausalModel", "decode_causal"]
 
 _OP = "Decoding.generate"
-_MATCHING_NGRAM = 2  # the default of transformers
 # What generate() hands on and is of no account here.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
@@ -200,21 +199,6 @@ def _refuse(
         raise ValueError(f"{expected}, got {_some(got)} in row {row}")
 
 
-def _lookup_of(config: GenerationConfig) -> tuple[GenerationConfig, Lookup | None]:
-    """Return a config without prompt lookup, and what it says of it."""
-    num_tokens = getattr(config, "prompt_lookup_num_tokens", None)
-    if num_tokens is None:
-        return config, None
-    num_tokens = check_count(_OP, "prompt_lookup_num_tokens", num_tokens)
-    size = config.max_matching_ngram_size
-    size = _MATCHING_NGRAM if size is None else size
-    size = check_count(_OP, "max_matching_ngram_size", size)
-    lookup = Lookup(min(num_tokens, config.max_length), size)
-    config = copy.copy(config)
-    config.prompt_lookup_num_tokens = None
-    return config, lookup
-
-
 def decode_causal(
     new_runner: Callable[..., CausalModel] | None,
     packed: PackedCausalModel,
@@ -265,7 +249,7 @@ def decode_causal(
     caller = arguments_of_generate(sys._getframe(1))
     streamer = caller.streamer if streamer is None else streamer
     with ending(streamer):
-        config, lookup = _lookup_of(config)
+        config, lookup = lookup_of(config, _OP)
         refuse_assistance(config, caller, "Decoding runs the model itself")
         _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
         has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.integrations.transformers.sampling.read_ahead import ReadAhead, next_size
 from lmdecode.sampling.drafts import prompt_lookup
 
-__all__ = ["Lookahead", "Lookup"]
-
-
-class Lookup(NamedTuple):
-    """What ``generate()`` was asked to look up; see ``prompt_lookup``."""
-
-    num_tokens: int
-    max_ngram: int
+__all__ = ["Lookahead"]
 
 
 class Lookahead:
@@ -48,8 +40,7 @@ class Lookahead:
             text[: len(prompt)] = prompt
         # Of each sequence: tokens that were read ahead, and the logits behind the last token and
         # behind each of them.
-        self._drafts: list[list[int]] = [[] for _ in prompts]
-        self._read_ahead = [0] * len(prompts)  # tokens of the last draft
+        self._ahead = [ReadAhead() for _ in prompts]
         self._propose = [num_tokens] * len(prompts)  # tokens of the next draft, at most
         self._logits: list[Tensor] = [torch.empty(0, 0) for _ in prompts]
 
@@ -60,9 +51,8 @@ class Lookahead:
         self._lengths += 1
         to_read = []
         for row, token in enumerate(last.tolist()):
-            drafts = self._drafts[row]
-            if drafts and drafts[0] == token:
-                self._drafts[row], self._logits[row] = drafts[1:], self._logits[row][1:]
+            if self._ahead[row].takes(token):
+                self._logits[row] = self._logits[row][1:]
             else:
                 to_read.append(row)
         if to_read:
@@ -76,16 +66,15 @@ class Lookahead:
         behind = (lengths - 1).tolist()  # positions that were rightly read
         self._caches.truncate(rows, behind)
         for row in rows:
-            if self._read_ahead[row]:
-                right = self._read_ahead[row] - len(self._drafts[row])
-                self._propose[row] = min(self._num_tokens, 2 * (right + 1))
+            if self._ahead[row].num_read:
+                self._propose[row] = next_size(self._num_tokens, self._ahead[row].num_right)
         most = max(self._propose[row] for row in rows)
         proposed = prompt_lookup(self._texts[rows], most, self._max_ngram, lengths=lengths)
         tokens, entries = [], []
         for row, have, draft in zip(rows, behind, proposed.tolist(), strict=True):
             room = max(0, self._caches.max_length - have - 2)  # the last token is not read
             draft = [token for token in draft[: min(room, self._propose[row])] if token >= 0]
-            self._drafts[row], self._read_ahead[row] = draft, len(draft)
+            self._ahead[row].begin(draft)
             tokens += [int(self._texts[row, have]), *draft]
             entries.append([row, 1 + len(draft), 0, 1 + len(draft)])
         logits = self._caches.forward(torch.tensor(tokens), torch.tensor(entries), len(tokens))

@@ -39,11 +39,15 @@ class Rows(NamedTuple):
     padding
         int or [B] int64: of the tokens so many are padding, on the left. Below 0: so many tokens
         more than these are in the cache.
+    kept
+        Holds what was made of biases, by argument and their id, for the next steps of rows of this
+        vocabulary and padding. None: nothing is kept.
     """
 
     length: int
     vocab: int
     padding: int | torch.Tensor
+    kept: dict[tuple[str, int], tuple[Any, dict[str, Any] | None]] | None = None
 
     @property
     def are_padded(self) -> bool:
@@ -72,8 +76,7 @@ def _no_repeat_ngram(processor: Any, rows: Rows) -> dict[str, Any] | None:
 
 
 def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
-    def sequence_bias(processor: Any, rows: Rows) -> dict[str, Any] | None:
-        biases = processor.sequence_bias
+    def made_of(biases: Any, rows: Rows) -> dict[str, Any] | None:
         if any(max(ids) >= rows.vocab for ids in biases):  # transformers' error is for the user
             return None
         if rows.are_padded and any(len(ids) > 1 for ids in biases):
@@ -85,6 +88,16 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
         return {
             name: {ids: biases[ids] for length in lengths for ids in biases if len(ids) == length}
         }
+
+    def sequence_bias(processor: Any, rows: Rows) -> dict[str, Any] | None:
+        biases = processor.sequence_bias
+        if rows.kept is None:
+            return made_of(biases, rows)
+        # As by transformers, which looks at them in the first step alone.
+        key = name, id(biases)
+        if key not in rows.kept:
+            rows.kept[key] = biases, made_of(biases, rows)  # that no other takes their id
+        return rows.kept[key][1]
 
     return sequence_bias
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,15 +18,24 @@ from lmdecode.integrations.transformers.generate_call import (
     needs_synced_gpus,
     next_inputs,
     prefill,
-    refuse_assistance,
     refuse_dropped_streamer,
+    refuse_other_drafts,
+    refuse_other_layers,
     refuse_other_modes,
     with_stop_strings,
 )
+from lmdecode.integrations.transformers.sampling.assistant import AssistantDrafts
 from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
+from lmdecode.integrations.transformers.sampling.read_ahead import lookup_of
 from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
+from lmdecode.integrations.transformers.sampling.speculation import (
+    Drafts,
+    LookupDrafts,
+    Speculation,
+    check_speculation,
+)
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:
@@ -166,6 +177,7 @@ def sample(
     seed: int | Sequence[int] | torch.Tensor | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
+    assistant_model: GenerativePreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """Decode by sampling or greedily: ``model.generate(..., custom_generate=sample)``.
@@ -177,6 +189,10 @@ def sample(
     CPU, where penalties, biases, bans or other filters of transformers stand there too, one
     ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the
     distribution that transformers draws from, and greedy tokens are the same.
+
+    With ``prompt_lookup_num_tokens`` or ``assistant_model`` of ``generate()``, for one sequence, a
+    step reads tokens that are proposed behind the text, and takes those that are chosen. The text
+    is that without, given equal logits.
 
     Parameters
     ----------
@@ -201,6 +217,9 @@ def sample(
     stop_strings, tokenizer
         Texts at which a row ends, and the model's tokenizer, of ``generate()``. They are read from
         its arguments, not from a ``generation_config``, for which it finds no tokenizer.
+    assistant_model
+        Of the same vocabulary: writes what is proposed, with the noise of ``seed``. None: what
+        ``generate()`` was given.
     **model_kwargs
         Arguments of the model's forward pass.
 
@@ -213,10 +232,12 @@ def sample(
     Raises
     ------
     ValueError
-        For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (assisted,
+        For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (early exit,
         contrastive, DoLa), for an int ``seed`` < 0 and seeds for other than B rows, for
-        ``stop_strings`` without a tokenizer, and where a function around this one was given no
-        streamer though ``generate()`` was.
+        ``stop_strings`` without a tokenizer, where a function around this one was given no
+        streamer though ``generate()`` was, and where tokens are to be proposed for several
+        sequences, with a cache that cannot take them back, or by an assistant of another
+        vocabulary.
     TypeError
         For a ``seed`` that is none, in greedy search too.
     RuntimeError
@@ -231,7 +252,11 @@ def sample(
         synced_gpus = needs_synced_gpus(model)
     with ending(streamer):
         refuse_other_modes(generation_config)
-        refuse_assistance(generation_config, caller, "this loop samples one token a step")
+        refuse_other_layers(generation_config, "this loop runs all layers of a model")
+        if assistant_model is None:
+            assistant_model = caller.assistant_model
+        if assistant_model is not None:
+            refuse_other_drafts(generation_config, caller)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
         result = _decode(
             model,
@@ -242,6 +267,8 @@ def sample(
             synced_gpus,
             streamer,
             _seeds(seed, input_ids, generation_config),
+            assistant_model,
+            caller.inputs_tensor,
             model_kwargs,
         )
     if streamer is not None:
@@ -281,6 +308,44 @@ def _seeds(
     return seed
 
 
+def _speculation(
+    model: GenerativePreTrainedModel,
+    forward: Any,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    seed: int | torch.Tensor | None,
+    assistant_model: GenerativePreTrainedModel | None,
+    inputs_tensor: torch.Tensor | None,
+    model_kwargs: dict[str, Any],
+) -> Speculation | None:
+    """Return what reads ahead, if ``generate()`` was asked for it; ``seed`` None is greedy."""
+    _, lookup = lookup_of(generation_config, "sample")
+    drafts: Drafts
+    if lookup is not None:
+        name = "prompt_lookup_num_tokens"
+        check_speculation(name, model, input_ids, model_kwargs, synced_gpus)
+        drafts = LookupDrafts(lookup, model.config.get_text_config().vocab_size)
+    elif assistant_model is not None:
+        name = "assistant_model"
+        check_speculation(name, model, input_ids, model_kwargs, synced_gpus)
+        noise = seed.tolist() if isinstance(seed, torch.Tensor) else seed
+        drafts = AssistantDrafts(
+            model,
+            assistant_model,
+            generation_config,
+            logits_processor,
+            model_kwargs,
+            inputs_tensor,
+            functools.partial(sample, seed=noise),
+        )
+    else:
+        return None
+    return Speculation(name, model, forward, drafts, model_kwargs, stopping_criteria.max_length)
+
+
 def _decode(
     model: GenerativePreTrainedModel,
     input_ids: torch.Tensor,
@@ -290,6 +355,8 @@ def _decode(
     synced_gpus: bool,
     streamer: BaseStreamer | None,
     seed: int | torch.Tensor | None,
+    assistant_model: GenerativePreTrainedModel | None,
+    inputs_tensor: torch.Tensor | None,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """Run the loop of ``sample``, whose arguments these are."""
@@ -304,23 +371,32 @@ def _decode(
         seed = torch.randint(0, 2**63 - 1, (batch,), device=device)
     position = _first_position(model, input_ids, generation_config, model_kwargs)
     padding = _padding(input_ids, position, model_kwargs, _mask_name(model))
+    kept: dict[tuple[str, int], Any] = {}
     unfinished = torch.ones(batch, dtype=torch.int64, device=device)
     recorder = Recorder(model, generation_config, model_kwargs)
     keeps = {
         "keep_scores": recorder.scores is not None,
         "keep_logits": recorder.logits is not None,
     }
-    sampler = RowSampler(seed if do_sample else None, keeps["keep_scores"])
+    noise = seed if do_sample else None
+    sampler = RowSampler(noise, keeps["keep_scores"])
 
     forward = model
     if model._valid_auto_compile_criteria(model_kwargs, generation_config):
         forward = model.get_compiled_call(generation_config.compile_config)
+    speculation = _speculation(
+        model, forward, input_ids, logits_processor, stopping_criteria, generation_config,
+        synced_gpus, noise, assistant_model, inputs_tensor, model_kwargs,
+    )  # fmt: skip
     outputs = prefill(model, input_ids, generation_config, model_kwargs)
 
     finished, steps = False, 0
-    with model._optimize_model_for_decode():
+    reading = nullcontext() if speculation is None else closing(speculation)
+    with model._optimize_model_for_decode(), reading:
         while model._has_unfinished_sequences(finished, synced_gpus, device=device):
-            if outputs is None:
+            if outputs is None and speculation is not None:
+                outputs = speculation.outputs(input_ids, model_kwargs)
+            elif outputs is None:
                 inputs = next_inputs(model, input_ids, model_kwargs)
                 outputs = forward(**inputs, return_dict=True)
             model_kwargs = model._update_model_kwargs_for_generation(
@@ -333,7 +409,7 @@ def _decode(
             logits = outputs.logits[:, -1].to(device)
             rows = None
             if device.type == "cpu" and padding is not None:
-                rows = Rows(input_ids.shape[1], logits.shape[1], padding)
+                rows = Rows(input_ids.shape[1], logits.shape[1], padding, kept)
             plan = plan_sampling(logits_processor, do_sample, rows)
             if plan.sampler is not None and rows is not None:
                 step = _sample_by_rules(logits, input_ids, plan, sampler, rows, **keeps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -24,6 +25,7 @@ def as_op_logits(scores: torch.Tensor) -> torch.Tensor:
     return scores if scores.dtype in _OP_DTYPES else scores.to(torch.float32)
 
 
+@functools.lru_cache(maxsize=64)
 def is_valid_temperature(temperature: float) -> bool:
     """Tell whether a temperature is positive and finite in float32, in which the op divides."""
     rounded = torch.tensor(temperature, dtype=torch.float64).to(torch.float32).item()

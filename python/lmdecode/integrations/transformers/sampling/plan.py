@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers.sampling.edits import BANS, EDITS, RANKS, Rows
+from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import (
     STAGES,
     TopKTopPLogitsProcessor,
@@ -61,6 +62,14 @@ class SamplingPlan:
 _STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
 _EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
 
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_WITHOUT_STATE = {*EDITS, *_WARPERS, TopKTopPLogitsProcessor} - {GrammarLogitsProcessor}
+
+
+def keeps_no_state(processor: Any) -> bool:
+    """Tell whether a processor is known to look at the text alone, not at that of other calls."""
+    return type(processor) in _WITHOUT_STATE
+
 
 def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | None:
     """Return the op's arguments that do what ``processor`` does, or None if there are none.
@@ -79,7 +88,7 @@ def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | N
     if kind is TemperatureLogitsWarper:
         temperature = processor.temperature
         return {"temperature": temperature} if is_valid_temperature(temperature) else None
-    if kind not in (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper):
+    if kind not in _WARPERS:
         return None
     if processor.filter_value != -math.inf:
         return None

@@ -1,0 +1,76 @@
+"""Tokens that are read before they are chosen, and how many of them to propose."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, NamedTuple
+
+from lmdecode._checks import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import GenerationConfig
+
+__all__ = ["Lookup", "ReadAhead", "lookup_of", "next_size"]
+
+_MATCHING_NGRAM = 2  # the default of transformers
+
+
+class Lookup(NamedTuple):
+    """What ``generate()`` was asked to look up; see ``prompt_lookup``."""
+
+    num_tokens: int
+    max_ngram: int
+
+
+def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Lookup | None]:
+    """Return a config without prompt lookup, and what it says of it; ``op`` is for its errors."""
+    num_tokens = getattr(config, "prompt_lookup_num_tokens", None)
+    if num_tokens is None:
+        return config, None
+    num_tokens = check_count(op, "prompt_lookup_num_tokens", num_tokens)
+    size = config.max_matching_ngram_size
+    size = _MATCHING_NGRAM if size is None else size
+    size = check_count(op, "max_matching_ngram_size", size)
+    lookup = Lookup(min(num_tokens, config.max_length), size)
+    config = copy.copy(config)
+    config.prompt_lookup_num_tokens = None
+    return config, lookup
+
+
+def next_size(most: int, num_right: int) -> int:
+    """Return how many tokens to propose where so many of the last ones were right."""
+    return min(most, 2 * (num_right + 1))
+
+
+class ReadAhead:
+    """The tokens that were read behind one text before it went on with them.
+
+    Attributes
+    ----------
+    left
+        Those of which it is not known yet.
+    num_read
+        All of them.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+        self.num_read = 0
+
+    @property
+    def num_right(self) -> int:
+        """How many of them were chosen so far."""
+        return self.num_read - len(self.left)
+
+    def takes(self, token: int) -> bool:
+        """Tell whether the text goes on with the next of them, and count it where it does."""
+        if not self.left or self.left[0] != token:
+            return False
+        self.left = self.left[1:]
+        return True
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Note what is read now."""
+        self.left, self.num_read = list(tokens), len(tokens)

@@ -1,0 +1,202 @@
+"""Logits ahead, from a model of transformers: a step reads tokens before they are chosen."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import Cache
+
+from lmdecode.integrations.transformers.generate_call import draft_inputs
+from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead, next_size
+from lmdecode.sampling.drafts import prompt_lookup
+
+if TYPE_CHECKING:
+    from transformers._typing import GenerativePreTrainedModel
+
+__all__ = ["Drafts", "LookupDrafts", "Speculation", "check_speculation"]
+
+_MOST = 1 << 24  # tokens of a draft
+
+
+class Drafts(Protocol):
+    """Proposes tokens."""
+
+    def propose(
+        self, input_ids: torch.Tensor, most: int, model_kwargs: dict[str, Any]
+    ) -> list[int]: ...
+
+    def judge(self, input_ids: torch.Tensor, num_read: int, num_right: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LookupDrafts:
+    """What stood behind the same tokens earlier; fewer tokens where these are wrong."""
+
+    def __init__(self, lookup: Lookup, vocab: int) -> None:
+        self._lookup, self._vocab, self._size = lookup, vocab, lookup.num_tokens
+
+    def propose(
+        self, input_ids: torch.Tensor, most: int, model_kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Return what [1, S] int64 may go on with, ``most`` tokens at most."""
+        text, size = input_ids[0].cpu(), min(self._size, most)
+        drafted: list[int] = []
+        for token in prompt_lookup(text, size, self._lookup.max_ngram).tolist():
+            if not 0 <= token < self._vocab:  # nothing more, or what stands for an image
+                break
+            drafted.append(token)
+        return drafted
+
+    def judge(self, input_ids: torch.Tensor, num_read: int, num_right: int) -> None:
+        """Learn how many tokens of the last proposal were right."""
+        self._size = next_size(self._lookup.num_tokens, num_right)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def check_speculation(
+    name: str,
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    synced_gpus: bool,
+) -> None:
+    """Raise ValueError where the loop cannot read ahead.
+
+    Parameters
+    ----------
+    name
+        The argument that asks for it.
+    model, model_kwargs
+        Of the loop, before the prompt is read.
+    input_ids
+        [B, S].
+    synced_gpus
+        Whether other processes run the model in step with this one.
+    """
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"{name}: expected one sequence, got {input_ids.shape[0]}: sequences would not stay of "
+            "one length"
+        )
+    if synced_gpus:
+        raise ValueError(
+            f"{name}: expected None with synced_gpus, as each process takes other steps"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache") or not isinstance(cache, Cache):
+        raise ValueError(f"{name}: expected a cache of keys and values, got {type(cache).__name__}")
+    # Layers of a DynamicCache come with the prompt; what is here already is looked at now.
+    if cache.is_compileable:
+        _refuse_cache(name, cache)
+
+
+def _refuse_cache(name: str, cache: Cache) -> None:
+    raise ValueError(
+        f"{name}: expected a cache that can let go of its last tokens, as DynamicCache and "
+        f"DynamicRingCache do, got {type(cache).__name__}, which cannot"
+    )
+
+
+def _can_crop(cache: Any) -> bool:
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    return all(layer.is_croppable and not hasattr(layer, "_quantize") for layer in layers)
+
+
+def _position(outputs: Any, place: int, behind: int) -> Any:
+    """Return a model's outputs at one token of those that it read; ``behind`` came after it."""
+    if place == 0 and behind == 0:
+        return outputs
+    one = copy.copy(outputs)
+    here = slice(place, place + 1)
+    one.logits = outputs.logits[:, here]
+    for name in ("hidden_states", "decoder_hidden_states"):
+        if outputs.get(name) is not None:
+            one[name] = tuple(states[:, here] for states in outputs[name])
+    for name in ("attentions", "decoder_attentions"):
+        if outputs.get(name) is not None:
+            one[name] = tuple(
+                None if weights is None else weights[..., here, : weights.shape[-1] - behind]
+                for weights in outputs[name]
+            )
+    if outputs.get("cross_attentions") is not None:
+        one["cross_attentions"] = tuple(w[..., here, :] for w in outputs["cross_attentions"])
+    return one
+
+
+class Speculation:
+    """The outputs of a model behind the last token of a text, some of them read before.
+
+    A step reads the last token and what is proposed behind it. While the tokens that are chosen are
+    those that were proposed, outputs are there, one position after another. So everything between
+    logits and token is done for each token as without drafts. What was read in vain is taken back.
+
+    Parameters
+    ----------
+    name
+        The argument of ``generate()`` that asks for it.
+    model, forward
+        Of the loop, and what runs it.
+    drafts
+        Proposes.
+    model_kwargs
+        Of the loop, before the prompt is read.
+    max_length
+        Of the text, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: GenerativePreTrainedModel,
+        forward: Any,
+        drafts: Drafts,
+        model_kwargs: dict[str, Any],
+        max_length: int | None,
+    ) -> None:
+        self._name, self._model, self._forward, self._drafts = name, model, forward, drafts
+        self._max_length = max_length
+        self._cache: Any = model_kwargs["past_key_values"]
+        self._cache.activate_past_recording()
+        self._ahead = ReadAhead()
+        self._outputs: Any = None
+
+    def outputs(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """Return the model's outputs at the last token of [1, S]."""
+        if not self._ahead.takes(int(input_ids[0, -1])):
+            self._read(input_ids, model_kwargs)
+        ahead = self._ahead
+        return _position(self._outputs, ahead.num_right, len(ahead.left))
+
+    def close(self) -> None:
+        """Take back what is in the cache, but not in the text."""
+        self._take_back()
+        self._drafts.close()
+
+    def _read(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        if not _can_crop(self._cache):
+            _refuse_cache(self._name, self._cache)
+        ahead = self._ahead
+        if ahead.num_read:
+            self._drafts.judge(input_ids, ahead.num_read, ahead.num_right)
+        self._take_back()
+        drafted = self._propose(input_ids, model_kwargs)
+        inputs = draft_inputs(self._model, input_ids, drafted, model_kwargs)
+        self._outputs = self._forward(**inputs, return_dict=True)
+        ahead.begin(drafted)
+
+    def _propose(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+        room = _MOST
+        if self._max_length is not None:
+            room = min(room, self._max_length - input_ids.shape[1] - 1)  # the last one is not read
+        return self._drafts.propose(input_ids, room, model_kwargs) if room > 0 else []
+
+    def _take_back(self) -> None:
+        # Sliding layers keep more than their window until then, even where nothing is taken back.
+        self._cache.crop(-len(self._ahead.left))
+        self._ahead.begin([])
+        self._outputs = None
