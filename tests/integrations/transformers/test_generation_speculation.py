@@ -338,6 +338,7 @@ def test_bad_input():
         ),
         ({"assistant_model": gpt2, "assistant_ensemble_weight": 0.5}, "^assistant_ensemble_weight"),
         ({"assistant_early_exit": 1}, "^assistant_early_exit: expected None, this loop runs all"),
+        ({"use_mtp": True}, "^use_mtp: expected None, this loop runs all"),
     ):
         streamer = Streamer()
         inputs = {"input_ids": ids, "max_new_tokens": 5, "pad_token_id": 0} | options

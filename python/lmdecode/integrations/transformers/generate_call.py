@@ -146,8 +146,8 @@ def refuse_other_modes(generation_config: Any) -> None:
 
 
 def refuse_other_layers(generation_config: Any, reason: str) -> None:
-    """Raise ValueError where ``generate()`` was asked for logits of some of a model's layers."""
-    _refuse(generation_config, ("assistant_early_exit", "dola_layers"), reason)
+    """Raise ValueError for other layers than a model's own: exits, contrasts, predictions ahead."""
+    _refuse(generation_config, ("assistant_early_exit", "dola_layers", "use_mtp"), reason)
 
 
 def refuse_assistance(generation_config: Any, caller: CallerArguments, reason: str) -> None:
@@ -169,7 +169,7 @@ def refuse_other_drafts(generation_config: Any, caller: CallerArguments) -> None
 def _refuse(generation_config: Any, names: Iterable[str], reason: str) -> None:
     for name in names:
         value = getattr(generation_config, name, None)
-        if value is not None:
+        if value is not None and value is not False:
             raise ValueError(f"{name}: expected None, {reason}, got {value!r}")
 
 
