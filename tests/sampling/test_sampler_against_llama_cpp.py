@@ -21,14 +21,9 @@ from tests.support.sampler_rows import (
     row_of,
     single_and_pairs,
 )
-from tests.support.samplers import SAMPLERS, SamplerUnderTest
+from tests.support.samplers import SamplerUnderTest
 
 INF = np.inf
-
-
-@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
-def sampler(request: pytest.FixtureRequest) -> SamplerUnderTest:
-    return request.param
 
 
 @pytest.fixture(scope="module")

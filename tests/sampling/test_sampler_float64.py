@@ -14,16 +14,11 @@ import torch
 from tests.support.random_rows import make_values
 from tests.support.sampler_float64 import ORDERS, PARAMETERS, STAGES, Array, Rows
 from tests.support.sampler_parameters import make_parameters
-from tests.support.samplers import SAMPLERS, SamplerUnderTest
+from tests.support.samplers import SamplerUnderTest
 
 INF = np.inf
 STATUS_NAN, STATUS_EMPTY = 1, 2
 PAIRS = tuple(itertools.combinations(STAGES, 2))
-
-
-@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
-def sampler(request: pytest.FixtureRequest) -> SamplerUnderTest:
-    return request.param
 
 
 def compare(

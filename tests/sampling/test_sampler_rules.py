@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.samplers import SAMPLERS, SamplerUnderTest
+from tests.support.samplers import SamplerUnderTest
 
 INF = float("inf")
 SIX = torch.tensor([[0.6, 0.2, 0.1, 0.05, 0.03, 0.02]]).log()
 FLAT = torch.zeros(1, 6)
-
-
-@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
-def sampler(request: pytest.FixtureRequest) -> SamplerUnderTest:
-    return request.param
 
 
 def edited(

@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.samplers import SAMPLERS, SamplerUnderTest
+from tests.support.samplers import SamplerUnderTest
 
 VOCAB = 12
-
-
-@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
-def sampler(request: pytest.FixtureRequest) -> SamplerUnderTest:
-    return request.param
 
 
 def model(texts: list[list[int]]) -> Tensor:
