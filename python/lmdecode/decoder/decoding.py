@@ -391,18 +391,13 @@ class Decoding:
             ``input_ids`` or ``input_features``, as for the model.
         store : KVStore, optional
             Opened with ``fingerprint()``, for a decoder-only model and one prompt: the keys and
-            values of the longest stored prefix are loaded, only the rest is read, and what is new
-            is stored. Tokens and logits are those without it, bit for bit. What the store cannot
-            do is a ``RuntimeWarning`` at most.
+            values of the longest stored prefix are loaded, the rest is read and stored. Tokens and
+            logits are those without it, bit for bit. What it cannot do is a ``RuntimeWarning``.
         session : str, optional
-            Name of a conversation of the store: prompt and answer become its tokens,
-            ``store.session(name).tokens``.
-        append : bool, optional
-            ``inputs`` and ``attention_mask`` are of the new tokens alone: those of the session
-            come before them.
-        rewind : bool, optional
-            Where the tokens do not continue the session's, rewind it to what both have in common.
-            Otherwise that is a ``ValueError``.
+            Name of a conversation of the store: prompt and answer become its tokens.
+        append, rewind : bool, optional
+            ``inputs`` and ``attention_mask`` are of the new tokens alone, behind the session's; and
+            tokens that do not continue the session's rewind it: else they are a ``ValueError``.
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
@@ -413,9 +408,8 @@ class Decoding:
             also takes ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
             ``beam_search`` of ``lmdecode.integrations.transformers`` do, and without beams
             ``prompt_lookup_num_tokens``: the same text in fewer steps.
-            How transformers would keep caches and compile has no meaning here and no effect:
-            ``use_cache``, ``cache_implementation``, ``cache_config``, ``prefill_chunk_size``,
-            ``compile_config``.
+            ``use_cache``, ``cache_implementation``, ``cache_config``, ``prefill_chunk_size`` and
+            ``compile_config`` have no meaning here and no effect.
 
         Raises
         ------

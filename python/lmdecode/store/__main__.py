@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from typing import Any
 from lmdecode.store._files import read_model
 from lmdecode.store._remote_tier import remote_report
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
-from lmdecode.store.fingerprint import Fingerprint, hash_vocabulary
+from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import KVStore, read_export_head
 from lmdecode.store.remote import Remote
 
@@ -58,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--all", action="store_true", help="every chunk, not each prefix's last")
     stat = command("stat", "show configuration and counters")
     stat.add_argument("--remote", metavar="URL", help="and what a second tier has of the store")
-    why = command("why", "say in what fingerprints differ, which never hit each other")
-    text = "and from those of a model of transformers, with and without its tokenizer"
-    why.add_argument("--model", metavar="MODEL", help=text)
+    command("why", "say in what fingerprints differ, which never hit each other")
     command("verify", "read and check every byte; exit 1 on damage")
     command("gc", "drop what has expired and give free space back; nothing else may write")
     backup = command("backup", "copy the store, while it is used")
@@ -76,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stores(path: Path, prefix: str = "") -> list[tuple[Path, Fingerprint]]:
+def stores_of(path: Path, prefix: str = "") -> list[tuple[Path, Fingerprint]]:
     """Directories of fingerprints in a store's directory."""
     found = []
     for file in sorted(path.glob("*/fingerprint.json")):
@@ -158,17 +156,12 @@ def _stat(store: KVStore, remote: str | None) -> None:
             print(f"  {name:<21} {value}")
 
 
-def _why(path: Path, stores: list[tuple[Path, Fingerprint]], model: str | None) -> None:
-    """Fingerprints, and the fields in which they are not equal."""
+def print_differences(
+    stores: list[tuple[Path, Fingerprint]], others: Sequence[tuple[str, Fingerprint]] = ()
+) -> None:
+    """Print fingerprints, and the fields in which they are not equal; the others have titles."""
     named = [(f"{directory.name}  {one.title}", one) for directory, one in stores]
-    if model is not None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        one = Fingerprint.from_model(AutoModelForCausalLM.from_pretrained(model))
-        vocabulary = hash_vocabulary(AutoTokenizer.from_pretrained(model))
-        for other, how in ((one, "without"), (replace(one, tokenizer_hash=vocabulary), "with")):
-            there = "" if (path / other.name).exists() else ", nothing stored"
-            named.append((f"{other.name}  {model} {how} its tokenizer{there}", other))
+    named += [(f"{one.name}  {title}", one) for title, one in others]
     for name, _ in named:
         print(name)
     for first, (name, one) in enumerate(named):
@@ -194,7 +187,7 @@ def _import(arguments: argparse.Namespace) -> None:
     head = read_export_head(arguments.file)
     if head is None:
         raise StoreDamagedError(f"{arguments.file} is no file that export wrote")
-    stores = _stores(arguments.path) if arguments.path.exists() else []
+    stores = stores_of(arguments.path) if arguments.path.exists() else []
     if stores and all(fingerprint != head.fingerprint for _, fingerprint in stores):
         raise FingerprintMismatchError(
             f"{arguments.file} was made with another fingerprint; the store's and the file's:\n"
@@ -217,7 +210,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "import":
         _import(arguments)
         return 0
-    stores = _stores(arguments.path, arguments.fingerprint)
+    stores = stores_of(arguments.path, arguments.fingerprint)
     if not stores:
         prefix = arguments.fingerprint
         which = f" whose fingerprint begins with {prefix!r}" if prefix else ""
@@ -226,7 +219,7 @@ def _run(arguments: argparse.Namespace) -> int:
         names = ", ".join(directory.name for directory, _ in stores)
         raise ValueError(f"one file holds one fingerprint; choose with --fingerprint: {names}")
     if arguments.command == "why":
-        _why(arguments.path, stores, arguments.model)
+        print_differences(stores)
         return 0
     whole = True
     for directory, fingerprint in stores:

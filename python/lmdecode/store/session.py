@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, tensor
 
 from lmdecode._checks import is_int, type_error
 from lmdecode.store._native import PutOptions
@@ -41,7 +40,7 @@ class Session:
     @property
     def input_ids(self) -> Tensor | None:
         """The tokens as models take them, [1, n] int64; None: there are none."""
-        return torch.tensor([self.tokens]) if self._tokens else None
+        return tensor([self.tokens]) if self._tokens else None
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, {len(self)} tokens)"

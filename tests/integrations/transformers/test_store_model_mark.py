@@ -13,6 +13,7 @@ from store_models import CHUNK, model_of
 from torch import nn
 
 from lmdecode.integrations.transformers import generate_with_store
+from lmdecode.integrations.transformers.store.__main__ import main as why_of_a_model
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, weights_mark
 from lmdecode.store.__main__ import main
 
@@ -148,7 +149,7 @@ def test_why_tells_a_model_with_and_without_its_tokenizer(
 
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)
     _open(tmp_path, Fingerprint.from_model(model)).close()
-    assert main(["why", str(tmp_path), "--model", str(SHIPPED)]) == 0
+    assert why_of_a_model([str(tmp_path), str(SHIPPED)]) == 0
     out = capsys.readouterr().out
     assert "without its tokenizer\n" in out and "with its tokenizer, nothing stored" in out
     assert "tokenizer_hash" in out
