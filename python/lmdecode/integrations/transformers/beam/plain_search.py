@@ -73,11 +73,8 @@ class PlainSearch(StateSearch):
         if prefix_tokens is not None:
             if do_sample:
                 refuse_trie(processors, "do_sample", "False", do_sample)
-            if input_ids.device.type != "cpu":
-                raise ValueError(
-                    "prefix_allowed_tokens_fn: expected no Trie for a model on "
-                    f"{input_ids.device}: tries are of the CPU alone"
-                )
+            of = "the device of input_ids"
+            prefix_tokens.trie.check_device("prefix_allowed_tokens_fn", input_ids.device, of)
             self.nodes = prefix_tokens.trie.nodes_of(input_ids[:, prefix_tokens.prompt_length :])
         self.calls_criteria = ends is None
         self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
