@@ -28,6 +28,7 @@ WITH_EXAMPLES = (
     "docs/guides/long_prompts.md",
     "docs/guides/prompts_on_disk.md",
     "docs/guides/serving.md",
+    "docs/guides/serving_engines.md",
     "docs/guides/translation_and_speech.md",
     "docs/index.md",
     "docs/reference/attention.md",
@@ -52,6 +53,7 @@ PUBLIC_MODULES = (
     "lmdecode.store",
     "lmdecode.reference",
     "lmdecode.integrations.transformers",
+    "lmdecode.integrations.vllm",
     "lmdecode.compat.ascend",
     "lmdecode.compat.faster_transformer",
 )
