@@ -65,6 +65,10 @@ async def run_async(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 def main() -> None:
     job = json.load(sys.stdin)
+    if transfer := job["engine"].get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        job["engine"]["kv_transfer_config"] = KVTransferConfig(**transfer)
     if job.get("is_async"):
         results = asyncio.run(run_async(job))
     else:

@@ -59,7 +59,10 @@ def start(job: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen[
 
 def run(job: dict[str, Any], **environment: str) -> dict[str, Any]:
     """Run a job to its end, and return its report and, as "errors", what it wrote beside."""
-    process = start(job, environment)
+    return finish(start(job, environment))
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     output, errors = process.communicate(timeout=570)
     assert process.returncode == 0, errors[-6000:]
     report: dict[str, Any] = json.loads(output.splitlines()[-1])
