@@ -201,6 +201,18 @@ class Store {
   bool remove_session(const Scope& scope, const std::string& name) {
     return unlocked([&] { return engine().remove_session(scope, name); });
   }
+  uint64_t erase(const Scope& scope, const py::object& tokens,
+                 const std::optional<std::string>& session) {
+    std::vector<int32_t> ids;
+    if (!tokens.is_none()) {
+      const Buffer buffer(tokens);
+      ids.assign(buffer.tokens().begin(), buffer.tokens().end());
+    }
+    const bool has_tokens = !tokens.is_none();
+    return unlocked([&] {
+      return engine().erase(scope, has_tokens ? &ids : nullptr, session ? &*session : nullptr);
+    });
+  }
   std::vector<std::pair<py::str, uint64_t>> sessions() {
     std::vector<std::pair<py::str, uint64_t>> result;
     for (const SessionRow& row : unlocked([&] { return engine().list_sessions(); })) {
@@ -444,6 +456,7 @@ PYBIND11_MODULE(_store, module) {
            arg("num_computed"), arg("planes"), arg("options"))
       .def("write_session", &Store::write_session, arg("scope"), arg("name"), arg("tokens"))
       .def("remove_session", &Store::remove_session, arg("scope"), arg("name"))
+      .def("erase", &Store::erase, arg("scope"), arg("tokens"), arg("session"))
       .def("sessions", &Store::sessions)
       .def("entries", &Store::entries)
       .def("entries_of", &Store::entries_of, arg("hit"))

@@ -201,6 +201,16 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool remove_session(const Scope& scope, const std::string& name);
   std::vector<SessionRow> list_sessions();
 
+  // --- erasing (store_erase.cpp)
+
+  // Of this tenant: entries that hold the beginning of the tokens or continue them, a session with
+  // the entries of its tokens, or, where both are null, everything. What other sessions need stays,
+  // but for those that continue the tokens. It is no longer found, and overwritten, when it
+  // returns. The number of entries. Throws std::invalid_argument for an unknown session, StoreError
+  // where that cannot be made durable.
+  uint64_t erase(const Scope& scope, const std::vector<int32_t>* tokens,
+                 const std::string* session);
+
   // --- upkeep (store_engine.cpp, store_eviction.cpp, store_transfer.cpp)
 
   // All that was acknowledged is durable when it returns true.
@@ -291,6 +301,11 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   }
   void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
   void note_stored(bool is_all, bool lacked_space);
+
+  // store_erase.cpp
+  void collect_subtree(EntryId id, std::vector<EntryId>* found) const;
+  void collect_along(EntryId parent, std::span<const int32_t> tokens, std::vector<EntryId>* found);
+  void overwrite(Lock& lock, const std::vector<uint32_t>& areas);
 
   // store_lookup.cpp
   Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);

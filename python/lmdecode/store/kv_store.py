@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode.store._engine import Engine
@@ -20,7 +22,8 @@ from lmdecode.store._files import (
     write_model,
 )
 from lmdecode.store._remote_tier import RemoteTier
-from lmdecode.store.errors import FingerprintMismatchError
+from lmdecode.store._tensors import token_ids
+from lmdecode.store.errors import FingerprintMismatchError, StoreError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.prefixes import KV, Hit, Prefixes, milliseconds
 from lmdecode.store.remote import Remote
@@ -272,6 +275,62 @@ class KVStore(Prefixes):
     def sessions(self) -> list[tuple[str, int]]:
         """Names and numbers of tokens of all tenants' sessions, the newest first."""
         return self._engine.native.sessions()
+
+    def erase(
+        self,
+        tokens: Sequence[int] | Tensor | None = None,
+        *,
+        session: str | None = None,
+        everything: bool = False,
+        context: bytes = b"",
+    ) -> int:
+        """Erase what this tenant stored: gone from lookups, and overwritten on disk.
+
+        A hit that is held does not load any more. What other sessions need stays.
+
+        Parameters
+        ----------
+        tokens
+            Erase the entries that hold the beginning of these tokens, and all that continue them.
+            Sessions keep their lists of tokens.
+        session
+            Erase this session and the entries of its tokens.
+        everything
+            Erase all entries and sessions of this tenant.
+        context
+            See ``lookup``.
+
+        Returns
+        -------
+        int
+            How many entries were erased.
+
+        Raises
+        ------
+        ValueError
+            Not one of the three is given, or there is no such session.
+        StoreError
+            The store does not write, or has a second tier, of which nothing is erased.
+        OSError
+            It cannot be made durable, or not be overwritten.
+        """
+        if (tokens is not None) + (session is not None) + bool(everything) != 1:
+            raise ValueError("erase: expected one of tokens, session and everything=True")
+        engine = self._engine
+        if engine.remote is not None:
+            raise StoreError("erase: the store has a second tier, whose copies would stay")
+        scope = self._scope(context)
+        ids = None if tokens is None else token_ids(tokens, "erase")
+        count = engine.native.erase(scope, ids, session)
+        with engine.lock:
+            for (salt, of_context, name), known in list(engine.sessions.items()):
+                if salt == self._salt and (
+                    everything or (name == session and of_context == scope.context)
+                ):
+                    del known._tokens[:]
+                    if engine.current is known:
+                        engine.current = None
+        return count
 
     # --- upkeep
 

@@ -135,6 +135,14 @@ class Run {
       if (small::check_prefix(engine, tokens) == Found::kWrong) {
         findings_->note(&Findings::wrong, seed_, "while it ran");
       }
+    } else if (choice == 15 && random_() % 2 == 0) {
+      erase(engine, tokens);
+      is_durable = true;
+      if (settings_.relaxed && !disk.power_is_lost()) {
+        for (const auto& [name, attempts] : promises_.attempted) {
+          promises_.sessions[name] = attempts.back();
+        }
+      }
     } else if (choice == 14) {
       engine.flush();
       is_durable = true;
@@ -149,6 +157,22 @@ class Run {
     if (disk.power_is_lost() || !is_durable) return;
     promise(engine);
     promises_.attempted.clear();
+  }
+
+  // A crash within leaves what is erased whole or gone, the session too.
+  void erase(StoreEngine& engine, const Tokens& tokens) {
+    const uint64_t what = random_() % 3;
+    const std::string name(1, static_cast<char>('a' + random_() % 3));
+    if (what == 2 || !engine.read_session({}, name).has_value()) {
+      engine.erase({}, &tokens, nullptr);
+      if (engine.lookup({}, tokens).num_tokens() == tokens.size()) {
+        findings_->note(&Findings::wrong, seed_, "erased tokens are found");
+      }
+      return;
+    }
+    promises_.sessions.erase(name);
+    engine.erase({}, nullptr, &name);
+    promises_.attempted.erase(name);
   }
 
   void forget_what_was_lost(SimulatedDisk& disk) {
