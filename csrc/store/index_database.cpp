@@ -442,7 +442,9 @@ void IndexDatabase::compact() {
   } catch (const StoreError& error) {
     if (error.error_number() != ENOSPC) throw;  // a full disk: it stays as long as it is
   }
-  execute("PRAGMA wal_checkpoint(TRUNCATE)");
+  empty_log();
 }
+
+void IndexDatabase::empty_log() { execute("PRAGMA wal_checkpoint(TRUNCATE)"); }
 
 }  // namespace lmdecode::store

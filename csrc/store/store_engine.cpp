@@ -298,8 +298,9 @@ void StoreEngine::load_index() {
     known[row.area] = true;
     if (row.pinned && row.area < capacity) {
       erased.push_back(row.area);
-    } else if (row.area < capacity)
+    } else if (row.area < capacity) {
       free_areas_.add_freed(row.area, row.used_ms, time);
+    }
   }
   // Written, but not committed when the last writer died.
   for (uint32_t area = 0; area < std::min(used, capacity); ++area) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,10 @@ from lmdecode.store._files import (
     read_model,
     write_model,
 )
+from lmdecode.store._remote_erase import Choice
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._tensors import token_ids
-from lmdecode.store.errors import FingerprintMismatchError, StoreError
+from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.prefixes import KV, Hit, Prefixes, milliseconds
 from lmdecode.store.remote import Remote
@@ -286,7 +287,8 @@ class KVStore(Prefixes):
     ) -> int:
         """Erase what this tenant stored: gone from lookups, and overwritten on disk.
 
-        A hit that is held does not load any more. What other sessions need stays.
+        A hit that is held does not load any more. What other sessions need stays. The second tier
+        is erased first. docs/reference/store.md says what overwriting a file is worth.
 
         Parameters
         ----------
@@ -310,22 +312,27 @@ class KVStore(Prefixes):
         ValueError
             Not one of the three is given, or there is no such session.
         StoreError
-            The store does not write, or has a second tier, of which nothing is erased.
+            The store does not write, a backup is being made, or the second tier does not answer:
+            nothing has been erased here then, and the call can be repeated.
         OSError
-            It cannot be made durable, or not be overwritten.
+            It cannot be made durable, or not be overwritten. What could not be overwritten is
+            gone from lookups; it is overwritten when the store is opened again.
         """
         if (tokens is not None) + (session is not None) + bool(everything) != 1:
             raise ValueError("erase: expected one of tokens, session and everything=True")
         engine = self._engine
-        if engine.remote is not None:
-            raise StoreError("erase: the store has a second tier, whose copies would stay")
         scope = self._scope(context)
         ids = None if tokens is None else token_ids(tokens, "erase")
-        count = engine.native.erase(scope, ids, session)
+        name = None if session is None else session.encode()
+        remote = engine.remote
+        with nullcontext() if remote is None else remote.quiet():
+            if remote is not None:
+                remote.erase(Choice(engine.native, scope, ids, name))
+            count = engine.native.erase(scope, ids, name)
         with engine.lock:
-            for (salt, of_context, name), known in list(engine.sessions.items()):
+            for (salt, of_context, of_name), known in list(engine.sessions.items()):
                 if salt == self._salt and (
-                    everything or (name == session and of_context == scope.context)
+                    everything or (of_name == session and of_context == scope.context)
                 ):
                     del known._tokens[:]
                     if engine.current is known:
