@@ -102,14 +102,21 @@ class FamilyStages : public ListStages {
                                     : load_part(x + i, static_cast<int>(n - i), minus_infinity());
       return temperature_ == 1.0f ? a : select(abs(a) == infinity, a, a / t);
     };
-    F32 lowest = splat(minus_infinity());  // of the values with another sign
+    F32 part[4];  // the largest of the values with another sign: a maximum waits for the one before
+    for (F32& p : part) p = splat(minus_infinity());
     int64_t count = 0;
-    for (int64_t i = 0; i < n; i += kLanes) {
+    const auto look = [&](int64_t i, F32* lowest) {
       const F32 v = at(i);
       const Mask is_finite = infinity > abs(v);
       count += LMD_SIMD::count(bits(is_finite));
-      lowest = max(select(is_finite, zero - v, splat(minus_infinity())), lowest);
+      *lowest = max(select(is_finite, zero - v, splat(minus_infinity())), *lowest);
+    };
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+      for (int j = 0; j < 4; ++j) look(i + j * kLanes, &part[j]);
     }
+    for (; i < n; i += kLanes) look(i, &part[0]);
+    const F32 lowest = max(max(part[0], part[1]), max(part[2], part[3]));
     const float bottom = -reduce_max(lowest);
     // Halves: the range of f32 is finite then.
     const float half_range = 0.5f * max_ - 0.5f * bottom;
