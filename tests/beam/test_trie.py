@@ -154,6 +154,20 @@ def test_after_a_prompt() -> None:
         assert allowed(0, torch.tensor([8, 8, *generated])) == following
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_bitmask_after_a_prompt(seed: int) -> None:
+    items = random_items(seed)
+    after, choice = Trie(items).after(2), random.Random(seed)
+    rows = [[1, 1, *choice.choice(items), 0, 0][: 2 + length] for length in range(4)]
+    longest = max(map(len, rows))
+    texts = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    words = after.bitmask(texts)
+    assert words.dtype == torch.int32
+    for row, ids in zip(words.tolist(), texts, strict=True):
+        bits = [at for at in range(32 * len(row)) if row[at // 32] >> at % 32 & 1]
+        assert bits == after(0, ids)
+
+
 # --- The file -------------------------------------------------------------------------------------
 
 

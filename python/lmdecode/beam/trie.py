@@ -325,13 +325,27 @@ class PrefixTokens:
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         """Return the tokens that may follow, or the last one where none may."""
+        return self._following(input_ids).tolist()
+
+    def bitmask(self, input_ids: Tensor) -> Tensor:
+        """Return the same for rows [n, length]: [n, words] int32, as ``Sampler`` takes it.
+
+        Tokens beyond its last word do not follow.
+        """
+        words = torch.zeros(len(input_ids), self.trie.max_token // 32 + 1, dtype=torch.int64)
+        for row, ids in zip(words, input_ids, strict=True):
+            tokens = self._following(ids)
+            row.index_add_(0, tokens // 32, torch.ones_like(tokens) << tokens % 32)
+        return words.to(torch.int32)
+
+    def _following(self, input_ids: Tensor) -> Tensor:
         generated: list[int] = input_ids[self.prompt_length :].tolist()
         while True:
-            allowed: list[int] = self.trie.allowed(generated).tolist()
-            if allowed or not generated:
+            allowed = self.trie.allowed(generated)
+            if len(allowed) or not generated:
                 return allowed
             if self.trie._node_of("prefix", generated) >= 0:
-                return generated[-1:]
+                return torch.tensor(generated[-1:])
             generated.pop()
 
 
