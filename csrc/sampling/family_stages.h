@@ -95,28 +95,36 @@ class FamilyStages : public ListStages {
   // out. Shares of the range are rounded to multiples of 2^-21; their sums are exact.
   template <class T>
   double sigma_offset(double sigmas, const T* x, int64_t n) const {
-    const F32 t = splat(temperature_), zero = splat(0.0f);
+    return temperature_ == 1.0f ? sigma_offset_of<false>(sigmas, x, n)
+                                : sigma_offset_of<true>(sigmas, x, n);
+  }
+
+  template <bool kDivides, class T>
+  double sigma_offset_of(double sigmas, const T* x, int64_t n) const {
+    const F32 t = splat(temperature_), zero = splat(0.0f), none = splat(minus_infinity());
     const F32 infinity = splat(plus_infinity());
+    const auto value = [&](F32 a) { return kDivides ? select(abs(a) == infinity, a, a / t) : a; };
     const auto at = [&](int64_t i) {
-      const F32 a = i + kLanes <= n ? load(x + i)
-                                    : load_part(x + i, static_cast<int>(n - i), minus_infinity());
-      return temperature_ == 1.0f ? a : select(abs(a) == infinity, a, a / t);
+      return value(i + kLanes <= n ? load(x + i)
+                                   : load_part(x + i, static_cast<int>(n - i), minus_infinity()));
     };
-    F32 part[4];  // the largest of the values with another sign: a maximum waits for the one before
-    for (F32& p : part) p = splat(minus_infinity());
     int64_t count = 0;
-    const auto look = [&](int64_t i, F32* lowest) {
-      const F32 v = at(i);
+    // The largest of the values with another sign, in four parts: a maximum waits for the last one.
+    const auto look = [&](F32 v, F32 lowest) {
       const Mask is_finite = infinity > abs(v);
       count += LMD_SIMD::count(bits(is_finite));
-      *lowest = max(select(is_finite, zero - v, splat(minus_infinity())), *lowest);
+      return max(select(is_finite, zero - v, none), lowest);
     };
+    F32 part0 = none, part1 = none, part2 = none, part3 = none;
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-      for (int j = 0; j < 4; ++j) look(i + j * kLanes, &part[j]);
+      part0 = look(value(load(x + i)), part0);
+      part1 = look(value(load(x + i + kLanes)), part1);
+      part2 = look(value(load(x + i + 2 * kLanes)), part2);
+      part3 = look(value(load(x + i + 3 * kLanes)), part3);
     }
-    for (; i < n; i += kLanes) look(i, &part[0]);
-    const F32 lowest = max(max(part[0], part[1]), max(part[2], part[3]));
+    for (; i < n; i += kLanes) part0 = look(at(i), part0);
+    const F32 lowest = max(max(part0, part1), max(part2, part3));
     const float bottom = -reduce_max(lowest);
     // Halves: the range of f32 is finite then.
     const float half_range = 0.5f * max_ - 0.5f * bottom;
