@@ -79,6 +79,7 @@ set(STORE_SOURCES
   store/slab_files.cpp
   store/slot_layout.cpp
   store/store_engine.cpp
+  store/store_erase.cpp
   store/store_eviction.cpp
   store/store_full_disk.cpp
   store/store_images.cpp

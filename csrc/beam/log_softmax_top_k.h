@@ -101,8 +101,13 @@ struct LogitsProcessors;
 void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors);
 
 // stream is a cudaStream_t; launches only. values: [rows, vocab] scratch where there are
-// processors.
+// processors. A trie is one for all requests.
 void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
                             float* values, void* stream);
+
+// Its rows, where they are held to a trie: there is a row at least.
+void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
+                                      const LogitsProcessors& processors, float* values,
+                                      void* stream);
 
 }  // namespace lmdecode::beam

@@ -45,7 +45,11 @@ void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProc
   if (params.requests == 0) return;
   if (params.rows > 0 && processors == nullptr) launch(params.dtype, params, cuda_stream);
   if (params.rows > 0 && processors != nullptr) {
-    launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
+    if (processors->tries.value.tokens != nullptr) {
+      log_softmax_top_k_trie_rows_cuda(params, *processors, values, stream);
+    } else {
+      launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
+    }
   }
   cuda_kernels::
       log_softmax_top_k_request_kernel<<<grid_of(params.requests), tuning::kMergeThreads,

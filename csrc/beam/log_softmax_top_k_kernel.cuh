@@ -140,9 +140,14 @@ class RowCandidates {
     return best;
   }
 
-  // The set to the scratch, in any order.
-  template <class Score>
-  __device__ void write(const RowSlice<T>& slice, const Score& score, const KeptSet& set) {
+  struct SameToken {
+    __device__ uint32_t operator()(uint32_t token) const { return token; }
+  };
+
+  // The set to the scratch, in any order. token_of(place): of an element of the row.
+  template <class Score, class TokenOf = SameToken>
+  __device__ void write(const RowSlice<T>& slice, const Score& score, const KeptSet& set,
+                        TokenOf token_of = {}, uint32_t status = 0) {
     RowStorage& storage = cluster_.storage();
     cluster_.sync();
     if (cluster_.rank() == 0 && threadIdx.x == 0) storage.ranked_size = 0;
@@ -150,18 +155,18 @@ class RowCandidates {
     uint32_t* size = cluster_.at_rank(&storage.ranked_size, 0);
     float *scores = params_.row_scores(row_), *log_probs = params_.row_log_probs(row_);
     uint32_t* tokens = params_.row_tokens(row_);
-    slice.each([&](float logit, uint32_t token) {
-      if (!set.contains(logit, token)) return;
+    slice.each([&](float logit, uint32_t place) {
+      if (!set.contains(logit, place)) return;
       const uint32_t at = atomicAdd(size, 1u);
       scores[at] = score(logit);
       log_probs[at] = score.log_prob(logit);
-      tokens[at] = token;
+      tokens[at] = token_of(place);
     });
     cluster_.sync();
-    finish(cluster_.rank() == 0 ? storage.ranked_size : 0, 0);  // nobody wrote the others'
+    finish(cluster_.rank() == 0 ? storage.ranked_size : 0, status);  // nobody wrote the others'
   }
 
-  __device__ void finish(uint32_t count, uint8_t status) {
+  __device__ void finish(uint32_t count, uint32_t status) {
     if (cluster_.rank() != 0 || threadIdx.x != 0) return;
     *params_.row_count(row_) = count;
     *params_.row_status(row_) = status;
@@ -169,7 +174,7 @@ class RowCandidates {
 
   const LogSoftmaxTopKParams& params_;
   const SamplingLaunchPlan& launch_;
-  const uint32_t vocab_;
+  uint32_t vocab_;  // elements of a row
   RowCluster cluster_;
   int64_t row_ = 0;
   TokenWeight weight_;
@@ -199,7 +204,9 @@ class RequestMerge {
       sums.count += *params_.row_count(row);
     }
     sums = reduce(sums);
-    if (sums.count == 0 && sums.status == 0) sums.status = kBeamStatusEmpty;
+    const bool has_trie = (sums.status & kRowHasTrie) != 0;
+    sums.status &= ~Word{kRowHasTrie};
+    if (sums.count == 0 && sums.status == 0 && !has_trie) sums.status = kBeamStatusEmpty;
     if (sums.status != 0) sums.count = 0;
     if (threadIdx.x == 0) params_.status[request] = static_cast<uint8_t>(sums.status);
     if (sums.count > 0) place(request, sums.count > k ? lowest_key(k) : 0);
@@ -263,8 +270,10 @@ class RequestMerge {
         const uint32_t count = *params_.row_count(other);
         for (uint32_t j = cuda::lane_id(); j < count; j += cuda::kWarpSize) {
           const uint32_t other_key = order_key(scores[j]);
-          before += other_key > key ||
-                    (other_key == key && (other < row || (other == row && tokens[j] < token)));
+          // By its place too: arrays that are no trie may allow a token twice.
+          const bool first =
+              other < row || (other == row && (tokens[j] < token || (tokens[j] == token && j < i)));
+          before += other_key > key || (other_key == key && first);
         }
       }
       for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2)

@@ -57,7 +57,7 @@ struct LogitsProcessors {
   PerRow<float> diversity_penalty;         // [requests]
   TensorRows<float> bias;                  // [vocab], [requests, vocab] or [rows, vocab]
   TensorRows<int32_t> token_bitmask;       // [requests or rows, ceil(vocab / 32)]
-  // On the CPU alone: what the beams of a request are held to, and the node of each.
+  // What the beams of a request are held to, and the node of each. On CUDA one trie for all.
   PerRow<TokenTrie> tries;         // [requests]; one without tokens: none
   const int32_t* nodes = nullptr;  // [rows]
 

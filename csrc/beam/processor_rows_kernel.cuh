@@ -16,11 +16,27 @@ struct ProcessedParams {
 
 namespace cuda_kernels {
 
+// Where the value of a token lies: here each token has one, its own.
+class WholeRow {
+ public:
+  __device__ WholeRow(const RowProcessors&, int64_t) {}
+
+  // value(logit, token) of each token to its place; thread of `threads`, all of them call.
+  template <class T, class ValueOf>
+  __device__ void write(const RowSlice<T>& slice, float* values, int64_t, int64_t,
+                        ValueOf value) const {
+    slice.write(values, value);
+  }
+
+  // Below 0: nowhere.
+  __device__ int64_t place(int64_t token) const { return token; }
+};
+
 // Tokens that several rules name get the value of the last of them: rules take turns, with a
 // barrier between, and each computes it from the logit and everything that came before. A rule may
 // name a token twice, then the same value is written twice.
 template <class T>
-class RowProcessing : private RowCandidates<T> {
+class RowProcessing : protected RowCandidates<T> {
  public:
   __device__ RowProcessing(const ProcessedParams& params, const SamplingLaunchPlan& plan,
                            RowStorage& storage)
@@ -33,32 +49,46 @@ class RowProcessing : private RowCandidates<T> {
     const float beam_score = call.beam_scores[row * call.beam_scores_stride];
     const uint8_t status = beam_score_status(beam_score);
     if (status != 0 || !is_alive(beam_score)) return this->finish(0, status);
-    RowSlice<T> slice(static_cast<const T*>(call.logits) + row * call.logits_row_stride,
+    run_on<WholeRow>(beam_score, 0);
+  }
+
+ protected:
+  // flags: what the status of the row has besides its failures.
+  template <class Places>
+  __device__ void run_on(float beam_score, uint32_t flags) {
+    const LogSoftmaxTopKParams& call = this->params_;
+    RowSlice<T> slice(static_cast<const T*>(call.logits) + this->row_ * call.logits_row_stride,
                       call.logits_vocab_stride, this->vocab_, this->cluster_.rank(), this->launch_,
                       reinterpret_cast<unsigned char*>(&this->cluster_.storage() + 1));
     const typename RowCandidates<T>::Scan scan = this->load(slice);
     const float top = value_of_key(static_cast<uint32_t>(scan.max_key));
     if (scan.has_nan) {
-      this->finish(0, kBeamStatusNan);
+      this->finish(0, kBeamStatusNan | flags);
     } else if (!(top > minus_infinity())) {
-      this->finish(0, kBeamStatusEmpty);
+      this->finish(0, kBeamStatusEmpty | flags);
     } else {
-      const bool has_nan = process(slice, this->score_of(slice, top, beam_score));
-      this->finish(0, has_nan ? kBeamStatusNan : 0);
+      const bool has_nan = process<Places>(slice, this->score_of(slice, top, beam_score));
+      this->finish(0, (has_nan ? kBeamStatusNan : 0) | flags);
     }
     this->cluster_.sync();
   }
 
+  __device__ RowProcessors processors() const {
+    return processors_of_row(all_.processors, this->params_.request_of(this->row_), this->row_,
+                             this->params_.vocab);
+  }
+
  private:
   // Writes the row of values; whether a NaN came of the processors, for all threads.
+  template <class Places>
   __device__ bool process(const RowSlice<T>& slice, const CandidateScore& score) {
-    const RowProcessors p = processors_of_row(all_.processors, this->params_.request_of(this->row_),
-                                              this->row_, this->params_.vocab);
+    const RowProcessors p = processors();
+    const Places places(p, this->params_.vocab);
     float* values = all_.values + this->row_ * this->params_.vocab;
     const bool forced = p.forced_token >= 0;
     const float forced_log_prob = forced ? p.forced_log_prob() : 0.0f;
     bool has_nan = false;
-    slice.write(values, [&](float logit, uint32_t token) {
+    places.write(slice, values, thread(), threads(), [&](float logit, uint32_t token) {
       const float value = p.adjusted(score.log_prob(logit), token, 0, false);
       has_nan |= value != value;
       if (forced) return token == p.forced_token ? forced_log_prob : minus_infinity();
@@ -67,10 +97,12 @@ class RowProcessing : private RowCandidates<T> {
     this->cluster_.sync();
 
     const auto put = [&](int64_t token, float value) {
+      const int64_t place = places.place(token);
+      if (place < 0) return;
       has_nan |= value != value;
       if (forced) return;
       const float allowed = p.allows(token) ? value : minus_infinity();
-      atomicExch(reinterpret_cast<unsigned*>(values + token), bits_of(allowed));
+      atomicExch(reinterpret_cast<unsigned*>(values + place), bits_of(allowed));
     };
     const auto adjust = [&](int64_t token, bool repeated) {
       int64_t occurrences = 0;

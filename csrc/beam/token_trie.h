@@ -13,6 +13,20 @@ namespace lmdecode::beam {
 
 constexpr int32_t kOffTrie = -1;  // the node of a sequence that no item begins with
 
+// The place of a token among `size` ascending ones, or -1.
+LMD_HOST_DEVICE int64_t place_of(const int32_t* tokens, int64_t size, int64_t token) {
+  int64_t low = 0, high = size;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (tokens[middle] < token) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < size && tokens[low] == token ? low : -1;
+}
+
 struct TokenTrie {
   const int32_t* tokens = nullptr;       // [nodes]; null: there is no trie
   const int32_t* child_begin = nullptr;  // [nodes + 1]
@@ -31,16 +45,8 @@ struct TokenTrie {
   // The node that a token leads to, or kOffTrie.
   LMD_HOST_DEVICE int32_t child(int64_t node, int64_t token) const {
     const Children all = children(node);
-    int64_t low = all.begin, high = all.end;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (tokens[middle] < token) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low < all.end && tokens[low] == token ? static_cast<int32_t>(low) : kOffTrie;
+    const int64_t place = place_of(tokens + all.begin, all.end - all.begin, token);
+    return place < 0 ? kOffTrie : static_cast<int32_t>(all.begin + place);
   }
 
   // The node of a sequence, from the root on.

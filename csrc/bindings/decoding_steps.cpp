@@ -39,7 +39,8 @@ std::vector<beam::TokenTrie> tries_of_slots(const char* op, const Tensors& tenso
                  static_cast<int64_t>(count) - 1);
     if (number[slot] < 0) continue;
     const size_t at = first + 2 * static_cast<size_t>(number[slot]);
-    tries[static_cast<size_t>(slot)] = beam::token_trie(op, tensors[at], tensors[at + 1]);
+    tries[static_cast<size_t>(slot)] =
+        beam::token_trie(op, tensors[at], tensors[at + 1], "token_rules.trie_numbers", numbers);
   }
   return tries;
 }

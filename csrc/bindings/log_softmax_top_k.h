@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bindings/logits_processor_checks.h"
+#include "bindings/trie_checks.h"
 
 namespace lmdecode::beam {
 
@@ -114,6 +115,33 @@ struct LogSoftmaxTopKOp {
                     no_repeat_ngram_size, no_repeat_ngram_sizes, end_tokens, min_length,
                     min_lengths, suppressed_tokens, forced_tokens, diversity_tokens,
                     diversity_penalty, diversity_penalties, bias, token_bitmask});
+    return launch(p, &processors, logits);
+  }
+
+  static Result held_to_trie(
+      const Tensor& logits, const Tensor& beam_scores, int64_t num_candidates, int64_t num_beams,
+      const OptionalTensor& row_offsets, const OptionalTensor& sequences,
+      const OptionalTensor& lengths, double repetition_penalty,
+      const OptionalTensor& repetition_penalties, int64_t no_repeat_ngram_size,
+      const OptionalTensor& no_repeat_ngram_sizes, const OptionalTensor& end_tokens,
+      int64_t min_length, const OptionalTensor& min_lengths,
+      const OptionalTensor& suppressed_tokens, const OptionalTensor& forced_tokens,
+      const OptionalTensor& diversity_tokens, double diversity_penalty,
+      const OptionalTensor& diversity_penalties, const OptionalTensor& bias,
+      const OptionalTensor& token_bitmask, const Tensor& trie_tokens, const Tensor& child_begin,
+      const Tensor& nodes) {
+    const LogSoftmaxTopKParams p =
+        log_softmax_top_k_params(logits, beam_scores, num_candidates, num_beams, row_offsets);
+    LogitsProcessors processors =
+        ProcessorChecks(kLogSoftmaxTopKOp, logits, p)
+            .check({sequences, lengths, repetition_penalty, repetition_penalties,
+                    no_repeat_ngram_size, no_repeat_ngram_sizes, end_tokens, min_length,
+                    min_lengths, suppressed_tokens, forced_tokens, diversity_tokens,
+                    diversity_penalty, diversity_penalties, bias, token_bitmask});
+    processors.tries.value =
+        token_trie(kLogSoftmaxTopKOp, trie_tokens, child_begin, "logits", logits);
+    check_trie_tensor(kLogSoftmaxTopKOp, "nodes", nodes, p.rows, "logits", logits);
+    processors.nodes = nodes.const_data_ptr<int32_t>();
     return launch(p, &processors, logits);
   }
 

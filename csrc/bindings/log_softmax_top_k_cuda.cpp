@@ -19,6 +19,8 @@ void run(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CUDA, m) {
   using namespace lmdecode;
   using namespace lmdecode::beam;
-  m.impl("log_softmax_top_k", TORCH_BOX((&LogSoftmaxTopKOp<run, CudaGuard>::call)));
-  m.impl("log_softmax_top_k.processed", TORCH_BOX((&LogSoftmaxTopKOp<run, CudaGuard>::processed)));
+  using Op = LogSoftmaxTopKOp<run, CudaGuard>;
+  m.impl("log_softmax_top_k", TORCH_BOX(&Op::call));
+  m.impl("log_softmax_top_k.processed", TORCH_BOX(&Op::processed));
+  m.impl("log_softmax_top_k.trie", TORCH_BOX(&Op::held_to_trie));
 }

@@ -85,8 +85,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor? suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask, "
      "Tensor trie_tokens, Tensor child_begin, Tensor nodes) -> (Tensor scores, Tensor tokens, "
-     "Tensor beams, Tensor status, Tensor log_probs)",
-     Devices::kCpuOnly},
+     "Tensor beams, Tensor status, Tensor log_probs)"},
     // A trie of sequences: sequence i is tokens[offsets[i]:offsets[i + 1]], both int64. Returns its
     // tokens [nodes] and child_begin [nodes + 1], int32, and ends [nodes] uint8: 1 where a sequence
     // ends.
@@ -94,8 +93,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      "ends)",
      Devices::kCpuOnly},
     // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 where there is none.
-    {"trie_step(Tensor trie_tokens, Tensor child_begin, Tensor nodes, Tensor tokens) -> Tensor",
-     Devices::kCpuOnly},
+    {"trie_step(Tensor trie_tokens, Tensor child_begin, Tensor nodes, Tensor tokens) -> Tensor"},
     // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
     // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
     // given.

@@ -201,6 +201,32 @@ class Store {
   bool remove_session(const Scope& scope, const std::string& name) {
     return unlocked([&] { return engine().remove_session(scope, name); });
   }
+  uint64_t erase(const Scope& scope, const py::object& tokens,
+                 const std::optional<std::string>& session) {
+    const auto ids = ids_of(tokens);
+    return unlocked([&] {
+      return engine().erase(scope, ids ? &*ids : nullptr, session ? &*session : nullptr);
+    });
+  }
+  std::vector<bool> erases(const Scope& scope, const py::object& tokens,
+                           const std::optional<std::string>& session, const py::list& images) {
+    const auto ids = ids_of(tokens);
+    std::vector<std::vector<uint8_t>> headers;
+    for (const py::handle image : images) {
+      const Buffer buffer(image);
+      headers.emplace_back(buffer.bytes().begin(), buffer.bytes().end());
+    }
+    return unlocked([&] {
+      return engine().erases(scope, ids ? &*ids : nullptr, session ? &*session : nullptr, headers);
+    });
+  }
+  py::list roots(const Scope& scope) {
+    py::list result;
+    for (const Digest& root : unlocked([&] { return engine().roots(scope); })) {
+      result.append(bytes_of(root));
+    }
+    return result;
+  }
   std::vector<std::pair<py::str, uint64_t>> sessions() {
     std::vector<std::pair<py::str, uint64_t>> result;
     for (const SessionRow& row : unlocked([&] { return engine().list_sessions(); })) {
@@ -250,27 +276,16 @@ class Store {
 
   py::dict stats() {
     const StoreStats stats = unlocked([&] { return engine().stats(); });
+#define LMD_STAT(name) std::pair(#name, stats.name)
     py::dict result;
-#define LMD_STAT(name) result[#name] = stats.name
-    LMD_STAT(entries);
-    LMD_STAT(sessions);
-    LMD_STAT(capacity_areas);
-    LMD_STAT(used_areas);
-    LMD_STAT(idle_areas);
-    LMD_STAT(freed_areas);
-    LMD_STAT(unusable_areas);
-    LMD_STAT(slot_bytes);
-    LMD_STAT(chunk_tokens);
-    LMD_STAT(hits);
-    LMD_STAT(misses);
-    LMD_STAT(puts);
-    LMD_STAT(declined);
-    LMD_STAT(evicted);
-    LMD_STAT(expired);
-    LMD_STAT(damaged);
-    LMD_STAT(bytes_written);
-    LMD_STAT(bytes_read);
-    LMD_STAT(commits);
+    for (const auto& [name, value] :
+         {LMD_STAT(entries), LMD_STAT(sessions), LMD_STAT(capacity_areas), LMD_STAT(used_areas),
+          LMD_STAT(idle_areas), LMD_STAT(freed_areas), LMD_STAT(unusable_areas),
+          LMD_STAT(slot_bytes), LMD_STAT(chunk_tokens), LMD_STAT(hits), LMD_STAT(misses),
+          LMD_STAT(puts), LMD_STAT(declined), LMD_STAT(evicted), LMD_STAT(expired),
+          LMD_STAT(damaged), LMD_STAT(bytes_written), LMD_STAT(bytes_read), LMD_STAT(commits)}) {
+      result[name] = value;
+    }
 #undef LMD_STAT
     return result;
   }
@@ -311,6 +326,11 @@ class Store {
   }
 
  private:
+  static std::optional<std::vector<int32_t>> ids_of(const py::object& tokens) {
+    if (tokens.is_none()) return std::nullopt;
+    const Buffer buffer(tokens);
+    return std::vector<int32_t>(buffer.tokens().begin(), buffer.tokens().end());
+  }
   static PutOptions with(PutOptions options, Interruption& interruption) {
     options.goes_on = [&] { return interruption.goes_on(0, 0); };
     return options;
@@ -430,6 +450,10 @@ PYBIND11_MODULE(_store, module) {
       .def_property_readonly("values_by_column",
                              [](Store& store) { return store.engine().layout().values_by_column; })
       .def(
+          "header_bytes",
+          [](Store& store, uint32_t count) { return store.engine().layout().header_bytes(count); },
+          arg("count"))
+      .def(
           "image_bytes",
           [](Store& store, uint32_t count) { return store.engine().layout().image_bytes(count); },
           arg("count"), "Of an entry with so many tokens; 1 to chunk_tokens.")
@@ -444,6 +468,9 @@ PYBIND11_MODULE(_store, module) {
            arg("num_computed"), arg("planes"), arg("options"))
       .def("write_session", &Store::write_session, arg("scope"), arg("name"), arg("tokens"))
       .def("remove_session", &Store::remove_session, arg("scope"), arg("name"))
+      .def("erase", &Store::erase, arg("scope"), arg("tokens"), arg("session"))
+      .def("erases", &Store::erases, arg("scope"), arg("tokens"), arg("session"), arg("images"))
+      .def("roots", &Store::roots, arg("scope"))
       .def("sessions", &Store::sessions)
       .def("entries", &Store::entries)
       .def("entries_of", &Store::entries_of, arg("hit"))

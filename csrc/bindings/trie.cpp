@@ -1,4 +1,4 @@
-// trie_build and trie_step, on CPU tensors alone.
+// trie_build, which is of the CPU alone, and trie_step on CPU tensors.
 #include <algorithm>
 
 #include "beam/token_trie_build.h"
@@ -8,7 +8,6 @@ namespace lmdecode::beam {
 namespace {
 
 constexpr const char* kBuildOp = "trie_build";
-constexpr const char* kStepOp = "trie_step";
 
 const int64_t* integers(const char* name, const Tensor& tensor) {
   check_rank(kBuildOp, name, tensor, 1, "[n]");
@@ -60,28 +59,16 @@ std::tuple<Tensor, Tensor, Tensor> trie_build(const Tensor& tokens, const Tensor
           tensor_of(tokens, trie.ends, ScalarType::Byte)};
 }
 
-Tensor trie_step(const Tensor& trie_tokens, const Tensor& child_begin, const Tensor& nodes,
-                 const Tensor& tokens) {
-  const TokenTrie trie = token_trie(kStepOp, trie_tokens, child_begin);
-  check_rank(kStepOp, "nodes", nodes, 1, "[n]");
-  const int64_t size = nodes.size(0);
-  check_trie_tensor(kStepOp, "nodes", nodes, size);
-  check_shape(kStepOp, "tokens", tokens, size);
-  check_dtype(kStepOp, "tokens", tokens, ScalarType::Long);
-  if (!tokens.is_cpu()) fail(kStepOp, "tokens is on ", device_name(tokens), "; expected cpu");
-  const int32_t* const node = nodes.const_data_ptr<int32_t>();
-  const int64_t* const token = tokens.const_data_ptr<int64_t>();
-  const int64_t stride = tokens.stride(0);
-  Tensor next = new_tensor(nodes, {size}, ScalarType::Int);
-  int32_t* const to = next.mutable_data_ptr<int32_t>();
-  for (int64_t i = 0; i < size; ++i) to[i] = trie.child(node[i], token[i * stride]);
-  return next;
+void run_step(const TrieStepParams& params, const Tensor&) {
+  for (int64_t i = 0; i < params.size; ++i) params.step(i);
 }
 
 }  // namespace
 }  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("trie_build", TORCH_BOX(&lmdecode::beam::trie_build));
-  m.impl("trie_step", TORCH_BOX(&lmdecode::beam::trie_step));
+  using namespace lmdecode;
+  using namespace lmdecode::beam;
+  m.impl("trie_build", TORCH_BOX(&trie_build));
+  m.impl("trie_step", TORCH_BOX((&trie_step<run_step, NoGuard>)));
 }

@@ -29,25 +29,21 @@ class FamilyStages : public ListStages {
   // where it is wanted.
   template <bool kSurprise, class T>
   RowWeights weigh_row(const T* x, int64_t n) const {
-    const F32 scale = splat(float_of(static_cast<uint32_t>(127 + rule_.fraction_bits) << 23));
     const F32 m = splat(rule_.max), f = splat(rule_.factor), tiny = splat(0x1p-126f);
     const float bits = static_cast<float>(rule_.fraction_bits);
     MassSum mass, surprise;
     const auto add = [&](F32 a) {
-      if constexpr (kSurprise) {
-        // NaN and -inf come to 2^-125: nothing.
-        const F32 weight = scaled_weight(a, m, f, 0.0f);
-        mass.add(max(weight * scale, tiny));
-        surprise.add(max(weight * exponents(a) * scale, tiny));
-      } else {
-        mass.add(scaled_weight(a, m, f, bits));
-      }
+      // NaN and -inf come to 2^-125 of the unit: nothing.
+      const F32 weight = scaled_weight(a, m, f, bits);
+      mass.add(weight);
+      if constexpr (kSurprise) surprise.add(max(weight * exponents(a), tiny));
     };
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
+    for (; i + kBlock <= n; i += kBlock) {
       prefetch_ahead(x + i);
-      add(load(x + i));
+      for (int j = 0; j < kBlockVectors; ++j) add(load(x + i + j * kLanes));
     }
+    for (; i + kLanes <= n; i += kLanes) add(load(x + i));
     if (i < n) add(load_part(x + i, static_cast<int>(n - i), minus_infinity()));
     return weights_of(mass.total(), surprise.total());
   }
@@ -74,6 +70,18 @@ class FamilyStages : public ListStages {
     return sum.total();
   }
 
+  // Lists a row's tokens of about this weight and more, from logit listed_from_ on. False, and an
+  // empty list, where that would be all of them.
+  template <class T>
+  bool list_above(double weight, const T* x, int64_t n) {
+    if (!(weight > 0.0) || !(rule_.factor > 0.0f)) return false;
+    const double exponent = log_f64(weight) * kLog2E / static_cast<double>(rule_.factor);
+    listed_from_ = static_cast<float>(static_cast<double>(rule_.max) + exponent);
+    if (!(listed_from_ > floor_) || listed_from_ > rule_.max) return false;
+    collect_set(x, n, kept_from(listed_from_), &list_);
+    return true;
+  }
+
   // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
   // that equal it.
   void keep_below_max(double offset, bool keep_ties) {
@@ -87,65 +95,88 @@ class FamilyStages : public ListStages {
   // out. Shares of the range are rounded to multiples of 2^-21; their sums are exact.
   template <class T>
   double sigma_offset(double sigmas, const T* x, int64_t n) const {
-    const F32 t = splat(temperature_), zero = splat(0.0f), half = splat(0.5f);
+    const F32 t = splat(temperature_), zero = splat(0.0f);
     const F32 infinity = splat(plus_infinity());
     const auto at = [&](int64_t i) {
       const F32 a = i + kLanes <= n ? load(x + i)
                                     : load_part(x + i, static_cast<int>(n - i), minus_infinity());
       return temperature_ == 1.0f ? a : select(abs(a) == infinity, a, a / t);
     };
-    F32 lowest = splat(minus_infinity());  // of the values with another sign
+    F32 part[4];  // the largest of the values with another sign: a maximum waits for the one before
+    for (F32& p : part) p = splat(minus_infinity());
     int64_t count = 0;
-    for (int64_t i = 0; i < n; i += kLanes) {
+    const auto look = [&](int64_t i, F32* lowest) {
       const F32 v = at(i);
       const Mask is_finite = infinity > abs(v);
       count += LMD_SIMD::count(bits(is_finite));
-      lowest = max(select(is_finite, zero - v, splat(minus_infinity())), lowest);
+      *lowest = max(select(is_finite, zero - v, splat(minus_infinity())), *lowest);
+    };
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+      for (int j = 0; j < 4; ++j) look(i + j * kLanes, &part[j]);
     }
+    for (; i < n; i += kLanes) look(i, &part[0]);
+    const F32 lowest = max(max(part[0], part[1]), max(part[2], part[3]));
     const float bottom = -reduce_max(lowest);
     // Halves: the range of f32 is finite then.
     const float half_range = 0.5f * max_ - 0.5f * bottom;
     if (!(half_range > 0.0f)) return minus_infinity();
-    const F32 top = splat(0.5f * max_), range = splat(half_range), tiny = splat(0x1p-126f);
-    const F32 magic = splat(kRoundMagic);
-    // A share as high * 2^11 + low, 0 <= low <= 2^11, so that f32 has all products exactly.
-    MassSum sum, high_squares, products, low_squares;
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const F32 v = at(i);
-      const F32 share = select(infinity > abs(v), (top - v * half) / range, zero);
-      const F32 whole = (share * splat(0x1p21f) + magic) - magic;
-      const F32 high = max((whole * splat(0x1p-11f) - half) + magic - magic, zero);
-      const F32 low = whole - high * splat(0x1p11f);
-      sum.add(max(whole, tiny));
-      high_squares.add(max(high * high, tiny));
-      products.add(max(high * low, tiny));
-      low_squares.add(max(low * low, tiny));
+    const float shares = shares_of(half_range);
+    const F32 top = splat(0.5f * max_), scale = splat(shares), magic = splat(kRoundMagic);
+    const F32 minus_half = splat(-0.5f);
+    const U32 number = splat_u32(0x3fffff);  // the low bits of kRoundMagic + share
+    ShareSums sums;
+    constexpr int64_t kChunk = int64_t{1024} * kLanes;  // no lane's sum of shares comes to 2^32
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+      U32 sum = splat_u32(0);
+      U64 even = splat_u64(0), odd = splat_u64(0);
+      const int64_t end = begin + kChunk < n ? begin + kChunk : n;
+      for (int64_t i = begin; i < end; i += kLanes) {
+        const F32 v = at(i);
+        const F32 below = select(infinity > abs(v), multiply_add(v, minus_half, top), zero);
+        const U32 share = bit_cast_u32(multiply_add(below, scale, magic)) & number;
+        const U64 low = even_lanes(share), high = odd_lanes(share);
+        sum = sum + share;
+        even = even + multiply_low(low, low);
+        odd = odd + multiply_low(high, high);
+      }
+      alignas(64) uint32_t part[kLanes];
+      alignas(64) uint64_t square[kLanes / 2];
+      store(part, sum);
+      for (const uint32_t p : part) sums.sum += p;
+      store(square, even + odd);
+      for (const uint64_t p : square) sums.squares += p;
     }
-    const ShareSums sums{sum.total(), high_squares.total(), products.total(), low_squares.total()};
-    return -(sigmas * standard_deviation(half_range, sums, count));
+    return -(sigmas * standard_deviation(shares, sums, count));
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first
   // max_tokens alone where that is not 0.
   void keep_top_h(double share, int64_t max_tokens) {
-    make_keys(&list_, temperature_);
     if (max_tokens > 0 && max_tokens < list_.size) {
+      make_keys(&list_, temperature_);
       select_top_k(&list_, max_tokens, /*keep_ties=*/false);
     }
     const RowWeights w = weigh();
+    const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
+    const double most = share * terms(w.mass, w.surprise);
+    if (terms(w.mass, w.surprise) > most) cut_top_h(terms, most);
+  }
+
+  // The prefix of the list whose terms come to at most `most`; those of the whole list are more.
+  // Needs masses.
+  void cut_top_h(const EntropyTerms& terms, double most) {
+    make_keys(&list_, temperature_);
     uint64_t* surprise = list_.spare_mass;
     for (int64_t i = 0; i < list_.size; i += kLanes) {
       MassSum::store_masses(surprise + i, scaled_surprise(load(list_.value + i)));
     }
     const int64_t padded = round_up_to_lanes(list_.size);
     for (int64_t i = list_.size; i < padded; ++i) surprise[i] = 0;
-    const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
-    const double most = share * terms(w.mass, w.surprise);
     const KeyRange range = key_range(list_.key, list_.size);
     // The terms of keys >= high are at most `most`, those of keys >= low are more.
     uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1;
     uint64_t mass = 0, exponents = 0;  // of keys >= high
-    if (terms(w.mass, w.surprise) <= most) return;
     while (high - low > 1) {
       const uint32_t middle = static_cast<uint32_t>((low + high) / 2);
       const uint64_t m = mass_from(list_.key, list_.mass, list_.size, middle);
@@ -169,15 +200,63 @@ class FamilyStages : public ListStages {
     keep_from(&list_, static_cast<uint32_t>(low), ties);
   }
 
+  // The same of a whole row, from a list of those of its tokens that can matter. False, and an
+  // empty list, where these do not suffice.
+  template <class T>
+  bool list_top_h(double share, const T* x, int64_t n) {
+    const RowWeights w = weigh_row<true>(x, n);
+    const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
+    const double all = terms(w.mass, w.surprise), most = share * all;
+    if (!(all > most)) return false;
+    // A term is at most -p log(p) of a probability p that the token does not reach, p < 1 / e: all
+    // n such terms come to no more than what is left out.
+    const double part = (all - most) / static_cast<double>(n);
+    double p = part;
+    for (int i = 0; i < 4 && p > 0.0 && p < 0.3; ++i) p = part / -log_f64(p);
+    if (!(p > 0.0 && p < 0.3) || !list_above(p * w.sum, x, n)) return false;
+    make_masses(&list_, rule_);
+    if (terms(total_mass(list_), surprise_mass()) > most) {
+      cut_top_h(terms, most);
+      return true;
+    }
+    list_.size = 0;
+    return false;
+  }
+
   // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
   void keep_typical(double p, bool keep_ties) {
     const RowWeights w = weigh();
+    cut_typical(w, typical_target(p, w.mass), keep_ties, /*beyond=*/0);
+  }
+
+  // Keeps of the list, whose mass reaches target, what makes up the target. False where tokens of
+  // this key may belong to it: `beyond` is a key of tokens that are not listed. Needs masses.
+  bool cut_typical(const RowWeights& w, uint64_t target, bool keep_ties, uint32_t beyond) {
     make_distance_keys(w);
-    const uint64_t target = typical_target(p, w.mass);
     const MassCut cut = find_mass_cut(list_, target);
+    if (cut.key <= beyond) return false;
     const int64_t ties =
         keep_ties ? list_.size : cut_ties(list_, cut.key, target - cut.mass_above, false).kept;
     keep_from(&list_, cut.key, ties);
+    return true;
+  }
+
+  // The same of a whole row, as list_top_h(): tokens of little mass together, and farther from the
+  // entropy than the likeliest one, are left out.
+  template <class T>
+  bool list_typical(double p, bool keep_ties, const T* x, int64_t n) {
+    const RowWeights w = weigh_row<true>(x, n);
+    const TypicalDistance distance(rule_, w);
+    if (distance.alike) return false;
+    const double below = (1.0 - p) * w.sum / static_cast<double>(n);
+    const double nearest = portable_exp_f64(-2.0 * kLn2 * w.mean_exponent);
+    if (!list_above(below < nearest ? below : nearest, x, n)) return false;
+    const uint64_t target = typical_target(p, w.mass);
+    make_masses(&list_, rule_);
+    const uint32_t beyond = ~order_key(distance.of(listed_from_));
+    if (total_mass(list_) >= target && cut_typical(w, target, keep_ties, beyond)) return true;
+    list_.size = 0;
+    return false;
   }
 
   // Keys that are the larger, the nearer a token's surprise is to the entropy: by the distance in
@@ -222,6 +301,8 @@ class FamilyStages : public ListStages {
       push(&list_, mask, load(list_.value + i), load(list_.token + i));
     }
   }
+
+  float listed_from_ = 0.0f;  // list_above()
 };
 
 }  // namespace lmdecode::LMD_SIMD::sampling

@@ -7,14 +7,12 @@
 
 #include <type_traits>
 
+#include "sampling/block_bound.h"
 #include "sampling/candidate_list.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
-
-constexpr int kBlock = 64;  // elements a step; one word of mask bits
-constexpr int kBlockVectors = kBlock / kLanes;
 
 // A row as it is. Where tokens of a row count with other values than those in memory, the edits say
 // which tokens are read from memory all the same, and append the others: see edited_row.h.
@@ -192,29 +190,18 @@ template <class T, class Edits, class OnFull>
 bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateList* list,
              const Edits& edits, OnFull on_full) {
   const F32 zero = splat(0.0f);
-  uint32_t nan = 0;
+  bool nan = false;
   int64_t i = 0;
   ChunkFlags chunk;
   alignas(64) uint64_t word[kChunkBlocks];
   while (i + kBlock <= n) {
-    const F32 bound = splat(*threshold);
+    const BlockBound<T> bound(*threshold);
     const int blocks =
         static_cast<int>((n - i) / kBlock < kChunkBlocks ? (n - i) / kBlock : kChunkBlocks);
+    nan |= bound.scan(x + i, blocks, word);
     for (int b = 0; b < blocks; ++b) {
-      const T* block = x + i + b * kBlock;
-      F32 a[kBlockVectors];
-      for (int j = 0; j < kBlockVectors; ++j) a[j] = load(block + j * kLanes);
-      Mask unordered = is_nan(a[0], a[1]);
-      for (int j = 2; j < kBlockVectors; j += 2)
-        unordered = operator_or(unordered, is_nan(a[j], a[j + 1]));
-      nan |= bits(unordered);
-      uint64_t w = 0;
-      for (int j = 0; j < kBlockVectors; ++j) {
-        w |= static_cast<uint64_t>(bits(a[j] >= bound)) << (j * kLanes);
-      }
-      if constexpr (Edits::kAny) w &= edits.word(i / kBlock + b);
-      word[b] = w;
-      chunk.flag[b] = static_cast<uint32_t>(w) | static_cast<uint32_t>(w >> 32);
+      if constexpr (Edits::kAny) word[b] &= edits.word(i / kBlock + b);
+      chunk.flag[b] = static_cast<uint32_t>(word[b]) | static_cast<uint32_t>(word[b] >> 32);
     }
     const int flagged = chunk.compact(blocks);
     for (int f = 0; f < flagged; ++f) {
@@ -227,14 +214,14 @@ bool collect(const T* x, int64_t n, float* threshold, int64_t* limit, CandidateL
   for (; i < n; i += kLanes) {
     const F32 a =
         i + kLanes <= n ? load(x + i) : load_part(x + i, static_cast<int>(n - i), minus_infinity());
-    nan |= bits(is_nan(a, zero));
+    nan |= bits(is_nan(a, zero)) != 0;
     uint32_t mask = bits(a >= splat(*threshold));
     if constexpr (Edits::kAny) {
       mask &= static_cast<uint32_t>(edits.word(i / kBlock) >> (i % kBlock));
     }
     push(list, mask, a, iota_u32() + splat_u32(static_cast<uint32_t>(i)));
   }
-  return nan != 0;
+  return nan;
 }
 
 // Appends the members of the set.

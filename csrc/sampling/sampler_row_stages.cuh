@@ -214,19 +214,22 @@ class SamplerRowStages {
     const float half_range = 0.5f * max_ - 0.5f * bottom;
     if (!(half_range > 0.0f)) return minus_infinity();
     const float half_max = 0.5f * max_;
+    const float shares = shares_of(half_range);
     struct Sums {
-      ShareSums shares;
+      Word sum, squares, carry;  // carry: the high half of the squares
       __device__ Sums operator+(const Sums& b) const {
-        return {{shares.sum + b.shares.sum, shares.high_squares + b.shares.high_squares,
-                 shares.products + b.shares.products, shares.low_squares + b.shares.low_squares}};
+        const Word low = squares + b.squares;
+        return {sum + b.sum, low, carry + b.carry + (low < squares ? 1 : 0)};
       }
     };
     const Sums sums = sum<Sums>([&](Sums& total, float logit, uint32_t) {
       const float v = tempered(logit, temperature_);
-      if (is_finite(v)) total = total + Sums{value_shares(v, half_max, half_range)};
+      if (!is_finite(v)) return;
+      const Word share = value_share(v, half_max, shares);
+      total = total + Sums{share, share * share, 0};
     });
-    return -(sigmas *
-             standard_deviation(half_range, sums.shares, static_cast<int64_t>(finite.count)));
+    const ShareSums all{sums.sum, static_cast<Wide>(sums.carry) << 64 | sums.squares};
+    return -(sigmas * standard_deviation(shares, all, static_cast<int64_t>(finite.count)));
   }
 
   // The prefix whose own terms of the entropy come to at most `share` of it; of the first

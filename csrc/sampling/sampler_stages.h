@@ -27,6 +27,8 @@ class SamplerStages : public FamilyStages {
   // Which stages are on in this row.
   void find_stages(const SamplerNumbers& numbers) {
     stages_of_row(*state_, plan_, counts_ != nullptr, on_);
+    bool& xtc = on_[static_cast<int>(SamplerStage::kXtc)];
+    if (xtc && !counts_) xtc = excludes_top_choices(*state_);
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
     is_plain_ = rules_.is_plain && !dynamic && !(numbers.adaptive_target >= 0.0);
     for (int i = static_cast<int>(SamplerStage::kTopNSigma); i < kSamplerStages; ++i)
@@ -64,6 +66,10 @@ class SamplerStages : public FamilyStages {
       first = stage;
       first_stage_ = i + 1;
       break;
+    }
+    if (first == SamplerStage::kTopH && rules_.top_h_tokens > 0) {
+      --first_stage_;  // it is still to come
+      return collect_first(x, rules_.top_h_tokens, /*keep_ties=*/false, edits);
     }
     if (first == SamplerStage::kTopK) {
       return collect_first(x, plan_.top_k, rules_.dialect.keep_top_k_ties, edits);
@@ -111,6 +117,10 @@ class SamplerStages : public FamilyStages {
       case SamplerStage::kMirostat:
         offset = mirostat_offset(state_->mu, weigh_row<false>(x, n_));
         break;
+      case SamplerStage::kTopH:
+        return list_top_h(numbers.top_h, x, n_);
+      case SamplerStage::kTypical:
+        return list_typical(numbers.typical_p, rules_.keep_typical_ties, x, n_);
       default:
         return false;
     }

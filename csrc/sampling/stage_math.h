@@ -80,31 +80,30 @@ LMD_HOST_DEVICE uint32_t key_below_max(float max, double offset) {
   return order_key(value) + (static_cast<double>(value) < bound ? 1 : 0);
 }
 
-// The standard deviation of `count` values. Of each, its share of the range below the largest is
-// rounded to a multiple of 2^-21, high * 2^11 + low of them; the sums of these are exact.
+// The standard deviation of `count` values. How far each is below the largest is rounded to a
+// multiple of the range's 2^-21, its share; the sums of shares and of their squares are exact.
 struct ShareSums {
-  uint64_t sum, high_squares, products, low_squares;
+  uint64_t sum = 0;
+  Wide squares = 0;
 };
 
-LMD_HOST_DEVICE double standard_deviation(float half_range, const ShareSums& sums, int64_t count) {
-  const Wide squares = (static_cast<Wide>(sums.high_squares) << 22) +
-                       (static_cast<Wide>(sums.products) << 12) + sums.low_squares;
-  const Wide all = squares * static_cast<uint64_t>(count);
+// Shares of a half range > 0 in 1; finite.
+LMD_HOST_DEVICE float shares_of(float half_range) {
+  const float shares = 0x1p21f / half_range;
+  return shares < 0x1p127f ? shares : 0x1p127f;
+}
+
+LMD_HOST_DEVICE double standard_deviation(float shares, const ShareSums& sums, int64_t count) {
+  const Wide all = sums.squares * static_cast<uint64_t>(count);
   const Wide mean = static_cast<Wide>(sums.sum) * sums.sum;
-  const double one = 0x1p21 * static_cast<double>(count);
-  const double variance = to_double(all - mean) / (one * one);
-  return 2.0 * static_cast<double>(half_range) * square_root(variance);
+  const double variance = to_double(all - mean);
+  return 2.0 * square_root(variance) / (static_cast<double>(shares) * static_cast<double>(count));
 }
 
 // Of one finite value: family_stages.h has it for vectors.
-LMD_HOST_DEVICE ShareSums value_shares(float value, float half_max, float half_range) {
-  const float share = (half_max - value * 0.5f) / half_range;
-  const float whole = (share * 0x1p21f + kRoundMagic) - kRoundMagic;
-  const float rounded = (whole * 0x1p-11f - 0.5f) + kRoundMagic - kRoundMagic;
-  const float high = rounded > 0.0f ? rounded : 0.0f;
-  const float low = whole - high * 0x1p11f;
-  return {static_cast<uint64_t>(whole), static_cast<uint64_t>(high * high),
-          static_cast<uint64_t>(high * low), static_cast<uint64_t>(low * low)};
+LMD_HOST_DEVICE uint32_t value_share(float value, float half_max, float shares) {
+  const float below = fused_multiply_add(value, -0.5f, half_max);
+  return bits_of(fused_multiply_add(below, shares, kRoundMagic)) & 0x3fffff;
 }
 
 // ---- the others

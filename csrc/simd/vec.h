@@ -15,7 +15,8 @@
 //        round_even; subtract_f64(a, b, c): f32((f64(a) - b) - c); a >= b, a > b, a == b, is_nan(a,
 //        b) -> Mask; select(mask, a, b)
 //   U32  load, store, splat, iota, + ^ & | >>, a >= b (unsigned), a == b
-//   U64  pairs of 32-bit lanes: even_lanes, odd_lanes, merge_lanes, multiply_low, high_half, xor3
+//   U64  pairs of 32-bit lanes: even_lanes, odd_lanes, merge_lanes, multiply_low, high_half, xor3,
+//        + and store
 //        order4, transpose4: words of groups of four to token order
 //   Mask bits(mask): bit i is lane i
 //   compress_store(p, mask, v): the lanes of the mask, in order; writes kLanes elements or fewer at

@@ -129,6 +129,8 @@ inline U64 splat_u64(uint64_t a) { return {_mm256_set1_epi64x(static_cast<long l
 inline U64 multiply_low(U64 a, U64 m) {
   return {_mm256_mul_epu32(a.v, m.v)};
 }  // of the low halves, 64 bits
+inline U64 operator+(U64 a, U64 b) { return {_mm256_add_epi64(a.v, b.v)}; }
+inline void store(uint64_t* p, U64 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v); }
 inline U64 high_half(U64 a) { return {_mm256_srli_epi64(a.v, 32)}; }
 inline U64 xor3(U64 a, U64 b, U64 c) { return {_mm256_xor_si256(_mm256_xor_si256(a.v, b.v), c.v)}; }
 

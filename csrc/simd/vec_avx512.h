@@ -107,6 +107,8 @@ inline U64 splat_u64(uint64_t a) { return {_mm512_set1_epi64(static_cast<long lo
 inline U64 multiply_low(U64 a, U64 m) {
   return {_mm512_mul_epu32(a.v, m.v)};
 }  // of the low halves, 64 bits
+inline U64 operator+(U64 a, U64 b) { return {_mm512_add_epi64(a.v, b.v)}; }
+inline void store(uint64_t* p, U64 a) { _mm512_storeu_si512(p, a.v); }
 inline U64 high_half(U64 a) { return {_mm512_srli_epi64(a.v, 32)}; }
 inline U64 xor3(U64 a, U64 b, U64 c) { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
 

@@ -179,6 +179,11 @@ inline U64 multiply_low(U64 a, U64 m) {
   LMD_EACH_PAIR a.v[i] = (a.v[i] & 0xffffffffu) * (m.v[i] & 0xffffffffu);
   return a;
 }
+inline U64 operator+(U64 a, U64 b) {
+  LMD_EACH_PAIR a.v[i] += b.v[i];
+  return a;
+}
+inline void store(uint64_t* p, U64 a) { LMD_EACH_PAIR p[i] = a.v[i]; }
 inline U64 high_half(U64 a) {
   LMD_EACH_PAIR a.v[i] >>= 32;
   return a;

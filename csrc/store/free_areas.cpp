@@ -50,6 +50,12 @@ uint32_t FreeAreas::take(int64_t now_ms) {
   return area;
 }
 
+bool FreeAreas::remove(uint32_t area) {
+  return std::erase(idle_, area) + std::erase(refused_, area) +
+             std::erase_if(freed_, [&](const Freed& freed) { return freed.area == area; }) >
+         0;
+}
+
 std::vector<uint32_t> FreeAreas::listed() const {
   std::vector<uint32_t> areas(idle_.begin(), idle_.end());
   for (const Freed& freed : freed_) areas.push_back(freed.area);

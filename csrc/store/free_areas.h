@@ -18,6 +18,8 @@ class FreeAreas {
   void add_freed(uint32_t area, int64_t freed_ms, int64_t now_ms);
   // Handed out, but nothing refers to it: back to where it serves next.
   void give_back(uint32_t area);
+  // One that is listed is so no longer; false: it is not.
+  bool remove(uint32_t area);
   // From the queue that has more left, from the first where they have the same; kNoArea: none.
   uint32_t take(int64_t now_ms);
   // The disk had no space for it: it serves last.

@@ -156,7 +156,7 @@ IndexDatabase::IndexDatabase(FileSystem& file_system, const std::string& path, b
     };
     const int64_t id = pragma("PRAGMA application_id"), version = pragma("PRAGMA user_version");
     if (!readonly) {
-      execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL");
+      execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA secure_delete = ON");
       if (id == 0 && version == 0) create_tables();
     }
     if ((readonly || id != 0) && (id != kApplicationId || version != kFormatVersion)) {
@@ -442,7 +442,9 @@ void IndexDatabase::compact() {
   } catch (const StoreError& error) {
     if (error.error_number() != ENOSPC) throw;  // a full disk: it stays as long as it is
   }
-  execute("PRAGMA wal_checkpoint(TRUNCATE)");
+  empty_log();
 }
+
+void IndexDatabase::empty_log() { execute("PRAGMA wal_checkpoint(TRUNCATE)"); }
 
 }  // namespace lmdecode::store

@@ -94,6 +94,8 @@ class IndexDatabase {
   bool recycle_log();
   // Does so by itself once the log has so many bytes.
   void limit_log(uint64_t bytes);
+  // Moves the log into the file, where what was deleted is zeros, and cuts it to nothing.
+  void empty_log();
   // Moves the log into the file and gives free pages back, if there is space to do so.
   void compact();
   // Lets go without touching the files: in a process that was forked.

@@ -293,13 +293,22 @@ void StoreEngine::load_index() {
   std::sort(free.begin(), free.end(),
             [](const AreaRow& a, const AreaRow& b) { return a.used_ms < b.used_ms; });
   const int64_t time = now();
+  std::vector<uint32_t> erased;  // and not overwritten, when the last writer died
   for (const AreaRow& row : free) {
     known[row.area] = true;
-    if (row.area < capacity) free_areas_.add_freed(row.area, row.used_ms, time);
+    if (row.pinned && row.area < capacity) {
+      erased.push_back(row.area);
+    } else if (row.area < capacity) {
+      free_areas_.add_freed(row.area, row.used_ms, time);
+    }
   }
   // Written, but not committed when the last writer died.
   for (uint32_t area = 0; area < std::min(used, capacity); ++area) {
     if (!known[area]) free_areas_.add_freed(area, 0, time);
+  }
+  if (!erased.empty()) {
+    Lock lock(mutex_);
+    overwrite(lock, erased);
   }
   if (used > capacity) {
     Lock lock(mutex_);

@@ -201,6 +201,23 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool remove_session(const Scope& scope, const std::string& name);
   std::vector<SessionRow> list_sessions();
 
+  // --- erasing (store_erase.cpp)
+
+  // Of this tenant: entries that hold the beginning of the tokens or continue them, a session with
+  // the entries of its tokens, or, where both are null, everything. What other sessions need stays,
+  // but for those that continue the tokens. It is no longer found, and overwritten, when it
+  // returns, with free slots that held an earlier stage of it. The number of entries. Throws
+  // std::invalid_argument for an unknown session, StoreError where that cannot be made durable.
+  uint64_t erase(const Scope& scope, const std::vector<int32_t>* tokens,
+                 const std::string* session);
+  // Which of these entries elsewhere, by the headers of their images, the same call would erase.
+  // All are of one root, that of the scope where tokens or a session are named.
+  std::vector<bool> erases(const Scope& scope, const std::vector<int32_t>* tokens,
+                           const std::string* session,
+                           const std::vector<std::vector<uint8_t>>& headers);
+  // Roots under which this tenant stored something that is still known here, and that of the scope.
+  std::vector<Digest> roots(const Scope& scope);
+
   // --- upkeep (store_engine.cpp, store_eviction.cpp, store_transfer.cpp)
 
   // All that was acknowledged is durable when it returns true.
@@ -291,6 +308,19 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   }
   void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
   void note_stored(bool is_all, bool lacked_space);
+
+  // store_erase.cpp
+  class ErasedSlots;
+  void settle(Lock& lock);
+  std::optional<std::vector<int32_t>> erased_tokens(const Digest& root,
+                                                    const std::vector<int32_t>* tokens,
+                                                    const std::string* session);
+  std::vector<std::vector<int32_t>> other_sessions(const Digest& root,
+                                                   const std::vector<int32_t>& tokens,
+                                                   const std::string* session);
+  void collect_erased(EntryId parent, ErasedSlots& slots, std::vector<EntryId>* found);
+  std::vector<uint32_t> take_stale(Lock& lock, ErasedSlots* slots);
+  void overwrite(Lock& lock, const std::vector<uint32_t>& areas);
 
   // store_lookup.cpp
   Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);

@@ -37,7 +37,7 @@ def flat(items: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equals_the_reference(seed: int) -> None:
+def test_equals_the_reference(seed: int, device: torch.device) -> None:
     items = random_items(seed)
     got = torch.ops.lmdecode.trie_build(*flat(items))
     want = lmdecode.reference.trie_build(items)
@@ -47,8 +47,9 @@ def test_equals_the_reference(seed: int) -> None:
         [choice.randint(-2, len(want[0]) + 1) for _ in range(200)], dtype=torch.int32
     )
     tokens = torch.tensor([choice.randint(-2, 45) for _ in range(200)])
-    step = torch.ops.lmdecode.trie_step(*got[:2], nodes, tokens)
-    assert_equal([step], [lmdecode.reference.trie_step(*want[:2], nodes, tokens)])
+    given = (part.to(device) for part in (*got[:2], nodes, tokens))
+    step = torch.ops.lmdecode.trie_step(*given)
+    assert_equal([step.cpu()], [lmdecode.reference.trie_step(*want[:2], nodes, tokens)])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -153,6 +154,20 @@ def test_after_a_prompt() -> None:
         assert allowed(0, torch.tensor([8, 8, *generated])) == following
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_bitmask_after_a_prompt(seed: int) -> None:
+    items = random_items(seed)
+    after, choice = Trie(items).after(2), random.Random(seed)
+    rows = [[1, 1, *choice.choice(items), 0, 0][: 2 + length] for length in range(4)]
+    longest = max(map(len, rows))
+    texts = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    words = after.bitmask(texts)
+    assert words.dtype == torch.int32
+    for row, ids in zip(words.tolist(), texts, strict=True):
+        bits = [at for at in range(32 * len(row)) if row[at // 32] >> at % 32 & 1]
+        assert bits == after(0, ids)
+
+
 # --- The file -------------------------------------------------------------------------------------
 
 
@@ -211,6 +226,54 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         Trie(ITEMS).save(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+# --- Devices --------------------------------------------------------------------------------------
+
+
+def test_to_a_device(device: torch.device, tmp_path: Path) -> None:
+    host = Trie(ITEMS)
+    trie = host.to(device)
+    assert (trie is host) == (device.type == "cpu") and trie.to(device) is trie
+    assert trie.device.type == device.type and host.device.type == "cpu"
+    rows = torch.tensor([[5, 7, 2], [5, 9, 3], [6, 2, 0]])
+    nodes = trie.nodes_of(rows.to(device))
+    assert nodes.device == trie.device and nodes.tolist() == host.nodes_of(rows).tolist()
+    assert trie.goes_on(nodes).tolist() == host.goes_on(nodes.cpu()).tolist()
+    assert list(trie) == list(host) and trie.allowed([5]).tolist() == [7, 9]
+    trie.save(tmp_path / "items.trie")
+    assert list(Trie.load(tmp_path / "items.trie").to(device)) == list(host)
+
+
+def test_what_a_moved_trie_shares() -> None:
+    """The meta device stands for any other."""
+    host = Trie(ITEMS)
+    trie = host.to("meta")
+    assert trie is not host and trie.device.type == "meta" and trie.to("meta") is trie
+    assert [part.shape for part in trie.tensors] == [part.shape for part in host.tensors]
+    assert list(trie) == list(host) and [5, 9, 2] in trie and trie.allowed([5]).tolist() == [7, 9]
+    assert (len(trie), trie.longest, trie.max_token) == (len(host), host.longest, host.max_token)
+    back = trie.to(torch.device("cpu"))
+    assert all(one is other for one, other in zip(back.tensors, host.tensors, strict=True))
+    with pytest.raises(ValueError, match=re.escape("Trie.to: device is 'gpu'; expected a torch.")):
+        host.to("gpu")
+    with pytest.raises(ValueError, match=re.escape("Trie.to: device is None; expected a torch.")):
+        host.to(None)  # type: ignore[arg-type]
+
+
+def test_fakes_and_mixed_devices() -> None:
+    trie, nodes = Trie(ITEMS), torch.zeros(4, dtype=torch.int32)
+    there, fakes = trie.to("meta"), nodes.to("meta")
+    tokens = torch.zeros(4, dtype=torch.int64, device="meta")
+    step = there.step(fakes, tokens)
+    assert (step.device.type, step.dtype, step.shape) == ("meta", torch.int32, (4,))
+    found = lmdecode.log_softmax_top_k(
+        torch.zeros(4, 30, device="meta"), torch.zeros(4, device="meta"), 5, num_beams=2,
+        trie=there, nodes=fakes,
+    )  # fmt: skip
+    assert found.tokens.shape == (2, 5) and found.tokens.device.type == "meta"
+    with pytest.raises(ValueError, match=r"trie_step: .* is on "):
+        trie.step(nodes, tokens)
 
 
 # --- The ops --------------------------------------------------------------------------------------

@@ -41,10 +41,12 @@ def held_to_tries(seed: int, count: int, vocabs: tuple[int, ...]) -> list[BeamCa
     ("seed", "count", "vocabs"),
     [(1, 500, (1, 2, 5, 31, 33, 64, 200)), (2, 150, (1000, 4099)), (3, 8, (32000,))],
 )
-def test_equals_the_reference(seed: int, count: int, vocabs: tuple[int, ...]) -> None:
+def test_equals_the_reference(
+    seed: int, count: int, vocabs: tuple[int, ...], device: torch.device
+) -> None:
     torch.manual_seed(seed)
     for case in held_to_tries(seed, count, vocabs):
-        assert_same_bits(case.call(log_softmax_top_k), case.call(reference), case)
+        assert_same_bits(case.to(device).call(log_softmax_top_k), case.call(reference), case)
 
 
 def test_equals_a_bitmask_where_beams_are_real() -> None:
@@ -96,6 +98,8 @@ def test_bad_arguments() -> None:
         log_softmax_top_k(x, scores, 1, num_beams=1, trie=[[7]], nodes=nodes)  # type: ignore
     with pytest.raises(ValueError, match=r"nodes has shape \[1\]; expected \[2\]"):
         log_softmax_top_k(x, scores, 1, num_beams=1, trie=trie, nodes=nodes[:1])
+    with pytest.raises(ValueError, match=r"trie is on meta; .* logits, cpu: trie\.to\('cpu'\)"):
+        log_softmax_top_k(x, scores, 1, num_beams=1, trie=trie.to("meta"), nodes=nodes)
     with pytest.raises(ValueError, match="trie has the token 7; expected tokens below 7"):
         log_softmax_top_k(x[:, :7], scores, 1, num_beams=1, trie=trie, nodes=nodes)
 
@@ -203,6 +207,7 @@ def test_what_a_request_refuses() -> None:
         engine.step(torch.zeros(1, VOCAB))
     assert engine.running == (0,)
     on_meta = BeamSearch(device="meta")
-    with pytest.raises(ValueError, match=r"BeamSearch.insert: trie is given, and the engine"):
+    with pytest.raises(ValueError, match=r"BeamSearch.insert: trie is on cpu; expected .* meta"):
         on_meta.insert(BeamRequest([1], max_new_tokens=1, trie=trie))
+    assert on_meta.insert(BeamRequest([1], max_new_tokens=1, trie=trie.to("meta"))) == 0
     assert lmdecode.Trie is Trie

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 from lmdecode.sampling.types import SampleOutput
 
@@ -95,7 +96,7 @@ class BeamCase:
             beam_scores=self.beam_scores.to(device),
             num_beams=beams.to(device) if isinstance(beams, torch.Tensor) else beams,
             processors={
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                name: value.to(device) if isinstance(value, (torch.Tensor, Trie)) else value
                 for name, value in self.processors.items()
             },
         )

@@ -211,9 +211,9 @@ def log_softmax_top_k(
         ``[requests or rows, ceil(vocab / 32)]`` int32: token t is allowed where bit t % 32 of
         number t // 32 is set, the convention of xgrammar and llguidance.
     trie : Trie, optional
-        On CPU tensors: tokens that do not follow a row's node are banned as by a bitmask, and not
-        looked at. Beams of a score of -1e8 or less, which exist in name only, take no part, and a
-        request without a candidate has status 0: nothing goes on.
+        On the device of the logits (``Trie.to``): tokens that do not follow a row's node are banned
+        as by a bitmask, and not looked at. Beams of a score of -1e8 or less, which exist in name
+        only, take no part, and a request without a candidate has status 0: nothing goes on.
     nodes : Tensor, optional
         [rows] int32, together with ``trie``: where each row stands in it; see ``Trie.step``.
 
@@ -297,6 +297,7 @@ def log_softmax_top_k(
         raise type_error(_OP, "trie", trie, "a Trie beside nodes")
     if not isinstance(nodes, Tensor):
         raise type_error(_OP, "nodes", nodes, "a tensor beside trie")
+    trie.check_device(_OP, logits.device, "the device of logits")
     if logits.dim() == 2:
         trie.check_vocab(_OP, logits.shape[1])
     return BeamCandidates(*_log_softmax_top_k_trie(*call, *trie.tensors, nodes))

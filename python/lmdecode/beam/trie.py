@@ -105,8 +105,46 @@ class Trie:
         """
         write_trie(Path(path), self._arrays)
 
-    def _take(self, arrays: TrieArrays) -> None:
+    def _take(self, arrays: TrieArrays, tensors: tuple[Tensor, Tensor] | None = None) -> None:
         self._arrays = arrays
+        self._tensors = (arrays.tokens, arrays.child_begin) if tensors is None else tensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where ``tensors`` are, and what ``step`` takes and returns: the CPU, unless moved."""
+        return self._tensors[0].device
+
+    def to(self, device: torch.device | str) -> Trie:
+        """Return the trie for searches on a device; this one where it is there already.
+
+        ``tensors`` are copied, 8 bytes a node, and stay as long as the trie that is returned: keep
+        it for all searches. What is asked of the trie, and ``save``, goes on with the memory of the
+        host, or the mapped file, which both share.
+
+        Parameters
+        ----------
+        device : torch.device or str
+            "cpu" or a CUDA device (emulated, not yet run on a GPU).
+
+        Raises
+        ------
+        ValueError
+            It is no device.
+        """
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"{_OP}.to: device is {device!r}; expected a torch.device") from None
+        if target.type == "cpu":
+            tensors = (self._arrays.tokens, self._arrays.child_begin)
+        else:
+            tokens, begins = self._tensors
+            tensors = (tokens.to(target), begins.to(target))
+        if tensors[0] is self._tensors[0]:
+            return self
+        moved = type(self).__new__(type(self))
+        moved._take(self._arrays, tensors)
+        return moved
 
     # ---- what it holds
 
@@ -206,7 +244,7 @@ class Trie:
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """What ops take: tokens [nodes] and child_begin [nodes + 1], int32. Not to be written."""
-        return self._arrays.tokens, self._arrays.child_begin
+        return self._tensors
 
     def step(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Return the nodes that tokens lead to.
@@ -214,25 +252,30 @@ class Trie:
         Parameters
         ----------
         nodes : Tensor
-            [n] int32; 0 is the root, below 0 no node.
+            [n] int32 on the device of the trie; 0 is the root, below 0 no node.
         tokens : Tensor
-            [n] int64.
+            [n] int64, likewise.
 
         Returns
         -------
         Tensor
             [n] int32, -1 where no sequence goes on so.
+
+        Raises
+        ------
+        ValueError
+            Names the tensor of another shape, dtype or device.
         """
         return ops.trie_step(*self.tensors, nodes, tokens)
 
     def goes_on(self, nodes: Tensor) -> Tensor:
         """Return [n] bool: whether any token may follow these nodes, [n] int32."""
-        begins, at = self._arrays.child_begin, nodes.clamp(min=0).to(torch.int64)
+        begins, at = self._tensors[1], nodes.clamp(min=0).to(torch.int64)
         return (nodes >= 0) & (begins[at + 1] > begins[at])
 
     def nodes_of(self, sequences: Tensor) -> Tensor:
         """Return the nodes, [n] int32, of what rows [n, length] int64 have generated."""
-        nodes = torch.zeros(len(sequences), dtype=torch.int32)
+        nodes = torch.zeros(len(sequences), dtype=torch.int32, device=self.device)
         for column in sequences.unbind(1):
             nodes = self.step(nodes, column)
         return nodes
@@ -245,6 +288,14 @@ class Trie:
                 "the size of the vocabulary"
             )
 
+    def check_device(self, op: str, device: torch.device, of: str) -> None:
+        """Raise ValueError for another device than that of what the trie comes with."""
+        here = self.device
+        if here.type != device.type or device.index not in (None, here.index):
+            raise ValueError(
+                f"{op}: trie is on {here}; expected {of}, {device}: trie.to({str(device)!r})"
+            )
+
     def _node_of(self, name: str, sequence: object) -> int:
         if not isinstance(sequence, (Tensor, Sequence)) or isinstance(sequence, (str, bytes)):
             raise type_error(_OP, name, sequence, "a sequence of ints or a tensor")
@@ -255,7 +306,7 @@ class Trie:
             raise type_error(_OP, f"{name}[{place}]", sequence[place], "an int")
         if not all(0 <= token < 1 << 31 for token in sequence):
             return -1
-        return int(self.nodes_of(torch.tensor([list(sequence)], dtype=torch.int64))[0])
+        return int(self.to("cpu").nodes_of(torch.tensor([list(sequence)], dtype=torch.int64))[0])
 
 
 class PrefixTokens:
@@ -274,13 +325,27 @@ class PrefixTokens:
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         """Return the tokens that may follow, or the last one where none may."""
+        return self._following(input_ids).tolist()
+
+    def bitmask(self, input_ids: Tensor) -> Tensor:
+        """Return the same for rows [n, length]: [n, words] int32, as ``Sampler`` takes it.
+
+        Tokens beyond its last word do not follow.
+        """
+        words = torch.zeros(len(input_ids), self.trie.max_token // 32 + 1, dtype=torch.int64)
+        for row, ids in zip(words, input_ids, strict=True):
+            tokens = self._following(ids)
+            row.index_add_(0, tokens // 32, torch.ones_like(tokens) << tokens % 32)
+        return words.to(torch.int32)
+
+    def _following(self, input_ids: Tensor) -> Tensor:
         generated: list[int] = input_ids[self.prompt_length :].tolist()
         while True:
-            allowed: list[int] = self.trie.allowed(generated).tolist()
-            if allowed or not generated:
+            allowed = self.trie.allowed(generated)
+            if len(allowed) or not generated:
                 return allowed
             if self.trie._node_of("prefix", generated) >= 0:
-                return generated[-1:]
+                return torch.tensor(generated[-1:])
             generated.pop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,7 +172,8 @@ class DecodingSearches:
             return []
         numbers = {key: number for number, key in enumerate(used)}
         of_slots = torch.tensor([numbers.get(id(trie), -1) for trie in self.tries])
-        return [of_slots, *(tensor for trie in used.values() for tensor in trie.tensors)]
+        tensors = (trie.to("cpu").tensors for trie in used.values())
+        return [of_slots, *itertools.chain.from_iterable(tensors)]
 
     def release(self) -> None:
         """Leave the memory to searches to come; these, and their caches, are used no more."""

@@ -244,12 +244,11 @@ def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
     spread = top - bottom
     if not spread > 0:
         return
-    q = (top - v * 0.5) / spread
-    share = (q * 2.0**21).round().to(torch.int64)
+    scale = min((torch.tensor(2.0**21) / spread).item(), 2.0**127)
+    share = ((top - v * 0.5).double() * scale).round().to(torch.int64)
     count = len(v)
     exact = count * int((share * share).sum()) - int(share.sum()) ** 2
-    one = 2.0**21 * float(count)
-    sigma = 2.0 * spread.item() * math.sqrt(float(exact) / (one * one))
+    sigma = 2.0 * math.sqrt(float(exact)) / (scale * float(count))
     keep_reaching(row, -(p.top_n_sigma * sigma), False)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lmdecode.store._files import read_model
 from lmdecode.store._remote_tier import remote_report
+from lmdecode.store._removal import remove_store
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import KVStore, read_export_head
@@ -67,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("file", metavar="FILE", type=Path, help="file to write")
     export.add_argument("--session", metavar="ID", help="only this session")
     export.add_argument("--salt", default="", help="tenant of the session")
+    remove = command("rm", "erase a session, or whole fingerprints; nothing else may write")
+    remove.add_argument("--session", metavar="ID", help="this session, and what only it needs")
+    remove.add_argument("--salt", default="", help="tenant of the session")
+    remove.add_argument("--remote", metavar="URL", help="the session in a second tier too")
+    remove.add_argument("--all", action="store_true", help="all fingerprints")
     load = command("import", "take over what export wrote; nothing else may write", chooses=False)
     load.add_argument("file", metavar="FILE", type=Path, help="file to read")
     load.add_argument("--capacity", metavar="SIZE", type=_size, default=_UNLIMITED,
@@ -113,12 +119,46 @@ def _open(folder: Path, fingerprint: Fingerprint) -> KVStore:
         return KVStore(folder, fingerprint=fingerprint, readonly=True, v_layout="row")
 
 
-def _collect(folder: Path, fingerprint: Fingerprint) -> int:
+def _open_to_write(folder: Path, fingerprint: Fingerprint, remote: str | None = None) -> KVStore:
     with _open(folder, fingerprint) as reader:
         by_column = reader._engine.by_column
-    with KVStore(folder, fingerprint=fingerprint, capacity_bytes=_UNLIMITED,
-                 v_layout="column" if by_column else "row") as store:  # fmt: skip
-        return store.gc()
+    return KVStore(folder, fingerprint=fingerprint, capacity_bytes=_UNLIMITED, remote=remote,
+                   v_layout="column" if by_column else "row")  # fmt: skip
+
+
+def _erase_session(store: KVStore, session: str, salt: str) -> bool:
+    """Erase it; False: there is none."""
+    tenant = store.for_tenant(salt)
+    scope = tenant._scope(b"")
+    if store._engine.native.read_session(scope, session.encode()) is None:
+        return False
+    print(f"  session {session} and {tenant.erase(session=session)} entries erased")
+    return True
+
+
+def _remove(arguments: argparse.Namespace, stores: list[tuple[Path, Fingerprint]]) -> None:
+    session = arguments.session
+    if arguments.all and (session is not None or arguments.fingerprint):
+        raise ValueError("rm: --all goes with neither --session nor --fingerprint")
+    if session is not None:
+        found = False
+        for directory, fingerprint in stores:
+            print(f"{directory.name}  {fingerprint.title} {fingerprint.dtype}")
+            with _open_to_write(arguments.path, fingerprint, arguments.remote) as store:
+                found = _erase_session(store, session, arguments.salt) or found
+        if not found:
+            raise ValueError(f"rm: there is no session {session!r} in {arguments.path}")
+        return
+    if arguments.remote is not None:
+        raise ValueError("rm: --remote goes with --session")
+    if not arguments.all and not arguments.fingerprint:
+        raise ValueError("rm: expected one of --session, --fingerprint and --all")
+    if not arguments.all and len(stores) > 1:
+        names = ", ".join(directory.name for directory, _ in stores)
+        raise ValueError(f"rm: {arguments.fingerprint!r} begins several fingerprints: {names}")
+    for directory, fingerprint in stores:
+        remove_store(directory)
+        print(f"{directory.name}  {fingerprint.title} {fingerprint.dtype}  removed")
 
 
 def _time(milliseconds: int) -> str:
@@ -129,6 +169,8 @@ def _list(store: KVStore, every: bool) -> None:
     for name, num_tokens in store.sessions():
         print(f"  session  {num_tokens:>8} tokens  {name}")
     entries = store.entries()
+    used = f", used {_time(max(e['used_ms'] for e in entries))}" if entries else ""
+    print(f"  {len(entries)} chunks of prefixes, {sum(e['bytes'] for e in entries)} bytes{used}")
     for entry in entries:
         is_last = not every and entry["count"] == store.stats()["chunk_tokens"]
         if is_last and any(e["num_tokens"] > entry["num_tokens"] for e in entries):
@@ -221,11 +263,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "why":
         print_differences(stores)
         return 0
+    if arguments.command == "rm":
+        _remove(arguments, stores)
+        return 0
     whole = True
     for directory, fingerprint in stores:
         print(f"{directory.name}  {fingerprint.title} {fingerprint.dtype}")
         if arguments.command == "gc":
-            print(f"  {_collect(arguments.path, fingerprint)} entries dropped")
+            with _open_to_write(arguments.path, fingerprint) as store:
+                print(f"  {store.gc()} entries dropped")
             continue
         with _open(arguments.path, fingerprint) as store:
             if arguments.command == "ls":

@@ -20,6 +20,7 @@ from typing import Any
 
 from lmdecode.store._local_prefix import local_prefix
 from lmdecode.store._native import PutOptions, Scope, Store
+from lmdecode.store._remote_erase import Choice
 from lmdecode.store._remote_fetch import Fetch, Progress
 from lmdecode.store._remote_write import Write
 from lmdecode.store.errors import StoreError
@@ -63,6 +64,9 @@ class RemoteTier:
         self._last_error = ""
         self._is_available = True
         self._is_closed = False
+        self._moves = threading.Condition()
+        self._moving = 0  # entries that are on their way to the server, or from there
+        self._is_quiet = False
         self._jobs: Queue[_Upload | _Flush | None] = Queue(remote.max_pending)
         self._fetchers = ThreadPoolExecutor(_FETCHING_THREADS, "lmdecode-remote")
         self._writer = threading.Thread(
@@ -164,6 +168,53 @@ class RemoteTier:
         if threading.current_thread() is not self._writer:
             self._writer.join(_JOIN_SECONDS)
 
+    # --- erasing
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing goes to the server or comes from there meanwhile; one such call at a time."""
+        with self._moves:
+            self._moves.wait_for(lambda: not self._is_quiet)
+            self._is_quiet = True
+            self._moves.wait_for(lambda: not self._moving)
+        try:
+            yield
+        finally:
+            with self._moves:
+                self._is_quiet = False
+                self._moves.notify_all()
+
+    @contextmanager
+    def _move(self, wait: bool) -> Iterator[bool]:
+        """Say whether entries may move; with ``wait`` they may, sooner or later."""
+        with self._moves:
+            if wait:
+                self._moves.wait_for(lambda: not self._is_quiet)
+            may = not self._is_quiet
+            self._moving += may
+        try:
+            yield may
+        finally:
+            with self._moves:
+                self._moving -= may
+                self._moves.notify_all()
+
+    def erase(self, choice: Choice) -> None:
+        """Remove entries from the server; only within ``quiet``.
+
+        Raises
+        ------
+        StoreError
+            The server does not answer: some of them may still be there.
+        """
+        try:
+            choice.erase(self._connected())
+        except StoreError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise StoreError(f"erase: the second tier: {self._last_error}") from None
+
     # --- after a miss
 
     def fetch(self, store: Store, scope: Scope, ids: memoryview, put: PutOptions) -> None:
@@ -202,8 +253,10 @@ class RemoteTier:
         self, store: Store, scope: Scope, ids: memoryview, put: PutOptions, progress: Progress
     ) -> None:
         progress.started = True
-        with local_prefix(store, ids, scope) as local, self._guarded() as client:
-            Fetch(client, store, scope, ids, put, progress).run(local)
+        with self._move(wait=False) as may:
+            if may:
+                with local_prefix(store, ids, scope) as local, self._guarded() as client:
+                    Fetch(client, store, scope, ids, put, progress).run(local)
         self._add(progress.counters)
         if progress.entries:
             self._offer(_Flush(weakref.ref(store)))
@@ -259,7 +312,11 @@ class RemoteTier:
             ttl = self.remote.ttl
             ttl_ms = None if ttl is None else max(1, round(1000 * ttl))
             counters: Counter[str] = Counter()
-            with local_prefix(store, job.ids, job.scope) as local, self._guarded() as client:
+            with (
+                self._move(wait=True),
+                local_prefix(store, job.ids, job.scope) as local,
+                self._guarded() as client,
+            ):
                 Write(client, store, job.scope, ttl_ms, counters).run(local)
             self._add(counters)
 

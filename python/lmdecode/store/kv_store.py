@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode.store._engine import Engine
@@ -19,7 +21,9 @@ from lmdecode.store._files import (
     read_model,
     write_model,
 )
+from lmdecode.store._remote_erase import Choice
 from lmdecode.store._remote_tier import RemoteTier
+from lmdecode.store._tensors import token_ids
 from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.prefixes import KV, Hit, Prefixes, milliseconds
@@ -272,6 +276,68 @@ class KVStore(Prefixes):
     def sessions(self) -> list[tuple[str, int]]:
         """Names and numbers of tokens of all tenants' sessions, the newest first."""
         return self._engine.native.sessions()
+
+    def erase(
+        self,
+        tokens: Sequence[int] | Tensor | None = None,
+        *,
+        session: str | None = None,
+        everything: bool = False,
+        context: bytes = b"",
+    ) -> int:
+        """Erase what this tenant stored: gone from lookups, and overwritten on disk.
+
+        A hit that is held does not load any more. What other sessions need stays. The second tier
+        is erased first. docs/reference/store.md says what overwriting a file is worth.
+
+        Parameters
+        ----------
+        tokens
+            Erase the entries that hold the beginning of these tokens, and all that continue them.
+            Sessions keep their lists of tokens.
+        session
+            Erase this session and the entries of its tokens.
+        everything
+            Erase all entries and sessions of this tenant.
+        context
+            See ``lookup``.
+
+        Returns
+        -------
+        int
+            How many entries were erased.
+
+        Raises
+        ------
+        ValueError
+            Not one of the three is given, or there is no such session.
+        StoreError
+            The store does not write, a backup is being made, or the second tier does not answer:
+            nothing has been erased here then, and the call can be repeated.
+        OSError
+            It cannot be made durable, or not be overwritten. What could not be overwritten is
+            gone from lookups; it is overwritten when the store is opened again.
+        """
+        if (tokens is not None) + (session is not None) + bool(everything) != 1:
+            raise ValueError("erase: expected one of tokens, session and everything=True")
+        engine = self._engine
+        scope = self._scope(context)
+        ids = None if tokens is None else token_ids(tokens, "erase")
+        name = None if session is None else session.encode()
+        remote = engine.remote
+        with nullcontext() if remote is None else remote.quiet():
+            if remote is not None:
+                remote.erase(Choice(engine.native, scope, ids, name))
+            count = engine.native.erase(scope, ids, name)
+        with engine.lock:
+            for (salt, of_context, of_name), known in list(engine.sessions.items()):
+                if salt == self._salt and (
+                    everything or (of_name == session and of_context == scope.context)
+                ):
+                    del known._tokens[:]
+                    if engine.current is known:
+                        engine.current = None
+        return count
 
     # --- upkeep
 

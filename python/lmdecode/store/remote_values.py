@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 from lmdecode.store._native import crc32c
 
@@ -26,6 +27,8 @@ _CRC = struct.Struct("<I")
 _HEAD_BYTES = _FIELDS.size + _CRC.size
 _MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
 # Of a slot's header, and of a value's: how long a prefix has to be to find its windows there.
+_IMAGE_PLACE = struct.Struct("<32xI52x32s")
+_MAX_PIECES = 1 << 12  # of an image of 2 GiB, and then some
 _IMAGE_USABLE_FROM = struct.Struct("<36xI")
 USABLE_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
 
@@ -131,6 +134,47 @@ class RemoteEntry:
             image[begin:end] = memoryview(value)[_HEAD_BYTES:]
             expires_ms = min(expires_ms or expires, expires or expires_ms)
         return image, expires_ms
+
+
+#: Pattern of the names of entries' first values.
+FIRST_VALUES = "lmdkv1:{*}:0"
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """What the beginning of an entry's first value says; nothing of it is trusted.
+
+    Attributes
+    ----------
+    root
+        Key of the empty prefix.
+    names
+        Key of each value.
+    image
+        The beginning of the image: the slot's header.
+    parent, count
+        Key of what the entry continues, and its number of tokens.
+    """
+
+    root: bytes
+    names: list[str]
+    image: bytes
+    parent: bytes
+    count: int
+
+    size: ClassVar[int] = _HEAD_BYTES
+
+    @classmethod
+    def of(cls, name: bytes, value: bytes) -> ValueHead | None:
+        """Read it; None: it is no value of an entry."""
+        image = value[_HEAD_BYTES:]
+        if len(image) < _IMAGE_PLACE.size or value[: len(_MAGIC)] != _MAGIC:
+            return None
+        fields = _FIELDS.unpack_from(value)
+        tag = name.decode("ascii", "replace").rpartition(":")[0]
+        count, parent = _IMAGE_PLACE.unpack_from(image)
+        pieces = min(fields[6], _MAX_PIECES)
+        return cls(fields[4], [f"{tag}:{i}" for i in range(pieces)], image, parent, count)
 
 
 def tails_name(parent: bytes, by_column: bool) -> str:

@@ -1,128 +1,29 @@
-// The CUDA kernels of log_softmax_top_k, emulated, against the CPU's: the same bits for every
-// layout of the launch and every schedule.
-#include <cstdlib>
+// The CUDA kernels of log_softmax_top_k and trie_step, emulated, against the CPU's: the same bits
+// for every layout of the launch and every schedule.
 #include <iostream>
-#include <memory>
 
-#include "beam/log_softmax_top_k_kernel.cuh"
-#include "beam/log_softmax_top_k_levels.h"
-#include "beam/processor_edits.h"
-#include "beam/processor_rows_kernel.cuh"
+#include "beam/trie_step_kernel.cuh"
 #include "check.h"
-#include "processor_case.h"
-#include "sampling/sampling_workspace.h"
+#include "emulated_log_softmax_top_k.h"
 
 namespace lmdecode::beam::test {
 namespace {
 
-// processors: null where there are none.
-BeamResult run_cpu(const BeamCase& c, const ProcessorCase* processors) {
-  BeamResult result(c.params);
-  const LogSoftmaxTopKParams params = c.params_into(result);
-  const int64_t size = c.most_beams() * params.row_candidates;
-  size_t bytes = sampling::sampling_workspace_bytes(std::max(size, params.vocab));
-  if (processors != nullptr) bytes += TokenEdits::bytes(processors->max_edits, params.vocab);
-  const std::unique_ptr<void, void (*)(void*)> workspace(
-      std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
-  if (processors == nullptr) {
-    default_::beam::log_softmax_top_k_rows(params, 0, params.rows, workspace.get());
-  } else {
-    default_::beam::log_softmax_top_k_processed_rows(
-        params, processors->processors, processors->max_edits, 0, params.rows, workspace.get());
-  }
-  default_::beam::log_softmax_top_k_requests(params, 0, params.requests, size, workspace.get());
-  return result;
-}
-
-template <class Params>
-void launch_rows(void (*kernel)(Params, sampling::SamplingLaunchPlan), const Params& params,
-                 const sampling::SamplingLaunchPlan& plan, uint64_t schedule) {
-  emulation::launch(kernel, dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size)),
-                    dim3(static_cast<unsigned>(plan.threads)),
-                    static_cast<unsigned>(plan.cluster_size), plan.shared_bytes, schedule, params,
-                    plan);
-}
-
-struct Layout {
-  sampling::SamplingLaunchPlan plan;
-  sampling::SamplingLaunchPlan processed_plan;  // of rows of f32
-  int merge_blocks, merge_threads;
-};
-
-template <class T>
-void launch_rows(const LogSoftmaxTopKParams& params, const ProcessorCase* processors,
-                 const Layout& layout, uint64_t schedule) {
-  if (processors == nullptr) {
-    return launch_rows(&cuda_kernels::log_softmax_top_k_row_kernel<T>, params, layout.plan,
-                       schedule);
-  }
-  const Buffer<float> values(params.rows * params.vocab);
-  const ProcessedParams all{params, processors->processors, values.data()};
-  launch_rows(&cuda_kernels::processor_row_kernel<T>, all, layout.plan, schedule);
-  launch_rows(&cuda_kernels::processed_row_kernel, all, layout.processed_plan, schedule);
-}
-
-BeamResult run_emulated(const BeamCase& c, const ProcessorCase* processors, const Layout& layout,
-                        uint64_t schedule) {
-  BeamResult result(c.params);
-  const LogSoftmaxTopKParams params = c.params_into(result);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      launch_rows<float>(params, processors, layout, schedule);
-      break;
-    case DType::kFloat16:
-      launch_rows<Half>(params, processors, layout, schedule);
-      break;
-    case DType::kBFloat16:
-      launch_rows<BFloat16>(params, processors, layout, schedule);
-      break;
-  }
-  emulation::launch(cuda_kernels::log_softmax_top_k_request_kernel,
-                    dim3(static_cast<unsigned>(layout.merge_blocks)),
-                    dim3(static_cast<unsigned>(layout.merge_threads)), 1,
-                    sizeof(sampling::cuda_kernels::RowStorage), schedule, params);
-  return result;
-}
-
-// Layouts that a device would get, and stranger ones: the result must not depend on any.
-sampling::SamplingLaunchPlan random_plan(Random& random, const LogSoftmaxTopKParams& params,
-                                         int element_bytes) {
-  const int64_t vocab = params.vocab;
-  sampling::SamplingLaunchPlan plan;
-  plan.cluster_size = random.any_of({1, 1, 2, 4, 8});
-  plan.threads = random.any_of({32, 64, 64, 128});
-  plan.slice = (vocab + plan.cluster_size - 1) / plan.cluster_size;
-  if (random.chance(0.7)) plan.slice = (plan.slice + 15) / 16 * 16;
-  plan.cached = random.chance(0.5)   ? plan.slice
-                : random.chance(0.5) ? 0
-                                     : random.below(plan.slice + 1);
-  plan.clusters = random.chance(0.5) ? params.rows : 1 + random.below(params.rows);
-  plan.shared_bytes = sizeof(sampling::cuda_kernels::RowStorage) +
-                      sampling::sampling_cache_bytes(plan.cached, element_bytes);
-  return plan;
-}
-
-Layout random_layout(Random& random, const BeamCase& c) {
-  Layout layout;
-  layout.plan = random_plan(random, c.params, c.params.dtype == DType::kFloat32 ? 4 : 2);
-  layout.processed_plan = random_plan(random, c.params, 4);
-  layout.merge_blocks = 1 + static_cast<int>(random.below(c.params.requests));
-  layout.merge_threads = random.any_of({32, 64, 128});
-  return layout;
-}
+enum class Processors { kNone, kSome, kTrie };
 
 int64_t cases_run = 0, launches_run = 0;
 
 void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab, int schedules,
-               bool with_processors = false) {
+               Processors kind = Processors::kNone) {
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(i);
     Random random(seed * 7919 + 1);
     const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
     const BeamCase c = random_case(seed, vocab > 2000 ? 1 : 1 + random.below(3), vocab);
     ProcessorCase processor_case;
-    if (with_processors) processor_case = random_processors(random, c.params);
-    const ProcessorCase* processors = with_processors ? &processor_case : nullptr;
+    if (kind != Processors::kNone) processor_case = random_processors(random, c.params);
+    if (kind == Processors::kTrie) add_trie(random, c.params, &processor_case, true);
+    const ProcessorCase* processors = kind == Processors::kNone ? nullptr : &processor_case;
     const BeamResult expected = run_cpu(c, processors);
     ++cases_run;
     for (int s = 0; s < schedules; ++s) {
@@ -139,11 +40,8 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
         what = error.what();
       }
       CHECK(what.empty());
-      std::cout << "seed " << seed << " " << c.describe() << "\n  cluster "
-                << layout.plan.cluster_size << " threads " << layout.plan.threads << " slice "
-                << layout.plan.slice << " cached " << layout.plan.cached << " clusters "
-                << layout.plan.clusters << " merge " << layout.merge_blocks << " x "
-                << layout.merge_threads << " schedule " << schedule << what << std::endl;
+      std::cout << "seed " << seed << " " << c.describe() << "\n  " << describe(layout)
+                << " schedule " << schedule << what << std::endl;
       return;
     }
   }
@@ -155,10 +53,43 @@ TEST(rows_about_a_power_of_two) { run_cases(2000, 30, 127, 129, 2); }
 TEST(rows_of_1000) { run_cases(3000, 20, 1000, 1003, 1); }
 TEST(rows_of_5000) { run_cases(4000, 6, 4999, 5003, 1); }
 
-TEST(processors_on_all_schedules) { run_cases(5000, 40, 1, 70, 6, true); }
-TEST(processors_on_small_rows) { run_cases(6000, 200, 1, 70, 2, true); }
-TEST(processors_on_rows_of_1000) { run_cases(7000, 20, 1000, 1003, 1, true); }
-TEST(processors_on_rows_of_5000) { run_cases(8000, 6, 4999, 5003, 1, true); }
+TEST(processors_on_all_schedules) { run_cases(5000, 40, 1, 70, 6, Processors::kSome); }
+TEST(processors_on_small_rows) { run_cases(6000, 200, 1, 70, 2, Processors::kSome); }
+TEST(processors_on_rows_of_1000) { run_cases(7000, 20, 1000, 1003, 1, Processors::kSome); }
+TEST(processors_on_rows_of_5000) { run_cases(8000, 6, 4999, 5003, 1, Processors::kSome); }
+
+TEST(tries_on_all_schedules) { run_cases(9000, 60, 1, 70, 6, Processors::kTrie); }
+TEST(tries_on_small_rows) { run_cases(10000, 300, 1, 70, 2, Processors::kTrie); }
+TEST(tries_on_rows_of_1000) { run_cases(11000, 30, 1000, 1003, 1, Processors::kTrie); }
+TEST(tries_on_rows_of_5000) { run_cases(12000, 8, 4999, 5003, 1, Processors::kTrie); }
+
+// A walk from random nodes, with tokens that lead on and tokens that do not.
+TEST(trie_step) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    Random random(seed);
+    LogSoftmaxTopKParams p;
+    p.requests = 1;
+    p.rows = random.any_of<int64_t>({0, 1, 5, 300, 700});
+    p.vocab = random.any_of<int64_t>({2, 40});
+    ProcessorCase c;
+    add_trie(random, p, &c, true);
+    const int64_t stride = 1 + random.below(2);
+    const Buffer<int64_t> tokens(p.rows * stride);
+    const Buffer<int32_t> next(p.rows);
+    for (int64_t i = 0; i < p.rows; ++i) {
+      tokens.data()[i * stride] = random.below(p.vocab + 2) - 1;
+      next.data()[i] = 77;
+    }
+    const TokenTrie trie = c.processors.tries.value;
+    const TrieStepParams params{trie, p.rows, c.nodes.data(), tokens.data(), stride, next.data()};
+    emulation::launch(cuda_kernels::trie_step_kernel,
+                      dim3(1 + static_cast<unsigned>(random.below(3))), dim3(64), 1, 0, seed % 6,
+                      params);
+    for (int64_t i = 0; i < p.rows; ++i) {
+      CHECK(next[i] == trie.child(c.nodes[i], tokens[i * stride]));
+    }
+  }
+}
 
 TEST(more_than_200_cases) {
   std::cout << cases_run << " cases, " << launches_run << " launches" << std::endl;

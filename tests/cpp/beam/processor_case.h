@@ -127,8 +127,9 @@ inline ProcessorCase random_processors(Random& random, const LogSoftmaxTopKParam
   return c;
 }
 
-// Holds most requests to a trie, each row at some node of it, or at none.
-inline void add_trie(Random& random, const LogSoftmaxTopKParams& p, ProcessorCase* c) {
+// Holds most requests to a trie, or all to one, each row at some node of it, or at none.
+inline void add_trie(Random& random, const LogSoftmaxTopKParams& p, ProcessorCase* c,
+                     bool for_all = false) {
   const int64_t items = random.any_of<int64_t>({1, 4, 50, 3 * p.vocab});
   std::vector<int64_t> tokens, offsets{0};
   for (int64_t i = 0; i < items; ++i) {
@@ -155,6 +156,9 @@ inline void add_trie(Random& random, const LogSoftmaxTopKParams& p, ProcessorCas
     c->nodes[row] = random.chance(0.1) ? kOffTrie : static_cast<int32_t>(random.below(few));
   }
   c->processors.tries = {{}, c->tries.data(), 1};
+  if (for_all) {
+    c->processors.tries = {{c->trie_tokens.data(), c->child_begin.data(), nodes}, nullptr, 0};
+  }
   c->processors.nodes = c->nodes.data();
 }
 

@@ -55,6 +55,7 @@ struct Promises {
   std::map<std::string, Tokens> sessions;
   // Commits since, which may or may not be durable: the last one, or one before it.
   std::map<std::string, std::vector<Tokens>> attempted;
+  std::set<Tokens> erased;  // and not stored again
 };
 
 class Run {
@@ -124,6 +125,7 @@ class Run {
     known_.insert(tokens);
     const uint64_t choice = random_() % 16;
     bool is_durable = !settings_.relaxed;
+    if (choice < 12) forget_erased(tokens);
     if (choice < 8) {
       small::put(engine, tokens);
     } else if (choice < 12) {
@@ -134,6 +136,14 @@ class Run {
     } else if (choice < 14) {
       if (small::check_prefix(engine, tokens) == Found::kWrong) {
         findings_->note(&Findings::wrong, seed_, "while it ran");
+      }
+    } else if (choice == 15 && random_() % 2 == 0) {
+      erase(engine, tokens);
+      is_durable = true;
+      if (settings_.relaxed && !disk.power_is_lost()) {
+        for (const auto& [name, attempts] : promises_.attempted) {
+          promises_.sessions[name] = attempts.back();
+        }
       }
     } else if (choice == 14) {
       engine.flush();
@@ -149,6 +159,31 @@ class Run {
     if (disk.power_is_lost() || !is_durable) return;
     promise(engine);
     promises_.attempted.clear();
+  }
+
+  // They are stored again, with what they begin with.
+  void forget_erased(const Tokens& tokens) {
+    std::erase_if(promises_.erased, [&](const Tokens& erased) {
+      return erased.size() <= tokens.size() &&
+             std::equal(erased.begin(), erased.end(), tokens.begin());
+    });
+  }
+
+  // A crash within leaves what is erased whole or gone, the session too.
+  void erase(StoreEngine& engine, const Tokens& tokens) {
+    const uint64_t what = random_() % 3;
+    const std::string name(1, static_cast<char>('a' + random_() % 3));
+    if (what == 2 || !engine.read_session({}, name).has_value()) {
+      engine.erase({}, &tokens, nullptr);
+      promises_.erased.insert(tokens);
+      if (engine.lookup({}, tokens).num_tokens() == tokens.size()) {
+        findings_->note(&Findings::wrong, seed_, "erased tokens are found");
+      }
+      return;
+    }
+    promises_.sessions.erase(name);
+    engine.erase({}, nullptr, &name);
+    promises_.attempted.erase(name);
   }
 
   void forget_what_was_lost(SimulatedDisk& disk) {
@@ -205,6 +240,11 @@ class Run {
       const bool is_new = attempt != promises_.attempted.end() && stored.has_value() &&
                           std::count(attempt->second.begin(), attempt->second.end(), *stored) > 0;
       if (stored != tokens && !is_new) findings_->note(&Findings::lost, seed_, "a session");
+    }
+    for (const Tokens& tokens : promises_.erased) {
+      if (engine.peek({}, tokens).num_tokens() == tokens.size()) {
+        findings_->note(&Findings::wrong, seed_, "erased tokens are found after a crash");
+      }
     }
     const StoreStats stats = engine.stats();
     if (stats.used_areas + stats.idle_areas + stats.freed_areas != settings_.areas) {
@@ -276,6 +316,46 @@ TEST(relaxed_loses_only_what_was_not_flushed) {
   const Findings findings = enumerate({.areas = 20, .relaxed = true, .idle_ms = 0}, kStates / 4);
   CHECK_EQ(findings.first, "");
   CHECK_EQ(findings.all(), 0u);
+}
+
+// Power goes at every call of an erasure: once the tokens are not found, no slot holds them either.
+TEST(what_is_erased_is_overwritten_after_a_crash_too) {
+  const Tokens tokens = {1234567, 2345678, 3456789}, longer = {1234567, 2345678, 3456789, 4567890};
+  const std::string slab = std::string(small::kDirectory) + "/slab-00000";
+  const auto holds_it = [&](SimulatedDisk& disk) {
+    const std::vector<uint8_t>& bytes = disk.file(slab)->visible;
+    const auto* first = reinterpret_cast<const uint8_t*>(tokens.data());
+    return std::search(bytes.begin(), bytes.end(), first, first + 4 * tokens.size()) != bytes.end();
+  };
+  std::mt19937_64 random(1);
+  uint64_t erased = 0;
+  for (uint64_t call = 1;; ++call) {
+    SimulatedDisk disk;
+    const auto engine = StoreEngine::open(small::options(disk, 10));
+    small::commit(*engine, "a", tokens);
+    small::commit(*engine, "a", longer);  // the shorter one's slot is free, and holds it still
+    CHECK(holds_it(disk));
+    disk.lose_power_at(disk.calls() + call);
+    try {
+      const std::string name = "a";
+      engine->erase({}, nullptr, &name);
+    } catch (const StoreError&) {
+      CHECK(disk.power_is_lost());
+    }
+    const bool is_done = !disk.power_is_lost();
+    for (int state = 0; state < 4; ++state) {
+      const auto after = disk.crashed(random);
+      const auto again = StoreEngine::open(small::options(*after, 10));
+      const bool is_found = again->lookup({}, tokens).num_tokens() > 0;
+      CHECK_EQ(is_found, again->read_session({}, "a").has_value());
+      CHECK_EQ(is_found, holds_it(*after));
+      CHECK(!is_done || !is_found);
+      erased += !is_found;
+      again->close();
+    }
+    if (is_done) break;
+  }
+  CHECK(erased > 10);
 }
 
 // Mutants: what these tests would say of a store that forgets a flush.

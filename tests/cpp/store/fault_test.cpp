@@ -28,9 +28,12 @@ std::vector<Tokens> conversations() {
   return result;
 }
 
+const Tokens kGone = {500, 501, 502, 503, 504, 505, 506};
+
 struct Outcome {
   std::vector<Tokens> acknowledged;
   std::optional<Tokens> session;
+  bool erased = false;   // the session "gone" and its tokens
   bool gave_up = false;  // a slot that it could not read, or had to evict for want of space
   uint64_t wrong = 0;
   std::string strange;  // an exception of another kind
@@ -65,6 +68,14 @@ Outcome run(SimulatedDisk& disk, uint32_t areas, bool relaxed) {
     const uint64_t stored = small::commit(*engine, "session", tokens);
     if (stored == tokens.size() && !relaxed) outcome.session = tokens;
   });
+  guarded(&outcome, [&] {
+    const std::string name = "gone";
+    small::commit(*engine, name, {kGone.begin(), kGone.end() - 1});
+    small::commit(*engine, name, kGone);
+    if (!engine->read_session({}, name).has_value()) return;
+    engine->erase({}, nullptr, &name);
+    outcome.erased = true;
+  });
   guarded(&outcome, [&] { engine->collect(); });
   guarded(&outcome, [&] { engine->verify(kProgress); });
   guarded(&outcome, [&] { engine->backup("/copy/fingerprint", kProgress); });
@@ -88,6 +99,10 @@ void check_afterwards(SimulatedDisk& disk, const Outcome& outcome, bool has_room
   }
   if (outcome.session.has_value()) {
     CHECK(engine->read_session({}, "session") == outcome.session);
+  }
+  if (outcome.erased) {
+    CHECK(!engine->read_session({}, "gone").has_value());
+    CHECK_EQ(engine->peek({}, kGone).num_tokens(), 0u);
   }
   const VerifyReport report = engine->verify(kProgress);
   CHECK_EQ(report.damage.size(), 0u);

@@ -48,6 +48,8 @@ void hammer(uint32_t areas, bool relaxed) {
             const Found found = small::check_prefix(*engine, tokens);
             wrong += found == Found::kWrong;
             right += found == Found::kRight;
+          } else if (random() % 8 == 1) {
+            engine->erase({}, &tokens, nullptr);
           } else if (random() % 8 == 0) {
             engine->verify([](uint64_t, uint64_t) { return true; });
           } else {

@@ -11,8 +11,9 @@ from beam_parity import lowest_index_first
 from tiny_models import BEAM_MODELS, EOS, build_model
 
 from lmdecode import BeamRequest, BeamSearch, Decoding, PhrasalConstraint, Trie
+from lmdecode.beam.trie import PrefixTokens
 from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
-from lmdecode.integrations.transformers import beam_search
+from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.beam_searches import TableModel, as_transformers_model, run_requests
 
 VOCAB = 611
@@ -153,16 +154,136 @@ def test_what_is_refused() -> None:
         **inputs_of(model), "max_new_tokens": 4, "num_beams": 4, "prefix_allowed_tokens_fn": trie,
         "custom_generate": beam_search,
     }  # fmt: skip
-    for more, message in (
-        ({"do_sample": True}, "do_sample: expected False beside a Trie"),
-        ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups: expected 1 beside"),
-        ({"constraints": [PhrasalConstraint([5])]}, "constraints, force_words_ids: expected none"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.generate(**arguments, **more)
+    with pytest.raises(ValueError, match="constraints, force_words_ids: expected none"):
+        model.generate(**arguments, constraints=[PhrasalConstraint([5])])
     arguments["prefix_allowed_tokens_fn"] = Trie([[VOCAB]])
-    with pytest.raises(ValueError, match=f"trie has the token {VOCAB}; expected tokens below"):
-        model.generate(**arguments)
+    groups = {"num_beam_groups": 2, "diversity_penalty": 1.0}
+    for more in ({}, groups, {"do_sample": True}, {"custom_generate": sample, "num_beams": 1}):
+        with pytest.raises(ValueError, match=f"trie has the token {VOCAB}; expected tokens below"):
+            model.generate(**{**arguments, **more})
+
+
+# --- Sampling and groups --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_beam_sampling(name: str) -> None:
+    """transformers draws the same from the same state of the generator."""
+    model, trie = build_model(name, VOCAB, torch.float32), catalogue(4)
+    inputs = inputs_of(model)
+    prompt = prompt_length_of(model, inputs)
+    arguments = {"do_sample": True, "max_new_tokens": 6, "num_beams": 4, "eos_token_id": EOS,
+                 "num_return_sequences": 2, "top_k": 0}  # fmt: skip
+    decoding = None if name == "gpt2" else Decoding.from_pretrained(model)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = model.generate(
+            **inputs, **arguments, prefix_allowed_tokens_fn=trie.after(prompt)
+        )
+        torch.manual_seed(seed)
+        got = model.generate(
+            **inputs, **arguments, prefix_allowed_tokens_fn=trie, custom_generate=beam_search
+        )
+        assert got.tolist() == expected.tolist()
+        assert all(new_tokens(row, prompt) in trie for row in got)
+        if decoding is not None:
+            torch.manual_seed(seed)
+            again = decoding.generate(**inputs, **arguments, prefix_allowed_tokens_fn=trie)
+            assert again.tolist() == expected.tolist()
+
+
+def test_beam_sampling_of_few_items() -> None:
+    model = build_model("gpt2", VOCAB, torch.float32)
+    for seed, count in enumerate((1, 3, 8)):
+        trie = catalogue(count, count)
+        torch.manual_seed(seed)
+        found = model.generate(
+            **inputs_of(model), do_sample=True, max_new_tokens=6, num_beams=5, eos_token_id=EOS,
+            num_return_sequences=5, prefix_allowed_tokens_fn=trie, custom_generate=beam_search,
+            return_dict_in_generate=True, output_scores=True, top_k=0,
+        )  # fmt: skip
+        real = found.sequences_scores > REAL_BEAM_SCORE_BOUND
+        items = [new_tokens(row, 5) for row in found.sequences[real]]
+        assert items and all(item in trie for item in items)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_sample(name: str, is_greedy: bool) -> None:
+    """What the trie bans has no chance, as with a function; and the bitmask changes no token."""
+    model, trie = build_model(name, VOCAB, torch.float32), catalogue(4)
+    inputs = inputs_of(model)
+    prompt = prompt_length_of(model, inputs)
+    arguments = {"do_sample": not is_greedy, "max_new_tokens": 6, "eos_token_id": EOS,
+                 "custom_generate": sample}  # fmt: skip
+    if not is_greedy:
+        arguments |= {"top_k": 9, "temperature": 3.0}
+    after = trie.after(prompt)
+    for seed in range(4):
+        more = {} if is_greedy else {"seed": seed}
+        expected = model.generate(
+            **inputs, **arguments, **more,
+            prefix_allowed_tokens_fn=lambda batch, ids: after(batch, ids),  # no trie to be seen
+        )  # fmt: skip
+        got = model.generate(**inputs, **arguments, **more, prefix_allowed_tokens_fn=trie)
+        assert got.tolist() == expected.tolist()
+        assert all(new_tokens(row, prompt) in trie for row in got)
+        both = model.generate(
+            **inputs, **arguments, **more, prefix_allowed_tokens_fn=trie, repetition_penalty=1.2
+        )
+        assert all(new_tokens(row, prompt) in trie for row in both)
+    if is_greedy:
+        arguments.pop("custom_generate")
+        theirs = model.generate(**inputs, **arguments, prefix_allowed_tokens_fn=after)
+        assert got.tolist() == theirs.tolist()
+
+
+def test_sample_reads_the_bitmask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor, which makes a list of the allowed tokens, is not called."""
+    model, trie = build_model("gpt2", VOCAB, torch.float32), catalogue(4)
+    monkeypatch.setattr(PrefixTokens, "__call__", None)
+    found = model.generate(
+        **inputs_of(model), do_sample=True, max_new_tokens=6, eos_token_id=EOS, seed=3,
+        custom_generate=sample, prefix_allowed_tokens_fn=trie,
+    )  # fmt: skip
+    assert all(new_tokens(row, 5) in trie for row in found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_groups(name: str) -> None:
+    """As with a function that allows the same tokens."""
+    model, trie = build_model(name, VOCAB, torch.float32), catalogue(5)
+    inputs = inputs_of(model)
+    prompt = prompt_length_of(model, inputs)
+    after = trie.after(prompt)
+    arguments = {"do_sample": False, "max_new_tokens": 6, "num_beams": 6, "eos_token_id": EOS,
+                 "num_return_sequences": 6, "num_beam_groups": 3, "diversity_penalty": 0.7,
+                 "return_dict_in_generate": True, "output_scores": True}  # fmt: skip
+    expected = model.generate(
+        **inputs, **arguments, custom_generate=beam_search,
+        prefix_allowed_tokens_fn=lambda batch, ids: after(batch, ids),
+    )  # fmt: skip
+    found = [
+        model.generate(
+            **inputs, **arguments, custom_generate=beam_search, prefix_allowed_tokens_fn=trie
+        )
+    ]
+    without_scores = {**arguments, "return_dict_in_generate": False, "output_scores": False}
+    plain = model.generate(
+        **inputs, **without_scores, custom_generate=beam_search, prefix_allowed_tokens_fn=trie
+    )
+    assert plain.tolist() == expected.sequences.tolist()
+    if name == "t5":
+        decoding = Decoding.from_pretrained(model)
+        found.append(decoding.generate(**inputs, **arguments, prefix_allowed_tokens_fn=trie))
+    for got in found:
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        torch.testing.assert_close(
+            got.sequences_scores, expected.sequences_scores, rtol=1e-4, atol=1e-4
+        )
+        real = got.sequences_scores > REAL_BEAM_SCORE_BOUND
+        assert bool(real.any())
+        assert all(new_tokens(row, prompt) in trie for row in got.sequences[real])
 
 
 @pytest.mark.parametrize("width", [4, 50])
@@ -222,3 +343,19 @@ def test_decoding(name: str, width: int) -> None:
         )
     # The first step's scores: what the trie bans is -inf there too.
     torch.testing.assert_close(again.scores[0], scored.scores[0], rtol=1e-4, atol=1e-4)
+
+
+def test_groups_of_few_items() -> None:
+    """Results of a real score are items, with nothing left to go on to, too."""
+    model = build_model("gpt2", VOCAB, torch.float32)
+    for count in (1, 8):
+        trie = catalogue(count, count)
+        found = model.generate(
+            **inputs_of(model), do_sample=False, max_new_tokens=6, num_beams=6, eos_token_id=EOS,
+            num_return_sequences=6, num_beam_groups=3, diversity_penalty=0.7,
+            prefix_allowed_tokens_fn=trie, custom_generate=beam_search,
+            return_dict_in_generate=True, output_scores=True, early_stopping=True,
+        )  # fmt: skip
+        real = found.sequences_scores > REAL_BEAM_SCORE_BOUND
+        items = [new_tokens(row, 5) for row in found.sequences[real]]
+        assert len(items) >= 6 and all(item in trie for item in items)

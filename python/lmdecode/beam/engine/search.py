@@ -173,17 +173,15 @@ class BeamSearch:
         Raises
         ------
         TypeError, ValueError
-            Not a ``BeamRequest``, its id is in use, or it has a trie and the engine is not on the
-            CPU.
+            Not a ``BeamRequest``, its id is in use, or it has a trie that is not on the engine's
+            device: ``Trie.to``.
         RuntimeError
             There is no memory for it. The engine is as it was, and can go on.
         """
         self._ids.check(f"{_OP}.insert", request)
-        if request.trie is not None and self._store.device.type != "cpu":
-            raise ValueError(
-                f"{_OP}.insert: trie is given, and the engine is on {self._store.device}; expected "
-                "None: tries are of the CPU alone"
-            )
+        if request.trie is not None:
+            of = "the device of the engine"
+            request.trie.check_device(f"{_OP}.insert", self._store.device, of)
         request_id = self._ids.new(request)
         self._plan = None  # even if there is an error, its numbers of beams may be out of date
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lmdecode.integrations.transformers._prefix_tries import (
+    behind_prompt,
+    check_tries,
+    refuse_trie,
+)
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.constrained_search import (
     ConstrainedSearch,
@@ -17,7 +22,6 @@ from lmdecode.integrations.transformers.beam.constrained_search import (
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
 from lmdecode.integrations.transformers.beam.loop import Search, decode
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
-from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt, refuse_trie
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
@@ -176,8 +180,7 @@ def beam_search(
     ValueError
         For fewer than 2 beams, more results than beams, groups that do not divide the beams or have
         no ``diversity_penalty``, groups or constraints that are sampled, a streamer,
-        ``low_memory``, and assisted generation; and a ``Trie`` with groups, constraints or
-        sampling.
+        ``low_memory``, and assisted generation; and a ``Trie`` with constraints.
     RuntimeError
         If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
     """
@@ -200,10 +203,9 @@ def beam_search(
     all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)
     num_groups = _check_groups(generation_config)
     logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
+    check_tries(logits_processor, vocab_size)
     if all_constraints:
         refuse_trie(logits_processor, "constraints, force_words_ids", "none", "some")
-    if num_groups > 1:
-        refuse_trie(logits_processor, "num_beam_groups", "1", num_groups)
 
     settings = SearchSettings.of(generation_config, input_ids)
     recorder = Recorder(model, generation_config, model_kwargs)

@@ -150,7 +150,9 @@ class GroupSearch(StateSearch):
         """
         vocab_size, settings = logits.shape[1], self.settings
         beam_scores = self.state.scores[self.slots[:, group]]
-        if scores is None and self.plan.fits(vocab_size):
+        # The op leaves out beams in name only, which these rules go on with.
+        held = self.plan.prefix_tokens is not None
+        if scores is None and not held and self.plan.fits(vocab_size):
             start = group * self.group_size
             # Beams of score -inf take no part: the other groups' logits are not looked at.
             all_scores = beam_scores.new_full((settings.batch, settings.num_beams), -torch.inf)

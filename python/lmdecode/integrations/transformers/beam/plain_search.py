@@ -20,7 +20,6 @@ from lmdecode.integrations.transformers.beam.candidates import (
     top_k_candidates,
 )
 from lmdecode.integrations.transformers.beam.loop import NextBeams
-from lmdecode.integrations.transformers.beam.prefix_tries import refuse_trie
 from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
@@ -71,13 +70,8 @@ class PlainSearch(StateSearch):
         prefix_tokens = self.plan.prefix_tokens
         self.trie = None if prefix_tokens is None else prefix_tokens.trie
         if prefix_tokens is not None:
-            if do_sample:
-                refuse_trie(processors, "do_sample", "False", do_sample)
-            if input_ids.device.type != "cpu":
-                raise ValueError(
-                    "prefix_allowed_tokens_fn: expected no Trie for a model on "
-                    f"{input_ids.device}: tries are of the CPU alone"
-                )
+            of = "the device of input_ids"
+            prefix_tokens.trie.check_device("prefix_allowed_tokens_fn", input_ids.device, of)
             self.nodes = prefix_tokens.trie.nodes_of(input_ids[:, prefix_tokens.prompt_length :])
         self.calls_criteria = ends is None
         self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
@@ -121,22 +115,29 @@ class PlainSearch(StateSearch):
             )
             return Candidates(best.scores, best.tokens, best.beams, best.status)
         accumulated = self.accumulated_scores(outputs, logits, input_ids, self.state.scores)
-        if self.do_sample:
-            return drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
         if self.trie is not None:
-            return self._candidates_of_trie(self.trie, accumulated, vocab_size)
-        return top_k_candidates(accumulated, self.num_candidates, vocab_size)
+            accumulated = self._without_idle_beams(self.trie, accumulated, vocab_size)
+        if self.do_sample:
+            found = drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
+        else:
+            found = top_k_candidates(accumulated, self.num_candidates, vocab_size)
+        if self.trie is None:
+            return found
+        # That nothing goes on is no failure.
+        nothing = found.status == STATUS_EMPTY
+        return found._replace(
+            scores=found.scores.masked_fill(nothing[:, None], -torch.inf),
+            status=found.status.masked_fill(nothing, 0),
+        )
 
-    def _candidates_of_trie(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Candidates:
-        """Choose as the op does with a trie: no beam in name only, and none where nothing goes on.
+    def _without_idle_beams(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Tensor:
+        """Leave out what the op does: beams in name only, and those that cannot go on.
 
         What the processor of a trie bans has gone, but it leaves a token where none may follow.
         """
         is_idle = (self.state.scores <= REAL_BEAM_SCORE_BOUND).flatten() | ~trie.goes_on(self.nodes)
         by_beam = accumulated.view(len(is_idle), vocab_size)
-        accumulated = by_beam.masked_fill(is_idle[:, None], -torch.inf).view_as(accumulated)
-        best = top_k_candidates(accumulated, self.num_candidates, vocab_size)
-        return best._replace(status=best.status.masked_fill(best.status == STATUS_EMPTY, 0))
+        return by_beam.masked_fill(is_idle[:, None], -torch.inf).view_as(accumulated)
 
     def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
         """Return what the candidates would make of their beams: [batch * K, length + 1]."""

@@ -26,8 +26,8 @@ from transformers.generation.logits_process import (
 
 from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
+from lmdecode.integrations.transformers._prefix_tries import prefix_tokens_of
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
-from lmdecode.integrations.transformers.beam.prefix_tries import prefix_tokens_of
 
 # Those that compute, in the order of the op. The others allow a token or give it -inf, so their
 # order is of no account, but for what is forced.

@@ -12,8 +12,8 @@ from torch import Tensor
 from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.integrations.transformers._prefix_tries import behind_prompt
 from lmdecode.integrations.transformers.beam.generation import beam_search
-from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,

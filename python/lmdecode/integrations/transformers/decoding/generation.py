@@ -17,8 +17,13 @@ from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers._prefix_tries import (
+    behind_prompt,
+    check_tries,
+    has_trie,
+    refuse_trie,
+)
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
-from lmdecode.integrations.transformers.beam.prefix_tries import behind_prompt, refuse_trie
 from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
@@ -192,8 +197,7 @@ def decode(
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
     logits_processor = behind_prompt(logits_processor, settings.prompt_length)
-    if (config.num_beam_groups or 1) > 1:
-        refuse_trie(logits_processor, "num_beam_groups", "1", config.num_beam_groups)
+    check_tries(logits_processor, decoder.config.vocab_size)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
     if seed is not None and config.do_sample and config.num_beams > 1:
@@ -226,6 +230,8 @@ def decode(
         rules = token_rules_of_processors(logits_processor, vocab_size, has_timestamps=is_on_cpu)
     if rules is not None and padding is not None and looks_back(rules):
         rules = None  # transformers' processors look at the padding, too
+    if (config.num_beam_groups or 1) > 1 and has_trie(logits_processor):
+        rules = None  # the loop in C++ goes on with any token by the rules of groups
     call = SearchCall(
         model, settings, input_ids, padding, logits_processor, stopping_criteria, config, memory,
         lengths, no_speech,

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
@@ -24,6 +25,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from lmdecode.integrations.transformers._prefix_tries import prefix_tokens_of
 from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 
 
@@ -137,7 +139,12 @@ def _forced_eos(processor: Any, rows: Rows) -> dict[str, Any] | None:
 
 
 def _grammar(processor: Any, rows: Rows) -> dict[str, Any] | None:
-    return {"grammar": processor}
+    return {"bitmask": processor}
+
+
+def _prefix_tokens(processor: Any, rows: Rows) -> dict[str, Any] | None:
+    prefix_tokens = prefix_tokens_of(processor)
+    return None if prefix_tokens is None else {"bitmask": prefix_tokens}
 
 
 def _filter(name: str, attribute: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
@@ -167,6 +174,7 @@ EDITS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
     SuppressTokensLogitsProcessor: _suppress,
     SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
     GrammarLogitsProcessor: _grammar,
+    PrefixConstrainedLogitsProcessor: _prefix_tokens,
     TopHLogitsWarper: _top_h,
     TypicalLogitsWarper: _filter("typical_p", "mass"),
     EpsilonLogitsWarper: _filter("epsilon_cutoff", "epsilon"),
@@ -175,7 +183,7 @@ EDITS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
 
 BANS = (
     "no_repeat_ngram_size", "bad_words", "min_length", "min_new_tokens", "suppress_tokens",
-    "begin_suppress_tokens", "grammar",
+    "begin_suppress_tokens", "bitmask",
 )  # fmt: skip
 """They make logits -inf: among each other, and with what changes finite ones, in any order."""
 

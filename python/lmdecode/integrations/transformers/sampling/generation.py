@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lmdecode._checks import check_int, dtype_name
+from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.generate_call import (
@@ -189,6 +190,7 @@ def sample(
     CPU, where penalties, biases, bans or other filters of transformers stand there too, one
     ``Sampler`` does it all. Every other processor is called as it is, before. Tokens have the
     distribution that transformers draws from, and greedy tokens are the same.
+    ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie`` of what may follow the prompt.
 
     With ``prompt_lookup_num_tokens`` or ``assistant_model`` of ``generate()``, for one sequence, a
     step reads tokens that are proposed behind the text, and takes those that are chosen. The text
@@ -235,7 +237,8 @@ def sample(
         For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (early exit,
         contrastive, DoLa), for an int ``seed`` < 0 and seeds for other than B rows, for
         ``stop_strings`` without a tokenizer, where a function around this one was given no
-        streamer though ``generate()`` was, and where tokens are to be proposed for several
+        streamer though ``generate()`` was, for a ``Trie`` with tokens beyond the vocabulary, and
+        where tokens are to be proposed for several
         sequences, with a cache that cannot take them back, or by an assistant of another
         vocabulary.
     TypeError
@@ -362,6 +365,8 @@ def _decode(
     """Run the loop of ``sample``, whose arguments these are."""
     device, batch = input_ids.device, input_ids.shape[0]
     is_encoder_decoder = model.config.is_encoder_decoder
+    logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
+    check_tries(logits_processor, model.config.get_text_config(decoder=True).vocab_size)
     pad_token = generation_config._pad_token_tensor
     if pad_token is not None:  # with inputs on several devices it may be on another one
         pad_token = pad_token.to(device)

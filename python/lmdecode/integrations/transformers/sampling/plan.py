@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -63,7 +64,10 @@ _STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
 _EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_WITHOUT_STATE = {*EDITS, *_WARPERS, TopKTopPLogitsProcessor} - {GrammarLogitsProcessor}
+_WITHOUT_STATE = {*EDITS, *_WARPERS, TopKTopPLogitsProcessor} - {
+    GrammarLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+}
 
 
 def keeps_no_state(processor: Any) -> bool:

@@ -19,7 +19,7 @@ def _parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = {
         name: value
         for name, value in arguments.items()
-        if name not in (*_BANNED, "sequence_bias", "bad_words", "grammar")
+        if name not in (*_BANNED, "sequence_bias", "bad_words", "bitmask")
     }
     words = arguments.get("bad_words", {})
     parameters["logit_bias"] = arguments.get("sequence_bias")
@@ -77,7 +77,7 @@ class RowSampler:
         SamplerOutput
             Its tensors but for ``index`` are overwritten by the next call.
         """
-        asked = {name: value for name, value in arguments.items() if name != "grammar"}
+        asked = {name: value for name, value in arguments.items() if name != "bitmask"}
         sampler = self._sampler
         if sampler is None or asked != self._arguments or rows.length != self._length:
             sampler = self._sampler = self._begin(input_ids, asked, rows)
@@ -89,8 +89,8 @@ class RowSampler:
                 sampler.rewind(row, 1)
                 sampler.accept(row, last[row : row + 1])
         mask = None
-        if "grammar" in arguments:
-            mask = fitting_mask(arguments["grammar"].bitmask(input_ids), rows.vocab)
+        if "bitmask" in arguments:
+            mask = fitting_mask(arguments["bitmask"].bitmask(input_ids), rows.vocab)
         self._length = rows.length + 1
         drawn = sampler.sample(logits, mask)
         self._drawn = drawn.index.clone()

@@ -7,7 +7,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from lmdecode.beam.trie import PrefixTokens, Trie
 
-__all__ = ["behind_prompt", "prefix_tokens_of", "refuse_trie"]
+__all__ = ["behind_prompt", "check_tries", "has_trie", "prefix_tokens_of", "refuse_trie"]
 
 
 def prefix_tokens_of(processor: object) -> PrefixTokens | None:
@@ -34,7 +34,20 @@ def behind_prompt(processors: LogitsProcessorList, prompt_length: int) -> Logits
     return bound
 
 
+def check_tries(processors: LogitsProcessorList, vocab_size: int) -> None:
+    """Raise ValueError for a trie with tokens that a vocabulary does not have."""
+    for processor in processors:
+        prefix_tokens = prefix_tokens_of(processor)
+        if prefix_tokens is not None:
+            prefix_tokens.trie.check_vocab("prefix_allowed_tokens_fn", vocab_size)
+
+
+def has_trie(processors: LogitsProcessorList) -> bool:
+    """Tell whether sequences are held to a trie."""
+    return any(prefix_tokens_of(processor) is not None for processor in processors)
+
+
 def refuse_trie(processors: LogitsProcessorList, name: str, expected: str, given: object) -> None:
     """Raise ValueError for an option that searches which are held to a trie do not have."""
-    if any(prefix_tokens_of(processor) is not None for processor in processors):
+    if has_trie(processors):
         raise ValueError(f"{name}: expected {expected} beside a Trie, got {given}")

@@ -1,0 +1,37 @@
+// Launches the rows of log_softmax_top_k that are held to a trie.
+#include "beam/log_softmax_top_k.h"
+#include "beam/trie_rows_kernel.cuh"
+#include "sampling/row_launch.h"
+
+namespace lmdecode::beam {
+namespace {
+
+constexpr const char* kOp = "log_softmax_top_k";
+
+template <class T>
+void launch(const ProcessedParams& params, cudaStream_t stream) {
+  const LogSoftmaxTopKParams& call = params.call;
+  launch_rows(kOp, &cuda_kernels::trie_processor_row_kernel<T>, call.rows, call.vocab, sizeof(T),
+              params, stream);
+  launch_rows(kOp, &cuda_kernels::trie_row_kernel, call.rows, call.vocab, sizeof(float), params,
+              stream);
+}
+
+}  // namespace
+
+void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
+                                      const LogitsProcessors& processors, float* values,
+                                      void* stream) {
+  const ProcessedParams all{params, processors, values};
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return launch<float>(all, cuda_stream);
+    case DType::kFloat16:
+      return launch<Half>(all, cuda_stream);
+    case DType::kBFloat16:
+      return launch<BFloat16>(all, cuda_stream);
+  }
+}
+
+}  // namespace lmdecode::beam
