@@ -2,7 +2,8 @@
 
 The job is JSON: "engine", arguments of ``vllm.LLM``; "batches", lists of requests, each a prompt
 (tokens) and arguments of ``SamplingParams``, which run one batch after the other; "is_async",
-whether by ``AsyncLLM``, in processes of its own. The last line of the output is JSON.
+whether by ``AsyncLLM``, in processes of its own; "searches", prompts
+and arguments of ``beam_search``. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def run(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
         prompts = [{"prompt_token_ids": request["prompt"]} for request in batch]
         params = [SamplingParams(**request["params"]) for request in batch]
         results.append([outcome(o) for o in llm.generate(prompts, params, use_tqdm=False)])
+    for search in job.get("searches", ()):
+        from lmdecode.integrations.vllm import beam_search
+
+        found = beam_search(llm, search["prompts"], **search["arguments"])
+        results.append(
+            [{"sequences": f.sequences.tolist(), "scores": f.scores.tolist()} for f in found]
+        )
     return results
 
 

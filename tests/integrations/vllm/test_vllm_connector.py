@@ -93,7 +93,7 @@ def test_blocks_are_found_after_a_restart(
     engine.free.reverse()
     engine.admit(again)
     assert again.cached == (length - 1) // BLOCK * BLOCK
-    assert engine.step("b", b=length - again.computed) == set()
+    engine.step("b", b=length - again.computed)
     assert engine.is_right(again, 0, length)
 
 
@@ -121,7 +121,7 @@ def test_answers_are_stored_as_they_grow(start: Callable[..., Engine]) -> None:
     engine, again = start(), request("b", [*one.all_token_ids, 5])
     engine.admit(again)
     assert again.cached == 3 * BLOCK
-    assert engine.step("b", b=3) == set()
+    engine.step("b", b=3)
     assert engine.is_right(again, 0, 51)
 
 
@@ -146,7 +146,7 @@ def test_windows_whose_blocks_leave(start: Callable[..., Engine]) -> None:
     engine.admit(again)
     assert again.cached == 192
     assert again.block_ids[:9] == [0] * 9 + again.block_ids[9:9]
-    assert engine.step("b", b=8) == set()
+    engine.step("b", b=8)
     assert engine.is_right(again, 0, 200)
     assert all((engine.kv[name][0] == 0).all() for name in NAMES)
 
@@ -162,36 +162,50 @@ def test_a_request_that_was_preempted(start: Callable[..., Engine]) -> None:
         engine.kv[name].zero_()
     engine.match(one)
     assert one.cached == 3 * BLOCK
-    assert engine.step(a=12) == set()
+    engine.step(a=12)
     assert engine.is_right(one, 0, 60)
 
 
-def test_a_block_that_cannot_be_read_is_told_and_stored_anew(start: Callable[..., Engine]) -> None:
-    start().whole(request("a", tokens_of(100)))
-    engine, one = start(), request("b", tokens_of(100))
-    engine.admit(one)
-    assert one.cached == 6 * BLOCK
+def stored(engine: Engine) -> int:
+    return len(engine.worker._store._store.entries())
+
+
+@pytest.mark.parametrize("window", [None, 2 * BLOCK])
+def test_a_request_whose_load_fails_begins_anew(
+    window: int | None, start: Callable[..., Engine]
+) -> None:
+    start().whole(request("a", tokens_of(100), window=window))
+    engine, one = start(), request("b", tokens_of(100), window=window)
     store = engine.worker._store
-    load = store.load
-    lost = engine.scheduler._requests["b"].blocks[2]
-    entries = len(store._store.entries())
+    load, bad = store.load, {}
 
     def damaged(block: Any, kv: Any) -> bool:
-        return block != lost and load(block, kv)
+        """A block that is read, found damaged, and dropped."""
+        if not bad:
+            bad[block] = engine.scheduler._requests["b"].blocks.index(block)
+            has = engine.scheduler._store.has
+            engine.scheduler._store.has = lambda other: other != block and has(other)
+            return False
+        return bool(load(block, kv))
 
     store.load = damaged
-    save, saved = store.save, []
-    store.save = lambda blocks: saved.append([block for block, _ in blocks]) or 0
-    failed = engine.step("b", b=4)
-    assert failed == {one.block_ids[2]}
-    assert saved in ([], [[]])  # what was computed with it is not stored
-    assert engine.worker.get_block_ids_with_load_errors() == set()
-    store.load, store.save = load, save
-    one.computed = 2 * BLOCK  # as vLLM goes back
-    assert engine.step(b=68) == set()
+    engine.admit(one)
+    assert one.tries == [6 * BLOCK, bad.popitem()[1] * BLOCK]
+    assert not engine.step("b", b=100 - one.computed)
     assert engine.is_right(one, 0, 100)
-    saved_again = [move for move in engine.worker.metadata.saves if len(move.blocks) == 6]
-    assert saved_again and len(store._store.entries()) == entries
+    assert stored(engine) == 6
+
+
+def test_a_store_that_cannot_be_read_at_all(start: Callable[..., Engine]) -> None:
+    start().whole(request("a", tokens_of(100)))
+    engine, one = start(), request("b", tokens_of(100))
+    asked: list[Any] = []
+    engine.worker._store.load = lambda block, kv: asked.append(block)
+    engine.admit(one)
+    assert one.tries == [6 * BLOCK, 6 * BLOCK, 0]
+    assert len(asked) == 12 and len(set(asked)) == 6  # all that is damaged is met at once
+    engine.step("b", b=100)
+    assert engine.is_right(one, 0, 100)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,13 @@ class Role:
     SCHEDULER, WORKER = 0, 1
 
 
+@dataclasses.dataclass
+class TransferResults:
+    finished_sending: set[str] = dataclasses.field(default_factory=set)
+    finished_recving: set[str] = dataclasses.field(default_factory=set)
+    failed_recving: set[str] = dataclasses.field(default_factory=set)
+
+
 class Base:
     """What the connector uses of KVConnectorBase_V1."""
 
@@ -55,6 +62,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0"},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": Base, "KVConnectorMetadata": object, "KVConnectorRole": Role,
+        "KVConnectorTransferResults": TransferResults,
     },
     "vllm.v1.kv_cache_interface": {
         "FullAttentionSpec": FullAttentionSpec, "SlidingWindowSpec": SlidingWindowSpec,
@@ -111,7 +119,7 @@ class Request(SimpleNamespace):
 def request(name: str, tokens: list[int], **others: Any) -> Request:
     fields: dict[str, Any] = {
         "lora_request": None, "mm_features": [], "prompt_embeds": None, "cache_salt": None,
-        "window": None, "computed": 0, "block_ids": [], "cached": 0,
+        "window": None, "computed": 0, "block_ids": [], "cached": 0, "tries": [],
     }  # fmt: skip
     return Request(request_id=name, all_token_ids=list(tokens), **fields | others)
 
@@ -150,16 +158,25 @@ class Engine:
         return True
 
     def admit(self, one: Any) -> None:
+        """Begin a request: with what is found of it, loaded; ``tries`` has the tokens of each."""
         self.scheduler.on_new_request(one)
         self.match(one)
 
     def match(self, one: Any) -> None:
-        found, is_async = self.scheduler.get_num_new_matched_tokens(one, one.computed)
-        assert not is_async
-        one.cached, one.computed = found, one.computed + found
-        self.running[one.request_id] = one
-        self.grow(one, one.computed)
-        self.scheduler.update_state_after_alloc(one, None, found)
+        local = one.computed
+        while True:
+            found, is_async = self.scheduler.get_num_new_matched_tokens(one, local)
+            assert is_async == (found > 0)
+            one.tries.append(found)
+            self.running[one.request_id] = one
+            one.computed = local + found
+            self.grow(one, one.computed)
+            self.scheduler.update_state_after_alloc(one, None, found)
+            if not found or not self.step(waiting=True):
+                break
+            self.free += [block for block in one.block_ids[local // BLOCK :] if block]
+            del one.block_ids[local // BLOCK :]
+        one.cached = found
 
     def grow(self, one: Any, tokens: int) -> None:
         while len(one.block_ids) * BLOCK < tokens:
@@ -170,8 +187,8 @@ class Engine:
                     self.free.append(one.block_ids[block])
                     one.block_ids[block] = 0
 
-    def step(self, *new: str, **scheduled: int) -> set[int]:
-        """Compute so many tokens of each request; the blocks that could not be read."""
+    def step(self, *new: str, waiting: bool = False, **scheduled: int) -> bool:
+        """Compute so many tokens of each request; whether the load of one that waits failed."""
         for name, count in scheduled.items():
             self.grow(self.running[name], self.running[name].computed + count)
         old = [name for name in scheduled if name not in new]
@@ -188,7 +205,6 @@ class Engine:
         )
         self.finished = set()
         self.worker.metadata = self.scheduler.build_connector_meta(output)
-        self.worker.start_load_kv(None)
         for name, count in scheduled.items():
             one = self.running[name]
             for place in range(one.computed, one.computed + count):
@@ -196,9 +212,13 @@ class Engine:
                 for layer, key in enumerate(NAMES):
                     self.kv[key][one.block_ids[place // BLOCK], :, place % BLOCK] = numbers[layer]
             one.computed += count
+        self.worker.start_load_kv(None)
         self.worker.wait_for_save()
-        failed: set[int] = self.worker.get_block_ids_with_load_errors()
-        return failed
+        results = self.worker.get_transfer_results(set())
+        assert len(results.finished_recving) == waiting
+        assert results.failed_recving <= results.finished_recving
+        self.scheduler.update_connector_output(results)
+        return bool(results.failed_recving)
 
     def finish(self, name: str) -> None:
         self.free += [block for block in self.running.pop(name).block_ids if block]

@@ -1,8 +1,9 @@
-"""lmdecode inside vLLM: its sampler on CPUs, and its KV cache on disk.
+"""lmdecode inside vLLM: its sampler on CPUs, its KV cache on disk, and beam search.
 
 ``register`` is the plug-in that vLLM calls in each of its processes, by the entry point
 ``lmdecode`` of the group ``vllm.general_plugins``. ``LmdecodeConnector`` is named in
-``--kv-transfer-config``. docs/guides/serving_engines.md says how to use both.
+``--kv-transfer-config``. ``beam_search`` is called with an engine.
+docs/guides/serving_engines.md says how to use them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lmdecode.integrations.vllm.beam_search import beam_search
 from lmdecode.integrations.vllm.sampler import register
 
 if TYPE_CHECKING:
     from lmdecode.integrations.vllm.connector import LmdecodeConnector
 
-__all__ = ["LmdecodeConnector", "register"]
+__all__ = ["LmdecodeConnector", "beam_search", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -24,18 +25,20 @@ from lmdecode.store.kv_store import KV
 _NAME = "LmdecodeConnector"
 _OPTIONS = ("path", "capacity_bytes", "durability", "salt", "weights_hash")
 _NULL_BLOCK = 0  # vLLM's place for blocks that have left a sliding window
+_MOST_FAILURES = 2  # of a request; what a first one drops from the store, a second does not meet
 
 
 class Move(NamedTuple):
     """Blocks of one request, and where in the KV cache they lie."""
 
+    request_id: str
     blocks: list[Block]
     block_ids: list[int]
 
 
 @dataclass
 class Plan(KVConnectorMetadata):
-    """What the worker shall do in a step: loads before the model runs, saves after it."""
+    """What the worker shall do in a step: loads of requests that wait, saves of those that ran."""
 
     loads: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
@@ -43,11 +46,25 @@ class Plan(KVConnectorMetadata):
 
 @dataclass
 class _Known:
-    """A request, as the scheduler's side sees it: its blocks, and how many have been planned."""
+    """A request, as the scheduler's side sees it.
+
+    Attributes
+    ----------
+    blocks
+        Its whole blocks so far.
+    planned
+        How many of them the worker has been told to save.
+    first
+        The first one that vLLM did not have, when it asked.
+    failures
+        Loads that failed.
+    """
 
     request: Any
     blocks: list[Block] = field(default_factory=list)
     planned: int = 0
+    first: int = 0
+    failures: int = 0
 
 
 class LmdecodeConnector(KVConnectorBase_V1):
@@ -87,12 +104,12 @@ class LmdecodeConnector(KVConnectorBase_V1):
         weights_hash = options.pop("weights_hash", None)
         spec, _ = cache_spec(vllm_config, kv_cache_config)
         self._block_size: int = spec.block_size
-        # A block that cannot be read is computed. vLLM's own default ends the request.
+        # A request whose load fails is computed. vLLM's own default ends it.
         transfer.kv_load_failure_policy = "recompute"
         self._requests: dict[str, _Known] = {}
         self._to_load: dict[str, int] = {}
         self._layers: list[Tensor] = []
-        self._failed: set[int] = set()
+        self._results = KVConnectorTransferResults()
         self._store = BlockStore(
             StoreOptions(**options), fingerprint(vllm_config, kv_cache_config, weights_hash),
             self._block_size, writes=role == KVConnectorRole.WORKER,
@@ -118,16 +135,20 @@ class LmdecodeConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Count the tokens behind those that vLLM has which can be loaded."""
+        """Count the tokens behind those that vLLM has which can be loaded, while the request waits.
+
+        So a load that fails leaves nothing behind: vLLM begins the request anew. In a step that
+        already computes with the blocks it could not, where a window has let go of earlier ones.
+        """
         known = self._requests.get(request.request_id)
-        if known is None or num_computed_tokens % self._block_size:
+        if known is None or known.failures >= _MOST_FAILURES:
             return 0, False
         blocks = self._blocks(known)
-        first = end = num_computed_tokens // self._block_size
+        known.first = end = num_computed_tokens // self._block_size
         most = (request.num_tokens - 1) // self._block_size  # one token is left to compute
         while end < most and self._store.has(blocks[end]):
             end += 1
-        return (end - first) * self._block_size, False
+        return (end - known.first) * self._block_size, end > known.first
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember that so many tokens of a request shall be loaded."""
@@ -135,35 +156,45 @@ class LmdecodeConnector(KVConnectorBase_V1):
             self._to_load[request.request_id] = num_external_tokens // self._block_size
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        """Plan a step: what its requests load, and the blocks that it fills."""
+        """Plan a step: what requests that wait load, and the blocks that others fill."""
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
         plan = Plan()
+        for request_id, count in self._to_load.items():
+            waiting = self._requests[request_id]
+            part = slice(waiting.first, waiting.first + count)
+            blocks, block_ids = waiting.blocks[part], self._block_ids(request_id)[part]
+            plan.loads.append(Move(request_id, blocks, block_ids))
+        self._to_load.clear()
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {
             new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
         }
         for request_id, before in computed.items():
-            known = self._requests.get(request_id)
-            if known is None:
+            if (known := self._requests.get(request_id)) is None:
                 continue
             blocks = self._blocks(known)
-            # As they are in this step: blocks that leave a window in the next one are still there.
-            (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
-            if loaded := self._to_load.pop(request_id, 0):
-                end = before // self._block_size
-                part = slice(end - loaded, end)
-                plan.loads.append(Move(blocks[part], block_ids[part]))
             after = before + scheduler_output.num_scheduled_tokens[request_id]
-            # After a load that failed, vLLM goes back.
-            known.planned = min(known.planned, before // self._block_size)
+            known.planned = min(known.planned, before // self._block_size)  # after a preemption
             full = min(after // self._block_size, len(blocks))
             if full > known.planned:
                 known.planned = full
-                plan.saves.append(Move(blocks[:full], block_ids[:full]))
-        self._to_load.clear()
+                block_ids = self._block_ids(request_id)[:full]
+                plan.saves.append(Move(request_id, blocks[:full], block_ids))
         return plan
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Count loads that failed."""
+        for request_id in connector_output.failed_recving or ():
+            if request_id in self._requests:
+                self._requests[request_id].failures += 1
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        """As they are in this step: those that leave a window in the next one are still there."""
+        block_ids: list[int]
+        (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+        return block_ids
 
     def _blocks(self, known: _Known) -> list[Block]:
         request = known.request
@@ -207,30 +238,36 @@ class LmdecodeConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Read the blocks of this step's loads into the KV cache."""
         for move in self._plan().loads:
-            for block, block_id in self._backwards(move):
-                if block_id != _NULL_BLOCK and not self._store.load(block, self._kv(block_id)):
-                    self._failed.add(block_id)
+            # All of them, whatever becomes of the first: what is damaged is dropped, and not met
+            # again when the request begins anew.
+            loaded = [
+                self._store.load(block, self._kv(block_id))
+                for block, block_id in self._backwards(move)
+                if block_id != _NULL_BLOCK
+            ]
+            self._results.finished_recving.add(move.request_id)
+            if not all(loaded):
+                self._results.failed_recving.add(move.request_id)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose blocks have been loaded since the last call, or could not."""
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
 
     def wait_for_save(self) -> None:
         """Store the blocks that this step has filled."""
 
         def filled() -> Iterator[Any]:
             for move in self._plan().saves:
-                if self._failed.isdisjoint(move.block_ids):  # or it computed with what is no block
-                    for block, block_id in self._backwards(move):
-                        is_gone = block_id == _NULL_BLOCK
-                        yield block, None if is_gone else partial(self._kv, block_id)
+                for block, block_id in self._backwards(move):
+                    is_gone = block_id == _NULL_BLOCK
+                    yield block, None if is_gone else partial(self._kv, block_id)
 
         if self._layers and self._plan().saves:
             self._store.save(filled())
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be read since the last call: vLLM computes them."""
-        failed, self._failed = self._failed, set()
-        return failed
-
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All is loaded before the model runs."""
+        """All is loaded while a request waits."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
