@@ -111,7 +111,7 @@ def test_the_other_erases(two: tuple[KVStore, KVStore], tmp_path: Path) -> None:
 
 
 def test_upkeep_by_the_other(two: tuple[KVStore, KVStore], tmp_path: Path) -> None:
-    first, second = two
+    second = two[1]
     second.put(_TOKENS, cache(_TOKENS))
     assert second.flush() and second.gc() == 0 and not second.verify().damage
     second.export(tmp_path / "file")
@@ -179,9 +179,10 @@ def test_threads_of_both(two: tuple[KVStore, KVStore]) -> None:
 def test_nonsense_on_the_socket_harms_nobody(two: tuple[KVStore, KVStore]) -> None:
     first, second = two
     shared = second._engine.native
-    for nonsense in (b"", b"\xff" * 64, struct.pack("<II", 2, 0) + b"{}",
-                     struct.pack("<II", 12, 0) + b'{"call":"x"}', struct.pack("<II", 9, 1)):  # fmt: skip
-        with shared._connect() as peer, suppress(ConnectionResetError):
+    heads = [struct.pack("<II", *sizes) for sizes in ((2, 0), (2, 0), (12, 0), (9, 1))]
+    bodies = [b"{}", b"[]", b'{"call":"x"}', b""]
+    for nonsense in (b"", b"\xff" * 64, *map(bytes.__add__, heads, bodies)):
+        with shared._connect().peer as peer, suppress(ConnectionResetError):
             peer.sendall(nonsense)
             peer.shutdown(1)
             while peer.recv(1 << 12):

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmdecode.store._messages import Message, failure, receive, send
 from lmdecode.store._native import PutOptions, Scope, Store
-from lmdecode.store._shared_planes import take
+from lmdecode.store._shared_planes import TakenMemory
 from lmdecode.store.fingerprint import Fingerprint
 
 _SOCKET = "socket"
@@ -87,25 +87,31 @@ class CommitServer:
             thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
+        memory: TakenMemory | None = None
         with peer, suppress(OSError, ValueError):
             while not self._is_closing and (question := receive(peer)) is not None:
+                if question.descriptor is not None:
+                    try:
+                        memory = TakenMemory(question.descriptor, self._fingerprint)
+                    finally:
+                        os.close(question.descriptor)
                 try:
-                    answer = Message({"result": self._answer(question)})
+                    answer = Message({"result": self._answer(question, memory)})
                 except Exception as error:
                     answer = failure(error)
-                finally:
-                    if question.descriptor is not None:
-                        os.close(question.descriptor)
                 send(peer, answer)
         with self._lock:
             self._peers.pop(threading.current_thread(), None)
 
-    def _answer(self, question: Message) -> Any:
-        fields = {**question.fields, "descriptor": question.descriptor}
-        parts = [bytes(part) for part in question.parts]
+    def _answer(self, question: Message, memory: TakenMemory | None) -> Any:
+        fields, parts = question.fields, [bytes(part) for part in question.parts]
         call = getattr(self, f"_do_{fields['call']}", None)
         if call is None:
             raise ValueError(f"no such call: {fields['call']}")
+        if "counts" in fields:
+            if memory is None:
+                raise ValueError("planes without memory")
+            fields["planes"] = memory.planes(fields["counts"])
         return call(fields, *parts)
 
     def _durable(self, fields: dict[str, Any], stored: int) -> int:
@@ -113,17 +119,16 @@ class CommitServer:
         return stored if fields["relaxed"] or not self._relaxed or self._native.flush() else 0
 
     def _do_put(self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes) -> int:
-        planes = take(fields["descriptor"], fields["counts"], self._fingerprint)
-        stored = self._native.put(Scope(salt, context), ids, planes.planes, _options(fields))
+        planes, options = fields["planes"], _options(fields)
+        stored = self._native.put(Scope(salt, context), ids, planes, options)
         return self._durable(fields, stored)
 
     def _do_commit_session(
         self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes, name: bytes
     ) -> int:
-        planes = take(fields["descriptor"], fields["counts"], self._fingerprint)
-        scope, computed = Scope(salt, context), fields["computed"]
-        options = _options(fields)
-        stored = self._native.commit_session(scope, name, ids, computed, planes.planes, options)
+        scope, planes, options = Scope(salt, context), fields["planes"], _options(fields)
+        computed = fields["computed"]
+        stored = self._native.commit_session(scope, name, ids, computed, planes, options)
         return self._durable(fields, stored)
 
     def _do_write_session(

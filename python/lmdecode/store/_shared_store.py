@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmdecode.store._commit_server import CommitServer, address
 from lmdecode.store._messages import Message, receive, result, send
 from lmdecode.store._native import Hit, PutOptions, Scope, Store
-from lmdecode.store._shared_planes import give
+from lmdecode.store._shared_planes import GivenMemory
 from lmdecode.store._tensors import Planes
 from lmdecode.store.errors import StoreError, StoreLockedError
 from lmdecode.store.fingerprint import Fingerprint
@@ -76,43 +77,64 @@ class _Writer:
         self.native.close()
 
 
+@dataclass
+class _Connection:
+    """One call at a time."""
+
+    peer: socket.socket
+    memory: GivenMemory
+
+
 class _Client:
     """A process that asks the one with the lock."""
 
-    def __init__(self, native: Store, connect: Callable[[], socket.socket]) -> None:
+    def __init__(self, native: Store, connect: Callable[[], _Connection]) -> None:
         self.native = native  # only reads
         self._connect = connect
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
+        self._idle: list[_Connection] = []
 
-    def call(self, message: Message) -> Any:
+    def call(self, message: Message, planes: Planes | None = None) -> Any:
         with self._lock:
-            peer = self._idle.pop() if self._idle else None
+            connection = self._idle.pop() if self._idle else None
         try:
-            peer = peer or self._connect()
+            connection = connection or self._connect()
+            answer = self._exchange(connection, message, planes)
+        except TimeoutError:
+            raise _SilentError("the process that writes the store does not answer") from None
+        except OSError:
+            raise _Gone from None
+        if answer is None:
+            raise _Gone
+        with self._lock:
+            self._idle.append(connection)
+        return result(answer)
+
+    def _exchange(
+        self, connection: _Connection, message: Message, planes: Planes | None
+    ) -> Message | None:
+        peer, descriptor = connection.peer, None
+        is_answered = False
+        try:
+            if planes is not None:
+                descriptor = connection.memory.fill(planes)
+            message = replace(message, descriptor=descriptor)
             is_long = message.fields["call"] in _LONG_CALLS
             peer.settimeout(None if is_long else _ANSWER_SECONDS)
             send(peer, message)
             answer = receive(peer)
-        except TimeoutError:
-            if peer is not None:
+            is_answered = answer is not None
+            return answer
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+            if not is_answered:  # or the answer would be taken for that of the next call
                 peer.close()
-            raise _SilentError("the process that writes the store does not answer") from None
-        except OSError:
-            answer = None
-        if answer is None:
-            if peer is not None:
-                peer.close()
-            raise _Gone
-        assert peer is not None
-        with self._lock:
-            self._idle.append(peer)
-        return result(answer)
 
     def close(self) -> None:
         with self._lock:
-            for peer in self._idle:
-                peer.close()
+            for connection in self._idle:
+                connection.peer.close()
             self._idle.clear()
         self.native.close()
 
@@ -156,12 +178,11 @@ class SharedStore:
             except StoreLockedError:
                 if time.monotonic() > end:
                     raise
-            with suppress(OSError), closing(self._connect()) as probe:
-                probe.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), closing(self._connect().peer):
                 return _Client(self._open(True), self._connect)
             time.sleep(_POLL_SECONDS)
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> _Connection:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path, descriptor = address(self._directory)
         try:
@@ -171,7 +192,7 @@ class SharedStore:
             raise
         finally:
             os.close(descriptor)
-        return peer
+        return _Connection(peer, GivenMemory(self._fingerprint))
 
     def _elect_after(self, gone: _Writer | _Client) -> None:
         with self._lock:
@@ -199,41 +220,31 @@ class SharedStore:
 
     # --- asking
 
-    def _ask(self, own: Callable[[Store], Any], message: Callable[[], Message]) -> Any:
+    def _ask(
+        self, own: Callable[[Store], Any], message: Message, planes: Planes | None = None
+    ) -> Any:
         """Call the own store if that writes, else the process that has the lock."""
         for _ in range(_ATTEMPTS):
             role = self._role
             if isinstance(role, _Writer) or os.getpid() != self._process or self._is_closed:
                 return own(role.native)
-            question = message()
             try:
-                return role.call(question)
+                return role.call(message, planes)
             except _Gone:
                 self._elect_after(role)
-            finally:
-                if question.descriptor is not None:
-                    os.close(question.descriptor)
         raise StoreError("the processes that write the store end one after the other")
 
     def _told(self, fields: dict[str, Any], scope: Scope | None = None, *parts: Any) -> Message:
         head = () if scope is None else (scope.salt, scope.context)
         return Message({**fields, "relaxed": self._relaxed}, (*head, *parts))
 
-    def _stored(
-        self, own: Callable[[Store], int], planes: Planes, told: Callable[[], Message]
-    ) -> int:
+    def _stored(self, own: Callable[[Store], int], planes: Planes, message: Message) -> int:
         """What a put or commit has stored: nothing where nobody answers, and no error."""
-
-        def message() -> Message:
-            question = told()
-            question.fields["counts"] = planes.counts
-            question.descriptor = give(planes, self._fingerprint)
-            return question
-
+        message.fields["counts"] = planes.counts
         if self._silent_until > time.monotonic():
             return 0
         try:
-            stored: int = self._ask(own, message)
+            stored: int = self._ask(own, message, planes)
         except (StoreLockedError, _SilentError) as error:
             self._failure = str(error)
             if isinstance(error, _SilentError):
@@ -249,7 +260,7 @@ class SharedStore:
         return self._stored(
             lambda native: native.put(scope, ids, planes.planes, options),
             planes,
-            lambda: self._told({"call": "put", **_fields(options)}, scope, ids),
+            self._told({"call": "put", **_fields(options)}, scope, ids),
         )
 
     def commit_session(
@@ -263,7 +274,7 @@ class SharedStore:
                 scope, name, ids, computed, planes.planes, options
             ),
             planes,
-            lambda: self._told(fields, scope, ids, name),
+            self._told(fields, scope, ids, name),
         )
 
     def write_session(self, scope: Scope, name: bytes, ids: memoryview) -> bool:
@@ -271,7 +282,7 @@ class SharedStore:
         return bool(
             self._ask(
                 lambda native: native.write_session(scope, name, ids),
-                lambda: self._told({"call": "write_session"}, scope, name, ids),
+                self._told({"call": "write_session"}, scope, name, ids),
             )
         )
 
@@ -280,7 +291,7 @@ class SharedStore:
         return bool(
             self._ask(
                 lambda native: native.remove_session(scope, name),
-                lambda: self._told({"call": "remove_session"}, scope, name),
+                self._told({"call": "remove_session"}, scope, name),
             )
         )
 
@@ -291,7 +302,7 @@ class SharedStore:
         try:
             count: int = self._ask(
                 lambda native: native.erase(scope, ids, name),
-                lambda: self._told({"call": "erase", "what": what}, scope, *named),
+                self._told({"call": "erase", "what": what}, scope, *named),
             )
         except ValueError:
             # The writer erased it, and died before it said so; or another process was faster.
@@ -307,7 +318,7 @@ class SharedStore:
         what, named = _choice(ids, name)
         chosen: list[bool] = self._ask(
             lambda native: native.erases(scope, ids, name, images),
-            lambda: self._told({"call": "erases", "what": what}, scope, *named, *images),
+            self._told({"call": "erases", "what": what}, scope, *named, *images),
         )
         return chosen
 
@@ -316,7 +327,7 @@ class SharedStore:
         return bool(
             self._ask(
                 lambda native: native.insert_image(scope, key, image, options),
-                lambda: self._told({"call": "insert_image", **_fields(options)}, scope, key, image),
+                self._told({"call": "insert_image", **_fields(options)}, scope, key, image),
             )
         )
 
@@ -330,24 +341,22 @@ class SharedStore:
             if found is not None:
                 native.pin(found, pinned)
 
-        self._ask(own, lambda: self._told(fields, hit.scope, ids))
+        self._ask(own, self._told(fields, hit.scope, ids))
 
     def flush(self) -> bool:
         """Make everything durable."""
-        return bool(self._ask(lambda native: native.flush(), lambda: Message({"call": "flush"})))
+        return bool(self._ask(lambda native: native.flush(), Message({"call": "flush"})))
 
     def collect(self) -> int:
         """Drop what has expired, give space back."""
-        dropped: int = self._ask(
-            lambda native: native.collect(), lambda: Message({"call": "collect"})
-        )
+        dropped: int = self._ask(lambda native: native.collect(), Message({"call": "collect"}))
         return dropped
 
     def import_from(self, path: bytes, progress: Any) -> int:
         """Take over an exported file."""
         new: int = self._ask(
             lambda native: native.import_from(path, progress),
-            lambda: self._told({"call": "import_from"}, None, path),
+            self._told({"call": "import_from"}, None, path),
         )
         return new
 
@@ -355,13 +364,11 @@ class SharedStore:
         """Why nothing is stored."""
         if self._failure:
             return self._failure
-        return str(self._ask(lambda native: native.failure(), lambda: Message({"call": "failure"})))
+        return str(self._ask(lambda native: native.failure(), Message({"call": "failure"})))
 
     def stats(self) -> dict[str, int]:
         """Counters: the writer's, and what this process read."""
-        stats: dict[str, int] = self._ask(
-            lambda native: native.stats(), lambda: Message({"call": "stats"})
-        )
+        stats: dict[str, int] = self._ask(lambda native: native.stats(), Message({"call": "stats"}))
         role = self._role
         if isinstance(role, _Client):
             own = role.native.stats()
