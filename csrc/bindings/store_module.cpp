@@ -401,6 +401,7 @@ PYBIND11_MODULE(_store, module) {
              return Scope{salt, context};
            }),
            arg("salt"), arg("context"))
+      .def_property_readonly("salt", [](const Scope& scope) { return py::bytes(scope.salt); })
       .def_property_readonly("context",
                              [](const Scope& scope) { return py::bytes(scope.context); });
 

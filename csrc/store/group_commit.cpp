@@ -14,15 +14,33 @@ void prepend(std::vector<T> first, std::vector<T>* to) {
   *to = std::move(first);
 }
 
+constexpr std::chrono::milliseconds kMostPatience{2};
+
 }  // namespace
 
 bool GroupCommit::commit(Lock& lock, uint64_t batch) {
+  using std::chrono::steady_clock;
+  if (batch == open_number_) {
+    ++joined_;
+    gathered_.notify_one();
+  }
   while (committed_ < batch) {
     if (failed_ >= batch || !failure_.empty() || index_ == nullptr) return false;
-    if (is_committing_) {
+    if (is_committing_ || is_gathering_) {
       changed_.wait(lock);
       continue;
     }
+    if (joined_ < last_joined_) {
+      is_gathering_ = true;
+      gathered_.wait_for(lock, patience_, [&] { return joined_ >= last_joined_; });
+      is_gathering_ = false;
+      if (index_ == nullptr) {
+        changed_.notify_all();
+        return false;
+      }
+    }
+    last_joined_ = std::exchange(joined_, 0);
+    const auto begin = steady_clock::now();
     is_committing_ = true;
     Batch taken = std::exchange(open_, {});
     const uint64_t number = open_number_++;
@@ -54,6 +72,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
     }
     lock.lock();
     is_committing_ = false;
+    patience_ = std::min<steady_clock::duration>((steady_clock::now() - begin) / 2, kMostPatience);
     found_no_space_ = result == CommitResult::kDiskFull;
     if (has_saved_sessions) {
       taken.changes.sessions.clear();

@@ -2,6 +2,7 @@
 // it for all. First the slots are flushed, then the durable index is told in one transaction.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -86,9 +87,15 @@ class GroupCommit {
   uint64_t failed_ = 0;
   uint64_t commits_ = 0;
   bool is_committing_ = false;
+  // Who commits waits a little for those who came with it last time: they are on their way again.
+  bool is_gathering_ = false;
+  uint32_t joined_ = 0;       // calls that want the open batch to be written
+  uint32_t last_joined_ = 0;  // that wanted the batch before it
+  std::chrono::steady_clock::duration patience_{};
   bool found_no_space_ = false;
   std::string failure_;
   std::condition_variable changed_;
+  std::condition_variable gathered_;
 };
 
 }  // namespace lmdecode::store

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from lmdecode.store._native import Store
 from lmdecode.store._remote_tier import RemoteTier
+from lmdecode.store._shared_store import SharedStore
+from lmdecode.store._tensors import Planes
 from lmdecode.store.cost_model import CostModel
 from lmdecode.store.fingerprint import Fingerprint
 
@@ -35,25 +37,35 @@ class Engine:
         flush_interval_ms: int,
         idle_ms: int,
         io_threads: int,
+        many_writers: bool = False,
     ) -> None:
-        self.native = Store(
-            directory=os.fsencode(directory),
-            fingerprint=fingerprint.encoded(),
-            num_layers=fingerprint.num_layers,
-            num_kv_heads=fingerprint.num_kv_heads,
-            head_size=fingerprint.head_size,
-            element_size=fingerprint.torch_dtype.itemsize,
-            windows=[window or 0 for window in fingerprint.windows or ()],
-            chunk_tokens=chunk_tokens,
-            values_by_column=by_column,
-            relaxed=relaxed,
-            readonly=readonly,
-            capacity_bytes=capacity_bytes,
-            slab_bytes=slab_bytes,
-            flush_interval_ms=flush_interval_ms,
-            idle_ms=idle_ms,
-            io_threads=io_threads,
-        )
+        def open_store(only_reads: bool) -> Store:
+            return Store(
+                directory=os.fsencode(directory),
+                fingerprint=fingerprint.encoded(),
+                num_layers=fingerprint.num_layers,
+                num_kv_heads=fingerprint.num_kv_heads,
+                head_size=fingerprint.head_size,
+                element_size=fingerprint.torch_dtype.itemsize,
+                windows=[window or 0 for window in fingerprint.windows or ()],
+                chunk_tokens=chunk_tokens,
+                values_by_column=by_column,
+                relaxed=relaxed,
+                readonly=only_reads,
+                capacity_bytes=capacity_bytes,
+                slab_bytes=slab_bytes,
+                flush_interval_ms=flush_interval_ms,
+                idle_ms=idle_ms,
+                io_threads=io_threads,
+            )
+
+        #: The ``Store`` of this process, or what has its methods where others write too.
+        self.native: Any
+        if many_writers and not readonly:
+            self.native = SharedStore(open_store, directory, fingerprint, relaxed)
+        else:
+            self.native = open_store(readonly)
+        self._is_shared = isinstance(self.native, SharedStore)
         self.directory = directory
         self.fingerprint = fingerprint
         self.readonly = readonly
@@ -75,6 +87,10 @@ class Engine:
         self._executor: ThreadPoolExecutor | None = None
         # Also at exit, while threads can still end.
         weakref.finalize(self, self.native.close)
+
+    def planes(self, planes: Planes) -> Any:
+        """Return planes as ``native`` takes them: others may have to read them too."""
+        return planes if self._is_shared else planes.planes
 
     def put_behind(self, remote: RemoteTier) -> None:
         """Give the store a second tier, whose threads end before the store is closed."""

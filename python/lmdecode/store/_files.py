@@ -21,7 +21,7 @@ def describe(directory: Path, fingerprint: Fingerprint) -> None:
 def _replace(path: Path, content: bytes) -> None:
     if path.exists() and path.read_bytes() == content:
         return
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # others may write it too
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
         file.flush()

@@ -60,7 +60,7 @@ class Planes:
     """Keys and values of some layers, for reading or writing."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._owners = tensors
+        self.tensors = tensors
         self.planes = [_plane(tensor) for tensor in tensors]
 
     @staticmethod
@@ -119,9 +119,14 @@ class Planes:
         return Planes(tensors)
 
     @property
+    def counts(self) -> list[int]:
+        """Tokens of each plane."""
+        return [tensor.shape[1] for tensor in self.tensors]
+
+    @property
     def max_tokens(self) -> int:
         """Of the layer that has most."""
-        return max(tensor.shape[1] for tensor in self._owners)
+        return max(self.counts)
 
 
 def empty_cache(

@@ -105,6 +105,10 @@ class KVStore(Prefixes):
         A second tier in Redis or Valkey behind this one: its URL, or a ``Remote`` with more to say.
         What is stored here is written there in the background; what a ``lookup`` does not find here
         is fetched from there, checked and stored here. It never fails a call.
+    writers
+        "one": a second one is refused. "many": any number of processes, all with "many", write the
+        directory. The one that was first commits for the others, with its ``capacity_bytes`` and
+        ``flush_interval``; when it ends, another one takes over.
 
     Raises
     ------
@@ -142,6 +146,7 @@ class KVStore(Prefixes):
         flush_interval: float = 1.0,
         io_threads: int | None = None,
         remote: str | Remote | None = None,
+        writers: Literal["one", "many"] = "one",
         _slab_bytes: int = _GIB,
     ) -> None:
         if not isinstance(fingerprint, Fingerprint):
@@ -152,6 +157,8 @@ class KVStore(Prefixes):
             raise ValueError(f"KVStore: durability is {durability!r}; expected 'strict', 'relaxed'")
         if v_layout not in ("column", "row"):
             raise ValueError(f"KVStore: v_layout is {v_layout!r}; expected 'column' or 'row'")
+        if writers not in ("one", "many"):
+            raise ValueError(f"KVStore: writers is {writers!r}; expected 'one' or 'many'")
         if not readonly:
             if capacity_bytes is None:
                 raise ValueError("KVStore: capacity_bytes is None; a store that writes needs it")
@@ -188,6 +195,7 @@ class KVStore(Prefixes):
             flush_interval_ms=milliseconds(flush_interval, "flush_interval"),
             idle_ms=milliseconds(idle_seconds, "idle_seconds"),
             io_threads=io_threads or min(4, os.cpu_count() or 1),
+            many_writers=writers == "many",
         )
         try:
             if not readonly:

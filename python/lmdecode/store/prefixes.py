@@ -199,7 +199,7 @@ class Prefixes:
                 yield cache[0]
 
     def _put(self, ids: memoryview, planes: Planes, scope: Scope, put: PutOptions) -> int:
-        stored = self._engine.native.put(scope, ids, planes.planes, put)
+        stored = self._engine.native.put(scope, ids, self._engine.planes(planes), put)
         self._written(scope, ids, stored, stored < len(ids))
         return stored
 

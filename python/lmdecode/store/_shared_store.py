@@ -1,0 +1,422 @@
+"""A store that several processes write: one of them has the lock, and commits for the others.
+
+Each process has a ``SharedStore``. That of the process with the lock is the compiled store, with a
+``CommitServer``. The others look up and load by a compiled store that only reads, and ask the
+server for everything that changes something. When the server goes, the first that takes the lock
+is the next one, and calls that had no answer are made again: made twice, they change nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lmdecode.store._commit_server import CommitServer, address
+from lmdecode.store._messages import Message, receive, result, send
+from lmdecode.store._native import Hit, PutOptions, Scope, Store
+from lmdecode.store._shared_planes import GivenMemory
+from lmdecode.store._tensors import Planes
+from lmdecode.store.errors import StoreError, StoreLockedError
+from lmdecode.store.fingerprint import Fingerprint
+
+_POLL_SECONDS = 0.002
+_OPENING_SECONDS = 3.0
+_ELECTION_SECONDS = 10.0  # a writer that is closing flushes first
+_ANSWER_SECONDS = 20.0
+_SILENT_SECONDS = 60.0  # so long nobody asks a writer that did not answer to store something
+_ATTEMPTS = 16
+_LONG_CALLS = ("erase", "erases", "collect", "import_from")
+_ADDED = (
+    "hits",
+    "misses",
+    "damaged",
+    "bytes_read",
+)  # counters of reading, each process has its own
+
+OpenStore = Callable[[bool], Store]
+
+
+class SharedHit:
+    """A hit, and the compiled store that it is of: who becomes the writer has another one."""
+
+    def __init__(self, owner: Store, hit: Hit, scope: Scope, ids: memoryview) -> None:
+        self.owner = owner
+        self.hit = hit
+        self.scope = scope
+        self.ids = ids
+        self.num_tokens = hit.num_tokens
+
+    def release(self) -> None:
+        """Let the store evict it."""
+        self.hit.release()
+
+
+class _SilentError(StoreError):
+    """The writer lives, and does not answer."""
+
+
+class _Gone(Exception):
+    """Nobody answers for the store any more; its lock is free, or will be."""
+
+
+class _Writer:
+    """The process that has the lock."""
+
+    def __init__(self, native: Store, server: CommitServer) -> None:
+        self.native = native
+        self._server = server
+
+    def close(self) -> None:
+        self._server.close()
+        self.native.close()
+
+
+@dataclass
+class _Connection:
+    """One call at a time."""
+
+    peer: socket.socket
+    memory: GivenMemory
+
+
+class _Client:
+    """A process that asks the one with the lock."""
+
+    def __init__(self, native: Store, connect: Callable[[], _Connection]) -> None:
+        self.native = native  # only reads
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+
+    def call(self, message: Message, planes: Planes | None = None) -> Any:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        try:
+            connection = connection or self._connect()
+            answer = self._exchange(connection, message, planes)
+        except TimeoutError:
+            raise _SilentError("the process that writes the store does not answer") from None
+        except OSError:
+            raise _Gone from None
+        if answer is None:
+            raise _Gone
+        with self._lock:
+            self._idle.append(connection)
+        return result(answer)
+
+    def _exchange(
+        self, connection: _Connection, message: Message, planes: Planes | None
+    ) -> Message | None:
+        peer, descriptor = connection.peer, None
+        is_answered = False
+        try:
+            if planes is not None:
+                descriptor = connection.memory.fill(planes)
+            message = replace(message, descriptor=descriptor)
+            is_long = message.fields["call"] in _LONG_CALLS
+            peer.settimeout(None if is_long else _ANSWER_SECONDS)
+            send(peer, message)
+            answer = receive(peer)
+            is_answered = answer is not None
+            return answer
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+            if not is_answered:  # or the answer would be taken for that of the next call
+                peer.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._idle:
+                connection.peer.close()
+            self._idle.clear()
+        self.native.close()
+
+
+class SharedStore:
+    """What ``_store.Store`` does, for each of several processes.
+
+    Parameters
+    ----------
+    open_store
+        Opens the compiled store; with True only to read.
+    directory, fingerprint, relaxed
+        Of the store.
+    """
+
+    def __init__(
+        self, open_store: OpenStore, directory: str, fingerprint: Fingerprint, relaxed: bool
+    ) -> None:
+        self._open = open_store
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._relaxed = relaxed
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._failure = ""
+        self._silent_until = 0.0
+        self._role: _Writer | _Client = self._elected(_OPENING_SECONDS)
+
+    # --- who writes
+
+    def _elected(self, seconds: float) -> _Writer | _Client:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                native = self._open(False)
+                return _Writer(
+                    native,
+                    CommitServer(native, self._directory, self._fingerprint, self._relaxed),
+                )
+            except StoreLockedError:
+                if time.monotonic() > end:
+                    raise
+            with suppress(OSError), closing(self._connect().peer):
+                return _Client(self._open(True), self._connect)
+            time.sleep(_POLL_SECONDS)
+
+    def _connect(self) -> _Connection:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path, descriptor = address(self._directory)
+        try:
+            peer.connect(path)
+        except BaseException:
+            peer.close()
+            raise
+        finally:
+            os.close(descriptor)
+        return _Connection(peer, GivenMemory(self._fingerprint))
+
+    def _elect_after(self, gone: _Writer | _Client) -> None:
+        with self._lock:
+            if self._role is gone and not self._is_closed:
+                # Its hits may still be loaded: it is closed with the last of them.
+                self._role = self._elected(_ELECTION_SECONDS)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process has the lock."""
+        return isinstance(self._role, _Writer)
+
+    def close(self) -> None:
+        """Let go; another process may take over."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        if isinstance(self._role, _Client) and self._relaxed:
+            with suppress(StoreError, OSError, _Gone):
+                self._role.call(Message({"call": "flush"}))
+        self._role.close()
+
+    # --- asking
+
+    def _ask(
+        self, own: Callable[[Store], Any], message: Message, planes: Planes | None = None
+    ) -> Any:
+        """Call the own store if that writes, else the process that has the lock."""
+        for _ in range(_ATTEMPTS):
+            role = self._role
+            if isinstance(role, _Writer) or os.getpid() != self._process or self._is_closed:
+                return own(role.native)
+            try:
+                return role.call(message, planes)
+            except _Gone:
+                self._elect_after(role)
+        raise StoreError("the processes that write the store end one after the other")
+
+    def _told(self, fields: dict[str, Any], scope: Scope | None = None, *parts: Any) -> Message:
+        head = () if scope is None else (scope.salt, scope.context)
+        return Message({**fields, "relaxed": self._relaxed}, (*head, *parts))
+
+    def _stored(self, own: Callable[[Store], int], planes: Planes, message: Message) -> int:
+        """What a put or commit has stored: nothing where nobody answers, and no error."""
+        message.fields["counts"] = planes.counts
+        if self._silent_until > time.monotonic():
+            return 0
+        try:
+            stored: int = self._ask(own, message, planes)
+        except (StoreLockedError, _SilentError) as error:
+            self._failure = str(error)
+            if isinstance(error, _SilentError):
+                self._silent_until = time.monotonic() + _SILENT_SECONDS
+            return 0
+        self._failure = ""
+        return stored
+
+    # --- what changes something
+
+    def put(self, scope: Scope, ids: memoryview, planes: Planes, options: PutOptions) -> int:
+        """Store a prefix."""
+        return self._stored(
+            lambda native: native.put(scope, ids, planes.planes, options),
+            planes,
+            self._told({"call": "put", **_fields(options)}, scope, ids),
+        )
+
+    def commit_session(
+        self, scope: Scope, name: bytes, ids: memoryview, computed: int, planes: Planes,
+        options: PutOptions,
+    ) -> int:  # fmt: skip
+        """Store a session's tokens and a prefix of them."""
+        fields = {"call": "commit_session", "computed": computed, **_fields(options)}
+        return self._stored(
+            lambda native: native.commit_session(
+                scope, name, ids, computed, planes.planes, options
+            ),
+            planes,
+            self._told(fields, scope, ids, name),
+        )
+
+    def write_session(self, scope: Scope, name: bytes, ids: memoryview) -> bool:
+        """Store a session's tokens."""
+        return bool(
+            self._ask(
+                lambda native: native.write_session(scope, name, ids),
+                self._told({"call": "write_session"}, scope, name, ids),
+            )
+        )
+
+    def remove_session(self, scope: Scope, name: bytes) -> bool:
+        """Forget a session's tokens."""
+        return bool(
+            self._ask(
+                lambda native: native.remove_session(scope, name),
+                self._told({"call": "remove_session"}, scope, name),
+            )
+        )
+
+    def erase(self, scope: Scope, ids: memoryview | None, name: bytes | None) -> int:
+        """Erase tokens, a session or everything."""
+        what, named = _choice(ids, name)
+        is_known = name is not None and self.read_session(scope, name) is not None
+        try:
+            count: int = self._ask(
+                lambda native: native.erase(scope, ids, name),
+                self._told({"call": "erase", "what": what}, scope, *named),
+            )
+        except ValueError:
+            # The writer erased it, and died before it said so; or another process was faster.
+            if not is_known:
+                raise
+            return 0
+        return count
+
+    def erases(
+        self, scope: Scope, ids: memoryview | None, name: bytes | None, images: list[bytes]
+    ) -> list[bool]:
+        """Say which entries elsewhere ``erase`` would erase."""
+        what, named = _choice(ids, name)
+        chosen: list[bool] = self._ask(
+            lambda native: native.erases(scope, ids, name, images),
+            self._told({"call": "erases", "what": what}, scope, *named, *images),
+        )
+        return chosen
+
+    def insert_image(self, scope: Scope, key: bytes, image: bytearray, options: PutOptions) -> bool:
+        """Take over an entry of a second tier."""
+        return bool(
+            self._ask(
+                lambda native: native.insert_image(scope, key, image, options),
+                self._told({"call": "insert_image", **_fields(options)}, scope, key, image),
+            )
+        )
+
+    def pin(self, hit: SharedHit, pinned: bool) -> None:
+        """Never evict a prefix, or do so again."""
+        fields = {"call": "pin", "pinned": pinned}
+        ids = hit.ids[: hit.num_tokens]
+
+        def own(native: Store) -> None:
+            found = hit.hit if native is hit.owner else native.peek(hit.scope, ids)
+            if found is not None:
+                native.pin(found, pinned)
+
+        self._ask(own, self._told(fields, hit.scope, ids))
+
+    def flush(self) -> bool:
+        """Make everything durable."""
+        return bool(self._ask(lambda native: native.flush(), Message({"call": "flush"})))
+
+    def collect(self) -> int:
+        """Drop what has expired, give space back."""
+        dropped: int = self._ask(lambda native: native.collect(), Message({"call": "collect"}))
+        return dropped
+
+    def import_from(self, path: bytes, progress: Any) -> int:
+        """Take over an exported file."""
+        new: int = self._ask(
+            lambda native: native.import_from(path, progress),
+            self._told({"call": "import_from"}, None, path),
+        )
+        return new
+
+    def failure(self) -> str:
+        """Why nothing is stored."""
+        if self._failure:
+            return self._failure
+        return str(self._ask(lambda native: native.failure(), Message({"call": "failure"})))
+
+    def stats(self) -> dict[str, int]:
+        """Counters: the writer's, and what this process read."""
+        stats: dict[str, int] = self._ask(lambda native: native.stats(), Message({"call": "stats"}))
+        role = self._role
+        if isinstance(role, _Client):
+            own = role.native.stats()
+            stats.update({name: own[name] for name in _ADDED})
+        return stats
+
+    # --- what reads
+
+    def lookup(self, scope: Scope, ids: memoryview) -> SharedHit | None:
+        """Find a prefix."""
+        native = self._role.native
+        return _held(native, native.lookup(scope, ids), scope, ids)
+
+    def peek(self, scope: Scope, ids: memoryview) -> SharedHit | None:
+        """Find a prefix; it counts as no use."""
+        native = self._role.native
+        return _held(native, native.peek(scope, ids), scope, ids)
+
+    def load(self, hit: SharedHit, first_layer: int, num_layers: int, planes: Any) -> bool:
+        """Read layers of a hit."""
+        return hit.owner.load(hit.hit, first_layer, num_layers, planes)
+
+    def entries_of(self, hit: SharedHit) -> list[dict[str, Any]]:
+        """What a hit lies in."""
+        return hit.owner.entries_of(hit.hit)
+
+    def read_image(self, hit: SharedHit, index: int) -> bytes | None:
+        """Read an entry of a hit."""
+        return hit.owner.read_image(hit.hit, index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_role":  # not opened
+            raise AttributeError(name)
+        return getattr(self._role.native, name)  # what only reads
+
+
+def _held(native: Store, hit: Hit | None, scope: Scope, ids: memoryview) -> SharedHit | None:
+    return None if hit is None else SharedHit(native, hit, scope, ids)
+
+
+def _choice(ids: memoryview | None, name: bytes | None) -> tuple[str | None, list[Any]]:
+    """What ``erase`` is about, and its tokens or session."""
+    if ids is not None:
+        return "tokens", [ids]
+    return (None, []) if name is None else ("session", [name])
+
+
+def _fields(options: PutOptions) -> dict[str, Any]:
+    return {
+        "ttl_ms": options.ttl_ms, "quota_bytes": options.quota_bytes, "pin": options.pin,
+    }  # fmt: skip
