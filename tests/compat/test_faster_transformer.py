@@ -76,6 +76,34 @@ def ours(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     )
 
 
+def doubled(value: Any) -> Any:
+    """Return the case, or a part of it, in float64."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, list):
+        return [doubled(part) for part in value]
+    if isinstance(value, dict):
+        return {name: doubled(part) for name, part in value.items()}
+    return value
+
+
+def decided_result(case: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """Return the result in float64; None where two beams are nearer than float32 can tell.
+
+    64 beams have 64 neighbours at every step. What noise of 3e-6 changes, the order of the
+    additions may change as well, and that is another one on each kind of processor.
+    """
+    case = doubled(case)
+    expected = faster_transformer_decoding(**case)
+    for _ in range(2):
+        noise = torch.randn_like(case["embedding_kernel"]) * 3e-6
+        other = case | {"embedding_kernel": case["embedding_kernel"] + noise}
+        found = faster_transformer_decoding(**other)
+        if any(a.tolist() != b.tolist() for a, b in zip(found, expected, strict=True)):
+            return None
+    return expected
+
+
 @pytest.mark.parametrize(("heads", "head"), [(2, 8), (3, 10), (1, 64), (12, 4), (5, 7), (1, 129)])
 def test_decoder_step_by_step(heads: int, head: int) -> None:
     torch.manual_seed(1)
@@ -106,16 +134,20 @@ def test_decoder_step_by_step(heads: int, head: int) -> None:
      (2, 3, 5, 7), (1, 5, 1, 129), (2, 4, 8, 64)],
 )  # fmt: skip
 def test_decoding(batch: int, beams: int, heads: int, head: int) -> None:
-    for seed in range(3):
+    decided = 0
+    for seed in range(20):
         case = decoding_case(batch, beams, heads, head, seed=seed)
-        for name, got, expected in zip(
-            ("output_ids", "parent_ids", "sequence_length"),
-            ours(case),
-            faster_transformer_decoding(**case),
-            strict=True,
-        ):
+        expected = decided_result(case)
+        if expected is None:
+            continue
+        decided += 1
+        names = ("output_ids", "parent_ids", "sequence_length")
+        for name, got, wanted in zip(names, ours(case), expected, strict=True):
             assert got.dtype == torch.int32
-            assert got.tolist() == expected.tolist(), name
+            assert got.tolist() == wanted.tolist(), name
+        if decided == 3:
+            return
+    pytest.fail(f"{decided} of 20 cases are decided, expected 3")
 
 
 def test_beams_that_end_go_on_with_their_score() -> None:

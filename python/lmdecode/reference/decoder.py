@@ -298,10 +298,10 @@ def faster_transformer_decoding(
     heads = {"head_num": head_num, "size_per_head": size_per_head}
     vocab, size = embedding_table.shape
     rows, own = batch_size * beam_width, torch.arange(batch_size * beam_width)
-    source = memory_tensor.shape[1]
-    self_caches = [torch.zeros(2, 0, rows, size) for _ in weights]
-    mem_caches = [torch.zeros(2, rows, source, size) for _ in weights]
-    scores = torch.full((batch_size, beam_width), -1e20)
+    source, zeros = memory_tensor.shape[1], memory_tensor.new_zeros
+    self_caches = [zeros(2, 0, rows, size) for _ in weights]
+    mem_caches = [zeros(2, rows, source, size) for _ in weights]
+    scores = memory_tensor.new_full((batch_size, beam_width), -1e20)
     scores[:, 0] = 0.0
     words, finished = torch.full((rows,), start_id), torch.zeros(rows, dtype=torch.bool)
     lengths = torch.zeros(rows, dtype=torch.int64)
@@ -310,7 +310,7 @@ def faster_transformer_decoding(
     for step in range(1, max_seq_len + 1):
         x = embedding_table[words] * math.sqrt(size) + sinusoid(step, size)
         for number, layer in enumerate(weights):
-            grown = torch.cat((self_caches[number], torch.zeros(2, 1, rows, size)), dim=1)
+            grown = torch.cat((self_caches[number], zeros(2, 1, rows, size)), dim=1)
             out, self_caches[number], mem_caches[number] = faster_transformer_decoder(
                 x[:, None], memory_tensor, memory_sequence_length, layer, grown,
                 mem_caches[number], **heads,
