@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lmdecode._checks import (
 from lmdecode._ops import ops
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 
-__all__ = ["DIALECTS", "SampleOutput", "row_tensor", "top_k_top_p_sample"]
+__all__ = ["DIALECTS", "SampleOutput", "row_seed", "row_tensor", "top_k_top_p_sample"]
 
 _OP = "top_k_top_p_sample"
 _sample = ops.top_k_top_p_sample.default
@@ -28,6 +28,14 @@ _DIALECT_NUMBERS = {name: number for number, name in enumerate(DIALECTS)}
 # Row seeds of an int seed are this far apart, modulo 2^63. As a signed 64-bit integer.
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _LOWEST = float("-inf")
+
+
+_Ints = TypeVar("_Ints", int, Tensor)
+
+
+def row_seed(seed: _Ints, row: _Ints) -> _Ints:
+    """Return the seed, at least 0, that one number gives to a row of a batch."""
+    return (row * _SEED_STEP + seed) & MAX_INT
 
 
 def row_tensor(
@@ -125,8 +133,8 @@ def _seeds(seed: Any, logits: Tensor) -> tuple[int, Tensor | None]:
     if rows is None:
         return check_int(_OP, "seed", number, limits="an int below 2^63"), None
     if isinstance(seed, Tensor) and not seed.dim():
-        steps = torch.arange(logits.size(0), device=logits.device) * _SEED_STEP
-        rows = torch.where(rows < 0, rows, (steps + rows) & MAX_INT)
+        seeds = row_seed(rows, torch.arange(logits.size(0), device=logits.device))
+        rows = torch.where(rows < 0, rows, seeds)
     return -1, rows
 
 

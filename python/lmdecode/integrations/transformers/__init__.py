@@ -9,12 +9,17 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
 ``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
 masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
+``generate_batch`` is transformers' continuous batching with this attention and one fused op for
+the tokens of all requests; ``BatchingManager`` is what runs it.
 ``pack_linears_`` puts packed weights in the place of a model's linear layers, and
 ``LmdecodeConfig`` does so while ``from_pretrained`` loads it; ``load_quantized`` loads checkpoints
 of AWQ and GPTQ, and ``packed_from_awq`` and ``packed_from_gptq`` take single layers of them.
 ``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps; ``prefill``,
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lmdecode._checks import install_hint
 
@@ -53,7 +58,14 @@ from lmdecode.integrations.transformers.store.cache import (
 from lmdecode.integrations.transformers.store.generation import generate_with_store, prefill
 from lmdecode.integrations.transformers.store.request import encoder_context
 
+if TYPE_CHECKING:
+    from lmdecode.integrations.transformers.continuous_batching.generation import (
+        BatchingManager,
+        generate_batch,
+    )
+
 __all__ = [
+    "BatchingManager",
     "BeamComparison",
     "BeamDynamicCache",
     "BeamEncoderDecoderCache",
@@ -71,6 +83,7 @@ __all__ = [
     "compare_with_transformers",
     "encoder_context",
     "expand_beams",
+    "generate_batch",
     "generate_with_store",
     "load_cache",
     "load_quantized",
@@ -82,3 +95,11 @@ __all__ = [
     "reorder_beams",
     "sample",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # When they are asked for: they are made of classes that only some releases have.
+    if name in ("BatchingManager", "generate_batch"):
+        from_module = f"{__name__}.continuous_batching.generation"
+        return getattr(import_module(from_module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,86 @@
+"""``attn_implementation="lmdecode_flash"``: attention over continuous batching's paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from lmdecode.attention.ops import sliding_window_attention
+
+# transformers lets implementations into its continuous batching whose names hold "flash".
+NAME = "lmdecode_flash"
+
+
+def register_flash() -> None:
+    """Make ``attn_implementation="lmdecode_flash"`` known to transformers."""
+    AttentionInterface.register(NAME, paged_attention_forward)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend to the requests of a batch, which lie behind each other, as a ragged batch.
+
+    Called by transformers, as an ``AttentionInterface``.
+
+    Parameters
+    ----------
+    module
+        A layer of causal attention, with its ``layer_idx``.
+    query, key, value
+        ``[1, heads, tokens, head_size]`` of all requests; keys and values of the new tokens.
+    sliding_window
+        Keys that a query sees, its own included.
+    softcap, s_aux
+        As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
+    cache
+        ``PagedAttentionCache``, which stores the new keys and returns those that are seen.
+    cu_seq_lens_q
+        [requests + 1], where the queries of each request begin.
+
+    Returns
+    -------
+    tuple
+        ``[1, tokens, heads, head_size]``, and None for the weights.
+
+    Raises
+    ------
+    ValueError
+        Without the cache of continuous batching, and for dropout.
+    """
+    if cache is None or cu_seq_lens_q is None:
+        raise ValueError(
+            f"lmdecode attention: attn_implementation is '{NAME}', which is for continuous "
+            "batching alone, and there is no paged cache; expected 'lmdecode' here"
+        )
+    if dropout:
+        raise ValueError(f"lmdecode attention: dropout is {dropout}; expected 0")
+    # The cache changes these arguments: cu_seq_lens_k becomes that of the layer.
+    key, value = cache.update(key, value, module.layer_idx, kwargs)
+    rows = [states[0].transpose(0, 1) for states in (query, key, value)]
+    out = sliding_window_attention(
+        *rows,
+        window=sliding_window,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
+        cu_seqlens_kv=kwargs["cu_seq_lens_k"],
+    )
+    assert isinstance(out, Tensor)
+    return out[None], None

@@ -1,0 +1,241 @@
+"""Continuous batching: the texts of ``generate()``, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from window_models import MODELS, VOCAB, build_window_model
+
+from lmdecode.integrations.transformers import BatchingManager, generate_batch, sample
+from lmdecode.integrations.transformers.continuous_batching.attention import NAME
+
+PROMPTS = 32
+NEW_TOKENS = 20
+STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+
+
+def prompts(count: int = PROMPTS) -> list[list[int]]:
+    """Return prompts of 1 to 40 tokens, some of which begin alike."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1 + 13 * i % 40 for i in range(count)]
+    shared = torch.randint(3, VOCAB, (20,), generator=generator).tolist()
+    texts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    return [shared[:n] + text[20:] if i % 3 == 0 else text for i, (n, text) in
+            enumerate(zip(lengths, texts, strict=True))]  # fmt: skip
+
+
+def config(**options: Any) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=NEW_TOKENS, eos_token_id=2, pad_token_id=0, bos_token_id=1, **options
+    )
+
+
+def batching(num_blocks: int = 64, max_batch_tokens: int = 64, **options: Any) -> Any:
+    return ContinuousBatchingConfig(
+        page_size=16, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, **options
+    )
+
+
+def one_by_one(model: Any, texts: list[list[int]], settings: Any, seeds: Any = None) -> list[Any]:
+    results = []
+    for row, text in enumerate(texts):
+        seed = {} if seeds is None else {"seed": [seeds[row]]}
+        ids = model.generate(
+            torch.tensor([text]), generation_config=settings, custom_generate=sample, **seed
+        )
+        results.append(ids[0, len(text) :].tolist())
+    return results
+
+
+def texts_of(outputs: dict[str, Any]) -> list[list[int]]:
+    assert [output.error for output in outputs.values()] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build_window_model("Llama")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_generate(name):
+    """32 prompts of mixed lengths in chunks of at most 64 tokens, with windows and without."""
+    model = build_window_model(name)
+    settings = config(do_sample=False)
+    got = generate_batch(model, prompts(), settings, batching())
+    assert texts_of(got) == one_by_one(model, prompts(), settings)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_sampled_texts_are_those_of_generate_with_the_same_seeds(name):
+    model = build_window_model(name)
+    settings = config(do_sample=True, **STAGES)
+    seeds = [2**62 + 977 * i for i in range(PROMPTS)]
+    got = texts_of(generate_batch(model, prompts(), settings, batching(), seed=seeds))
+    assert got == one_by_one(model, prompts(), settings, seeds)
+    assert len(set(map(tuple, got))) > PROMPTS // 2
+
+
+def test_one_seed_is_expanded_as_for_the_rows_of_a_batch(llama):
+    settings = config(do_sample=True, **STAGES)
+    texts = [text[:7] for text in prompts() if len(text) >= 7][:6]
+    got = texts_of(generate_batch(llama, texts, settings, batching(), seed=9))
+    ids = llama.generate(
+        torch.tensor(texts), generation_config=settings, custom_generate=sample, seed=9
+    )
+    for text, row in zip(got, ids[:, 7:].tolist(), strict=True):
+        assert text == row[: len(text)]
+        assert not any(row[len(text) :])  # padding behind the end token
+
+
+def test_a_request_has_its_text_in_any_company(llama):
+    """Others that share its prompt's start, fewer tokens a batch, too few blocks for all."""
+    settings = config(do_sample=True, **STAGES)
+    texts, seeds = prompts(12), list(range(12))
+    together = texts_of(generate_batch(llama, texts, settings, batching(), seed=seeds))
+    companies = [
+        batching(max_batch_tokens=16),
+        batching(num_blocks=10),  # requests are put back and computed again
+        batching(allow_block_sharing=False),
+        batching(max_requests_per_batch=2),
+    ]
+    for company in companies:
+        assert texts_of(generate_batch(llama, texts, settings, company, seed=seeds)) == together
+    backwards = generate_batch(llama, texts[::-1], settings, batching(), seed=seeds[::-1])
+    assert texts_of(backwards) == together[::-1]
+
+
+def test_parameters_of_a_request(llama):
+    """What a request has is used; what it has not is the generation config's."""
+    settings = config(do_sample=True, temperature=0.8, top_p=0.9)
+    texts = prompts(5)
+    own: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.3, "top_k": 5},
+        {"top_k": 1},
+        {"temperature": 0.0},
+        {"min_p": 0.3, "top_p": 1.0},
+    ]
+    manager = BatchingManager(llama, settings, batching())
+    manager.start()
+    try:
+        for row, (text, arguments) in enumerate(zip(texts, own, strict=True)):
+            manager.add_request(text, f"mine {row}", seed=40 + row, **arguments)
+        got = {}
+        while len(got) < len(texts):
+            output = manager.get_result(timeout=60)
+            assert output is not None
+            got[output.request_id] = output.generated_tokens
+    finally:
+        manager.stop(block=True)
+    for row, (text, arguments) in enumerate(zip(texts, own, strict=True)):
+        if arguments.get("temperature") == 0.0:
+            expected = one_by_one(llama, [text], config(do_sample=False))
+        else:
+            merged = {"temperature": 0.8, "top_p": 0.9, "top_k": 0} | arguments
+            expected = one_by_one(llama, [text], config(do_sample=True, **merged), [40 + row])
+        assert got[f"mine {row}"] == expected[0], arguments
+
+
+def test_log_probabilities_are_those_of_transformers(llama):
+    """Greedily, and sampled: the log-softmax of the processed scores of the token."""
+    texts = prompts(6)
+    for do_sample in (False, True):
+        settings = config(do_sample=do_sample, **(STAGES if do_sample else {}))
+        seeds = list(range(6)) if do_sample else None
+        got = generate_batch(llama, texts, settings, batching(return_logprobs=True), seed=seeds)
+        for row, (text, output) in enumerate(zip(texts, got.values(), strict=True)):
+            seed = {"seed": [seeds[row]]} if seeds else {}
+            run = llama.generate(
+                torch.tensor([text]), generation_config=settings, custom_generate=sample,
+                output_scores=True, return_dict_in_generate=True, **seed,
+            )  # fmt: skip
+            scores = torch.cat(run.scores).log_softmax(-1)
+            tokens = run.sequences[0, len(text) :]
+            expected = scores.gather(1, tokens[:, None])[:, 0]
+            assert torch.tensor(output.logprobs) == pytest.approx(expected, abs=1e-5)
+
+
+def test_several_texts_of_a_prompt_differ(llama):
+    settings = config(do_sample=True, num_return_sequences=4, temperature=2.0)
+    texts = prompts(3)
+    got = texts_of(generate_batch(llama, texts, settings, batching(), seed=3))
+    assert len(got) == 12
+    assert len(set(map(tuple, got))) == 12
+    assert texts_of(generate_batch(llama, texts, settings, batching(), seed=3)) == got
+
+
+def test_processors_before_the_fused_stages_are_called(llama):
+    settings = config(do_sample=True, suppress_tokens=list(range(3, 40)), top_k=4)
+    got = texts_of(generate_batch(llama, prompts(4), settings, batching(), seed=1))
+    chosen = {token for text in got for token in text}
+    assert chosen and not chosen & set(range(3, 40))
+
+
+def test_without_a_seed_torch_decides(llama):
+    settings = config(do_sample=True, temperature=1.5)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(texts_of(generate_batch(llama, prompts(4), settings, batching())))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_model_has_its_own_attention_afterwards(llama):
+    before = llama.config._attn_implementation
+    generate_batch(llama, prompts(2), config(do_sample=False), batching())
+    assert llama.config._attn_implementation == before
+    assert getattr(llama, "_cached_continuous_batching_manager", None) is None
+    with pytest.raises(ValueError, match="max_batch_tokens"):
+        generate_batch(llama, prompts(2), config(do_sample=False), batching(max_batch_tokens=-1))
+    assert llama.config._attn_implementation == before
+
+
+def test_other_calls_refuse_the_attention_of_batches(llama):
+    before = llama.config._attn_implementation
+    generate_batch(llama, prompts(1), config(do_sample=False), batching())
+    llama.config._attn_implementation = NAME
+    try:
+        with pytest.raises(ValueError, match="for continuous batching alone"):
+            llama(torch.tensor([[5, 6]]))
+    finally:
+        llama.config._attn_implementation = before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed.*-1"),
+        ({"seed": [1, 2]}, "seed has 2 numbers; expected one for each of 3 prompts"),
+        ({"seed": [1, -2, 3]}, r"seed\[1\]"),
+        ({"persistent_manager": True}, "persistent_manager"),
+    ],
+)
+def test_bad_arguments(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate_batch(llama, prompts(3), config(do_sample=True), batching(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": 1.5}, TypeError, "seed"),
+        ({"top_p": 1.5}, ValueError, "top_p is 1.5; expected a number from 0 to 1"),
+        ({"temperature": float("nan")}, ValueError, "temperature"),
+        ({"top_k": "3"}, TypeError, "top_k"),
+        ({"typical_p": 0.5}, ValueError, "no 'typical_p'; expected one of seed, temperature"),
+    ],
+)
+def test_bad_arguments_of_a_request(llama, arguments, kind, message):
+    before = llama.config._attn_implementation
+    manager = BatchingManager(llama, config(do_sample=True), batching())
+    try:
+        with pytest.raises(kind, match=message):
+            manager.add_request([5], **arguments)
+        assert manager.input_queue.empty()
+    finally:
+        llama.set_attn_implementation(before)
