@@ -8,7 +8,7 @@ namespace {
 constexpr const char* kInsertOp = "Sampler.insert";
 constexpr const char* kAcceptOp = "Sampler.accept";
 constexpr const char* kRewindOp = "Sampler.rewind";
-constexpr const char* kCopyOp = "sampler_copy_";
+constexpr const char* kCopyOp = "Sampler.load_state_dict";
 
 char* row_of(const char* op, Tensor& state, const SamplerLayout& layout, int64_t row) {
   if (row < 0 || row >= state.size(0)) {
@@ -19,7 +19,8 @@ char* row_of(const char* op, Tensor& state, const SamplerLayout& layout, int64_t
 
 SamplerRow& active_row(const char* op, char* memory, int64_t row) {
   auto* data = reinterpret_cast<SamplerRow*>(memory);
-  if (data->active == 0) fail(op, "row ", row, " has no sequence; expected one of sampler_insert_");
+  if (data->active == 0)
+    fail(op, "row ", row, " has no sequence; expected one that insert() began");
   return *data;
 }
 

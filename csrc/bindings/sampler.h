@@ -47,7 +47,7 @@ inline void check_state(const char* op, const char* name, const Tensor& state,
   char* data = static_cast<char*>(const_cast<void*>(state.const_data_ptr()));
   for (int64_t i = 0; i < state.size(0); ++i) {
     if (!SamplerRowView(data + i * layout.size, layout).fits(layout)) {
-      fail(op, name, "[", i, "] is not a row of these sizes; expected one of sampler_insert_");
+      fail(op, name, "[", i, "] is not a row of these sizes; expected one of a Sampler");
     }
   }
 }

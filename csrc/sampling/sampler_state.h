@@ -42,7 +42,7 @@ struct SamplerNumbers {
   double top_p, min_p;
   double typical_p;                                // >= 1: off
   double epsilon_cutoff, eta_cutoff, top_n_sigma;  // 0: off
-  double top_h;                                    // >= 1: off
+  double top_h;                                    // 0: off
   double xtc_probability, xtc_threshold;
   double repetition_penalty;  // 1: off
   double presence_penalty, frequency_penalty;

@@ -1,5 +1,6 @@
 // Rows of samplers: made, and copied to where there is more room.
 #include <algorithm>
+#include <unordered_map>
 #include <vector>
 
 #include "common/bits.h"
@@ -19,16 +20,22 @@ void for_each_rule_token(const SamplerRules& rules, const Enter& enter) {
   }
 }
 
+// sum_of: what the table says of a token.
+template <class SumOf>
+void add_biases(const SamplerRules& rules, const SumOf& sum_of) {
+  for (int64_t i = 0; i < rules.bias_count; ++i) {
+    const float bias = float_of(static_cast<uint32_t>(rules.biases[2 * i + 1]));
+    float& sum = sum_of(rules.biases[2 * i]);
+    // A ban stays one, whatever comes to it.
+    sum = sum == minus_infinity() ? sum : sum + bias;
+  }
+}
+
 void enter_rules(SamplerRowView* view) {
   const SamplerRules rules = view->parsed_rules();
   for_each_rule_token(rules, [&](int64_t token) { view->touch(token); });
   view->row->rule_touched = view->row->touched;
-  for (int64_t i = 0; i < rules.bias_count; ++i) {
-    const float bias = float_of(static_cast<uint32_t>(rules.biases[2 * i + 1]));
-    float& sum = view->biases[view->find(rules.biases[2 * i])];
-    // A ban stays one, whatever comes to it.
-    sum = sum == minus_infinity() ? sum : sum + bias;
-  }
+  add_biases(rules, [&](int64_t token) -> float& { return view->biases[view->find(token)]; });
 }
 
 }  // namespace
@@ -96,19 +103,34 @@ const char* wrong_row(const void* memory, const SamplerLayout& layout) {
   std::vector<uint64_t> marks((layout.vocab + 63) / 64);
   int64_t touched = 0;
   bool same = true;
+  std::unordered_map<int64_t, int64_t> places;
   const auto enter = [&](int64_t token) {
     if (token < 0 || token >= layout.vocab) return;
     const uint64_t bit = uint64_t{1} << (token % 64);
     if ((marks[token / 64] & bit) != 0) return;
     marks[token / 64] |= bit;
     same &= touched < row.touched && view.ids[touched] == static_cast<uint64_t>(token);
-    ++touched;
+    places.emplace(token, touched++);
   };
   for_each_rule_token(view.parsed_rules(), enter);
   same &= touched == row.rule_touched;
   for (int64_t i = 0; i < row.length; ++i) enter(view.text[i]);
   same &= touched == row.touched && std::equal(marks.begin(), marks.end(), view.bits);
-  return same ? nullptr : "its table is not that of its text and rules";
+  constexpr const char* kTable = "its table is not that of its text and rules";
+  if (!same) return kTable;
+  // And what the table says of them.
+  std::vector<float> biases(touched, -0.0f);
+  add_biases(view.parsed_rules(), [&](int64_t token) -> float& { return biases[places[token]]; });
+  std::vector<uint32_t> counts[2]{std::vector<uint32_t>(touched), std::vector<uint32_t>(touched)};
+  for (int64_t i = 0; i < row.length; ++i) {
+    const auto place = places.find(view.text[i]);
+    if (place != places.end()) ++counts[i < row.prompt_length ? 0 : 1][place->second];
+  }
+  const auto is_same_bias = [](float a, float b) { return bits_of(a) == bits_of(b); };
+  same = std::equal(biases.begin(), biases.end(), view.biases, is_same_bias) &&
+         std::equal(counts[0].begin(), counts[0].end(), view.prompt_counts) &&
+         std::equal(counts[1].begin(), counts[1].end(), view.output_counts);
+  return same ? nullptr : kTable;
 }
 
 void sampler_insert_cpu(const SamplerInsertParams& p) {

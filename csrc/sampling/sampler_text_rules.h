@@ -7,7 +7,7 @@
 
 namespace lmdecode::sampling::text_rules {
 
-constexpr double kMaxFloat64 = 0x1.fffffep127;  // the largest f32
+constexpr double kMaxFloat = 0x1.fffffep127;  // the largest f32
 
 LMD_HOST_DEVICE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -98,7 +98,7 @@ LMD_HOST_DEVICE void penalize_repeats(const SamplerRowView& view, const SamplerR
     const double penalty = row.numbers.dry_multiplier *
                            integer_power(row.numbers.dry_base, logits.repeats[at] - allowed);
     logits.edited[at] =
-        logits.edited[at] - static_cast<float>(penalty < kMaxFloat64 ? penalty : kMaxFloat64);
+        logits.edited[at] - static_cast<float>(penalty < kMaxFloat ? penalty : kMaxFloat);
   }
 }
 

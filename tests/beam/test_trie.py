@@ -330,3 +330,28 @@ def test_arrays_that_are_no_trie() -> None:
             0, None, None, None, None, 0.0, None, None, None, *arrays, nodes,
         )  # fmt: skip
         assert bool(((found[1] >= 0) & (found[1] < vocab)).all())
+
+
+def test_wrong_arguments_are_named() -> None:
+    trie = Trie([[5, 7], [6]])
+    for call in (lambda: trie.nodes_of([[5]]), lambda: trie.nodes_of(5)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="nodes_of: sequences is of type"):
+            call()
+    with pytest.raises(ValueError, match="sequences"):
+        trie.nodes_of(torch.tensor([5]))
+    with pytest.raises(TypeError, match="step: nodes is of type list"):
+        trie.step([0], torch.tensor([5]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="after: prompt_length is of type str"):
+        trie.after("a")  # type: ignore[arg-type]
+    assert trie.nodes_of(torch.tensor([[5], [6]], dtype=torch.int32)).tolist() == [1, 2]
+
+
+def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
+    Trie([[5, 7], [6]]).save(tmp_path / "good")
+    content = (tmp_path / "good").read_bytes()
+    for place in range(64):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"expected a file that Trie\.save wrote"):
+            Trie.load(tmp_path / "damaged")

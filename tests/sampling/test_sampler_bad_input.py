@@ -52,6 +52,10 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"num_logprobs": 65}, "num_logprobs is 65; expected 0 to 50"),
     ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw'"),
     ({"device": "meta"}, "device is meta; expected cpu"),
+    ({"device": "foo"}, "device is foo; expected cpu"),
+    ({"device": 2.5}, "device is 2.5; expected cpu"),
+    ({"bad_words_ids": [1, 2]}, r"bad_words_ids\[0\] is of type int; expected a list of ints"),
+    ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809; expected an int of 64 bits"),
     ({"adaptive_target": 1.5}, "adaptive_target is 1.5; expected a number <= 1"),
     ({"adaptive_target": float("nan")}, "adaptive_target is nan"),
     ({"adaptive_decay": 1.0}, "adaptive_decay is 1.0; expected 0 to 0.99"),
@@ -343,3 +347,38 @@ def test_wrong_rules(rules: list[int]) -> None:
             torch.zeros(0, dtype=torch.int64),
         )  # fmt: skip
     assert torch.equal(state, before)
+
+
+def test_an_error_takes_nothing_from_torchs_generator() -> None:
+    sampler = lmdecode.Sampler(1, VOCAB, presence_penalty=1.0)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"prompt\[0\] is 1099511627776"):
+        sampler.insert(0, [2**40])
+    both = dict(mirostat_tau=5.0, adaptive_target=0.2)
+    with pytest.raises(ValueError, match="expected one of both"):
+        sampler.insert(0, **both)
+    with pytest.raises(ValueError, match="expected one of both"):
+        lmdecode.Sampler(1, VOCAB, **both)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_steps_are_told_is_named_as_users_call_it() -> None:
+    sampler = lmdecode.Sampler(2, VOCAB)
+    with pytest.raises(ValueError, match=r"Sampler\.sample: logits is on meta"):
+        sampler.sample(LOGITS.to("meta"))
+    with pytest.raises(TypeError, match=r"Sampler\.sample: accept is of type str"):
+        sampler.sample(LOGITS, accept="no")  # type: ignore[arg-type]
+    sampler.remove(1)
+    for change in (lambda: sampler.accept(1, [0]), lambda: sampler.rewind(1, 0)):
+        with pytest.raises(ValueError, match=r"row 1 has no sequence; expected one that insert"):
+            change()
+    for wrong, kind in (("ab", "str"), ({1, 2}, "set"), (1.5, "float")):
+        with pytest.raises(TypeError, match=f"prompt is of type {kind}; expected an int, a list"):
+            sampler.insert(0, wrong)
+    with pytest.raises(ValueError, match="prompt"):
+        sampler.insert(0, torch.zeros(2, dtype=torch.int64, device="meta"))
+    sampler.insert(0, np.array([1, 2]))
+    sampler.insert(0, iter([1, 2]))
+    with pytest.raises(ValueError, match="row is 0; expected a sampler with rows"):
+        lmdecode.Sampler(0, VOCAB).insert(0)

@@ -270,3 +270,70 @@ def flat(output: lmdecode.SamplerOutput) -> list[torch.Tensor]:
     tensors = [part for part in output if isinstance(part, torch.Tensor)]
     assert output.kept_set is not None
     return [*tensors, *output.kept_set]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (18, float("nan"), "temperature of sequence 0 is nan"),
+        (18, -1.0, "temperature of sequence 0 is -1"),
+        (18, 0.1, "temperature of sequence 0 is 0.1; expected a number of float32"),
+        (21, float("nan"), "typical_p of sequence 0 is nan"),
+        (28, -2.0, "repetition_penalty of sequence 0 is -2"),
+        (37, 9.0, "adaptive_target of sequence 0 is 9"),
+        (10, float("nan"), "the state of mirostat or adaptive-p of sequence 0 is nan"),
+        (16, -5, "min_tokens of sequence 0 is -5"),
+    ],
+)
+def test_parameters_that_no_sampler_writes_are_not_loaded(
+    place: int, value: float, message: str
+) -> None:
+    sampler = lmdecode.Sampler(1, 50, seed=1)
+    state = sampler.state_dict()
+    kind = torch.int64 if isinstance(value, int) else torch.float64
+    state["state"].view(kind)[0, place] = value
+    before = sampler.state_dict()["state"]
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(state)
+    assert torch.equal(sampler.state_dict()["state"], before)
+
+
+def test_counts_and_biases_are_those_of_text_and_rules() -> None:
+    sampler = lmdecode.Sampler(1, 50, seed=1, presence_penalty=0.5, logit_bias={7: 1.25})
+    sampler.insert(0, [3, 3, 5])
+    sampler.accept(0, [5, 9])
+    good = sampler.state_dict()
+    sampler.load_state_dict(good)
+    words = good["state"].view(torch.int32)[0]
+    bias = torch.tensor([1.25]).view(torch.int32).item()
+    # The bias in the table, before that of the rule; behind it token 3's count in the prompt.
+    of_bias = int((words == bias).nonzero()[0])
+    of_count = of_bias + int((words[of_bias:] == 2).nonzero()[0])
+    for wanted in (of_bias, of_count):
+        wrong = {**good, "state": good["state"].clone()}
+        wrong["state"].view(torch.int32)[0, wanted] += 1
+        with pytest.raises(ValueError, match=r"from\[0\] is no row of a sampler"):
+            sampler.load_state_dict(wrong)
+
+
+def test_a_row_without_text_takes_no_room_for_it() -> None:
+    sampler = lmdecode.Sampler(4, 64)
+    before = sampler.state_dict()["state"].shape
+    sampler.accept(0, [1] * 5000)
+    assert sampler.state_dict()["state"].shape == before
+    assert sampler.output_lengths.tolist() == [5000, 0, 0, 0]
+
+
+def test_biases_of_a_token_and_of_a_tuple_of_it_are_summed() -> None:
+    sampler = lmdecode.Sampler(1, 8, seed=-1, return_logits=True, logit_bias={5: 1.0, (5,): 2.0})
+    assert sampler.sample(torch.zeros(1, 8)).kept_logits[0, 5] == 3.0
+
+
+def test_subnormal_parameters_are_kept_where_torch_flushes_them() -> None:
+    plain = lmdecode.Sampler(1, 4, temperature=1e-39, seed=1).state_dict()["state"]
+    torch.set_flush_denormal(True)
+    try:
+        flushed = lmdecode.Sampler(1, 4, temperature=1e-39, seed=1).state_dict()["state"]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(plain, flushed)

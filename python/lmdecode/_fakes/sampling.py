@@ -109,7 +109,7 @@ def _sampler_copy(
     from_rules_capacity,
     vocab,
 ):
-    check_devices("sampler_copy_", "to", to, dict(from_state=from_state))
+    check_devices("Sampler.load_state_dict", "to", to, dict(from_state=from_state))
 
 
 @fake("sampler_step_")
@@ -131,7 +131,7 @@ def _sampler_step(
         logits=logits, bitmask=bitmask, results=results, kept_logits=kept_logits,
         kept_ids=kept_ids, kept_logprobs=kept_logprobs,
     )  # fmt: skip
-    check_devices("sampler_step_", "state", state, tensors)
+    check_devices("Sampler.sample", "state", state, tensors)
 
 
 @fake("sampler_verify_")
@@ -157,4 +157,4 @@ def _sampler_verify(
         draft_logits=draft_logits, results=results, tokens=tokens, path=path,
         num_accepted=num_accepted,
     )  # fmt: skip
-    check_devices("sampler_verify_", "state", state, tensors)
+    check_devices("verify_draft", "state", state, tensors)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import dtype_name, is_int, type_error
+from lmdecode._checks import check_count, dtype_name, is_int, type_error
 from lmdecode._ops import ops
 from lmdecode.beam.trie_file import TrieArrays, read_trie, write_trie
 
@@ -135,6 +135,8 @@ class Trie:
             target = torch.device(device)
         except (RuntimeError, TypeError):
             raise ValueError(f"{_OP}.to: device is {device!r}; expected a torch.device") from None
+        if target.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"{_OP}.to: device is {target}; expected one that is there")
         if target.type == "cpu":
             tensors = (self._arrays.tokens, self._arrays.child_begin)
         else:
@@ -226,11 +228,7 @@ class Trie:
         prompt_length : int
             Tokens of the prompt, with its padding; of the decoder's with an encoder-decoder model.
         """
-        if not is_int(prompt_length) or prompt_length < 0:
-            raise ValueError(
-                f"{_OP}.after: prompt_length is {prompt_length!r}; expected an int, 0 or more"
-            )
-        return PrefixTokens(self, int(prompt_length))
+        return PrefixTokens(self, check_count(f"{_OP}.after", "prompt_length", prompt_length, 0))
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         """Raise TypeError: transformers' own loops do not say where the prompt ends."""
@@ -266,6 +264,9 @@ class Trie:
         ValueError
             Names the tensor of another shape, dtype or device.
         """
+        for name, value in (("nodes", nodes), ("tokens", tokens)):
+            if not isinstance(value, Tensor):
+                raise type_error(f"{_OP}.step", name, value, "a tensor [n]")
         return ops.trie_step(*self.tensors, nodes, tokens)
 
     def goes_on(self, nodes: Tensor) -> Tensor:
@@ -274,7 +275,21 @@ class Trie:
         return (nodes >= 0) & (begins[at + 1] > begins[at])
 
     def nodes_of(self, sequences: Tensor) -> Tensor:
-        """Return the nodes, [n] int32, of what rows [n, length] int64 have generated."""
+        """Return the nodes, [n] int32, of what the rows of a tensor have generated.
+
+        Parameters
+        ----------
+        sequences : Tensor
+            [n, length] integers, on the device of the trie; length 0 is the root.
+
+        Raises
+        ------
+        ValueError, TypeError
+            It is no such tensor.
+        """
+        if not isinstance(sequences, Tensor):
+            raise type_error(f"{_OP}.nodes_of", "sequences", sequences, "a tensor [n, length]")
+        sequences = _integers("sequences", sequences, 2)
         nodes = torch.zeros(len(sequences), dtype=torch.int32, device=self.device)
         for column in sequences.unbind(1):
             nodes = self.step(nodes, column)

@@ -110,7 +110,8 @@ def read_trie(path: Path) -> TrieArrays:
     if version != _VERSION:
         raise _damaged(path, f"has version {version}, and this is version {_VERSION}")
     (of_header,) = _HEADER_CRC.unpack_from(memory, _HEADER.size)
-    if zlib.crc32(memory[: _HEADER.size]) != of_header:
+    rest = memory[_HEADER.size + _HEADER_CRC.size : _HEADER_SIZE]
+    if zlib.crc32(memory[: _HEADER.size]) != of_header or any(rest):
         raise _damaged(path, "has a damaged header")
     sizes = _sizes(nodes)
     if nodes < 1 or size != _HEADER_SIZE + sum(sizes):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode._ops import has_cuda
 from lmdecode.sampling.sampler_rows import STAGES
 from lmdecode.sampling.types import KeptSet
 
@@ -86,3 +87,15 @@ def row_on_host(state: Tensor, row: int, is_host: bool) -> Iterator[tuple[Tensor
     memory = state[row : row + 1].clone(memory_format=torch.contiguous_format).cpu()
     yield memory, 0
     state[row : row + 1].copy_(memory)
+
+
+def checked_device(op: str, device: Any) -> torch.device:
+    """Return the device of this name; raise ValueError for one without kernels."""
+    devices = "cpu or cuda" if has_cuda else "cpu: there are no CUDA kernels here"
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda")[: 1 + has_cuda]:
+        raise ValueError(f"{op}: device is {device!s}; expected {devices}")
+    return found

@@ -17,12 +17,19 @@ from lmdecode._checks import (
     check_int,
     type_error,
 )
-from lmdecode._ops import has_cuda, ops
-from lmdecode.sampling._results import kept_set, new_memory, new_results, row_on_host
+from lmdecode._ops import ops
+from lmdecode.sampling._results import (
+    checked_device,
+    kept_set,
+    new_memory,
+    new_results,
+    row_on_host,
+)
 from lmdecode.sampling.sampler_rows import (
     ORDERS,
     RowRules,
     check_parameters,
+    check_saved,
     parameters_of_row,
     rules_of_row,
     token_tensor,
@@ -37,7 +44,7 @@ _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # Flags of the op.
 _ACCEPT, _RAW, _COUNTS = 1, 2, 4
 # Fields of SamplerRow (csrc/sampling/sampler_state.h), as places among its 64-bit numbers.
-_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _KEEPS_TEXT = 3, 6, 7, 17
+_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _INTEGERS, _SEED, _KEEPS_TEXT = 3, 6, 7, 11, 12, 17
 _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
 
@@ -139,12 +146,9 @@ class Sampler:
         return_stages: bool = False,
         **parameters: Any,
     ) -> None:
-        self.batch = check_count(_OP, "batch", batch, 0)
+        self.batch = check_int(_OP, "batch", batch, 0, (1 << 31) - 1, limits="0 to 2^31 - 1")
         self.vocab = check_int(_OP, "vocab", vocab, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
-        self.device = torch.device("cpu" if device is None else device)
-        devices = "cpu or cuda" if has_cuda else "cpu: there are no CUDA kernels here"
-        if self.device.type not in ("cpu", "cuda") or (self.device.type == "cuda" and not has_cuda):
-            raise ValueError(f"{_OP}: device is {self.device}; expected {devices}")
+        self.device = checked_device(_OP, device)
         if order not in ORDERS:
             raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
         if logprobs_mode not in _LOGPROBS_MODES:
@@ -158,30 +162,28 @@ class Sampler:
             num_logprobs = check_int(_OP, "num_logprobs", num_logprobs, 0, most)
         self.num_logprobs = num_logprobs
         self._num_logprobs = -1 if num_logprobs is None else num_logprobs
-        for name, value in (
-            ("return_logits", return_logits),
-            ("return_kept_set", return_kept_set),
-            ("return_stages", return_stages),
-        ):
+        names = ("return_logits", "return_kept_set", "return_stages")
+        self._returns = (return_logits, return_kept_set, return_stages)
+        for name, value in zip(names, self._returns, strict=True):
             check_bool(_OP, name, value)
         self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
             _COUNTS if return_stages else 0
         )
-        self._returns = (return_logits, return_kept_set, return_stages)
         self._new_outputs()
         self._defaults = check_parameters(parameters, self.vocab, self.batch)
         # Steps may be taken until the longest text meets its room.
-        self._steps, self._most_steps, self._keeps_text = 0, MAX_INT, False
-        seeds = self._draw_seeds(self.batch) if "seed" not in self._defaults else None
+        self._steps, self._most_steps = 0, MAX_INT
         rows = []
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
-            rows.append(rules_of_row(own, order, own["seed"] if seeds is None else seeds[row]))
+            rows.append(rules_of_row(own, order, own.get("seed", 0)))
         self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
         self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
         state = new_memory(self.batch, self._row_bytes(*self._sizes[1:]))
         for row, rules in enumerate(rows):
             self._insert_into(state, row, rules, new_memory(0, dtype=torch.int64))
+        if "seed" not in self._defaults:  # nothing is wrong: torch's generator goes on
+            state.view(torch.int64)[:, _SEED] = _draw_seeds(self.batch)
         self._state = self._on_device(state)
         self._count_steps()
 
@@ -213,11 +215,12 @@ class Sampler:
         for name, value in parameters.items():
             if value is None:
                 own.pop(name, None)
-        seed = own["seed"] if "seed" in own else self._draw_seeds(1)[0]
-        rules = rules_of_row(own, self.order, seed)
+        rules = rules_of_row(own, self.order, own.get("seed", 0))
         self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
         with self._row_on_host(row) as (state, at):
             self._insert_into(state, at, rules, tokens)
+            if "seed" not in own:
+                state.view(torch.int64)[at, _SEED] = _draw_seeds(1)[0]
         self._count_steps()
 
     def remove(self, row: int) -> None:
@@ -236,9 +239,8 @@ class Sampler:
         """
         picked = token_tensor("reorder_", "rows", rows)
         if len(picked) != self.batch:
-            raise ValueError(
-                f"{_OP}.reorder_: rows has {len(picked)} numbers; expected {self.batch}"
-            )
+            came = f"rows has {len(picked)} numbers"
+            raise ValueError(f"{_OP}.reorder_: {came}; expected {self.batch}")
         for i, row in enumerate(picked.tolist()):
             check_int(f"{_OP}.reorder_", f"rows[{i}]", row, 0, self.batch - 1)
         self._state.copy_(self._state[picked])
@@ -256,8 +258,9 @@ class Sampler:
         """
         row = self._check_row("accept", row)
         ids = token_tensor("accept", "tokens", tokens)
-        self._make_room(self._length(row) + len(ids), 0)
         self._check_active("accept", row)
+        if self._fields()[row, _KEEPS_TEXT]:
+            self._make_room(self._length(row) + len(ids), 0)
         with self._row_on_host(row) as (state, at):
             ops.sampler_accept_(state, *self._sizes, at, ids)
         self._count_steps()
@@ -291,10 +294,9 @@ class Sampler:
             if name not in state:
                 raise ValueError(f"{op}: state has no {name!r}")
         for name in ("batch", "vocab", "order"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"{op}: state has {name} {state[name]}; expected {getattr(self, name)}"
-                )
+            if isinstance(state[name], Tensor) or state[name] != getattr(self, name):
+                own = getattr(self, name)
+                raise ValueError(f"{op}: state has {name} {state[name]}; expected {own}")
         sizes = (
             check_count(op, "state['text_capacity']", state["text_capacity"], 0),
             check_count(op, "state['rules_capacity']", state["rules_capacity"], 0),
@@ -304,11 +306,13 @@ class Sampler:
         # Before memory is taken: sizes that came with the state may ask for any amount of it.
         if list(saved.shape) != shape:
             raise ValueError(
-                f"{op}: state['state'] has shape {list(saved.shape)}; expected {shape}, of its "
-                f"sizes"
+                f"{op}: state['state'] has shape {list(saved.shape)}; expected {shape}, its sizes'"
             )
         memory = new_memory(*shape)
-        ops.sampler_copy_(memory, *sizes, saved.cpu().contiguous(), *sizes, self.vocab)
+        saved = saved.cpu().contiguous()
+        ops.sampler_copy_(memory, *sizes, saved, *sizes, self.vocab)
+        fields = memory.view(torch.int64)
+        check_saved(fields[fields[:, _ACTIVE] != 0], _INTEGERS)
         self._text_capacity, self._rules_capacity = sizes
         self._state = self._on_device(memory)
         self._count_steps()
@@ -347,6 +351,8 @@ class Sampler:
             Names the argument, what came and what was expected; nothing has changed.
         """
         flags = self._flags
+        if accept is not True and accept is not False:
+            check_bool(f"{_OP}.sample", "accept", accept)
         if accept:
             flags |= _ACCEPT
             if self._steps >= self._most_steps:
@@ -423,7 +429,8 @@ class Sampler:
         self._new_outputs()
 
     def _check_row(self, method: str, row: int) -> int:
-        return check_int(f"{_OP}.{method}", "row", row, 0, self.batch - 1)
+        limits = None if self.batch else "a sampler with rows"
+        return check_int(f"{_OP}.{method}", "row", row, 0, self.batch - 1, limits=limits)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -449,11 +456,9 @@ class Sampler:
 
     def _count_steps(self) -> None:
         fields = self._fields()
-        self._keeps_text = self.batch > 0 and bool(
-            (fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any()
-        )
+        keeps_text = self.batch > 0 and bool((fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any())
         self._steps = 0
-        self._most_steps = self._text_capacity - self._longest() if self._keeps_text else MAX_INT
+        self._most_steps = self._text_capacity - self._longest() if keeps_text else MAX_INT
 
     def _make_room(self, text: int, rules: int) -> None:
         """Let texts have so many tokens at least, and rules so many numbers."""
@@ -481,14 +486,12 @@ class Sampler:
 
     def _check_active(self, method: str, row: int) -> None:
         if self._fields()[row, _ACTIVE] == 0:
-            raise ValueError(
-                f"{_OP}.{method}: row {row} has no sequence; expected one of sampler_insert_"
-            )
+            expected = "expected one that insert() began"
+            raise ValueError(f"{_OP}.{method}: row {row} has no sequence; {expected}")
 
-    @staticmethod
-    def _draw_seeds(count: int) -> list[int]:
-        seeds: list[int] = torch.randint(0, MAX_INT, (count,), device="cpu").tolist()
-        return seeds
+
+def _draw_seeds(count: int) -> Tensor:
+    return torch.randint(0, MAX_INT, (count,), device="cpu")
 
 
 def _plain_logits(logits: Any) -> Tensor:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_int, check_number, dtype_name, is_int, type_error
+from lmdecode._checks import (
+    MAX_INT,
+    check_dense_tensors,
+    check_int,
+    check_number,
+    dtype_name,
+    is_int,
+    type_error,
+)
 
 __all__ = [
     "ORDERS",
     "STAGES",
     "RowRules",
     "check_parameters",
+    "check_saved",
     "parameters_of_row",
     "rules_of_row",
     "token_tensor",
@@ -76,7 +86,13 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
 
 
 def _f32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32).item()
+    if abs(value) < 2.0**-126:  # subnormal: the processor flushes them where torch tells it to
+        return math.ldexp(round(math.ldexp(value, 149)), -149)
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(_INF, value)
+    return rounded
 
 
 def _check_scalar(name: str, value: Any, where: str) -> int | float:
@@ -120,7 +136,7 @@ def _check_rule(name: str, value: Any, vocab: int) -> Any:
     if name == "logit_bias":
         if not isinstance(value, Mapping):
             raise type_error(_OP, name, value, "a dict of token, or tuple of tokens, to bias")
-        biases = {}
+        biases: dict[tuple[int, ...], float] = {}
         for tokens, number in value.items():
             ids = _check_tokens(tokens, vocab, f"a key of {name}")
             if not ids:
@@ -132,11 +148,16 @@ def _check_rule(name: str, value: Any, vocab: int) -> Any:
                     f"{_OP}: {name}[{tokens}] is {number}; expected a finite number of float32, "
                     f"or -inf"
                 )
+            if ids in biases:  # by a token and by a tuple of it
+                bias = _f32(biases[ids] + bias)
             biases[ids] = bias
         return biases
     if name == "bad_words_ids":
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise type_error(_OP, name, value, "a list of lists of ints")
+        for i, word in enumerate(value):
+            if is_int(word):
+                raise type_error(_OP, f"{name}[{i}]", word, "a list of ints")
         words = [_check_tokens(word, vocab, f"{name}[{i}]") for i, word in enumerate(value)]
         for i, word in enumerate(words):
             if not word:
@@ -157,8 +178,11 @@ def _check_rule(name: str, value: Any, vocab: int) -> Any:
 def token_tensor(method: str, name: str, value: Any) -> Tensor:
     """Return [n] int64 of one token, several, or a tensor of them."""
     if not isinstance(value, Tensor):
-        if not isinstance(value, (Sequence, range)) or isinstance(value, (str, bytes)):
-            value = [check_int(f"{_OP}.{method}", name, value)]
+        if is_int(value):
+            value = [value]
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, set, Mapping)):
+            expected = "an int, a list of ints or a tensor"
+            raise type_error(f"{_OP}.{method}", name, value, expected)
         value = torch.tensor(
             [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)],
             dtype=torch.int64,
@@ -169,6 +193,9 @@ def token_tensor(method: str, name: str, value: Any) -> Tensor:
             f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
             f"expected int64 or int32, [n]"
         )
+    check_dense_tensors(f"{_OP}.{method}", **{name: value})
+    if value.is_meta:
+        raise ValueError(f"{_OP}.{method}: {name} is on meta; expected a tensor with data")
     return value.reshape(-1).to("cpu", torch.int64).contiguous()
 
 
@@ -221,8 +248,47 @@ def check_parameters(
 
 def _scalar(name: str, value: Any, where: str) -> int | float:
     if name == "seed":
-        return check_int(_OP, where, value, limits="an int below 2^63")
+        return check_int(_OP, where, value, limits="an int of 64 bits")
     return _check_scalar(name, value, where)
+
+
+def _check_steering(tau: float, target: float) -> None:
+    if tau > 0.0 and target >= 0.0:
+        raise ValueError(
+            f"{_OP}: mirostat_tau is {tau:g} and adaptive_target is {target:g}; expected one of "
+            "both: each steers the draw by itself"
+        )
+
+
+def check_saved(rows: Tensor, first: int) -> None:
+    """Raise ValueError for parameters that no sampler writes.
+
+    Parameters
+    ----------
+    rows
+        [n, 64-bit numbers] int64, the rows of a state that have a sequence.
+    first
+        Where SamplerIntegers begin in them. SamplerNumbers follow, and what mirostat and adaptive-p
+        learned stands before.
+    """
+    begin = first + len(_INTEGERS) + 3  # order, seed, keeps_text
+    for row, fields in enumerate(rows):
+        integers = fields[first + 2 : begin - 1].tolist()
+        learned, *numbers = (
+            fields[[first - 1, *range(begin, begin + len(_NUMBERS))]].view(torch.float64).tolist()
+        )
+        for name, value in zip((*_INTEGERS, *_NUMBERS), (*integers, *numbers), strict=True):
+            if _check_scalar(name, value, f"{name} of sequence {row}") != value:
+                raise ValueError(
+                    f"{_OP}: {name} of sequence {row} is {value}; expected a number of float32"
+                )
+        named = dict(zip(_NUMBERS, numbers, strict=True))
+        _check_steering(named["mirostat_tau"], named["adaptive_target"])
+        if not math.isfinite(learned):
+            raise ValueError(
+                f"{_OP}: the state of mirostat or adaptive-p of sequence {row} is {learned}; "
+                "expected a finite number"
+            )
 
 
 def parameters_of_row(checked: Mapping[str, Any], row: int) -> dict[str, Any]:
@@ -277,11 +343,7 @@ def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRul
     numbers = [get(name, off) for name, (off, _, _) in _NUMBERS.items()]
     numbers = [_f32(number) for number in numbers]
     named = dict(zip(_NUMBERS, numbers, strict=True))
-    if named["mirostat_tau"] > 0.0 and named["adaptive_target"] >= 0.0:
-        raise ValueError(
-            f"{_OP}: mirostat_tau is {named['mirostat_tau']:g} and adaptive_target is "
-            f"{named['adaptive_target']:g}; expected one of both: each steers the draw by itself"
-        )
+    _check_steering(named["mirostat_tau"], named["adaptive_target"])
     keeps_text = (
         named["repetition_penalty"] != 1.0
         or named["presence_penalty"] != 0.0

@@ -1,4 +1,4 @@
-"""The result and the dialect names of ``top_k_top_p_sample``: one place for op and reference."""
+"""What samplers return, the bits of a status and the dialects: one place for op and reference."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class SamplerOutput(NamedTuple):
     Attributes
     ----------
     index, kept_logits, kept_count, status
-        As of ``SampleOutput``. Rows without a sequence have index -1 and status 8.
+        As of ``SampleOutput``. Rows without a sequence have index -1, rank 0 and status 8; those
+        that CUDA refused have status 16.
     logprob
         [B] float32. Of the chosen token, by ``logprobs_mode``.
     top_ids, top_logprobs

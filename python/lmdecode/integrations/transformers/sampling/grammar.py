@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from lmdecode._checks import install_hint
+
 
 class GrammarLogitsProcessor(LogitsProcessor):
     """Only tokens that a grammar allows, by the bit mask of xgrammar.
@@ -43,7 +45,12 @@ class GrammarLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, grammar: Any) -> None:
-        import xgrammar
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ImportError(
+                f"GrammarLogitsProcessor needs xgrammar: {install_hint('grammar')}"
+            ) from error
 
         is_list = isinstance(grammar, Sequence) and not isinstance(grammar, str)
         grammars = list(grammar) if is_list else [grammar]
