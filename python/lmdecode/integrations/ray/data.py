@@ -247,7 +247,7 @@ class Translate:
         sources = texts_of("Translate", batch, "source")
         ids = [self._tokenizer(source).input_ids for source in sources]
         results = self._decoding.translate(ids, **self._arguments)
-        tokens = [result.new_tokens().tolist() for result in results]
+        tokens = [result.new_tokens() for result in results]
         return output_of(
             batch, self._tokenizer.batch_decode(tokens, skip_special_tokens=True), tokens
         )
@@ -257,10 +257,10 @@ class Transcribe:
     """The text of each sound, by a Whisper: for ``Dataset.map_batches``.
 
     The column "audio" comes in: arrays [samples] of floats at 16 kHz, or dicts of "array" and
-    "sampling_rate", as data sets of speech have them. "text" (str) and "tokens" (lists of int64)
-    go out beside all columns that came. A row has the same text in any batch, on any number of
-    actors and after any restart. Sounds longer than a window of the model (30 seconds) are read
-    window by window, a row at a time.
+    "sampling_rate", as data sets of speech have them. "text" (str) and "tokens" (lists of int64,
+    without the end token) go out beside all columns that came. A row has the same text in any
+    batch, on any number of actors and after any restart. Sounds longer than a window of the model
+    (30 seconds) are read window by window, a row at a time.
 
     Parameters
     ----------
@@ -340,8 +340,14 @@ class Transcribe:
         return inputs if options else inputs.input_features
 
     def _tokens(self, features: Tensor, **options: Any) -> list[list[int]]:
-        output = self._decoding.generate(input_features=features, **self._arguments.given, **options)
-        return [_up_to_end(row, self._arguments.ends) for row in output.tolist()]
+        given = self._arguments.given
+        output = self._decoding.generate(input_features=features, **given, **options)
+        return [self._without_end(row) for row in output.tolist()]
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        # As Whisper's generate() has it for a row alone; in a batch padding shows it.
+        ends = self._arguments.ends
+        return [token for token in _up_to_end(tokens, ends) if token not in ends]
 
     def _long(self, sound: Any) -> list[int]:
         if self._arguments.draws:
@@ -356,4 +362,4 @@ class Transcribe:
         output = self._decoding.generate(
             input_features=inputs.input_features, attention_mask=inputs.attention_mask, **options
         )
-        return _up_to_end(output[0].tolist(), self._arguments.ends)
+        return self._without_end(output[0].tolist())

@@ -113,7 +113,8 @@ def row_seeds(op: str, seed: int, batch: Mapping[str, Any], contents: Sequence[b
         keys = []
         for row, value in enumerate(batch["id"]):
             if not is_int(value) and not isinstance(value, str):
-                raise type_error(op, f"column 'id', row {row} of the batch,", value, "an int or str")
+                where = f"column 'id', row {row} of the batch,"
+                raise type_error(op, where, value, "an int or str")
             kind, text = ("text", value) if isinstance(value, str) else ("int", str(int(value)))
             keys.append(f"{kind}:{text}".encode(errors="surrogatepass"))
     salt = seed.to_bytes(8, "little")
