@@ -153,8 +153,10 @@ class Run {
           promises_.sessions[name] = attempts.back();
         }
       }
-    } else {
+    } else if (random_() % 2 == 0) {
       engine.collect();
+    } else {
+      engine.give_space_back(random_() % 3 * engine.layout().slot_bytes(), INT64_MAX);
     }
     if (disk.power_is_lost() || !is_durable) return;
     promise(engine);
