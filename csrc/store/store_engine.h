@@ -341,7 +341,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // store_load.cpp
   enum class PartResult { kLoaded, kDamaged, kUnreadable };
   uint32_t take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part, uint64_t total,
-                      const TensorPlane& target, bool streamed) const;
+                      const TensorPlane& target, bool streamed, uint8_t* staging) const;
   PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
                        std::span<const TensorPlane> planes, StagingBuffer& staging);
   std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);
