@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import threading
 import time
@@ -232,15 +233,15 @@ def test_what_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
 
 
 def test_who_opens_a_store_waits_for_an_eviction(tmp_path: Path) -> None:
-    from lmdecode.store._directory_quota import _writable_stores
-
-    _open(tmp_path, "a").close()
-    opened = []
-    with _writable_stores(tmp_path):
+    evicting = _open(tmp_path, "a")  # as the process does that evicts, with this lock
+    with (tmp_path / "eviction.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        opened: list[KVStore] = []
         thread = threading.Thread(target=lambda: opened.append(_open(tmp_path, "a")))
         thread.start()
         time.sleep(0.1)
         assert not opened
+        evicting.close()
     thread.join(60)
     opened[0].close()
 
