@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,63 +18,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from torch import Tensor
 
-from lmdecode.integrations.block_store import Block, BlockStore, StoreOptions
-from lmdecode.store import Fingerprint
-from lmdecode.store.kv_store import KV
+from lmdecode.integrations.block_store import StoreOptions
+from lmdecode.integrations.page_store import PageStore, bytes_of
 
 _NAME = "LmdecodeStorage"
 _OPTIONS = ("path", "capacity_bytes", "directory_bytes", "durability", "salt", "weights_hash")
-_MOST_ROW_BYTES = 4096
-
-
-class _Pages:
-    """Pages of one pool: all of the same size."""
-
-    def __init__(self, options: StoreOptions, fields: dict[str, Any], num_bytes: int,
-                 writes: bool) -> None:  # fmt: skip
-        if num_bytes % 2:
-            raise ValueError(f"{_NAME}: pages have {num_bytes} bytes; expected an even number")
-        self.num_bytes = num_bytes
-        # The halves of a page lie as keys and values; a row is a token to the store.
-        row = math.gcd(num_bytes // 2, _MOST_ROW_BYTES)
-        self._tokens = (0,) * (num_bytes // 2 // row)
-        fingerprint = Fingerprint(
-            **fields, dtype="uint8", num_layers=1, num_kv_heads=1, head_size=row
-        )
-        self._store = BlockStore(options, fingerprint, len(self._tokens), writes)
-
-    def _block(self, key: str) -> Block:
-        return Block(key.encode(), self._tokens)
-
-    def _kv(self, page: Tensor) -> KV:
-        halves = page.view(2, 1, len(self._tokens), -1)
-        return [(halves[0], halves[1])]
-
-    def has(self, key: str) -> bool:
-        return self._store.has(self._block(key))
-
-    def load(self, key: str, page: Tensor) -> bool:
-        return self._store.load(self._block(key), self._kv(page))
-
-    def save(self, pages: Sequence[tuple[str, Callable[[], Tensor]]]) -> bool:
-        """Store pages; whether all are stored now."""
-
-        def kv(page: Callable[[], Tensor]) -> Callable[[], KV]:
-            return lambda: self._kv(page())
-
-        blocks = [(self._block(key), kv(page)) for key, page in pages]
-        self._store.save(reversed(blocks))  # the beginnings of texts are to be evicted last
-        return all(self._store.has(block) for block, _ in blocks)
-
-    def clear(self) -> None:
-        self._store.clear()
-
-    def close(self) -> None:
-        self._store.close()
-
-
-def _bytes_of(page: Tensor) -> Tensor:
-    return page.detach().contiguous().view(torch.uint8).reshape(-1)
 
 
 class LmdecodeStorage(HiCacheStorage):
@@ -110,7 +58,8 @@ class LmdecodeStorage(HiCacheStorage):
         self._weights = str(given.pop("weights_hash", ""))
         self._options = StoreOptions(**given, writers="many", owner=_NAME)
         self._config = storage_config
-        self._pools: dict[str, _Pages] = {}
+        self._pools: dict[str, PageStore] = {}
+        self._lock = threading.Lock()
 
     # --- one pool: what SGLang calls for models with plain attention
 
@@ -142,12 +91,12 @@ class LmdecodeStorage(HiCacheStorage):
         if not keys:
             return True
         pages = self._pages(str(PoolName.KV), _num_bytes(values[0]))
-        return pages.save([(k, _later(value)) for k, value in zip(keys, values, strict=True)])
+        return all(pages.save([(k.encode(), _later(v)) for k, v in zip(keys, values, strict=True)]))
 
     def exists(self, key: str) -> bool:
         """Whether a page is stored."""
         pages = self._pages(str(PoolName.KV))
-        return pages is not None and pages.has(key)
+        return pages is not None and pages.has(key.encode())
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: Any = None
@@ -223,14 +172,16 @@ class LmdecodeStorage(HiCacheStorage):
 
     def _pages(self, name: str, num_bytes: int | None = None) -> Any:
         """Return the pages of a pool; None: their size is not known yet, and none was stored."""
-        if (known := self._pools.get(name)) is None:
+        with self._lock:  # SGLang reads and writes in threads of their own
+            if (known := self._pools.get(name)) is not None:
+                return known
             if (pool := self._pool(name)) is not None:
                 num_bytes = _num_bytes(pool.get_dummy_flat_data_page())
             if num_bytes is None:
                 return None
-            known = _Pages(self._options, self._identity(name, pool), num_bytes, self._writes(name))
-            self._pools[name] = known
-        return known
+            identity, writes = self._identity(name, pool), self._writes(name)
+            known = self._pools[name] = PageStore(self._options, identity, num_bytes, writes)
+            return known
 
     def _is_shared(self, name: str) -> bool:
         """Whether all ranks have the same pages: latent attention, but for states beside it."""
@@ -260,15 +211,15 @@ class LmdecodeStorage(HiCacheStorage):
             return None
         page = torch.empty(pages.num_bytes, dtype=torch.uint8)
         if target is None:
-            return page if pages.load(key, page) else None
+            return page if pages.load(key.encode(), page) else None
         if _num_bytes(target) != pages.num_bytes:
             raise ValueError(
                 f"{_NAME}.get: target_location has {_num_bytes(target)} bytes; expected "
                 f"{pages.num_bytes}, a page"
             )
         if target.is_contiguous() and target.device.type == "cpu":
-            return target if pages.load(key, _bytes_of(target)) else None
-        if not pages.load(key, page):
+            return target if pages.load(key.encode(), bytes_of(target)) else None
+        if not pages.load(key.encode(), page):
             return None
         target.copy_(page.view(target.dtype).view(target.shape))
         return target
@@ -285,11 +236,11 @@ class LmdecodeStorage(HiCacheStorage):
     def _write(self, name: str, pool: Any, keys: list[str], places: list[int]) -> list[bool]:
         pages = self._pages(name)
         assert pages is not None
-        pages.save([
-            (key, lambda place=place: _bytes_of(pool.get_data_page(place, flat=True)).cpu())
+        done: list[bool] = pages.save([
+            (key.encode(), lambda place=place: bytes_of(pool.get_data_page(place, flat=True)).cpu())
             for key, place in zip(keys, places, strict=True)
         ])  # fmt: skip
-        return [pages.has(key) for key in keys]
+        return done
 
     def _transfer(
         self, name: str, pool: Any, keys: list[str], host_indices: Tensor | None, move: Any
@@ -311,7 +262,7 @@ class LmdecodeStorage(HiCacheStorage):
 
     def _stored_pages(self, name: str, keys: list[str]) -> list[bool]:
         pages = self._pages(name)
-        return [pages is not None and pages.has(key) for key in keys]
+        return [pages is not None and pages.has(key.encode()) for key in keys]
 
 
 def _num_bytes(page: Tensor) -> int:
@@ -319,4 +270,4 @@ def _num_bytes(page: Tensor) -> int:
 
 
 def _later(value: Tensor) -> Callable[[], Tensor]:
-    return lambda: _bytes_of(value).cpu()
+    return lambda: bytes_of(value).cpu()
