@@ -67,6 +67,7 @@ set(CPU_SOURCES
 
 set(STORE_SOURCES
   store/address_map.cpp
+  store/bus_error.cpp
   store/crc32c.cpp
   store/free_areas.cpp
   store/group_commit.cpp

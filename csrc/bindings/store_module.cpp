@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "bindings/interpreter_lock.h"
+#include "bindings/store_exceptions.h"
 #include "store/crc32c.h"
 #include "store/store_engine.h"
 
@@ -23,50 +23,6 @@ namespace {
 
 namespace py = pybind11;
 using bindings::interruptible, bindings::Interruption, bindings::unlocked;
-
-// ---- exceptions
-
-py::str text_of(const std::string& bytes) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(text);
-}
-
-// The subclass that Python has for the number, with the whole message.
-void set_os_error(const StoreError& error) {
-  const int number = error.error_number();
-  const py::object type = py::reinterpret_borrow<py::object>(PyExc_OSError);
-  if (number == 0) {
-    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
-    return;
-  }
-  const std::string what = std::string(error.what()) + " (" + std::strerror(number) + ")";
-  const py::object raised = type(number, text_of(what));
-  PyErr_SetObject(py::type::handle_of(raised).ptr(), raised.ptr());
-}
-
-void translate(const StoreError& error) {
-  const char* name = "StoreError";
-  switch (error.kind()) {
-    case ErrorKind::kInputOutput:
-      set_os_error(error);
-      return;
-    case ErrorKind::kLocked:
-      name = "StoreLockedError";
-      break;
-    case ErrorKind::kDamaged:
-      name = "StoreDamagedError";
-      break;
-    case ErrorKind::kMismatch:
-      name = "FingerprintMismatchError";
-      break;
-    case ErrorKind::kUnusable:
-      break;
-  }
-  const py::object type = py::module_::import("lmdecode.store.errors").attr(name);
-  PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
-}
 
 // ---- what is passed
 
@@ -298,6 +254,12 @@ class Store {
   uint64_t collect() {
     return unlocked([&] { return engine().collect(); });
   }
+  std::optional<int64_t> oldest_use() {
+    return unlocked([&] { return engine().oldest_use(); });
+  }
+  uint64_t give_space_back(uint64_t bytes, int64_t used_until_ms) {
+    return unlocked([&] { return engine().give_space_back(bytes, used_until_ms); });
+  }
   py::tuple verify(const py::object& progress) {
     const VerifyReport report = interruptible(progress, [&](Interruption& interruption) {
       return engine().verify(progress_of(interruption));
@@ -482,6 +444,8 @@ PYBIND11_MODULE(_store, module) {
       .def("failure", &Store::failure)
       .def("flush", &Store::flush)
       .def("collect", &Store::collect)
+      .def("oldest_use", &Store::oldest_use)
+      .def("give_space_back", &Store::give_space_back, arg("num_bytes"), arg("used_until_ms"))
       .def("verify", &Store::verify, arg("progress"))
       .def("backup", &Store::backup, arg("directory"), arg("progress"))
       .def("export_to", &Store::export_to, arg("path"), arg("scope"), arg("session"),

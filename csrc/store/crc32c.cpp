@@ -1,7 +1,9 @@
 #include "store/crc32c.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -126,12 +128,34 @@ LMD_FOLD_TARGET void store(char* target, __m512i value) {
   }
 }
 
+// Where a copy goes, line by line.
+constexpr size_t kLine = 64;
+
+struct Straight {
+  char* at;
+  char* line() { return std::exchange(at, at + kLine); }
+};
+
+struct Rows {
+  char* at;
+  size_t row_bytes, left;  // left: of this row
+  ptrdiff_t gap;
+  char* line() {
+    if (left == 0) {
+      at += gap;
+      left = row_bytes;
+    }
+    left -= kLine;
+    return std::exchange(at, at + kLine);
+  }
+};
+
 // At least kFold bytes; a streamed target is aligned to 64. The rest goes the short way.
-template <Store kStore>
-LMD_FOLD_TARGET uint32_t fold(char* target, const char* source, size_t size, uint32_t start) {
+template <Store kStore, class Target>
+LMD_FOLD_TARGET uint32_t fold(Target target, const char* source, size_t size, uint32_t start) {
   const auto take = [&](size_t at) LMD_FOLD_TARGET {
     const __m512i block = _mm512_loadu_si512(source + at);
-    store<kStore>(target + at, block);
+    if constexpr (kStore != Store::kNone) store<kStore>(target.line(), block);
     return block;
   };
   // Not an array: the compiler would keep it in memory, beside the copy.
@@ -147,19 +171,34 @@ LMD_FOLD_TARGET uint32_t fold(char* target, const char* source, size_t size, uin
   }
   const __m512i near = _mm512_set4_epi64(kFold512, kFold576, kFold512, kFold576);
   const __m512i all = folded(folded(folded(a, near, b), near, c), near, d);
-  __m128i sum = _mm512_castsi512_si128(all);
-  sum = folded(sum, _mm512_extracti32x4_epi32(all, 1));
-  sum = folded(sum, _mm512_extracti32x4_epi32(all, 2));
-  sum = folded(sum, _mm512_extracti32x4_epi32(all, 3));
-  uint64_t crc = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(sum)));
-  crc = _mm_crc32_u64(crc, static_cast<uint64_t>(_mm_extract_epi64(sum, 1)));
-  if constexpr (kStore != Store::kNone) std::memcpy(target + at, source + at, size - at);
-  return crc32c_sse42(source + at, size - at, ~static_cast<uint32_t>(crc));
+  __m128i block = _mm512_castsi512_si128(all);
+  block = folded(block, _mm512_extracti32x4_epi32(all, 1));
+  block = folded(block, _mm512_extracti32x4_epi32(all, 2));
+  block = folded(block, _mm512_extracti32x4_epi32(all, 3));
+  uint64_t crc = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(block)));
+  crc = _mm_crc32_u64(crc, static_cast<uint64_t>(_mm_extract_epi64(block, 1)));
+  uint32_t sum = ~static_cast<uint32_t>(crc);
+  if constexpr (kStore == Store::kNone) return crc32c_sse42(source + at, size - at, sum);
+  for (size_t part; at < size; at += part) {
+    part = std::min(kLine, size - at);
+    char* copied = target.line();
+    std::memcpy(copied, source + at, part);
+    sum = crc32c_sse42(copied, part, sum);
+  }
+  return sum;
 }
 
 uint32_t crc32c_folded(const void* data, size_t size, uint32_t start) {
   if (size < kFold) return crc32c_sse42(data, size, start);
-  return fold<Store::kNone>(nullptr, static_cast<const char*>(data), size, start);
+  return fold<Store::kNone>(Straight{}, static_cast<const char*>(data), size, start);
+}
+
+template <class Target>
+uint32_t folded_copy(const Target& target, const void* source, size_t size, uint32_t crc,
+                     bool streamed) {
+  const char* in = static_cast<const char*>(source);
+  return streamed ? fold<Store::kStreamed>(target, in, size, crc)
+                  : fold<Store::kCached>(target, in, size, crc);
 }
 
 bool can_fold() {
@@ -209,15 +248,39 @@ uint32_t copy_crc32c(void* target, const void* source, size_t size, uint32_t crc
                      [[maybe_unused]] bool streamed) {
 #if defined(__x86_64__)
   if (size >= kFold && can_fold()) {
-    char* out = static_cast<char*>(target);
-    const char* in = static_cast<const char*>(source);
-    const bool is_aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
-    return streamed && is_aligned ? fold<Store::kStreamed>(out, in, size, crc)
-                                  : fold<Store::kCached>(out, in, size, crc);
+    const bool is_aligned = reinterpret_cast<uintptr_t>(target) % kLine == 0;
+    return folded_copy(Straight{static_cast<char*>(target)}, source, size, crc,
+                       streamed && is_aligned);
   }
 #endif
   std::memcpy(target, source, size);
-  return crc32c(source, size, crc);
+  return crc32c(target, size, crc);
+}
+
+bool can_copy_rows([[maybe_unused]] size_t row_bytes) {
+#if defined(__x86_64__)
+  return row_bytes > 0 && row_bytes % kLine == 0 && can_fold();
+#else
+  return false;
+#endif
+}
+
+uint32_t copy_rows_crc32c(void* target, size_t row_bytes, ptrdiff_t target_stride,
+                          const void* source, size_t size, uint32_t crc,
+                          [[maybe_unused]] bool streamed) {
+  char* out = static_cast<char*>(target);
+#if defined(__x86_64__)
+  if (size >= kFold) {
+    const auto bits = reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(target_stride);
+    const Rows rows{out, row_bytes, row_bytes, target_stride - static_cast<ptrdiff_t>(row_bytes)};
+    return folded_copy(rows, source, size, crc, streamed && bits % kLine == 0);
+  }
+#endif
+  const char* in = static_cast<const char*>(source);
+  for (size_t at = 0; at < size; at += row_bytes, out += target_stride) {
+    crc = copy_crc32c(out, in + at, row_bytes, crc, streamed);
+  }
+  return crc;
 }
 
 }  // namespace lmdecode::store

@@ -13,8 +13,14 @@ uint32_t crc32c(const void* data, size_t size, uint32_t crc = 0);
 
 // Copies, and returns crc32c(source, size, crc), in one pass where the machine can. streamed: past
 // the caches where that is possible, for what is not read soon; see
-// finish_streamed_copies().
+// finish_streamed_copies(). Each byte of the source is read once: it may change meanwhile.
 uint32_t copy_crc32c(void* target, const void* source, size_t size, uint32_t crc, bool streamed);
+
+// The same into rows that do not lie side by side, of row_bytes, target_stride apart; size is that
+// of whole rows. Only where can_copy_rows(row_bytes).
+uint32_t copy_rows_crc32c(void* target, size_t row_bytes, ptrdiff_t target_stride,
+                          const void* source, size_t size, uint32_t crc, bool streamed);
+bool can_copy_rows(size_t row_bytes);
 
 using Crc32c = uint32_t (*)(const void* data, size_t size, uint32_t crc);
 

@@ -30,6 +30,13 @@ class File {
     return static_cast<void>(offset), static_cast<void>(size), -EOPNOTSUPP;
   }
   virtual int64_t size() = 0;
+  // The bytes in memory that is the file's, where all of them are in the page cache; they may
+  // change or go at any time, see bus_error.h. length: of the longest such file. Null: read() them.
+  virtual const uint8_t* cached(uint64_t offset, size_t size, uint64_t length) {
+    return static_cast<void>(offset), static_cast<void>(size), static_cast<void>(length), nullptr;
+  }
+  // They need not count as memory of the process any more. Who looks at them still may go on.
+  virtual void leave_cached() {}
 };
 
 enum class OpenMode {

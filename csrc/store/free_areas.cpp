@@ -12,6 +12,7 @@ void FreeAreas::reset(uint32_t used, uint32_t capacity, int64_t idle_ms) {
   freed_.clear();
   refused_.clear();
   only_used_ = false;
+  without_space_.clear();
 }
 
 void FreeAreas::add_freed(uint32_t area, int64_t freed_ms, int64_t now_ms) {
@@ -47,10 +48,12 @@ uint32_t FreeAreas::take(int64_t now_ms) {
     area = refused_.front();
     refused_.pop_front();
   }
+  without_space_.erase(area);
   return area;
 }
 
 bool FreeAreas::remove(uint32_t area) {
+  without_space_.erase(area);
   return std::erase(idle_, area) + std::erase(refused_, area) +
              std::erase_if(freed_, [&](const Freed& freed) { return freed.area == area; }) >
          0;
@@ -60,6 +63,16 @@ std::vector<uint32_t> FreeAreas::listed() const {
   std::vector<uint32_t> areas(idle_.begin(), idle_.end());
   for (const Freed& freed : freed_) areas.push_back(freed.area);
   areas.insert(areas.end(), refused_.begin(), refused_.end());
+  return areas;
+}
+
+std::vector<uint32_t> FreeAreas::take_space() {
+  std::vector<uint32_t> areas;
+  const auto take = [&](uint32_t area) {
+    if (without_space_.insert(area).second) areas.push_back(area);
+  };
+  for (const uint32_t area : idle_) take(area);
+  for (const Freed& freed : freed_) take(freed.area);
   return areas;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <unordered_set>
 #include <vector>
 
 #include "store/address_map.h"
@@ -29,6 +30,8 @@ class FreeAreas {
   void use_all() { only_used_ = false; }  // ... until it is not.
   // Both queues, whose space was given back to the disk: they serve like refused ones.
   void refuse_all();
+  // Of both queues those whose space is still theirs; from now on it counts as given back.
+  std::vector<uint32_t> take_space();
 
   uint64_t idle() const { return idle_.size() + (only_used_ ? 0 : capacity_ - used_); }
   uint64_t freed() const { return freed_.size(); }
@@ -51,6 +54,7 @@ class FreeAreas {
   std::deque<uint32_t> idle_;
   std::deque<uint32_t> refused_;
   std::deque<Freed> freed_;
+  std::unordered_set<uint32_t> without_space_;
 };
 
 }  // namespace lmdecode::store

@@ -116,22 +116,37 @@ void copy_plane(char* target, const PlaneStrides& to, const char* source, const 
 
 uint32_t copy_plane_crc32c(char* target, const PlaneStrides& to, const char* source,
                            const PlaneStrides& from, int64_t heads, int64_t tokens,
-                           int64_t elements, int64_t element_size, bool streamed) {
+                           int64_t elements, int64_t element_size, bool streamed, char* staging) {
   const Rows rows(to, from, tokens, elements, element_size);
-  if (rows.bytes < kMinCheckedRow) {
-    const int64_t bytes = heads * tokens * elements * element_size;
-    const uint32_t crc = crc32c(source, static_cast<size_t>(bytes));
-    copy_plane(target, to, source, from, heads, tokens, elements, element_size, streamed);
+  const auto row_bytes = static_cast<size_t>(rows.bytes);
+  const bool are_side_by_side = rows.source_stride == rows.bytes;
+  uint32_t crc = 0;
+  if (rows.bytes >= kMinCheckedRow) {
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t row = 0; row < rows.count; ++row) {
+        crc = copy_crc32c(target + head * to.head + row * rows.target_stride,
+                          source + head * from.head + row * rows.source_stride, row_bytes, crc,
+                          streamed);
+      }
+    }
     return crc;
   }
-  uint32_t crc = 0;
-  for (int64_t head = 0; head < heads; ++head) {
-    for (int64_t row = 0; row < rows.count; ++row) {
-      crc = copy_crc32c(target + head * to.head + row * rows.target_stride,
-                        source + head * from.head + row * rows.source_stride,
-                        static_cast<size_t>(rows.bytes), crc, streamed);
+  if (are_side_by_side && can_copy_rows(row_bytes)) {
+    for (int64_t head = 0; head < heads; ++head) {
+      crc = copy_rows_crc32c(target + head * to.head, row_bytes, rows.target_stride,
+                             source + head * from.head, row_bytes * static_cast<size_t>(rows.count),
+                             crc, streamed);
     }
+    return crc;
   }
+  const auto bytes = static_cast<size_t>(heads * tokens * elements * element_size);
+  if (staging == nullptr) {
+    crc = crc32c(source, bytes, 0);
+  } else {
+    crc = copy_crc32c(staging, source, bytes, 0, false);
+    source = staging;
+  }
+  copy_plane(target, to, source, from, heads, tokens, elements, element_size, streamed);
   return crc;
 }
 

@@ -15,10 +15,12 @@ void copy_plane(char* target, const PlaneStrides& target_strides, const char* so
                 int64_t element_size, bool streamed = false);
 
 // copy_plane() of a whole plane, in which nothing lies between heads and rows, and its crc32c; in
-// one pass where rows are long.
+// one pass where the machine and the rows allow it. staging: memory for the plane, where the source
+// must be read once because it may change meanwhile; null: it may be read twice.
 uint32_t copy_plane_crc32c(char* target, const PlaneStrides& target_strides, const char* source,
                            const PlaneStrides& source_strides, int64_t heads, int64_t tokens,
-                           int64_t elements, int64_t element_size, bool streamed);
+                           int64_t elements, int64_t element_size, bool streamed,
+                           char* staging = nullptr);
 
 // Streamed copies of this thread are complete for all others.
 void finish_streamed_copies();

@@ -1,13 +1,18 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "store/file_system.h"
 #include "store/store_error.h"
@@ -27,7 +32,10 @@ auto retried(const Call& call) {
 class PosixFile : public File {
  public:
   explicit PosixFile(int descriptor) : descriptor_(descriptor) {}
-  ~PosixFile() override { ::close(descriptor_); }
+  ~PosixFile() override {
+    if (mapped_ != nullptr) ::munmap(mapped_, length_);
+    ::close(descriptor_);
+  }
   PosixFile(const PosixFile&) = delete;
   PosixFile& operator=(const PosixFile&) = delete;
 
@@ -68,9 +76,43 @@ class PosixFile : public File {
     struct stat status;
     return ::fstat(descriptor_, &status) != 0 ? -errno : status.st_size;
   }
+#if defined(MADV_POPULATE_READ)
+  const uint8_t* cached(uint64_t offset, size_t size, uint64_t length) override {
+    std::call_once(once_, [&] { map(length); });
+    const uint64_t begin = offset / kPage * kPage, bytes = offset + size - begin;
+    if (mapped_ == nullptr || begin + bytes > length_) return nullptr;
+    uint8_t* first = static_cast<uint8_t*>(mapped_) + begin;
+    thread_local std::vector<unsigned char> is_cached;
+    is_cached.resize((bytes + kPage - 1) / kPage);
+    if (::mincore(first, bytes, is_cached.data()) != 0) return nullptr;
+    const auto is_absent = [](unsigned char state) { return (state & 1) == 0; };
+    if (std::any_of(is_cached.begin(), is_cached.end(), is_absent)) return nullptr;
+    in_use_ = true;
+    // A page that cannot be had is an error here, and no signal.
+    if (::madvise(first, bytes, MADV_POPULATE_READ) != 0) return nullptr;
+    return first + (offset - begin);
+  }
+  void leave_cached() override {
+    if (in_use_.exchange(false)) ::madvise(mapped_, length_, MADV_DONTNEED);
+  }
 
  private:
+  void map(uint64_t length) {
+    void* mapped = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, descriptor_, 0);
+    if (mapped == MAP_FAILED) return;
+    ::madvise(mapped, length, MADV_DONTFORK);  // who forks opens the store again
+    mapped_ = mapped;
+    length_ = length;
+  }
+#endif
+
+ private:
+  static constexpr uint64_t kPage = 4096;
   int descriptor_;
+  std::once_flag once_;
+  void* mapped_ = nullptr;
+  uint64_t length_ = 0;
+  std::atomic<bool> in_use_{false};
 };
 
 class PosixFileSystem : public FileSystem {

@@ -37,6 +37,21 @@ int SlabFiles::read(uint32_t area, uint64_t offset, void* data, size_t size) {
   return read_all(*slab, area % slots_per_slab_ * slot_bytes_ + offset, data, size);
 }
 
+const uint8_t* SlabFiles::cached(uint32_t area, uint64_t offset, size_t size) {
+  int error = 0;
+  const auto slab = file(area / slots_per_slab_, &error);
+  if (slab == nullptr) return nullptr;
+  return slab->cached(area % slots_per_slab_ * slot_bytes_ + offset, size,
+                      slots_per_slab_ * slot_bytes_);
+}
+
+void SlabFiles::leave_cached() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& file : files_) {
+    if (file != nullptr) file->leave_cached();
+  }
+}
+
 int SlabFiles::write(uint32_t area, const void* data, size_t size) {
   int error = 0;
   const auto slab = file(area / slots_per_slab_, &error);

@@ -20,6 +20,9 @@ class SlabFiles {
 
   // Within an area. 0 or -errno.
   int read(uint32_t area, uint64_t offset, void* data, size_t size);
+  // As File::cached().
+  const uint8_t* cached(uint32_t area, uint64_t offset, size_t size);
+  void leave_cached();
   int write(uint32_t area, const void* data, size_t size);
   // All that was written before the call survives a loss of power.
   int sync();

@@ -225,6 +225,12 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void close();
   // Drops what has expired, gives free space back. Returns the number of entries dropped.
   uint64_t collect();
+  // When the entry was used that an eviction takes first; nothing where it can take none.
+  std::optional<int64_t> oldest_use();
+  // Gives the space of free slots back to the disk, and that of the least recently used entries
+  // until they had so many bytes, or the next one was used after a time. Returns what the entries
+  // had; 0 where the file system takes no space back: none is evicted then.
+  uint64_t give_space_back(uint64_t bytes, int64_t used_until_ms);
   VerifyReport verify(const Progress& progress);
   void backup(const std::string& directory, const Progress& progress);
   void export_to(const std::string& path, const Scope* scope, const std::string& session,
@@ -288,7 +294,11 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool is_evictable(const Entry& entry) const;
   // What an allocation evicted: it comes back where the deletion cannot be made durable.
   using Evicted = std::vector<AreaRow>;
+  enum class Wanted { kYes, kNo, kNoMore };
+  using IsWanted = std::function<Wanted(const Entry& entry)>;
+  uint64_t evict_while(const IsWanted& is_wanted, Evicted* evicted);
   uint64_t evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted = nullptr);
+  uint64_t evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted);
   uint64_t drop_expired();
   uint64_t reserve() const;
   void keep_reserve();
@@ -306,6 +316,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint64_t space_of(uint32_t count) const {
     return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
   }
+  bool discard(const std::vector<uint32_t>& areas);
   void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
   void note_stored(bool is_all, bool lacked_space);
 
@@ -330,7 +341,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // store_load.cpp
   enum class PartResult { kLoaded, kDamaged, kUnreadable };
   uint32_t take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part, uint64_t total,
-                      const TensorPlane& target, bool streamed) const;
+                      const TensorPlane& target, bool streamed, uint8_t* staging) const;
   PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
                        std::span<const TensorPlane> planes, StagingBuffer& staging);
   std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);

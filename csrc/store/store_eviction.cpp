@@ -37,20 +37,47 @@ bool StoreEngine::is_evictable(const Entry& entry) const {
          commits_.is_durable(entry.batch);
 }
 
-// The least recently used leaves, of one tenant if one is named. Returns how many it freed.
-uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
+// Leaves, the least recently used first, as long as they are wanted. Returns how many it freed.
+uint64_t StoreEngine::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
   uint64_t freed = 0;
-  for (EntryId id = prefixes_.oldest(); id != kNoEntry && freed < wanted;) {
+  for (EntryId id = prefixes_.oldest(); id != kNoEntry;) {
     const Entry& entry = prefixes_[id];
     const EntryId newer = entry.newer;
-    if (is_evictable(entry) && (tenant == nullptr || entry.tenant == *tenant)) {
-      if (evicted != nullptr) evicted->push_back(prefixes_.row_of(entry));
-      free_entry(id);
-      ++freed;
+    if (is_evictable(entry)) {
+      const Wanted wanted = is_wanted(entry);
+      if (wanted == Wanted::kNoMore) break;
+      if (wanted == Wanted::kYes) {
+        if (evicted != nullptr) evicted->push_back(prefixes_.row_of(entry));
+        free_entry(id);
+        ++freed;
+      }
     }
     id = newer;
   }
   stats_.evicted += freed;
+  return freed;
+}
+
+// So many, of one tenant if one is named.
+uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
+  const auto is_wanted = [&](const Entry& entry) {
+    if (wanted == 0) return Wanted::kNoMore;
+    if (tenant != nullptr && entry.tenant != *tenant) return Wanted::kNo;
+    --wanted;
+    return Wanted::kYes;
+  };
+  return evict_while(is_wanted, evicted);
+}
+
+// So many bytes of slots, of entries that were not used later. Returns how many there were.
+uint64_t StoreEngine::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted) {
+  uint64_t freed = 0;
+  const auto is_wanted = [&](const Entry& entry) {
+    if (freed >= bytes || entry.used_ms > used_until_ms) return Wanted::kNoMore;
+    freed += layout_.image_bytes(entry.count);
+    return Wanted::kYes;
+  };
+  evict_while(is_wanted, evicted);
   return freed;
 }
 

@@ -70,32 +70,61 @@ void StoreEngine::feed_reserve() {
   }
 }
 
+// False: the file system takes no space back.
+bool StoreEngine::discard(const std::vector<uint32_t>& areas) {
+  for (const uint32_t area : areas) {
+    can_discard_ = can_discard_ && slabs_->discard(area) != -EOPNOTSUPP;
+  }
+  return can_discard_;
+}
+
 // Lets the disk have so many bytes: those of free slots, and of the least recently used entries as
 // far as these do not do. trusts_disk: what it says of its free space is true.
 void StoreEngine::pool_space(Lock& lock, uint64_t bytes, bool trusts_disk) {
-  const auto discard = [&] {
-    const std::vector<uint32_t> areas = free_areas_.listed();
-    for (const uint32_t area : areas) {
-      can_discard_ = can_discard_ && slabs_->discard(area) != -EOPNOTSUPP;
-    }
-    if (can_discard_) free_areas_.refuse_all();
+  const auto discard_free = [&] {
+    if (discard(free_areas_.listed())) free_areas_.refuse_all();
   };
-  discard();
+  discard_free();
   if (!can_discard_) return;
   bytes += reserve_->missing();
   uint64_t coming = trusts_disk ? file_system_.free_bytes(options_.directory) : 0;
   Evicted evicted;
-  while (coming < bytes) {
-    const size_t before = evicted.size();
-    evict(1, nullptr, &evicted);
-    if (evicted.size() == before) break;
-    coming += layout_.image_bytes(evicted.back().count);
-  }
+  if (coming < bytes) coming += evict_bytes(bytes - coming, INT64_MAX, &evicted);
   if (coming < bytes || (commits_.has_changes() && !commits_.commit(lock))) {
     restore(std::move(evicted));
     return;
   }
-  discard();
+  discard_free();
+}
+
+std::optional<int64_t> StoreEngine::oldest_use() {
+  const Lock lock(mutex_);
+  require_writer();
+  for (EntryId id = prefixes_.oldest(); id != kNoEntry; id = prefixes_[id].newer) {
+    if (is_evictable(prefixes_[id])) return prefixes_[id].used_ms;
+  }
+  return std::nullopt;
+}
+
+uint64_t StoreEngine::give_space_back(uint64_t bytes, int64_t used_until_ms) {
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  if (!commits_.failure().empty() || !discard(free_areas_.take_space())) return 0;
+  uint64_t given = 0;
+  // Twice: the first commit makes entries evictable that were not durable before.
+  for (int attempt = 0; attempt < 2 && given < bytes; ++attempt) {
+    Evicted evicted;
+    const uint64_t coming = evict_bytes(bytes - given, used_until_ms, &evicted);
+    if (!commits_.has_changes()) break;
+    if (!commits_.commit(lock)) {
+      restore(std::move(evicted));
+      break;
+    }
+    given += coming;
+  }
+  discard(free_areas_.take_space());
+  return given;
 }
 
 void StoreEngine::note_stored(bool is_all, bool lacked_space) {

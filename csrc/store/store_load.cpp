@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 
+#include "store/bus_error.h"
 #include "store/crc32c.h"
 #include "store/plane_copy.h"
 #include "store/store_engine.h"
@@ -57,26 +59,37 @@ bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
 
-// What a tensor wants of a stored plane; the checksum of the whole plane.
+// What a tensor wants of a stored plane; the checksum of the whole plane. staging: memory for the
+// plane, where what is stored may change while it is read; null: it may not.
 uint32_t StoreEngine::take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part,
-                                 uint64_t total, const TensorPlane& target, bool streamed) const {
+                                 uint64_t total, const TensorPlane& target, bool streamed,
+                                 uint8_t* staging) const {
   const ModelShape& shape = layout_.shape;
   const PlaneStrides strides = layout_.plane_strides(plane, part.count);
   const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
   const uint64_t first_wanted = total - target.num_tokens;
-  if (end <= first_wanted) return crc32c(stored, layout_.plane_bytes(part.count));
+  const uint64_t bytes = layout_.plane_bytes(part.count);
+  if (end <= first_wanted) return crc32c(stored, bytes);
   const uint64_t first = std::max(begin, first_wanted);
   char* out = target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token;
-  const char* in =
-      reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token;
   const auto tokens = static_cast<int64_t>(end - first);
   if (tokens == part.count) {
-    return copy_plane_crc32c(out, target.strides, in, strides, shape.num_kv_heads, tokens,
-                             shape.head_size, shape.element_size, streamed);
+    return copy_plane_crc32c(out, target.strides, reinterpret_cast<const char*>(stored), strides,
+                             shape.num_kv_heads, tokens, shape.head_size, shape.element_size,
+                             streamed, reinterpret_cast<char*>(staging));
   }
+  uint32_t crc;
+  if (staging == nullptr) {
+    crc = crc32c(stored, bytes);
+  } else {
+    crc = copy_crc32c(staging, stored, bytes, 0, false);
+    stored = staging;
+  }
+  const char* in =
+      reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token;
   copy_plane(out, target.strides, in, strides, shape.num_kv_heads, tokens, shape.head_size,
              shape.element_size, streamed);
-  return crc32c(stored, layout_.plane_bytes(part.count));
+  return crc;
 }
 
 StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer,
@@ -123,25 +136,51 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
     if (!accept(bytes)) return PartResult::kDamaged;
   }
 
-  for (uint32_t from = first_plane; from < last_plane; from += at_once) {
+  const auto take_planes = [&](uint32_t from, uint32_t to, const uint8_t* stored, uint8_t* own) {
+    for (uint32_t plane = from; plane < to; ++plane, stored += stride) {
+      [[maybe_unused]] const uint32_t crc =
+          take_plane(plane, stored, part, total, planes[plane - first_plane], streamed, own);
+#if !defined(LMD_PLANT_NO_VERIFICATION)
+      if (crc != (*crcs)[plane]) return false;
+#endif
+    }
+    return true;
+  };
+  PartResult result = PartResult::kLoaded;
+  for (uint32_t from = first_plane; from < last_plane && result == PartResult::kLoaded;
+       from += at_once) {
     const uint32_t to = std::min(last_plane, from + at_once);
     const uint64_t before = from == first_plane ? lead : 0;
-    const auto bytes = staging.resized(before + (to - from) * stride);
     const uint64_t offset = layout_.plane_offset(from, part.count) - before;
+    const uint64_t size = before + (to - from) * stride;
+    // What is in the page cache is copied from there.
+    if (const uint8_t* cached = slabs_->cached(part.area, offset, size); cached != nullptr) {
+      uint8_t* own = staging.resized(std::max(before, stride)).data();
+      bool is_whole = false;
+      const auto take = [&] {
+        is_whole = true;
+        if (before > 0) {
+          std::memcpy(own, cached, before);
+          is_whole = accept({own, before});
+        }
+        is_whole = is_whole && take_planes(from, to, cached + before, own);
+      };
+      if (reads_mapped(cached, size, take)) {
+        if (!is_whole) result = PartResult::kDamaged;
+        continue;
+      }
+    }
+    const auto bytes = staging.resized(size);
     const int error = slabs_->read(part.area, offset, bytes.data(), bytes.size());
-    if (error != 0) return failed(error);
-    if (before > 0 && !accept(bytes.first(before))) return PartResult::kDamaged;
-    for (uint32_t plane = from; plane < to; ++plane) {
-      const uint8_t* stored = bytes.data() + before + (plane - from) * stride;
-      [[maybe_unused]] const uint32_t crc =
-          take_plane(plane, stored, part, total, planes[plane - first_plane], streamed);
-#if !defined(LMD_PLANT_NO_VERIFICATION)
-      if (crc != (*crcs)[plane]) return PartResult::kDamaged;
-#endif
+    if (error != 0) {
+      result = failed(error);
+    } else if ((before > 0 && !accept(bytes.first(before))) ||
+               !take_planes(from, to, bytes.data() + before, nullptr)) {
+      result = PartResult::kDamaged;
     }
   }
   if (streamed) finish_streamed_copies();
-  return PartResult::kLoaded;
+  return result;
 }
 
 bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
@@ -172,6 +211,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
   bool is_stopped = false;
   parallel_items(hit.parts_.size(), options_.io_threads, load_one,
                  [&] { return !(is_stopped = goes_on && !goes_on()); });
+  slabs_->leave_cached();
   lock.lock();
   if (damaged.load() >= 0) {
     drop_damaged(hit.parts_[static_cast<size_t>(damaged.load())]);

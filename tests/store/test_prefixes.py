@@ -404,7 +404,7 @@ def test_hits_of_another_store(open_store: Open, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        dict(dtype="int8"), dict(num_layers=0), dict(head_size=True), dict(window=(1, 2)),
+        dict(dtype="int4"), dict(num_layers=0), dict(head_size=True), dict(window=(1, 2)),
         dict(window=0), dict(num_kv_heads=1.0), dict(window=True), dict(window=2.5),
         dict(window=(2, True, None)),
     ],

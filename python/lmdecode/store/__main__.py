@@ -13,7 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from lmdecode.store._directory_quota import shrink
 from lmdecode.store._files import read_model
+from lmdecode.store._opening import UNLIMITED
 from lmdecode.store._remote_tier import remote_report
 from lmdecode.store._removal import remove_store
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
@@ -21,7 +23,6 @@ from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import KVStore, read_export_head
 from lmdecode.store.remote import Remote
 
-_UNLIMITED = 1 << 60
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -61,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     stat.add_argument("--remote", metavar="URL", help="and what a second tier has of the store")
     command("why", "say in what fingerprints differ, which never hit each other")
     command("verify", "read and check every byte; exit 1 on damage")
-    command("gc", "drop what has expired and give free space back; nothing else may write")
+    collect = command("gc", "drop what has expired, give space back; nothing else may write")
+    collect.add_argument("--limit", metavar="SIZE", type=_size,
+                         help="evict until all fingerprints take no more (as 1.5G)")  # fmt: skip
     backup = command("backup", "copy the store, while it is used")
     backup.add_argument("destination", metavar="DST", type=Path, help="directory of the copy")
     export = command("export", "write entries and sessions to one file")
@@ -75,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("--all", action="store_true", help="all fingerprints")
     load = command("import", "take over what export wrote; nothing else may write", chooses=False)
     load.add_argument("file", metavar="FILE", type=Path, help="file to read")
-    load.add_argument("--capacity", metavar="SIZE", type=_size, default=_UNLIMITED,
+    load.add_argument("--capacity", metavar="SIZE", type=_size, default=UNLIMITED,
                       help="limit of the store: 5000000, 64k, 1.5G (default: none)")  # fmt: skip
     return parser
 
@@ -122,7 +125,7 @@ def _open(folder: Path, fingerprint: Fingerprint) -> KVStore:
 def _open_to_write(folder: Path, fingerprint: Fingerprint, remote: str | None = None) -> KVStore:
     with _open(folder, fingerprint) as reader:
         by_column = reader._engine.by_column
-    return KVStore(folder, fingerprint=fingerprint, capacity_bytes=_UNLIMITED, remote=remote,
+    return KVStore(folder, fingerprint=fingerprint, capacity_bytes=UNLIMITED, remote=remote,
                    v_layout="column" if by_column else "row")  # fmt: skip
 
 
@@ -287,6 +290,10 @@ def _run(arguments: argparse.Namespace) -> int:
                 tenant = store.for_tenant(arguments.salt)
                 with _progress("export") as progress:
                     tenant.export(arguments.file, arguments.session, progress=progress)
+    if arguments.command == "gc" and arguments.limit is not None:
+        taken = shrink(arguments.path.absolute(), arguments.limit)
+        print(f"{taken} bytes on the disk")
+        return 0 if taken <= arguments.limit else 1
     return 0 if whole else 1
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
 
-from lmdecode.store._native import Store
+from lmdecode.store._directory_quota import LimitedStore
+from lmdecode.store._opening import OpeningOptions, open_compiled
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._shared_store import SharedStore
 from lmdecode.store._tensors import Planes
@@ -27,49 +27,29 @@ class Engine:
         self,
         directory: str,
         fingerprint: Fingerprint,
+        options: OpeningOptions,
         *,
-        capacity_bytes: int,
-        relaxed: bool,
         readonly: bool,
-        by_column: bool,
-        chunk_tokens: int,
-        slab_bytes: int,
-        flush_interval_ms: int,
-        idle_ms: int,
-        io_threads: int,
         many_writers: bool = False,
+        directory_bytes: int | None = None,
     ) -> None:
-        def open_store(only_reads: bool) -> Store:
-            return Store(
-                directory=os.fsencode(directory),
-                fingerprint=fingerprint.encoded(),
-                num_layers=fingerprint.num_layers,
-                num_kv_heads=fingerprint.num_kv_heads,
-                head_size=fingerprint.head_size,
-                element_size=fingerprint.torch_dtype.itemsize,
-                windows=[window or 0 for window in fingerprint.windows or ()],
-                chunk_tokens=chunk_tokens,
-                values_by_column=by_column,
-                relaxed=relaxed,
-                readonly=only_reads,
-                capacity_bytes=capacity_bytes,
-                slab_bytes=slab_bytes,
-                flush_interval_ms=flush_interval_ms,
-                idle_ms=idle_ms,
-                io_threads=io_threads,
-            )
+        def open_store(only_reads: bool) -> Any:
+            native = open_compiled(directory, fingerprint, options, only_reads)
+            if only_reads or directory_bytes is None:
+                return native
+            return LimitedStore(native, directory, directory_bytes)
 
         #: The ``Store`` of this process, or what has its methods where others write too.
         self.native: Any
         if many_writers and not readonly:
-            self.native = SharedStore(open_store, directory, fingerprint, relaxed)
+            self.native = SharedStore(open_store, directory, fingerprint, options.relaxed)
         else:
             self.native = open_store(readonly)
         self._is_shared = isinstance(self.native, SharedStore)
         self.directory = directory
         self.fingerprint = fingerprint
         self.readonly = readonly
-        self.by_column = by_column
+        self.by_column = options.by_column
         self.slot_bytes = self.native.slot_bytes
         self.costs = CostModel()
         self.lock = Lock()

@@ -24,11 +24,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 def _places(counts: Sequence[int], fingerprint: Fingerprint) -> tuple[list[int], int]:
     """Where planes of so many tokens begin, and where the last one ends."""
-    token = fingerprint.num_kv_heads * fingerprint.head_size * fingerprint.torch_dtype.itemsize
     places, end = [], 0
     for count in counts:
         places.append(end)
-        end += -(-count * token // _ALIGNMENT) * _ALIGNMENT
+        end += -(-count * fingerprint.token_bytes // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
@@ -46,8 +45,9 @@ class GivenMemory:
         descriptor = None
         if size > self._size or not self._size:
             descriptor = self._grow(size)
-        heads, width = self._fingerprint.num_kv_heads, self._fingerprint.head_size
-        item = self._fingerprint.torch_dtype.itemsize
+        heads = self._fingerprint.num_kv_heads
+        dtype, width = self._fingerprint.stored_row
+        item = dtype.itemsize
         for place, count, tensor in zip(places, counts, planes.tensors, strict=True):
             begin = place // item
             flat = self._elements[begin : begin + heads * count * width]
@@ -61,7 +61,7 @@ class GivenMemory:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             memory = mmap.mmap(descriptor, size)
-            self._elements = torch.frombuffer(memory, dtype=self._fingerprint.torch_dtype)
+            self._elements = torch.frombuffer(memory, dtype=self._fingerprint.stored_row[0])
         except BaseException:
             os.close(descriptor)
             raise
@@ -99,8 +99,9 @@ class TakenMemory:
         places, size = _places(counts, self._fingerprint)
         if size > self._size:
             raise ValueError("more planes than memory")
-        item = self._fingerprint.torch_dtype.itemsize
-        token = self._fingerprint.head_size * item
+        dtype, width = self._fingerprint.stored_row
+        item = dtype.itemsize
+        token = width * item
         return [
             Plane(self._address + place, count * token, token, item, count)
             for place, count in zip(places, counts, strict=True)

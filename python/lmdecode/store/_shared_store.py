@@ -39,7 +39,7 @@ _ADDED = (
     "bytes_read",
 )  # counters of reading, each process has its own
 
-OpenStore = Callable[[bool], Store]
+OpenStore = Callable[[bool], Any]
 
 
 class SharedHit:

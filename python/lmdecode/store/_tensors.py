@@ -64,59 +64,18 @@ class Planes:
         self.planes = [_plane(tensor) for tensor in tensors]
 
     @staticmethod
-    def checked(
-        kv: Sequence[tuple[Tensor, Tensor]],
-        fingerprint: Fingerprint,
-        what: str,
-        writable: bool = False,
-    ) -> Planes:
+    def checked(kv: Sequence[tuple[Tensor, ...]], fingerprint: Fingerprint, what: str) -> Planes:
         """Take a cache from a caller; the number of tokens is checked by the library."""
-        if not isinstance(kv, Sequence):
-            raise TypeError(
-                f"{what}: kv is {type(kv).__name__}; expected a sequence of (K, V), one a layer"
-            )
-        if len(kv) != fingerprint.num_layers:
-            raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
-        heads, size = fingerprint.num_kv_heads, fingerprint.head_size
-        tensors = []
-        for layer, pair in enumerate(kv):
-            if not isinstance(pair, Sequence) or len(pair) != 2:
-                raise ValueError(f"{what}: kv[{layer}] is {type(pair).__name__}; expected K and V")
-            for name, tensor in zip("KV", pair, strict=True):
-                if not isinstance(tensor, Tensor):
-                    raise TypeError(
-                        f"{what}: {name} of layer {layer} is {type(tensor).__name__}; expected a "
-                        "tensor"
-                    )
-                if tensor.layout != torch.strided or tensor.device.type == "meta":
-                    raise ValueError(
-                        f"{what}: {name} of layer {layer} is a {tensor.layout} tensor on "
-                        f"{tensor.device}; expected one whose elements lie in memory"
-                    )
-                plane = tensor.detach()
-                if plane.dim() == 4 and plane.shape[0] == 1:
-                    plane = plane[0]
-                if plane.dim() != 3 or plane.shape[0] != heads or plane.shape[2] != size:
-                    raise ValueError(
-                        f"{what}: {name} of layer {layer} has shape {list(tensor.shape)}; expected "
-                        f"[{heads}, tokens, {size}]"
-                    )
-                if plane.dtype != fingerprint.torch_dtype:
-                    raise ValueError(
-                        f"{what}: {name} of layer {layer} is {plane.dtype}; expected "
-                        f"{fingerprint.torch_dtype}"
-                    )
-                overlaps = any(
-                    size > 1 and stride == 0
-                    for size, stride in zip(plane.shape, plane.stride(), strict=True)
-                )
-                if writable and (plane.device.type != "cpu" or overlaps or plane.is_neg()):
-                    raise ValueError(
-                        f"{what}: {name} of layer {layer} cannot be written in place; expected a "
-                        "tensor on the CPU that does not overlap itself"
-                    )
-                tensors.append(plane.cpu().resolve_neg())
-        return Planes(tensors)
+        layers = checked_cache(kv, fingerprint, what)
+        if fingerprint.scale_dtype is None:
+            return Planes([tensor for layer in layers for tensor in layer])
+        return Planes(
+            [
+                _packed(plane, scales)
+                for layer in layers
+                for plane, scales in zip(layer[:2], layer[2:], strict=True)
+            ]
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -129,14 +88,121 @@ class Planes:
         return max(self.counts)
 
 
+_NAMES = ("K", "V", "K's scales", "V's scales")
+
+
+def checked_cache(
+    kv: Sequence[tuple[Tensor, ...]],
+    fingerprint: Fingerprint,
+    what: str,
+    writable: bool = False,
+) -> list[list[Tensor]]:
+    """Take a cache from a caller: of each layer K, V and, where there are, their scales.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the layer and the tensor, what came and what was expected.
+    """
+    if not isinstance(kv, Sequence):
+        raise TypeError(
+            f"{what}: kv is {type(kv).__name__}; expected a sequence of (K, V), one a layer"
+        )
+    if len(kv) != fingerprint.num_layers:
+        raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
+    names = _NAMES[:2] if fingerprint.scale_dtype is None else _NAMES
+    layers = []
+    for layer, tensors in enumerate(kv):
+        if not isinstance(tensors, Sequence) or len(tensors) != len(names):
+            came = type(tensors).__name__
+            if isinstance(tensors, Sequence):
+                came += f" of {len(tensors)}"
+            expected = "K and V" if len(names) == 2 else "K, V and the scales of both"
+            raise ValueError(f"{what}: kv[{layer}] is {came}; expected {expected}")
+        checked = [
+            _checked_tensor(tensor, name, fingerprint, f"{what}: {name} of layer {layer}", writable)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        for plane, scales, name in zip(checked, checked[2:], names[2:], strict=False):
+            if scales.shape[1] != plane.shape[1]:
+                raise ValueError(
+                    f"{what}: {name} of layer {layer} are of {scales.shape[1]} tokens; expected "
+                    f"{plane.shape[1]}"
+                )
+        layers.append(checked)
+    return layers
+
+
+def _checked_tensor(
+    tensor: object, name: str, fingerprint: Fingerprint, where: str, writable: bool
+) -> Tensor:
+    """[num_kv_heads, tokens, head_size], or without the last of scales, in main memory."""
+    heads, size, dtype = fingerprint.num_kv_heads, fingerprint.head_size, fingerprint.torch_dtype
+    shape = f"[{heads}, tokens, {size}]"
+    if are_scales := name in _NAMES[2:]:
+        assert fingerprint.scale_torch_dtype is not None
+        size, dtype = 1, fingerprint.scale_torch_dtype
+        shape = f"[{heads}, tokens] or [{heads}, tokens, 1]"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} is {type(tensor).__name__}; expected a tensor")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(
+            f"{where} is a {tensor.layout} tensor on {tensor.device}; expected one whose elements "
+            "lie in memory"
+        )
+    plane = tensor.detach()
+    if are_scales and (plane.dim() == 2 or (plane.dim() == 3 and plane.shape[2] != 1)):
+        plane = plane.unsqueeze(-1)
+    if plane.dim() == 4 and plane.shape[0] == 1:
+        plane = plane[0]
+    if plane.dim() != 3 or plane.shape[0] != heads or plane.shape[2] != size:
+        raise ValueError(f"{where} has shape {list(tensor.shape)}; expected {shape}")
+    if plane.dtype != dtype:
+        raise ValueError(f"{where} is {plane.dtype}; expected {dtype}")
+    overlaps = any(
+        size > 1 and stride == 0 for size, stride in zip(plane.shape, plane.stride(), strict=True)
+    )
+    if writable and (plane.device.type != "cpu" or overlaps or plane.is_neg()):
+        raise ValueError(
+            f"{where} cannot be written in place; expected a tensor on the CPU that does not "
+            "overlap itself"
+        )
+    plane = plane.cpu().resolve_neg()
+    return plane[..., 0] if are_scales else plane
+
+
+def _packed(plane: Tensor, scales: Tensor) -> Tensor:
+    """Numbers and, behind each head's of a token, the bytes of their scale."""
+    behind = scales.contiguous().unsqueeze(-1).view(torch.uint8)
+    return torch.cat((plane.view(torch.uint8), behind), dim=2)
+
+
+def unpacked(
+    cache: Sequence[tuple[Tensor, Tensor]], fingerprint: Fingerprint
+) -> list[tuple[Tensor, ...]]:
+    """Return (K, V), or (K, V, K's scales, V's scales), of planes as they are stored.
+
+    K and V are views of them; scales are not.
+    """
+    scale_dtype, size = fingerprint.scale_torch_dtype, fingerprint.head_size
+    if scale_dtype is None:
+        return list(cache)
+    layers = []
+    for pair in cache:
+        numbers = [plane[..., :size].view(fingerprint.torch_dtype) for plane in pair]
+        scales = [plane[..., size:].contiguous().view(scale_dtype)[..., 0] for plane in pair]
+        layers.append((*numbers, *scales))
+    return layers
+
+
 def empty_cache(
     fingerprint: Fingerprint, layers: range, num_tokens: int, by_column: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return uninitialised tensors for a prefix; V lies as it is stored.
+    """Return uninitialised tensors for planes of a prefix, as they are stored.
 
     A layer with a window has its last window - 1 tokens.
     """
-    heads, size, dtype = fingerprint.num_kv_heads, fingerprint.head_size, fingerprint.torch_dtype
+    heads, (dtype, size) = fingerprint.num_kv_heads, fingerprint.stored_row
     cache = []
     for layer in layers:
         window = fingerprint.windows[layer] if fingerprint.windows else None

@@ -16,8 +16,10 @@ from lmdecode.store.weights_mark import weights_mark
 
 _DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8, "uint8": torch.uint8,
 }  # fmt: skip
+_SCALE_DTYPES = ("float32", "float16", "bfloat16")
 # Of a configuration: names of places and versions, what is written when a model is saved, and what
 # a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
 # hashed with the weights.
@@ -112,8 +114,9 @@ class Fingerprint:
     weights_hash
         Names the weights: another revision has another one.
     dtype
-        Of keys and values: "float32", "float16", "bfloat16" or the torch dtype; "uint8" where they
-        are bytes of another format, which ``layout`` names.
+        Of keys and values: "float32", "float16", "bfloat16", "int8", "float8_e4m3fn",
+        "float8_e5m2" or the torch dtype; "uint8" where they are bytes of another format, which
+        ``layout`` names.
     num_layers, num_kv_heads, head_size
         Shape of the cache: K and V of a layer are [num_kv_heads, tokens, head_size].
     rope
@@ -131,13 +134,19 @@ class Fingerprint:
         ``weights_mark`` of the model, by which a store notices another model of the same shape;
         None: that of the first model that uses the store. Like the next two it is no part of what
         is compared, and of ``name``.
+    scale_dtype
+        Of a quantised cache's scales, a number for each key and each value of a head: "float32",
+        "float16" or "bfloat16". A layer is then (K, V, K's scales, V's scales), and scales are
+        [num_kv_heads, tokens]. None: a layer is (K, V); scales that are the same for all tokens
+        belong to ``weights_hash`` or ``layout``.
     model_name, revision
         For people: where the model was loaded from.
 
     Raises
     ------
     ValueError
-        A number that is no int or below 1, an unknown dtype, or windows that are not one a layer.
+        A number that is no int or below 1, an unknown dtype, windows that are not one a layer, or
+        a ``scale_dtype`` beside a dtype that has no scales.
     """
 
     model_id: str
@@ -151,6 +160,7 @@ class Fingerprint:
     layout: str = "default"
     tensor_parallel_rank: int = 0
     tokenizer_hash: str | None = None
+    scale_dtype: str | None = None
     mark: str | None = field(default=None, compare=False)
     model_name: str | None = field(default=None, compare=False)
     revision: str | None = field(default=None, compare=False)
@@ -160,6 +170,18 @@ class Fingerprint:
         object.__setattr__(self, "dtype", dtype)
         if dtype not in _DTYPES:
             raise ValueError(f"Fingerprint: dtype is {dtype}; expected one of {sorted(_DTYPES)}")
+        if self.scale_dtype is not None:
+            scale = str(self.scale_dtype).removeprefix("torch.")
+            object.__setattr__(self, "scale_dtype", scale)
+            if scale not in _SCALE_DTYPES:
+                raise ValueError(
+                    f"Fingerprint: scale_dtype is {scale}; expected one of {sorted(_SCALE_DTYPES)}"
+                )
+            if self.torch_dtype.itemsize != 1:
+                raise ValueError(
+                    f"Fingerprint: scale_dtype is {scale} and dtype is {dtype}; expected int8 or a "
+                    "float8 beside scales"
+                )
         for name in ("num_layers", "num_kv_heads", "head_size"):
             object.__setattr__(self, name, _at_least_1(name, getattr(self, name)))
         window = self.window
@@ -188,9 +210,33 @@ class Fingerprint:
         """Dtype of keys and values."""
         return _DTYPES[self.dtype]
 
+    @property
+    def scale_torch_dtype(self) -> torch.dtype | None:
+        """Dtype of scales; None where there are none."""
+        return None if self.scale_dtype is None else _DTYPES[self.scale_dtype]
+
+    @property
+    def stored_row(self) -> tuple[torch.dtype, int]:
+        """How a head's key or value of one token lies in a slot: its elements, and how many.
+
+        Behind a quantised one stand the bytes of its scale.
+        """
+        if self.scale_dtype is None:
+            return self.torch_dtype, self.head_size
+        return torch.uint8, self.head_size + _DTYPES[self.scale_dtype].itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """What the keys, or the values, of one token take in a layer."""
+        dtype, size = self.stored_row
+        return self.num_kv_heads * size * dtype.itemsize
+
     def encoded(self) -> bytes:
         """Return the fields as canonical JSON: equal for equal fingerprints alone."""
-        return _json(self._compared()).encode()
+        content = self._compared()
+        if self.scale_dtype is None:  # as before there was such a field: stores keep their names
+            del content["scale_dtype"]
+        return _json(content).encode()
 
     def _compared(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -205,9 +251,10 @@ class Fingerprint:
             It is not that.
         """
         content = json.loads(data)
-        if not isinstance(content, dict) or set(content) != {
-            f.name for f in fields(Fingerprint) if f.compare
-        }:
+        names = {f.name for f in fields(Fingerprint) if f.compare}
+        if isinstance(content, dict) and content.get("scale_dtype") is None:
+            names.remove("scale_dtype")
+        if not isinstance(content, dict) or set(content) != names:
             raise ValueError("Fingerprint: not the fields of one")
         return Fingerprint(**content)
 

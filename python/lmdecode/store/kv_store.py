@@ -21,6 +21,7 @@ from lmdecode.store._files import (
     read_model,
     write_model,
 )
+from lmdecode.store._opening import UNLIMITED, OpeningOptions
 from lmdecode.store._remote_erase import Choice
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._tensors import token_ids
@@ -80,7 +81,10 @@ class KVStore(Prefixes):
         Of the model. What another fingerprint stored is never found.
     capacity_bytes
         Hard limit of the slots of this fingerprint; the least recently used prefixes are evicted.
-        Needed to write.
+        To write, this or ``directory_bytes`` is needed.
+    directory_bytes
+        Limit of what the files of all fingerprints in ``path`` take on the disk; of all of them the
+        least recently used prefixes are evicted. Those that another process writes are left to it.
     durability
         "strict": what was acknowledged survives a loss of power. "relaxed": made durable every
         ``flush_interval`` seconds; the newest entries may be lost, a wrong byte is never served.
@@ -136,6 +140,7 @@ class KVStore(Prefixes):
         *,
         fingerprint: Fingerprint,
         capacity_bytes: int | None = None,
+        directory_bytes: int | None = None,
         durability: Literal["strict", "relaxed"] = "strict",
         readonly: bool = False,
         salt: str | bytes = "",
@@ -159,12 +164,16 @@ class KVStore(Prefixes):
             raise ValueError(f"KVStore: v_layout is {v_layout!r}; expected 'column' or 'row'")
         if writers not in ("one", "many"):
             raise ValueError(f"KVStore: writers is {writers!r}; expected 'one' or 'many'")
+        limits = {"capacity_bytes": capacity_bytes, "directory_bytes": directory_bytes}
         if not readonly:
-            if capacity_bytes is None:
-                raise ValueError("KVStore: capacity_bytes is None; a store that writes needs it")
-            capacity_bytes = check_int(
-                "KVStore", "capacity_bytes", capacity_bytes, 1, _MAX_CAPACITY, limits=_CAPACITIES
-            )
+            if capacity_bytes is None and directory_bytes is None:
+                raise ValueError(
+                    "KVStore: capacity_bytes is None; a store that writes needs it, or "
+                    "directory_bytes"
+                )
+            for name, limit in limits.items():
+                if limit is not None:
+                    check_int("KVStore", name, limit, 1, _MAX_CAPACITY, limits=_CAPACITIES)
         if chunk_tokens is not None:
             chunk_tokens = check_int("KVStore", "chunk_tokens", chunk_tokens, 1, _MAX_CHUNK_TOKENS)
         if readonly and remote is not None:
@@ -186,16 +195,19 @@ class KVStore(Prefixes):
         engine = Engine(
             str(directory.absolute()),
             fingerprint,
-            capacity_bytes=capacity_bytes or 0,
-            relaxed=durability == "relaxed",
+            OpeningOptions(
+                capacity_bytes=UNLIMITED if capacity_bytes is None else capacity_bytes,
+                relaxed=durability == "relaxed",
+                by_column=v_layout == "column",
+                chunk_tokens=chunk_tokens or 0,
+                slab_bytes=_slab_bytes,
+                flush_interval_ms=milliseconds(flush_interval, "flush_interval"),
+                idle_ms=milliseconds(idle_seconds, "idle_seconds"),
+                io_threads=io_threads or min(4, os.cpu_count() or 1),
+            ),
             readonly=readonly,
-            by_column=v_layout == "column",
-            chunk_tokens=chunk_tokens or 0,
-            slab_bytes=_slab_bytes,
-            flush_interval_ms=milliseconds(flush_interval, "flush_interval"),
-            idle_ms=milliseconds(idle_seconds, "idle_seconds"),
-            io_threads=io_threads or min(4, os.cpu_count() or 1),
             many_writers=writers == "many",
+            directory_bytes=directory_bytes,
         )
         try:
             if not readonly:

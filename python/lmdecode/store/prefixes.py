@@ -13,10 +13,10 @@ from torch import Tensor
 from lmdecode.store._engine import Engine
 from lmdecode.store._native import Hit as NativeHit
 from lmdecode.store._native import PutOptions, Scope
-from lmdecode.store._tensors import Planes, empty_cache, token_ids
+from lmdecode.store._tensors import Planes, checked_cache, empty_cache, token_ids, unpacked
 from lmdecode.store.fingerprint import Fingerprint
 
-KV = list[tuple[Tensor, Tensor]]
+KV = list[tuple[Tensor, ...]]
 
 _NO_QUOTA = 2**64 - 1
 _MAX_SECONDS = 1e12
@@ -126,18 +126,25 @@ class Prefixes:
             raise TypeError(f"load: hit is {type(hit).__name__}; expected a Hit, from lookup")
         if (native := hit._native) is None:
             return None
-        cache = out or empty_cache(engine.fingerprint, layers, hit.num_tokens, engine.by_column)
-        planes = (
-            Planes.checked(cache, engine.fingerprint, "load", writable=True)
-            if out
-            else Planes([tensor for pair in cache for tensor in pair])
-        )
+        of = engine.fingerprint
+        targets = checked_cache(out, of, "load", writable=True) if out else []
+        if targets and of.scale_dtype is None:
+            planes = Planes([tensor for pair in targets for tensor in pair])
+        else:
+            cache = empty_cache(of, layers, hit.num_tokens, engine.by_column)
+            planes = Planes([tensor for pair in cache for tensor in pair])
         start = time.perf_counter()
         if not engine.native.load(native, layers.start, len(layers), planes.planes):
             return None
-        num_bytes = sum(tensor.nbytes for pair in cache for tensor in pair)
+        num_bytes = sum(tensor.nbytes for tensor in planes.tensors)
         engine.costs.observe_load(num_bytes, time.perf_counter() - start)
-        return cache
+        if out and of.scale_dtype is None:
+            return out
+        loaded = unpacked(cache, of)
+        for target, tensors in zip(targets, loaded, strict=False):
+            for to, tensor in zip(target, tensors, strict=True):
+                to.copy_(tensor)
+        return out or loaded
 
     @overload
     def load(
@@ -167,16 +174,17 @@ class Prefixes:
         -------
         list of (K, V) or None
             One pair a layer, [num_kv_heads, hit.num_tokens, head_size]; a layer with a window has
-            its last window - 1 tokens. V has the strides of ``v_layout``. None: a miss after all,
-            for a slot that was damaged or has been given to another prefix; it was dropped, so that
-            the next ``lookup`` finds what is left.
+            its last window - 1 tokens. V has the strides of ``v_layout``. Of a fingerprint with
+            scales (K, V, K's scales, V's scales), scales [num_kv_heads, tokens]. None: a miss after
+            all, for a slot that was damaged or has been given to another prefix; it was dropped, so
+            that the next ``lookup`` finds what is left.
         """
         layers = range(self.fingerprint.num_layers)
         if background:
             return self._engine.submit(self._load, hit, layers, out)
         return self._load(hit, layers, out)
 
-    def load_layers(self, hit: Hit, *, ahead: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
+    def load_layers(self, hit: Hit, *, ahead: int = 2) -> Iterator[tuple[Tensor, ...]]:
         """Yield (K, V) layer by layer, while the next ones are read.
 
         Raises
@@ -221,26 +229,26 @@ class Prefixes:
 
     @overload
     def put(
-        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, Tensor]], *,
+        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, ...]], *,
         context: bytes = b"", ttl: float | None = None, pin: bool = False,
         background: Literal[False] = False,
     ) -> int: ...  # fmt: skip
     @overload
     def put(
-        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, Tensor]], *,
+        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, ...]], *,
         context: bytes = b"", ttl: float | None = None, pin: bool = False,
         background: Literal[True],
     ) -> Future[int]: ...  # fmt: skip
     @overload
     def put(
-        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, Tensor]], *,
+        self, tokens: Sequence[int] | Tensor, kv: Sequence[tuple[Tensor, ...]], *,
         context: bytes = b"", ttl: float | None = None, pin: bool = False,
         background: bool,
     ) -> int | Future[int]: ...  # fmt: skip
     def put(
         self,
         tokens: Sequence[int] | Tensor,
-        kv: Sequence[tuple[Tensor, Tensor]],
+        kv: Sequence[tuple[Tensor, ...]],
         *,
         context: bytes = b"",
         ttl: float | None = None,
@@ -258,7 +266,8 @@ class Prefixes:
         kv
             (K, V) of each layer, [num_kv_heads, n, head_size] or [1, num_kv_heads, n, head_size],
             any strides; a layer with a window may have only its last tokens, at least
-            window - 1.
+            window - 1. Of a fingerprint with scales (K, V, K's scales, V's scales), scales
+            [num_kv_heads, n] or [num_kv_heads, n, 1].
         context
             See ``lookup``.
         ttl
@@ -292,9 +301,7 @@ class Prefixes:
         Loads are timed by the store; tell it of prefills with ``record_prefill``.
         """
         fingerprint = self.fingerprint
-        token = 2 * fingerprint.num_kv_heads * fingerprint.head_size
-        layer = token * fingerprint.torch_dtype.itemsize
-        num_bytes = hit.num_tokens * fingerprint.num_layers * layer
+        num_bytes = hit.num_tokens * fingerprint.num_layers * 2 * fingerprint.token_bytes
         return self._engine.costs.should_load(hit.num_tokens, num_bytes)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:

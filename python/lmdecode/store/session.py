@@ -107,7 +107,7 @@ class Session:
 
     def commit(
         self,
-        kv: Sequence[tuple[Tensor, Tensor]],
+        kv: Sequence[tuple[Tensor, ...]],
         *,
         num_tokens: int | None = None,
         ttl: float | None = None,
@@ -138,7 +138,7 @@ class Session:
     def _commit_as(
         self,
         tokens: array[int],
-        kv: Sequence[tuple[Tensor, Tensor]],
+        kv: Sequence[tuple[Tensor, ...]],
         num_tokens: int | None,
         ttl: float | None,
         pin: bool,

@@ -77,6 +77,7 @@ Outcome run(SimulatedDisk& disk, uint32_t areas, bool relaxed) {
     outcome.erased = true;
   });
   guarded(&outcome, [&] { engine->collect(); });
+  guarded(&outcome, [&] { engine->give_space_back(0, INT64_MAX); });
   guarded(&outcome, [&] { engine->verify(kProgress); });
   guarded(&outcome, [&] { engine->backup("/copy/fingerprint", kProgress); });
   guarded(&outcome,

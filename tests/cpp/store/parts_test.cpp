@@ -1,7 +1,9 @@
 // The parts of the store, each alone: hashes against published vectors, the queues of free areas,
 // the address map, copies between strides, slot sizes.
+#include <atomic>
 #include <map>
 #include <random>
+#include <thread>
 
 #include "check.h"
 #include "store/address_map.h"
@@ -334,12 +336,15 @@ void check_copies(int64_t heads, int64_t tokens, int64_t elements) {
         finish_streamed_copies();
         check(from, to);
       }
-      for (const PlaneStrides& from : {row, column}) {
-        const uint32_t crc =
-            copy_plane_crc32c(out, to, in, from, heads, tokens, elements, size, streamed);
-        finish_streamed_copies();
-        check(from, to);
-        CHECK_EQ(crc, crc32c_portable(in, heads * tokens * elements * size, 0));
+      std::vector<char> staging(heads * tokens * elements * size);
+      for (char* own : {static_cast<char*>(nullptr), staging.data()}) {
+        for (const PlaneStrides& from : {row, column}) {
+          const uint32_t crc =
+              copy_plane_crc32c(out, to, in, from, heads, tokens, elements, size, streamed, own);
+          finish_streamed_copies();
+          check(from, to);
+          CHECK_EQ(crc, crc32c_portable(in, heads * tokens * elements * size, 0));
+        }
       }
     }
   }
@@ -351,6 +356,47 @@ void check_copies_of_all_sizes() {
   check_copies<T>(2, 64, 64);
   check_copies<T>(2, 5, 1100);
   check_copies<T>(1, 1, 1);
+}
+
+// The checksum is that of what was copied, whatever the source was before and after.
+void check_changing_source(int64_t heads, int64_t tokens, int64_t elements, bool by_column) {
+  const PlaneStrides row{2 * elements * tokens, 2 * elements, 2};
+  const PlaneStrides column{2 * elements * tokens, 2, 2 * tokens};
+  const PlaneStrides from = by_column ? column : row;
+  const size_t bytes = 2 * heads * tokens * elements;
+  std::vector<std::atomic<uint64_t>> source(bytes / 8 + 1);
+  const char* in = reinterpret_cast<const char*>(source.data());
+  // Twice as long rows, as of a longer prefix.
+  const PlaneStrides to = by_column ? PlaneStrides{4 * elements * tokens, 2, 4 * tokens}
+                                    : PlaneStrides{4 * elements * tokens, 2 * elements, 2};
+  std::vector<char> memory(2 * bytes + 64), staging(bytes), copied(bytes);
+  char* out = memory.data() + 64 - reinterpret_cast<uintptr_t>(memory.data()) % 64;
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    for (uint64_t value = 1; !stop; ++value) {
+      source[value * 7919 % source.size()].store(value, std::memory_order_relaxed);
+    }
+  });
+  int64_t wrong = 0;
+  for (int round = 0; round < 300; ++round) {
+    const uint32_t crc = copy_plane_crc32c(out, to, in, from, heads, tokens, elements, 2,
+                                           round % 2 == 0, staging.data());
+    finish_streamed_copies();
+    copy_plane(copied.data(), from, out, to, heads, tokens, elements, 2);
+    wrong += crc != crc32c(copied.data(), bytes);
+  }
+  stop = true;
+  writer.join();
+  CHECK_EQ(wrong, 0);
+}
+
+TEST(a_source_that_changes_is_read_once) {
+  for (const bool by_column : {false, true}) {
+    check_changing_source(2, 64, 64, by_column);
+    check_changing_source(1, 100, 24, by_column);
+    check_changing_source(3, 700, 8, by_column);
+    check_changing_source(2, 5, 3, by_column);
+  }
 }
 
 TEST(planes_are_copied_between_any_strides) {

@@ -50,6 +50,8 @@ void hammer(uint32_t areas, bool relaxed) {
             right += found == Found::kRight;
           } else if (random() % 8 == 1) {
             engine->erase({}, &tokens, nullptr);
+          } else if (random() % 8 == 1) {
+            engine->give_space_back(random() % 2 * engine->layout().slot_bytes(), INT64_MAX);
           } else if (random() % 8 == 0) {
             engine->verify([](uint64_t, uint64_t) { return true; });
           } else {

@@ -18,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmdecode._checks import check_int
-from lmdecode.integrations.vllm.block_store import Block, BlockStore, StoreOptions, blocks_of
+from lmdecode.integrations.block_store import Block, BlockStore, StoreOptions, blocks_of
 from lmdecode.integrations.vllm.model_identity import cache_spec, fingerprint
 from lmdecode.store.kv_store import KV
 
 _NAME = "LmdecodeConnector"
-_OPTIONS = ("path", "capacity_bytes", "durability", "salt", "weights_hash")
+_OPTIONS = (
+    "path", "capacity_bytes", "directory_bytes", "durability", "salt", "weights_hash",
+)  # fmt: skip
 _NULL_BLOCK = 0  # vLLM's place for blocks that have left a sliding window
 _MOST_FAILURES = 2  # of a request; what a first one drops from the store, a second does not meet
 
@@ -97,10 +99,13 @@ class LmdecodeConnector(KVConnectorBase_V1):
         options = dict(transfer.kv_connector_extra_config)
         for name in options.keys() - set(_OPTIONS):
             raise ValueError(f"{_NAME}: {name} is no option; expected {', '.join(_OPTIONS)}")
-        for name in ("path", "capacity_bytes"):
-            if name not in options:
-                raise ValueError(f"{_NAME}: kv_connector_extra_config has no {name!r}")
-        check_int(_NAME, "capacity_bytes", options["capacity_bytes"], 1)
+        if "path" not in options:
+            raise ValueError(f"{_NAME}: kv_connector_extra_config has no 'path'")
+        limits = {"capacity_bytes", "directory_bytes"} & options.keys()
+        if not limits:
+            raise ValueError(f"{_NAME}: kv_connector_extra_config has no 'capacity_bytes'")
+        for name in limits:
+            check_int(_NAME, name, options[name], 1)
         weights_hash = options.pop("weights_hash", None)
         spec, _ = cache_spec(vllm_config, kv_cache_config)
         self._block_size: int = spec.block_size

@@ -190,13 +190,15 @@ def cache_from_kv(
 
 def _read(store: KVStore, hit: Hit, states: list[tuple[Tensor, Tensor]]) -> bool:
     """Read a hit into tensors [1, H, held, D]; False: a miss after all."""
-    targets = [(keys[0], values[0]) for keys, values in states]
+    targets: list[tuple[Tensor, ...]] = [(keys[0], values[0]) for keys, values in states]
     if all(keys.device.type == "cpu" for keys, _ in targets):
         return store.load(hit, out=targets) is not None
     return _copy_by_layer(store.load_layers(hit), targets)
 
 
-def _copy_by_layer(coming: Iterator[tuple[Tensor, Tensor]], targets: KV) -> bool:
+def _copy_by_layer(
+    coming: Iterator[tuple[Tensor, ...]], targets: Sequence[tuple[Tensor, ...]]
+) -> bool:
     """Copy to another device layer by layer, while the next ones are read."""
     try:
         for target, source in zip(targets, coming, strict=True):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmdecode.integrations.vllm import block_store
-from lmdecode.integrations.vllm.block_store import Block, BlockStore, StoreOptions, blocks_of
+from lmdecode.integrations import block_store
+from lmdecode.integrations.block_store import Block, BlockStore, StoreOptions, blocks_of
 from lmdecode.store import Fingerprint, KVStore
 from lmdecode.store.kv_store import KV
 

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's KV cache in a ``KVStore``: found, loaded, saved, and never an error."""
+"""Blocks of an engine's KV cache in a ``KVStore``: found, loaded, saved, and never an error."""
 
 from __future__ import annotations
 
@@ -65,19 +65,22 @@ def blocks_of(
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How a store is opened: arguments of ``KVStore``."""
+    """How a store is opened: arguments of ``KVStore``; and who does, for warnings."""
 
     path: str
-    capacity_bytes: int
+    capacity_bytes: int | None = None
     durability: Any = "relaxed"
     salt: str = ""
+    directory_bytes: int | None = None
+    writers: Any = "one"
+    owner: str = "LmdecodeConnector"
 
 
 class BlockStore:
     """The store of one process, in which each block is an entry of its own.
 
     So blocks are saved when they are full, whatever became of those before, and loaded from any
-    place on. Nothing here raises once it is open: vLLM computes what the store does not have.
+    place on. Nothing here raises once it is open: the engine computes what the store does not have.
 
     Parameters
     ----------
@@ -145,13 +148,17 @@ class BlockStore:
                         put = store.put(block.tokens, kv(), context=block.context, background=True)
                         coming.append(put)
             finally:
-                wait(coming)  # whatever happened: vLLM writes to these blocks again
+                wait(coming)  # whatever happened: the engine writes to these blocks again
             if len(coming) > 1:  # they were put in any order
                 for block in seen:
                     self._find(store, block)
             return sum(put.result() == self._block_size for put in coming)
 
         return self._calling(write) or 0
+
+    def clear(self) -> None:
+        """Erase all blocks."""
+        self._calling(lambda store: store.erase(everything=True))
 
     def close(self) -> None:
         """Make everything durable; done again it does nothing."""
@@ -189,7 +196,7 @@ class BlockStore:
     def _tell(self, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(f"LmdecodeConnector {what}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self._options.owner} {what}", RuntimeWarning, stacklevel=2)
 
     def _open(self) -> None:
         """Open the store, or try again later."""
@@ -219,6 +226,7 @@ class BlockStore:
         options = self._options
         return KVStore(
             options.path, fingerprint=self._fingerprint, capacity_bytes=options.capacity_bytes,
-            durability=options.durability, salt=options.salt, readonly=readonly,
-            v_layout="row", chunk_tokens=self._block_size,
+            directory_bytes=options.directory_bytes, durability=options.durability,
+            salt=options.salt, readonly=readonly, v_layout="row", chunk_tokens=self._block_size,
+            writers=options.writers,
         )  # fmt: skip

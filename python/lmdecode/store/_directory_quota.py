@@ -1,0 +1,269 @@
+"""One limit for all fingerprints of a directory: what was used least recently goes first.
+
+What counts is what the files take on the disk. Slots are holes where nothing lies in them, so a
+short entry counts with what it has, not with a slot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lmdecode.store._native import Hit, PutOptions, Scope, Store
+from lmdecode.store._opening import OpeningOptions, eviction_lock, open_at_once
+from lmdecode.store.errors import FingerprintMismatchError, StoreError
+from lmdecode.store.fingerprint import Fingerprint
+
+_BLOCK = 512  # of st_blocks
+_PAGE = 4096
+_AT_ONCE = 64  # this part of the limit is made free at least: not each put shall evict
+_FOREVER = 2**63 - 1
+
+# Stores of this process that write, by folder: their locks keep them from being opened again.
+_open: dict[str, weakref.WeakSet[LimitedStore]] = {}
+_open_lock = threading.Lock()
+
+
+def _allocated(directory: str | os.PathLike[str], begin: str = "") -> int:
+    """What the files of a directory whose names begin so take on the disk."""
+    count = 0
+    with suppress(FileNotFoundError), os.scandir(directory) as files:
+        for file in files:
+            if file.name.startswith(begin):
+                with suppress(FileNotFoundError):
+                    count += file.stat(follow_symlinks=False).st_blocks * _BLOCK
+    return count
+
+
+def allocated_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return what all files of the fingerprints of a folder take on the disk."""
+    with os.scandir(folder) as directories:
+        return sum(_allocated(one) for one in directories if one.is_dir(follow_symlinks=False))
+
+
+def _open_closed(directory: Path) -> Store | None:
+    """Open a store that nobody writes; None: somebody does, or it cannot be opened."""
+    try:
+        fingerprint = Fingerprint.decoded((directory / "fingerprint.json").read_bytes())
+        for by_column in (True, False):
+            with suppress(FingerprintMismatchError):
+                options = OpeningOptions(by_column=by_column)
+                return open_at_once(str(directory), fingerprint, options)
+    except (StoreError, OSError, ValueError, TypeError):
+        pass
+    return None
+
+
+@contextmanager
+def _writable_stores(folder: Path) -> Iterator[dict[str, Store]]:
+    """All stores of a folder that this process writes, or that nobody does, by directory."""
+    with _open_lock:
+        stores = {store.directory: store.native for store in _open.get(str(folder), ())}
+    opened = {}
+    with eviction_lock(folder):
+        try:
+            for file in sorted(folder.glob("*/fingerprint.json")):
+                directory = str(file.parent)
+                if directory not in stores and (store := _open_closed(file.parent)) is not None:
+                    opened[directory] = store
+            yield {**stores, **opened}
+        finally:
+            for store in opened.values():
+                store.close()
+
+
+def shrink(folder: Path, limit: int, at_once: int = 0) -> int:
+    """Evict over all fingerprints of a folder until its files take ``limit`` bytes or less.
+
+    Nothing is evicted where that would not do.
+
+    Parameters
+    ----------
+    folder
+        Of the stores, an absolute path.
+    limit
+        Bytes on the disk.
+    at_once
+        Where something has to be evicted, so much at least.
+
+    Returns
+    -------
+    int
+        What they take then: more than ``limit`` where others write too much of it.
+    """
+    if (taken := allocated_bytes(folder)) <= limit:
+        return taken
+    with _writable_stores(folder) as stores:
+        for store in stores.values():  # what nobody needs
+            _give_back(store, 0, 0)
+        if (taken := allocated_bytes(folder)) <= limit:
+            return taken
+        if taken - sum(_allocated(directory, "slab-") for directory in stores) > limit:
+            return taken
+        # Counted, not looked at again: some file systems say later what they were given.
+        wanted = max(taken - limit, at_once)
+        given, left = 0, list(stores.values())
+        while given < wanted and left:
+            left.sort(key=_oldest_use)
+            # As far as the next store's oldest entry is not older.
+            until = _oldest_use(left[1]) if len(left) > 1 else _FOREVER
+            given_now = _give_back(left[0], wanted - given, until)
+            given += given_now
+            if given_now == 0:
+                del left[0]
+    return min(allocated_bytes(folder), taken - given)
+
+
+def _oldest_use(store: Store) -> int:
+    try:
+        used = store.oldest_use()
+    except StoreError:  # closed meanwhile
+        used = None
+    return _FOREVER if used is None else used
+
+
+def _give_back(store: Store, num_bytes: int, until: int) -> int:
+    try:
+        return store.give_space_back(num_bytes, until)
+    except (StoreError, OSError):  # closed meanwhile, or its disk fails: it has said so itself
+        return 0
+
+
+class LimitedStore:
+    """A compiled store that writes, and keeps its folder within a limit.
+
+    Parameters
+    ----------
+    native
+        The store.
+    directory
+        Of the store, in the folder that has the limit.
+    limit
+        Bytes on the disk, of all files in the folder.
+    """
+
+    def __init__(self, native: Store, directory: str, limit: int) -> None:
+        self.native = native
+        self.directory = directory
+        self._folder = Path(directory).parent
+        self._limit = limit
+        self._coming = 0
+        self._failure = ""
+        self._lock = threading.Lock()
+        with _open_lock:
+            _open.setdefault(str(self._folder), weakref.WeakSet()).add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "native":  # not opened
+            raise AttributeError(name)
+        return getattr(self.native, name)
+
+    def close(self) -> None:
+        """Close the store."""
+        with _open_lock:
+            _open.get(str(self._folder), weakref.WeakSet()).discard(self)
+        self.native.close()
+
+    # --- room
+
+    @contextmanager
+    def _room(self, num_bytes: int) -> Iterator[bool]:
+        """Have so many bytes free while something is written; False: they are not to be had."""
+        with self._lock:
+            limit = self._limit - self._coming - num_bytes
+            if has_room := limit >= 0:
+                has_room = shrink(self._folder, limit, self._limit // _AT_ONCE) <= limit
+            if has_room:
+                self._coming += num_bytes
+            self._failure = "" if has_room else (
+                f"{self._folder} takes its directory_bytes, {self._limit}, and nothing there that "
+                "this process may evict is left"
+            )  # fmt: skip
+        try:
+            yield has_room
+        finally:
+            if has_room:
+                with self._lock:
+                    self._coming -= num_bytes
+
+    def _new_bytes(self, stored: int, total: int) -> int:
+        """What slots of tokens from ``stored`` on take at most."""
+        chunk = self.native.chunk_tokens
+        tokens, size = total - stored // chunk * chunk, 0
+        if tokens >= chunk:
+            size = tokens // chunk * _whole_pages(self.native.image_bytes(chunk))
+        if tokens % chunk:
+            size += _whole_pages(self.native.image_bytes(tokens % chunk))
+        return size
+
+    def _stored(
+        self,
+        scope: Scope,
+        ids: memoryview,
+        computed: int,
+        store: Callable[[], int],
+        otherwise: Callable[[], object] = lambda: None,
+    ) -> int:
+        # Held: what the tokens go on from is not evicted for them.
+        hit: Hit | None = self.native.peek(scope, ids[:computed])
+        stored = 0 if hit is None else hit.num_tokens
+        if stored == computed:
+            return store()
+        with self._room(self._new_bytes(stored, computed)) as has_room:
+            if has_room:
+                return store()
+        otherwise()
+        return stored
+
+    # --- what writes
+
+    def put(self, scope: Scope, ids: memoryview, planes: Any, options: PutOptions) -> int:
+        """Store a prefix; where there is no room, nothing of it."""
+        return self._stored(
+            scope, ids, len(ids), lambda: self.native.put(scope, ids, planes, options)
+        )
+
+    def commit_session(
+        self, scope: Scope, name: bytes, ids: memoryview, computed: int, planes: Any,
+        options: PutOptions,
+    ) -> int:  # fmt: skip
+        """Store a session's tokens, and where there is room a prefix of them."""
+        return self._stored(
+            scope,
+            ids,
+            computed,
+            lambda: self.native.commit_session(scope, name, ids, computed, planes, options),
+            lambda: self.native.write_session(scope, name, ids),
+        )
+
+    def insert_image(self, scope: Scope, key: bytes, image: bytearray, options: PutOptions) -> bool:
+        """Take over an entry of a second tier."""
+        with self._room(_whole_pages(len(image))) as has_room:
+            return has_room and self.native.insert_image(scope, key, image, options)
+
+    def import_from(self, path: bytes, progress: Any) -> int:
+        """Take over an exported file; what is too much of it is evicted again."""
+        with self._room(min(os.stat(path).st_size, self._limit)):
+            new = self.native.import_from(path, progress)
+        with self._lock:
+            shrink(self._folder, self._limit)
+        return new
+
+    # --- what is said of it
+
+    def failure(self) -> str:
+        """Why nothing is stored."""
+        return self.native.failure() or self._failure
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the store, and what the folder takes."""
+        return {**self.native.stats(), "directory_bytes": allocated_bytes(self._folder)}
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
