@@ -31,9 +31,11 @@ struct DecodeLaunch {
   LMD_HOST_DEVICE int64_t count() const {
     return params.sequences * params.kv_heads * tiles * parts;
   }
+  // A part is all there is of its rows: it finishes them.
+  LMD_HOST_DEVICE bool is_whole() const { return parts == 1; }
   // Floats of the partials.
   LMD_HOST_DEVICE int64_t workspace() const {
-    return slots() * partials.rows * (partials.out_stride + 2);
+    return is_whole() ? 0 : slots() * partials.rows * (partials.out_stride + 2);
   }
   LMD_HOST_DEVICE int64_t part(int64_t index) const { return index % parts; }
   LMD_HOST_DEVICE int64_t first_row(int64_t index) const {
@@ -64,6 +66,7 @@ inline DecodeLaunch decode_launch(const SlidingWindowAttentionParams& params, in
 }
 
 inline void set_decode_workspace(float* memory, DecodeLaunch* launch) {
+  if (launch->is_whole()) return;
   DecodeParts& partials = launch->partials;
   const int64_t rows = launch->slots() * partials.rows;
   partials.out = memory;

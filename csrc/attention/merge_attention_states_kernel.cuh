@@ -1,5 +1,7 @@
-// merge_attention_states on a GPU: a warp a row.
+// merge_attention_states on a GPU: a warp a row, 16 bytes a lane where the rows lie so.
 #pragma once
+
+#include <cstring>
 
 #include "attention/attention_cuda_tuning.h"
 #include "attention/element.cuh"
@@ -7,9 +9,30 @@
 
 namespace lmdecode::attention::cuda_kernels {
 
+// The elements of 16 bytes.
+template <class T>
+struct ElementVector {
+  static constexpr int kSize = 16 / sizeof(T);
+  T elements[kSize];
+
+  static __device__ bool fits(const T* row) { return reinterpret_cast<uintptr_t>(row) % 16 == 0; }
+  static __device__ ElementVector load(const T* from) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    ElementVector vector;
+    memcpy(&vector, &bits, sizeof(bits));
+    return vector;
+  }
+  __device__ void store(T* to) const {
+    uint4 bits;
+    memcpy(&bits, this, sizeof(bits));
+    *reinterpret_cast<uint4*>(to) = bits;
+  }
+};
+
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMergeThreads)
     merge_attention_states_kernel(const MergeAttentionStatesParams p) {
+  using Vector = ElementVector<T>;
   const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * warps + cuda::warp_id(); row < p.rows();
@@ -23,13 +46,44 @@ __global__ void __launch_bounds__(cuda_tuning::kMergeThreads)
                                                p.states[1].lse[place(p.states[1].lse_strides)]);
     if (cuda::lane_id() == 0) p.lse[place(p.lse_strides)] = shares.lse;
     T* const out = static_cast<T*>(p.out) + place(p.out_strides);
-    for (int64_t at = cuda::lane_id(); at < p.size; at += cuda::kWarpSize) {
+    const T* parts[2];
+    float factors[2];
+    bool in_vectors = p.size % Vector::kSize == 0 && Vector::fits(out);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const AttentionStrides& s = p.states[i].out_strides;
+      // A part of no weight is not read.
+      parts[i] =
+          shares.share[i] == 0.0 ? nullptr : static_cast<const T*>(p.states[i].out) + place(s);
+      factors[i] = parts[i] == nullptr ? 0.0f : shares.factor(i);
+      in_vectors =
+          in_vectors && (parts[i] == nullptr || (s.element == 1 && Vector::fits(parts[i])));
+    }
+    const int64_t step = in_vectors ? Vector::kSize : 1;
+    for (int64_t at = cuda::lane_id() * step; at < p.size; at += cuda::kWarpSize * step) {
+      if (in_vectors) {
+        float merged[Vector::kSize] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (parts[i] == nullptr) continue;
+          const Vector part = Vector::load(parts[i] + at);
+#pragma unroll
+          for (int e = 0; e < Vector::kSize; ++e) {
+            merged[e] = __fmaf_rn(to_float(part.elements[e]), factors[i], merged[e]);
+          }
+        }
+        Vector result;
+#pragma unroll
+        for (int e = 0; e < Vector::kSize; ++e) store_element(result.elements + e, merged[e]);
+        result.store(out + at);
+        continue;
+      }
       float merged = 0.0f;
+#pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (shares.share[i] == 0.0) continue;
-        const AttentionStrides& s = p.states[i].out_strides;
-        const T* const part = static_cast<const T*>(p.states[i].out) + place(s);
-        merged = __fmaf_rn(shares.factor(i), to_float(part[at * s.element]), merged);
+        if (parts[i] == nullptr) continue;
+        const float value = to_float(parts[i][at * p.states[i].out_strides.element]);
+        merged = __fmaf_rn(value, factors[i], merged);
       }
       store_element(out + at, merged);
     }

@@ -19,8 +19,11 @@ void launch_tiles(const DecodeLaunch& launch, void* stream) {
   const SlidingWindowAttentionParams& params = launch.params;
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
     using Shape = cuda_kernels::DecodeShape<size>;
-    launch_attention(kOp, &cuda_kernels::sliding_window_decode_kernel<T, size>, launch.count(),
-                     Shape::kThreads, sizeof(cuda_kernels::DecodeStorage<T, size>), launch, stream);
+    const auto kernel = launch.is_whole()
+                            ? &cuda_kernels::sliding_window_decode_kernel<T, size, true>
+                            : &cuda_kernels::sliding_window_decode_kernel<T, size, false>;
+    launch_attention(kOp, kernel, launch.count(), Shape::kThreads,
+                     sizeof(cuda_kernels::DecodeStorage<T, size>), launch, stream);
   });
 }
 
@@ -28,18 +31,19 @@ template <class T, int... kValueSizes>
 void launch_plain(const DecodeLaunch& launch, void* stream) {
   with_compiled_size<kValueSizes...>(launch.params.value_size, [&](auto size) {
     using Storage = cuda_kernels::PlainStorage<cuda_tuning::kPlainDecodeRows>;
-    launch_attention(kOp, &cuda_kernels::plain_decode_kernel<T, size>, launch.count(),
-                     cuda_kernels::kPlainThreads, sizeof(Storage), launch, stream);
+    const auto kernel = launch.is_whole() ? &cuda_kernels::plain_decode_kernel<T, size, true>
+                                          : &cuda_kernels::plain_decode_kernel<T, size, false>;
+    launch_attention(kOp, kernel, launch.count(), cuda_kernels::kPlainThreads, sizeof(Storage),
+                     launch, stream);
   });
 }
 
 template <class T>
 void launch_combine(const DecodeLaunch& launch, void* stream) {
-  using namespace cuda_tuning;
-  constexpr int64_t kRows = kCombineThreads / cuda::kWarpSize;
+  if (launch.is_whole()) return;
   const int64_t rows = launch.params.sequences * launch.params.kv_heads * launch.partials.rows;
-  launch_attention(kOp, &cuda_kernels::combine_parts_kernel<T>, (rows + kRows - 1) / kRows,
-                   kCombineThreads, 0, launch, stream);
+  launch_attention(kOp, &cuda_kernels::combine_parts_kernel<T>, rows, cuda_tuning::kCombineThreads,
+                   sizeof(cuda_kernels::CombineStorage), launch, stream);
 }
 
 }  // namespace

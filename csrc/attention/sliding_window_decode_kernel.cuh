@@ -38,9 +38,9 @@ struct DecodeStorage {
 };
 
 // The rows of the warps, each over its keys, to one: in the order of the warps.
-template <class T, int kSize>
+template <class T, int kSize, class Output>
 __device__ void add_warps(const WarpRows<T, kSize, 1, 16>& warp, int count, int value_size,
-                          DecodeStorage<T, kSize>& storage, const PartRows& output) {
+                          DecodeStorage<T, kSize>& storage, const Output& output) {
   using Shape = DecodeShape<kSize>;
   auto& sums = storage.sums;
   const int lane = cuda::lane_id(), mine = cuda::warp_id();
@@ -83,8 +83,30 @@ __device__ void add_warps(const WarpRows<T, kSize, 1, 16>& warp, int count, int 
   }
 }
 
-template <class T, int kSize>
-__global__ void __launch_bounds__(DecodeShape<kSize>::kThreads)
+// Where the rows of a part go. kWhole: there is no other part.
+template <class T, bool kWhole>
+__device__ auto decoded_rows(const DecodeLaunch& launch, const AttentionRows& rows, int64_t slot,
+                             int64_t first_row) {
+  if constexpr (kWhole) {
+    return FinishedRows<T>{launch.params, rows};
+  } else {
+    return PartRows{launch.partials, slot, first_row};
+  }
+}
+
+// Rows of which a part has no key.
+template <bool kWhole, class Output>
+__device__ void put_empty_rows(const Output& output, int count, int value_size) {
+  const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize, lane = cuda::lane_id();
+  for (int row = cuda::warp_id(); row < count; row += warps) {
+    const auto to = output.row(row, minus_infinity(), 0.0f, lane == 0);
+    if constexpr (!kWhole) continue;  // its sum says that it has no out
+    for (int column = lane; column < value_size; column += cuda::kWarpSize) to.put(column, 0.0f);
+  }
+}
+
+template <class T, int kSize, bool kWhole>
+__global__ void __launch_bounds__(DecodeShape<kSize>::kThreads, cuda_tuning::decode_blocks(kSize))
     sliding_window_decode_kernel(const DecodeLaunch launch) {
   using Shape = DecodeShape<kSize>;
   DecodeStorage<T, kSize>& storage = cuda::shared_storage<DecodeStorage<T, kSize>>();
@@ -111,10 +133,10 @@ __global__ void __launch_bounds__(DecodeShape<kSize>::kThreads)
     __syncthreads();
     RowsKeys seen = keys_of_rows(storage.row_keys, rows.count);
     seen.some = decode_part(seen.some, part, launch.split_keys);
-    const PartRows output = {launch.partials, launch.slot(sequence, head, part), row};
+    const auto output =
+        decoded_rows<T, kWhole>(launch, rows, launch.slot(sequence, head, part), row);
     if (seen.some.begin >= seen.some.end) {
-      const int r = static_cast<int>(threadIdx.x);
-      if (r < rows.count) output.row(r, minus_infinity(), 0.0f, true);
+      put_empty_rows<kWhole>(output, rows.count, value_size);
       continue;
     }
     load_tile<T, Shape::kRows, kSize, Shape::kThreads>(
@@ -162,11 +184,11 @@ __global__ void __launch_bounds__(DecodeShape<kSize>::kThreads)
     }
     cuda::copy_async_wait<0>();
     warp.finish_sums();
-    add_warps<T, kSize>(warp, rows.count, value_size, storage, output);
+    add_warps(warp, rows.count, value_size, storage, output);
   }
 }
 
-template <class T, int kValueSize>
+template <class T, int kValueSize, bool kWhole>
 __global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const DecodeLaunch launch) {
   const SlidingWindowAttentionParams& p = launch.params;
   const int64_t count = launch.count();
@@ -177,51 +199,78 @@ __global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const Decod
         AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
     attend_plainly<T, cuda_tuning::kPlainDecodeRows, kValueSize>(
         p, rows, [&](KeyRange some) { return decode_part(some, part, launch.split_keys); },
-        PartRows{launch.partials, launch.slot(sequence, head, part), row});
+        decoded_rows<T, kWhole>(launch, rows, launch.slot(sequence, head, part), row));
   }
 }
 
-// A warp a row: adds its parts in their order.
+// What each of some parts of a row weighs.
+struct CombineStorage {
+  float share[cuda_tuning::kCombineParts];
+  float sum[cuda_tuning::kCombineParts];
+};
+
+// A block a row, a thread a column: adds the parts in their order. Loads do not wait for each
+// other.
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kCombineThreads)
     combine_parts_kernel(const DecodeLaunch launch) {
+  constexpr int kHeld = cuda_tuning::kCombineParts, kLoads = cuda_tuning::kCombineLoads;
+  CombineStorage& storage = cuda::shared_storage<CombineStorage>();
   const SlidingWindowAttentionParams& p = launch.params;
   const DecodeParts& partials = launch.partials;
-  const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize, lane = cuda::lane_id();
+  const int threads = static_cast<int>(blockDim.x), mine = static_cast<int>(threadIdx.x);
   const int64_t count = p.sequences * p.kv_heads * partials.rows;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
-  for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + cuda::warp_id(); index < count;
-       index += stride) {
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
     const int64_t row = index % partials.rows, head = index / partials.rows % p.kv_heads;
     const int64_t sequence = index / partials.rows / p.kv_heads;
     const AttentionRows rows =
         AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, 1);
-    const auto at = [&](int64_t part) {
-      return launch.slot(sequence, head, part) * partials.rows + row;
-    };
+    const int64_t place = launch.slot(sequence, head, 0) * partials.rows + row;
+    const float* const row_max = partials.row_max + place;  // of parts, partials.rows apart
+    const float* const row_sum = partials.row_sum + place;
     float top = minus_infinity();
-    for (int64_t part = lane; part < launch.parts; part += cuda::kWarpSize) {
-      top = fmaxf(top, partials.row_max[at(part)]);
+#pragma unroll 4
+    for (int64_t part = cuda::lane_id(); part < launch.parts; part += cuda::kWarpSize) {
+      top = fmaxf(top, row_max[part * partials.rows]);
     }
     for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2) {
       top = fmaxf(top, __shfl_xor_sync(cuda::kFullMask, top, offset));
     }
-    // -inf: the part has no keys, or NaN alone, which its sum tells.
-    const auto share_of = [&](int64_t part) {
-      const float max = partials.row_max[at(part)];
-      return max > minus_infinity() ? exp2f(max - top) : 1.0f;
-    };
-    float sum = 0.0f;
-    for (int64_t part = 0; part < launch.parts; ++part) {
-      sum = __fmaf_rn(partials.row_sum[at(part)], share_of(part), sum);
-    }
-    const auto to = FinishedRows<T>{p, rows}.row(0, top, sum, lane == 0);
-    for (int64_t column = lane; column < p.value_size; column += cuda::kWarpSize) {
-      float out = 0.0f;
-      for (int64_t part = 0; part < launch.parts; ++part) {
-        if (partials.row_sum[at(part)] == 0.0f) continue;  // it may have no out
-        out = __fmaf_rn(partials.out[at(part) * partials.out_stride + column], share_of(part), out);
+    for (int64_t base = 0; base < p.value_size; base += threads) {
+      const int64_t column = base + mine;
+      const float* const from = partials.out + place * partials.out_stride + column;
+      const bool has_column = column < p.value_size;
+      float sum = 0.0f, out = 0.0f;
+      for (int64_t first = 0; first < launch.parts; first += kHeld) {
+        const int held = static_cast<int>(min_of(int64_t{kHeld}, launch.parts - first));
+        __syncthreads();  // what was there has been read
+        for (int i = mine; i < held; i += threads) {
+          const int64_t at = (first + i) * partials.rows;
+          const float max = row_max[at];
+          // -inf: the part has no keys, or NaN alone, which its sum tells.
+          storage.share[i] = max > minus_infinity() ? exp2f(max - top) : 1.0f;
+          storage.sum[i] = row_sum[at];
+        }
+        __syncthreads();
+        for (int i = 0; i < held; i += kLoads) {
+          float values[kLoads];
+#pragma unroll
+          for (int k = 0; k < kLoads; ++k) {
+            // A part without keys may have no out.
+            const bool is_there = i + k < held && has_column && storage.sum[i + k] != 0.0f;
+            const int64_t at = (first + i + k) * partials.rows * partials.out_stride;
+            values[k] = is_there ? from[at] : 0.0f;
+          }
+#pragma unroll
+          for (int k = 0; k < kLoads; ++k) {
+            if (i + k >= held) break;
+            const float part_sum = storage.sum[i + k], share = storage.share[i + k];
+            sum = __fmaf_rn(part_sum, share, sum);
+            if (part_sum != 0.0f) out = __fmaf_rn(values[k], share, out);
+          }
+        }
       }
+      const auto to = FinishedRows<T>{p, rows}.row(0, top, sum, column == 0);
       to.put(column, out);
     }
   }

@@ -42,14 +42,19 @@ void decode_by_parts(const SlidingWindowAttentionParams& p, int64_t split, uint6
   for (size_t i = 0; i < floats; ++i) workspace[i] = std::numeric_limits<float>::quiet_NaN();
   set_decode_workspace(workspace.get(), &launch);
   if constexpr (kPlain) {
-    emulation::launch(plain_decode_kernel<T, kSize>, dim3(some_blocks(launch.count(), seed)),
-                      dim3(kPlainThreads), 1, sizeof(PlainRows), seed, launch);
+    const auto kernel = launch.is_whole() ? plain_decode_kernel<T, kSize, true>
+                                          : plain_decode_kernel<T, kSize, false>;
+    emulation::launch(kernel, dim3(some_blocks(launch.count(), seed)), dim3(kPlainThreads), 1,
+                      sizeof(PlainRows), seed, launch);
   } else {
-    emulation::launch(sliding_window_decode_kernel<T, kSize>,
-                      dim3(some_blocks(launch.count(), seed)), dim3(Shape::kThreads), 1,
+    const auto kernel = launch.is_whole() ? sliding_window_decode_kernel<T, kSize, true>
+                                          : sliding_window_decode_kernel<T, kSize, false>;
+    emulation::launch(kernel, dim3(some_blocks(launch.count(), seed)), dim3(Shape::kThreads), 1,
                       sizeof(DecodeStorage<T, kSize>), seed, launch);
   }
-  emulation::launch(combine_parts_kernel<T>, dim3(2), dim3(64), 1, 0, seed, launch);
+  if (launch.is_whole()) return;
+  emulation::launch(combine_parts_kernel<T>, dim3(2), dim3(64), 1, sizeof(CombineStorage), seed,
+                    launch);
 }
 
 // What rounding allows: of the weights, and of the result, once each.

@@ -28,7 +28,7 @@ void check_rows(uint64_t seed) {
   p.sequences = 1 + below(2);
   p.heads = 1 + below(3);
   p.tokens = 1 + below(4);
-  p.size = 1 + below(70);
+  p.size = below(3) == 0 ? 8 * (1 + below(40)) : 1 + below(70);  // whole vectors, or any
   const int64_t gap = 1 + below(2), of_head = p.tokens * p.size;
   std::vector<T> outs[2];
   std::vector<float> lses[2];

@@ -32,6 +32,21 @@ TEST(float32) { run_cases<float, 64, true>(DType::kFloat32, 5000, 60); }
 TEST(float32_256) { run_cases<float, 256, true>(DType::kFloat32, 6000, 8); }
 TEST(bfloat16_without_tensor_cores) { run_cases<BFloat16, 1024, true>(DType::kBFloat16, 7000, 4); }
 
+// More parts than the shares of which are held at once, and numbers that its loads do not divide.
+template <class T, bool kPlain>
+void run_long_caches(DType dtype) {
+  uint64_t seed = 0;
+  for (const int64_t kv_len : {9000, 128 * 64, 17 * 64 - 1, 33 * 64}) {
+    const std::unique_ptr<Case> c = random_case(++seed, dtype, true, kv_len);
+    c->p.window = kUnlimited;
+    decode_by_parts<T, 128, kPlain>(c->p, 64, seed);
+    c->check(rounding_of(dtype));
+  }
+}
+
+TEST(many_parts_bfloat16) { run_long_caches<BFloat16, false>(DType::kBFloat16); }
+TEST(many_parts_float32) { run_long_caches<float, true>(DType::kFloat32); }
+
 template <class T, int kSize, bool kPlain>
 void check_invariance(DType dtype) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
