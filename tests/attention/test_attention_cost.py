@@ -27,7 +27,8 @@ def test_no_matrix_of_scores_is_held() -> None:
     tokens = 65536
     outputs = 4 * 4 * tokens * (32 + 1)
     taken = peak_memory(call_on_a_long_prompt, tokens)
-    assert outputs <= taken < outputs + (16 << 20)
+    # The kernel counts pages of each processor in batches: the outputs are seen but for some of them.
+    assert outputs - (1 << 20) <= taken < outputs + (16 << 20)
 
 
 # Each call is one of a child, which a forbidden read ends; the parent prints how it ended.
