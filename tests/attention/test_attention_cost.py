@@ -27,7 +27,7 @@ def test_no_matrix_of_scores_is_held() -> None:
     tokens = 65536
     outputs = 4 * 4 * tokens * (32 + 1)
     taken = peak_memory(call_on_a_long_prompt, tokens)
-    # The kernel counts pages of each processor in batches: the outputs are seen but for some of them.
+    # The kernel counts the pages of each processor in batches: it may not have seen the last ones.
     assert outputs - (1 << 20) <= taken < outputs + (16 << 20)
 
 
