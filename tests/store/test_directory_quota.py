@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import os
 import threading
 import time
 import warnings
@@ -204,6 +205,23 @@ def test_threads(tmp_path: Path) -> None:
         assert _taken(tmp_path) <= 24 * _MIB
         assert a.verify().damage == () and b.verify().damage == ()
         assert a.stats()["entries"] + b.stats()["entries"] >= 8
+
+
+def test_a_forked_child_has_stores_of_its_own(tmp_path: Path) -> None:
+    with _open(tmp_path, "a") as store:
+        store.put(_tokens(0), _kv(0))
+        child = os.fork()
+        if child == 0:
+            try:
+                with _open(tmp_path, "b") as own:
+                    for number in range(30):
+                        own.put(_tokens(number), _kv(number))
+                    stored = own.put(_tokens(99), _kv(99))
+                os._exit(0 if stored == _TOKENS and _taken(tmp_path) <= 24 * _MIB else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert _has(store, 0)  # which the child may not evict
 
 
 def _write_elsewhere(path: Path, ready: object, done: object) -> None:

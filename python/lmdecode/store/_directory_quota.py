@@ -24,9 +24,34 @@ _PAGE = 4096
 _AT_ONCE = 64  # this part of the limit is made free at least: not each put shall evict
 _FOREVER = 2**63 - 1
 
-# Stores of this process that write, by folder: their locks keep them from being opened again.
-_open: dict[str, weakref.WeakSet[LimitedStore]] = {}
-_open_lock = threading.Lock()
+
+class _Folder:
+    """What stores of one folder share in this process.
+
+    Attributes
+    ----------
+    lock
+        Of room: who looks for some has it. A store that is collected meanwhile may close.
+    coming
+        Bytes that were found, and are being written.
+    stores
+        Those that write; their own locks keep them from being opened again.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.coming = 0
+        self.stores: weakref.WeakSet[LimitedStore] = weakref.WeakSet()
+
+
+_folders: dict[str, _Folder] = {}
+_folders_lock = threading.Lock()
+os.register_at_fork(after_in_child=_folders.clear)  # the parent's stores are not the child's
+
+
+def _shared(folder: Path) -> _Folder:
+    with _folders_lock:
+        return _folders.setdefault(str(folder), _Folder())
 
 
 def _allocated(directory: str | os.PathLike[str], begin: str = "") -> int:
@@ -62,8 +87,7 @@ def _open_closed(directory: Path) -> Store | None:
 @contextmanager
 def _writable_stores(folder: Path) -> Iterator[dict[str, Store]]:
     """All stores of a folder that this process writes, or that nobody does, by directory."""
-    with _open_lock:
-        stores = {store.directory: store.native for store in _open.get(str(folder), ())}
+    stores = {store.directory: store.native for store in list(_shared(folder).stores)}
     opened = {}
     with eviction_lock(folder):
         try:
@@ -152,21 +176,22 @@ class LimitedStore:
         self.directory = directory
         self._folder = Path(directory).parent
         self._limit = limit
-        self._coming = 0
         self._failure = ""
-        self._lock = threading.Lock()
-        with _open_lock:
-            _open.setdefault(str(self._folder), weakref.WeakSet()).add(self)
+        self._process = os.getpid()
+        self._shared = _shared(self._folder)
+        with self._shared.lock:
+            self._shared.stores.add(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "native":  # not opened
+        if name in ("native", "_shared"):  # not opened
             raise AttributeError(name)
         return getattr(self.native, name)
 
     def close(self) -> None:
         """Close the store."""
-        with _open_lock:
-            _open.get(str(self._folder), weakref.WeakSet()).discard(self)
+        if os.getpid() == self._process:
+            with self._shared.lock:
+                self._shared.stores.discard(self)
         self.native.close()
 
     # --- room
@@ -174,12 +199,12 @@ class LimitedStore:
     @contextmanager
     def _room(self, num_bytes: int) -> Iterator[bool]:
         """Have so many bytes free while something is written; False: they are not to be had."""
-        with self._lock:
-            limit = self._limit - self._coming - num_bytes
+        with self._shared.lock:
+            limit = self._limit - self._shared.coming - num_bytes
             if has_room := limit >= 0:
                 has_room = shrink(self._folder, limit, self._limit // _AT_ONCE) <= limit
             if has_room:
-                self._coming += num_bytes
+                self._shared.coming += num_bytes
             self._failure = "" if has_room else (
                 f"{self._folder} takes its directory_bytes, {self._limit}, and nothing there that "
                 "this process may evict is left"
@@ -188,8 +213,8 @@ class LimitedStore:
             yield has_room
         finally:
             if has_room:
-                with self._lock:
-                    self._coming -= num_bytes
+                with self._shared.lock:
+                    self._shared.coming -= num_bytes
 
     def _new_bytes(self, stored: int, total: int) -> int:
         """What slots of tokens from ``stored`` on take at most."""
@@ -250,7 +275,7 @@ class LimitedStore:
         """Take over an exported file; what is too much of it is evicted again."""
         with self._room(min(os.stat(path).st_size, self._limit)):
             new = self.native.import_from(path, progress)
-        with self._lock:
+        with self._shared.lock:
             shrink(self._folder, self._limit)
         return new
 
