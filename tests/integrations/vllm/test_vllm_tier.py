@@ -24,7 +24,7 @@ class _Medium(Enum):
 
 
 class _Locality(str, Enum):  # noqa: UP042
-    LOCAL = "local"
+    LOCAL = "LOCAL"
 
 
 class _Lookup(Enum):
@@ -201,8 +201,8 @@ def test_what_is_another_never_hits(
 
 
 def test_jobs_from_threads(engine: Engine, tmp_path: Path) -> None:
-    tier = engine.tier(tmp_path, num_threads=4, locality="local")
-    assert tier.locality.value == "local"
+    tier = engine.tier(tmp_path, num_threads=4, locality="LOCAL")
+    assert tier.locality.value == "LOCAL"
 
     def work(begin: int) -> None:
         for number in range(begin, begin + 10):

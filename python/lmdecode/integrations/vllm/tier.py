@@ -53,7 +53,7 @@ class LmdecodeTier(SecondaryTierManager):
     weights_hash
         A name for the weights. vLLM names the model alone here.
     locality
-        "local" or "remote", for vLLM's events.
+        "LOCAL" or "REMOTE", for vLLM's events.
     num_threads
         Of transfers.
 
