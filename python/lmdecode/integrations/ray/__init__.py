@@ -1,10 +1,14 @@
-"""lmdecode inside Ray: batch jobs of Ray Data.
+"""lmdecode inside Ray: batch jobs of Ray Data, and completions by Ray Serve.
 
 ``Generate``, ``Translate`` and ``Transcribe`` are classes for ``Dataset.map_batches``.
+``build_app`` makes an application of Ray Serve.
 docs/guides/serving_engines.md says how to use them.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lmdecode._checks import install_hint
 
@@ -18,4 +22,14 @@ except ImportError as error:
 
 from lmdecode.integrations.ray.data import Generate, Transcribe, Translate
 
-__all__ = ["Generate", "Transcribe", "Translate"]
+if TYPE_CHECKING:
+    from lmdecode.integrations.ray.app import build_app
+
+__all__ = ["Generate", "Transcribe", "Translate", "build_app"]
+
+
+def __getattr__(name: str) -> Any:
+    # When it is asked for: jobs of Ray Data need neither Ray Serve nor FastAPI.
+    if name == "build_app":
+        return import_module("lmdecode.integrations.ray.app").build_app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
