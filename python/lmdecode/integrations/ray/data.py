@@ -90,12 +90,6 @@ def _up_to_end(tokens: Iterable[int], ends: set[int]) -> list[int]:
     return found
 
 
-def _before_end(tokens: Iterable[int], ends: set[int]) -> list[int]:
-    """Return tokens before the first end token: Whisper drops that of the longest row alone."""
-    found = _up_to_end(tokens, ends)
-    return found[:-1] if found and found[-1] in ends else found
-
-
 class Generate:
     """Text of a decoder-only model behind each prompt: for ``Dataset.map_batches``.
 
