@@ -16,6 +16,7 @@ from lmdecode.integrations.ray.completions import (
     CompletionRequest,
     TextOfTokens,
     answer,
+    body_of,
     error_body,
 )
 
@@ -65,7 +66,8 @@ def test_what_is_given() -> None:
         ({"temperature": "1"}, "temperature"), ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 2}, "top_p"), ({"top_k": "7"}, "top_k"), ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"), ({"stop": [""]}, "stop"), ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": [1]}, "stop"), ({"stream": "yes"}, "stream"), ({"n": 2}, "n"),
+        ({"stop": [1]}, "stop"), ({"stop": 5}, "stop"), ({"stop": {"a": 1}}, "stop"),
+        ({"stop": False}, "stop"), ({"stream": "yes"}, "stream"), ({"n": 2}, "n"),
         ({"logprobs": 1}, "logprobs"), ({"echo": True}, "echo"), ({"model": "other"}, "model"),
         ({"colour": 1}, "colour"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ],
@@ -74,6 +76,21 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest, match=param) as raised:
         request_of(**body)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"{'a': 1}", b'{"a": "\xff"}', b"[" * 100_000, rb'{"prompt": "\ud800"}']
+)
+def test_a_body_that_is_no_json(data: bytes) -> None:
+    with pytest.raises(BadRequest, match="the body is no JSON") as raised:
+        body_of(data)
+    assert raised.value.param == "body"
+
+
+def test_a_body_of_json() -> None:
+    assert body_of('{"prompt": "\u00e4 \\ud83d\\ude00"}'.encode()) == {
+        "prompt": "\u00e4 \U0001f600"
+    }
 
 
 @pytest.mark.parametrize("body", [None, [], "text"])

@@ -128,6 +128,14 @@ def test_errors_and_models(port: int) -> None:
     status, got = post(port, body_of(1, max_tokens=0))
     assert status == 400 and got["error"]["param"] == "max_tokens"
     assert post(port, [1])[0] == 400
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/completions", "{", {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 400
+    assert json.loads(response.read())["error"]["param"] == "body"
+    connection.close()
+    status, got = post(port, body_of(1, stop=5))
+    assert status == 400 and got["error"]["param"] == "stop"
     assert post(port, body_of(1, n=3))[1]["error"]["message"] == "n is 3; it is not supported"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/v1/models")
@@ -192,7 +200,7 @@ def test_more_than_wait_are_refused(port: int) -> None:
             )
         )
     serve.delete("small")
-    assert set(found) == {200, 503} and found.count(200) >= 3
+    assert set(found) == {200, 503} and found.count(200) >= 2  # the first may still wait itself
 
 
 def test_a_chat_goes_on_with_another_replica(port: int) -> None:

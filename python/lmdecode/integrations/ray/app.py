@@ -1,7 +1,7 @@
 """``build_app``: completions of OpenAI's API by Ray Serve, requests batched continuously."""
 
-from __future__ import annotations
-
+# No annotations as texts here: Ray sends the class to a replica with those globals alone that its
+# code uses, where FastAPI could not look "Request" up.
 import asyncio
 import json
 import os
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
-from fastapi import Body, FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from transformers import (
@@ -27,6 +27,7 @@ from lmdecode.integrations.ray.completions import (
     CompletionRequest,
     TextOfTokens,
     answer,
+    body_of,
     error_body,
 )
 from lmdecode.integrations.transformers import BatchingManager
@@ -94,11 +95,15 @@ class Completions:
         return JSONResponse(content, 200 if is_well else 503)
 
     @_api.post("/v1/completions")
-    async def completions(self, body: Any = Body(None)) -> Any:  # noqa: B008
+    async def completions(self, http: Request) -> Any:
         """One completion."""
         try:
             request = CompletionRequest.of(
-                body, self._tokenizer, self._name, self._max_length, self._vocab
+                body_of(await http.body()),
+                self._tokenizer,
+                self._name,
+                self._max_length,
+                self._vocab,
             )
         except BadRequest as error:
             content = error_body(str(error), "invalid_request_error", error.param)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT, is_int
 
-__all__ = ["BadRequest", "CompletionRequest", "TextOfTokens", "answer", "error_body"]
+__all__ = ["BadRequest", "CompletionRequest", "TextOfTokens", "answer", "body_of", "error_body"]
 
 # Of OpenAI's API what is not here, and with what value it does nothing.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -133,6 +134,22 @@ class CompletionRequest:
         )  # fmt: skip
 
 
+def body_of(data: bytes) -> Any:
+    """Return what a request's body holds.
+
+    Raises
+    ------
+    BadRequest
+        It is no JSON, or has half a character: no tokenizer takes one.
+    """
+    try:
+        body = json.loads(data)
+        json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except (ValueError, RecursionError) as error:
+        raise BadRequest("body", f"the body is no JSON: {error}") from error
+
+
 def _tokens(prompt: Any, tokenizer: Any, vocab: int) -> list[int]:
     if isinstance(prompt, str):
         tokens = list(tokenizer(prompt).input_ids)
@@ -149,10 +166,11 @@ def _tokens(prompt: Any, tokenizer: Any, vocab: int) -> list[int]:
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MOST_STOPS or not all(isinstance(one, str) and one for one in stops):
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stops, list) and len(stops) <= _MOST_STOPS
+    if not is_list or not all(isinstance(one, str) and one for one in stops):
         raise BadRequest("stop", f"stop is {stop!r}; expected a text, or up to {_MOST_STOPS} texts")
-    return stops
+    return tuple(stops)
 
 
 class TextOfTokens:
