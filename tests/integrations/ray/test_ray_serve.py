@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ pytest.importorskip("fastapi")
 
 import ray
 from ray import serve
+from serve_client import post, start_serve
 
 import lmdecode
 from lmdecode.integrations.ray import build_app
@@ -30,37 +29,15 @@ from lmdecode.integrations.ray import build_app
 STREAMS = 200
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False,
-             runtime_env={"env_vars": variables})  # fmt: skip
-    port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    port = start_serve()
     batching = {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 512}
     app = build_app(KJV, name="kjv", num_replicas=2, batching=batching)
     serve.run(app, name="app", route_prefix="/")
     yield port
     serve.shutdown()
     ray.shutdown()
-
-
-def post(port: int, body: Any, timeout: float = 120.0, path: str = "") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    connection.request("POST", f"{path}/v1/completions", json.dumps(body),
-                       {"Content-Type": "application/json"})  # fmt: skip
-    response = connection.getresponse()
-    content = response.read()
-    connection.close()
-    return response.status, json.loads(content) if content.startswith(b"{") else content
 
 
 def opened(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, Any]:
@@ -230,4 +207,9 @@ def test_wrong_arguments() -> None:
         build_app(KJV, num_replicas=0)
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         build_app(KJV, dtype="int8")
+    for store in ({}, {"path": "a"}, {"capacity_bytes": 1}):
+        with pytest.raises(ValueError, match="expected path, and capacity_bytes or"):
+            build_app(KJV, store=store)
+    with pytest.raises(TypeError, match="store is str"):
+        build_app(KJV, store="folder")  # type: ignore[arg-type]
     assert lmdecode.__version__

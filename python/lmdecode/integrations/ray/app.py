@@ -31,6 +31,7 @@ from lmdecode.integrations.ray.completions import (
     error_body,
 )
 from lmdecode.integrations.transformers import BatchingManager
+from lmdecode.store import Fingerprint, KVStore
 
 __all__ = ["build_app"]
 
@@ -59,8 +60,8 @@ class _Latest:
 class Completions:
     """A replica: a model, and the requests that it answers at once."""
 
-    def __init__(self, model: str, tokenizer: str, name: str, dtype: str, batching: dict[str, Any]
-                 ) -> None:  # fmt: skip
+    def __init__(self, model: str, tokenizer: str, name: str, dtype: str, batching: dict[str, Any],
+                 store: dict[str, Any] | None) -> None:  # fmt: skip
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self._name = name
@@ -71,7 +72,12 @@ class Completions:
         generation = GenerationConfig(
             do_sample=True, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
         )
-        self._manager = BatchingManager(loaded, generation, ContinuousBatchingConfig(**batching))
+        self._store = None
+        if store is not None:
+            self._store = KVStore(fingerprint=Fingerprint.from_model(loaded), **store)
+        self._manager = BatchingManager(
+            loaded, generation, ContinuousBatchingConfig(**batching), store=self._store
+        )
         self._manager.start()
         self._answering = self._abandoned = 0
 
@@ -87,10 +93,11 @@ class Completions:
 
     @_api.get("/health")
     def health(self) -> Any:
-        """Whether requests are answered, how many are now, and how many clients have gone."""
+        """Whether and how many requests are answered, how many clients have gone, and the store."""
         is_well = self._manager.is_running()
         content = {
             "running": is_well, "answering": self._answering, "abandoned": self._abandoned,
+            "store": None if self._store is None else self._store.stats(),
         }  # fmt: skip
         return JSONResponse(content, 200 if is_well else 503)
 
@@ -176,14 +183,16 @@ def build_app(
     max_requests: int = 64,
     max_waiting: int = 256,
     batching: dict[str, Any] | None = None,
+    store: dict[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
     """Return an application of Ray Serve that answers completions of OpenAI's API.
 
     ``/v1/completions``, streamed or not, ``/v1/models`` and ``/health``. Each replica batches its
     requests continuously, with the attention and the sampler of lmdecode: a request with a
-    ``seed`` has the same text alone, in any batch, and on any replica. Nothing of a chat stays on
-    a replica: a client that lost one asks another with the same text.
+    ``seed`` has the same text alone, in any batch, and on any replica. A chat's whole text comes
+    with each request: a client that lost a replica asks another with the same text. With a
+    ``store`` that one does not compute it again.
 
     Parameters
     ----------
@@ -202,6 +211,12 @@ def build_app(
         Further ones that wait, for each proxy. What is more is refused with status 503.
     batching
         Arguments of transformers' ``ContinuousBatchingConfig``.
+    store
+        Arguments of ``KVStore``, without the fingerprint: "path" and "capacity_bytes" or
+        "directory_bytes" are needed. Replicas of a node write the same folder
+        (``writers="many"``, ``durability="relaxed"``); those of several nodes share what "remote"
+        names, a Redis or Valkey. None: keys and values of a chat end with its request. A model
+        with sliding windows cannot have one.
     **options
         Further ones of the deployment, as ``ray_actor_options``.
 
@@ -224,6 +239,16 @@ def build_app(
         check_int(op, argument, value, 1)
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{op}: dtype is {dtype!r}; expected float32, bfloat16 or float16")
+    if store is not None:
+        if not isinstance(store, dict):
+            kind = type(store).__name__
+            raise TypeError(f"{op}: store is {kind}; expected a dict of KVStore's arguments")
+        if "path" not in store or not {"capacity_bytes", "directory_bytes"} & store.keys():
+            raise ValueError(
+                f"{op}: store has {', '.join(store) or 'nothing'}; expected path, and "
+                "capacity_bytes or directory_bytes"
+            )
+        store = {"writers": "many", "durability": "relaxed", **store}
     folder = os.fspath(model)
     completions: Any = Completions  # a deployment
     deployment = completions.options(
@@ -233,4 +258,5 @@ def build_app(
     return deployment.bind(
         folder, os.fspath(tokenizer) if tokenizer is not None else folder,
         name or os.path.basename(folder.rstrip("/")), dtype, dict(batching or {}),
+        store,
     )  # fmt: skip

@@ -15,10 +15,16 @@ from lmdecode.integrations.transformers.continuous_batching.sampling import (
     FusedProcessors,
     use_fused_sampling,
 )
+from lmdecode.integrations.transformers.continuous_batching.stored_prefixes import (
+    StoredPrefixes,
+    check_prefix_store,
+)
 from lmdecode.sampling.ops import row_seed
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+    from lmdecode.store import KVStore
 
 _CALL = "generate_batch"
 
@@ -41,11 +47,16 @@ class BatchingManager(ContinuousBatchingManager):
     seed
         int >= 0, which gives the i-th request the seed that ``top_k_top_p_sample`` gives the i-th
         row; or a sequence of them, one for each request in the order of their arrival.
+    store
+        A ``KVStore`` of ``Fingerprint.from_model(model)``: what it has of a prompt is loaded, and
+        texts are stored when their prompt has been computed and when they end. Models with sliding
+        windows cannot have one.
 
     Raises
     ------
     ValueError, TypeError
-        For a seed that is none, and for a processor's argument that a request cannot have.
+        For a seed that is none, for a processor's argument that a request cannot have, and for a
+        store of another model.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class BatchingManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        store: KVStore | None = None,
     ) -> None:
         self._seed = _checked_seed(seed)
         register_flash()
@@ -62,6 +74,9 @@ class BatchingManager(ContinuousBatchingManager):
         if config.eos_token_id is None:  # as init_continuous_batching has it
             config.eos_token_id = -1
         batching = continuous_batching_config or ContinuousBatchingConfig()
+        if store is not None:
+            check_prefix_store(_CALL, model, batching, store)
+        self._store = store
         super().__init__(model, config, batching)
         self._processors: FusedProcessors | None = None
         if config.do_sample:
@@ -123,6 +138,8 @@ class BatchingManager(ContinuousBatchingManager):
         processor = super()._create_batch_processor()
         if self._processors is not None:
             use_fused_sampling(processor.model_runner, self._processors)
+        if self._store is not None:
+            StoredPrefixes(_CALL, processor.cache, self._store)
         return processor
 
 
@@ -143,6 +160,7 @@ def generate_batch(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     *,
     seed: int | Sequence[int] | None = None,
+    store: KVStore | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Generate texts of many prompts by ``model.generate_batch``, with lmdecode's ops.
@@ -162,6 +180,8 @@ def generate_batch(
         int >= 0, or one for each prompt: the noise of a text is a function of its seed and of the
         token's place alone, so that it is the same alone and in any batch. None: from torch's
         default generator. Without effect in greedy search.
+    store
+        As of ``BatchingManager``.
     arguments
         Further ones of ``model.generate_batch``: ``max_new_tokens``, ``progress_bar``, ...
 
@@ -173,7 +193,8 @@ def generate_batch(
     Raises
     ------
     ValueError, TypeError
-        For a seed that is none, one that does not fit the prompts, and ``persistent_manager``.
+        For a seed that is none, one that does not fit the prompts, a store of another model, and
+        ``persistent_manager``.
     RuntimeError
         Where the model keeps a manager of continuous batching already.
     """
@@ -194,7 +215,9 @@ def generate_batch(
         )
     original = model.config._attn_implementation
     try:
-        manager = BatchingManager(model, generation_config, continuous_batching_config, seed=seeds)
+        manager = BatchingManager(
+            model, generation_config, continuous_batching_config, seed=seeds, store=store
+        )
         # transformers takes the manager that it finds here, and none of another class otherwise.
         model._cached_continuous_batching_manager = manager
         return model.generate_batch(inputs, manager.generation_config, **arguments)
