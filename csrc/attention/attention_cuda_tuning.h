@@ -20,7 +20,7 @@ constexpr int kSplitKeys = 512;
 constexpr int decode_warps(int size) { return size <= 128 ? 4 : 2; }
 constexpr int kDecodeStages = 2;
 // Blocks of a multiprocessor: as few as leave the registers that the main loop needs.
-constexpr int decode_blocks(int size) { return size <= 64 ? 3 : size <= 128 ? 2 : 4; }
+constexpr int decode_blocks(int size) { return size <= 128 ? 3 : 4; }
 // The rows of parts to one: columns of a block; parts whose shares it holds; loads under way.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineParts = 128;

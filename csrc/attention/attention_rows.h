@@ -146,11 +146,12 @@ struct AttentionTiles {
   }
 };
 
-// The keys of rows: what some row sees, and what all see. Add every row, then merge.
+// The keys of rows: what some row sees, and what all see. From of_no_row() on, add every row.
 struct RowsKeys {
-  KeyRange some = {kNone, 0};
-  KeyRange all = {0, kNone};
+  KeyRange some;
+  KeyRange all;
 
+  static LMD_HOST_DEVICE RowsKeys of_no_row() { return {{kNone, 0}, {0, kNone}}; }
   LMD_HOST_DEVICE void add(KeyRange row) {
     if (row.begin < row.end) {
       some = {min_of(some.begin, row.begin), max_of(some.end, row.end)};

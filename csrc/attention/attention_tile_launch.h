@@ -11,10 +11,12 @@ template <class T, bool kHasRule>
 void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* stream) {
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
     using Shape = cuda_kernels::AttentionShape<size>;
-    launch_attention("sliding_window_attention",
-                     &cuda_kernels::sliding_window_attention_kernel<T, size, kHasRule>,
-                     AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
-                     sizeof(cuda_kernels::AttentionStorage<T, size>), params, stream);
+    cuda_kernels::with_row_kind(params, size, [&](auto kind) {
+      launch_attention("sliding_window_attention",
+                       &cuda_kernels::sliding_window_attention_kernel<T, size, kHasRule, kind>,
+                       AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
+                       sizeof(cuda_kernels::AttentionStorage<T, size>), params, stream);
+    });
   });
 }
 

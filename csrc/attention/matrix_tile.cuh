@@ -2,6 +2,7 @@
 // with their scores, weights and sums in the fragments of mma.m16n8k16.
 #pragma once
 
+#include "attention/row_kind.h"
 #include "attention/row_tensors.cuh"
 #include "attention/score_rule.cuh"
 #include "attention/swizzle.h"
@@ -23,42 +24,80 @@ __device__ __forceinline__ void multiply_add(Half, float (&sum)[4], const unsign
   cuda::multiply_add_f16(sum, a, b);
 }
 
-// Elements are read 16 bytes at a time where they lie side by side and rows begin at multiples of
-// that.
-template <class T>
-__device__ bool is_aligned(const void* data, const AttentionStrides& s) {
-  constexpr int64_t kElements = 16 / sizeof(T);
-  return s.element == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-         (s.sequence | s.head | s.token) % kElements == 0;
-}
-
-// Rows of `size` elements, row_at(row) or 0 where that is null, to a tile [kRows, kSize]; as far as
-// the next multiple of 16 elements, which products take. By kThreads threads, which may read the
-// tile after they waited for their copies and met at a barrier. base: any aligned address.
+// Rows of `size` elements, row_at(row) or 0 where that is null, to a tile [kRows, kSize], 16 bytes
+// at a time. A lane finds a row for its warp. By kThreads threads, which may read the tile after
+// they waited for their copies and met at a barrier. base: any aligned address.
 template <class T, int kRows, int kSize, int kThreads, class RowAt>
-__device__ __forceinline__ void load_tile(T* tile, const RowAt& row_at, const void* base,
-                                          int64_t stride, int size, bool aligned) {
-  constexpr int kChunks = kSize / kChunk;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = i % kChunks * kChunk;
-    if (column >= (size + 15) / 16 * 16) continue;
-    T* const to = tile + swizzled<kSize>(row, column);
-    const T* const from = row_at(row);
-    const int count = from == nullptr ? 0 : max(min(size - column, kChunk), 0);
-    if (aligned) {
-      cuda::copy_async_16(to, count > 0 ? from + column : base,
-                          static_cast<unsigned>(count) * sizeof(T));
-    } else {
-      unsigned pairs[4] = {};
+__device__ __forceinline__ void copy_rows(T* tile, const RowAt& row_at, const void* base,
+                                          int size) {
+  constexpr int kChunks = kSize / kChunk, kPassRows = kThreads / kChunks;
+  constexpr int kLaneRows = cuda::kWarpSize / kChunks, kPasses = kRows / kPassRows;
+  static_assert(kPasses * kPassRows == kRows && kPasses * kLaneRows <= cuda::kWarpSize);
+  const int lane = cuda::lane_id(), first = cuda::warp_id() * kLaneRows;
+  const T* found = nullptr;
+  if (lane < kPasses * kLaneRows) {
+    found = row_at(lane / kLaneRows * kPassRows + first + lane % kLaneRows);
+  }
+  const int column = lane % kChunks * kChunk;
+  const unsigned bytes = static_cast<unsigned>(max(min(size - column, kChunk), 0) * sizeof(T));
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        if (e < count) pairs[e / 2] |= unsigned{from[(column + e) * stride].bits} << (e % 2 * 16);
-      }
-      *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const T* const from = reinterpret_cast<const T*>(
+        __shfl_sync(cuda::kFullMask, reinterpret_cast<unsigned long long>(found),
+                    pass * kLaneRows + lane / kChunks));
+    T* const to = tile + swizzled<kSize>(pass * kPassRows + first + lane / kChunks, column);
+    const bool is_there = from != nullptr && bytes > 0;
+    cuda::copy_async_16(to, is_there ? from + column : base, is_there ? bytes : 0);
   }
 }
+
+// The same of elements `stride` apart, one by one.
+template <class T, int kRows, int kSize, int kThreads, class RowAt>
+__device__ __forceinline__ void gather_rows(T* tile, const RowAt& row_at, int64_t stride,
+                                            int size) {
+  constexpr int kChunks = kSize / kChunk;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, column = i % kChunks * kChunk;
+    const T* const from = row_at(row);
+    const int count = from == nullptr ? 0 : max(min(size - column, kChunk), 0);
+    unsigned pairs[4] = {};
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      if (e < count) pairs[e / 2] |= unsigned{from[(column + e) * stride].bits} << (e % 2 * 16);
+    }
+    *reinterpret_cast<uint4*>(tile + swizzled<kSize>(row, column)) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+// Loads tiles of rows of one tensor.
+template <class T, int kSize, int kThreads, RowKind kKind>
+class TileLoader {
+ public:
+  __device__ TileLoader(const void* data, const AttentionStrides& strides, int64_t size)
+      : data_(data),
+        stride_(strides.element),
+        size_(static_cast<int>(size)),
+        is_aligned_(has_aligned_rows(data, strides, sizeof(T))) {}
+
+  template <int kRows, class RowAt>
+  __device__ __forceinline__ void load(T* tile, const RowAt& row_at) const {
+    if constexpr (kKind == RowKind::kExact) {
+      copy_rows<T, kRows, kSize, kThreads>(tile, row_at, data_, kSize);
+    } else if (is_aligned_) {
+      copy_rows<T, kRows, kSize, kThreads>(tile, row_at, data_, size_);
+    } else {
+      gather_rows<T, kRows, kSize, kThreads>(tile, row_at, stride_, size_);
+    }
+  }
+
+ private:
+  const void* data_;
+  int64_t stride_;
+  int size_;
+  bool is_aligned_;
+};
 
 // 16 kRowTiles rows of a warp, for kKeys keys at a time and values of up to kSize. A thread has
 // rows lane / 4 and lane / 4 + 8 of each 16, and two columns of each 8.

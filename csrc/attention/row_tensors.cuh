@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_row_keys(const SlidingWindowAttentionParams
 }
 
 __device__ __forceinline__ RowsKeys keys_of_rows(const KeyRange* keys, int count) {
-  RowsKeys found;
+  RowsKeys found = RowsKeys::of_no_row();
   for (int row = cuda::lane_id(); row < count; row += cuda::kWarpSize) found.add(keys[row]);
   for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2) {
     const auto other = [&](int64_t value) {

@@ -24,48 +24,58 @@ struct AttentionStorage {
   alignas(128) T keys[Shape::kKeys * kSize];
   alignas(128) T values[Shape::kKeys * kSize];
   KeyRange row_keys[Shape::kRows];
+  // Of the tile: registers are for scores and sums.
+  AttentionRows rows;
+  RowsKeys seen;
 };
 
 // While scores are multiplied a step's values arrive, and while values are, the next step's keys.
 // kHasRule: needs_score_rule, whose code takes registers from the rest.
-template <class T, int kSize, bool kHasRule>
+template <class T, int kSize, bool kHasRule, RowKind kKind>
 __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
     sliding_window_attention_kernel(const SlidingWindowAttentionParams p) {
   using Shape = AttentionShape<kSize>;
   AttentionStorage<T, kSize>& storage = cuda::shared_storage<AttentionStorage<T, kSize>>();
   const AttentionTiles tiles = AttentionTiles::of(p, Shape::kRows);
-  const int head_size = static_cast<int>(p.head_size), value_size = static_cast<int>(p.value_size);
-  const bool q_aligned = is_aligned<T>(p.q, p.q_strides);
-  const bool k_aligned = is_aligned<T>(p.k, p.k_strides);
-  const bool v_aligned = is_aligned<T>(p.v, p.v_strides);
+  constexpr bool kExact = kKind == RowKind::kExact;
+  const int head_size = kExact ? kSize : static_cast<int>(p.head_size);
+  const int value_size = kExact ? kSize : static_cast<int>(p.value_size);
+  using Loader = TileLoader<T, kSize, Shape::kThreads, kKind>;
+  const Loader query_loader(p.q, p.q_strides, p.head_size);
+  const Loader key_loader(p.k, p.k_strides, p.head_size);
+  const Loader value_loader(p.v, p.v_strides, p.value_size);
   const int first_row = cuda::warp_id() * Shape::kWarpRows;
 
   for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x) {
-    const AttentionRows rows = tiles.tile(p, index);
+    __syncthreads();  // the tile before has been read
+    if (threadIdx.x == 0) storage.rows = tiles.tile(p, index);
+    __syncthreads();
+    const AttentionRows& rows = storage.rows;
     if (rows.count == 0) continue;
     const ScoreRule rule(p, rows);
     const float factor = rule.exponent_factor();
-    const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
-
-    __syncthreads();  // the tile before has been read
     find_row_keys(p, rows, Shape::kRows, storage.row_keys);
-    load_tile<T, Shape::kRows, kSize, Shape::kThreads>(
-        storage.queries,
-        [&](int row) { return row < rows.count ? query_of<T>(p, rows, row) : nullptr; }, p.q,
-        p.q_strides.element, head_size, q_aligned);
+    query_loader.template load<Shape::kRows>(storage.queries, [&](int row) {
+      return row < rows.count ? query_of<T>(p, rows, row) : nullptr;
+    });
     __syncthreads();
-    const RowsKeys seen = keys_of_rows(storage.row_keys, rows.count);
+    if (cuda::warp_id() == 0) {
+      const RowsKeys found = keys_of_rows(storage.row_keys, rows.count);
+      if (cuda::lane_id() == 0) storage.seen = found;
+    }
+    __syncthreads();
+    const RowsKeys& seen = storage.seen;
     // Keys that no row sees are not read, but are zeros where a step holds them.
-    const auto row_of = [&](const CacheRows<T>& cache, int64_t first) {
-      return [=](int row) -> const T* {
+    const auto row_of = [&](const void* tensor, const AttentionStrides& strides, int64_t first) {
+      return [&, tensor, first](int row) -> const T* {
         const int64_t key = first + row;
-        return key >= seen.some.begin && key < seen.some.end ? cache.row(key) : nullptr;
+        if (key < seen.some.begin || key >= seen.some.end) return nullptr;
+        return CacheRows<T>(p, tensor, strides, rows).row(key);
       };
     };
     const auto load_keys = [&](int64_t first) {
       if (first < seen.some.end) {
-        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
-            storage.keys, row_of(keys, first), p.k, p.k_strides.element, head_size, k_aligned);
+        key_loader.template load<Shape::kKeys>(storage.keys, row_of(p.k, p.k_strides, first));
       }
       cuda::copy_async_commit();
     };
@@ -76,8 +86,7 @@ __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
     for (; first < seen.some.end; first += Shape::kKeys) {
       cuda::copy_async_wait<0>();
       __syncthreads();  // the keys are there, and the values before have been read
-      load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
-          storage.values, row_of(values, first), p.v, p.v_strides.element, value_size, v_aligned);
+      value_loader.template load<Shape::kKeys>(storage.values, row_of(p.v, p.v_strides, first));
       cuda::copy_async_commit();
       float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
       warp.multiply_keys(storage.queries, first_row, storage.keys, 0, head_size, scores);

@@ -19,11 +19,13 @@ void launch_tiles(const DecodeLaunch& launch, void* stream) {
   const SlidingWindowAttentionParams& params = launch.params;
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
     using Shape = cuda_kernels::DecodeShape<size>;
-    const auto kernel = launch.is_whole()
-                            ? &cuda_kernels::sliding_window_decode_kernel<T, size, true>
-                            : &cuda_kernels::sliding_window_decode_kernel<T, size, false>;
-    launch_attention(kOp, kernel, launch.count(), Shape::kThreads,
-                     sizeof(cuda_kernels::DecodeStorage<T, size>), launch, stream);
+    cuda_kernels::with_row_kind(params, size, [&](auto kind) {
+      const auto kernel = launch.is_whole()
+                              ? &cuda_kernels::sliding_window_decode_kernel<T, size, true, kind>
+                              : &cuda_kernels::sliding_window_decode_kernel<T, size, false, kind>;
+      launch_attention(kOp, kernel, launch.count(), Shape::kThreads,
+                       sizeof(cuda_kernels::DecodeStorage<T, size>), launch, stream);
+    });
   });
 }
 

@@ -35,6 +35,9 @@ struct DecodeStorage {
   };
   alignas(128) T queries[Shape::kRows * kSize];
   KeyRange row_keys[Shape::kRows];
+  // Of the rows: registers are for scores and sums.
+  AttentionRows rows;
+  RowsKeys seen;
 };
 
 // The rows of the warps, each over its keys, to one: in the order of the warps.
@@ -105,57 +108,65 @@ __device__ void put_empty_rows(const Output& output, int count, int value_size) 
   }
 }
 
-template <class T, int kSize, bool kWhole>
+template <class T, int kSize, bool kWhole, RowKind kKind>
 __global__ void __launch_bounds__(DecodeShape<kSize>::kThreads, cuda_tuning::decode_blocks(kSize))
     sliding_window_decode_kernel(const DecodeLaunch launch) {
   using Shape = DecodeShape<kSize>;
   DecodeStorage<T, kSize>& storage = cuda::shared_storage<DecodeStorage<T, kSize>>();
   const SlidingWindowAttentionParams& p = launch.params;
-  const int head_size = static_cast<int>(p.head_size), value_size = static_cast<int>(p.value_size);
-  const bool q_aligned = is_aligned<T>(p.q, p.q_strides);
-  const bool k_aligned = is_aligned<T>(p.k, p.k_strides);
-  const bool v_aligned = is_aligned<T>(p.v, p.v_strides);
+  constexpr bool kExact = kKind == RowKind::kExact;
+  const int head_size = kExact ? kSize : static_cast<int>(p.head_size);
+  const int value_size = kExact ? kSize : static_cast<int>(p.value_size);
+  using Loader = TileLoader<T, kSize, Shape::kThreads, kKind>;
+  const Loader query_loader(p.q, p.q_strides, p.head_size);
+  const Loader key_loader(p.k, p.k_strides, p.head_size);
+  const Loader value_loader(p.v, p.v_strides, p.value_size);
   const int first_key = cuda::warp_id() * 16;
 
   const int64_t count = launch.count();
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
     const int64_t part = launch.part(index), head = launch.head(index);
     const int64_t sequence = launch.sequence(index), row = launch.first_row(index);
-    const AttentionRows rows =
-        AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
+    __syncthreads();  // what was in shared memory before has been read
+    if (threadIdx.x == 0) {
+      storage.rows =
+          AttentionRows::of(p, AttentionSequence::of(p, sequence), head, row, launch.tile_rows);
+    }
+    __syncthreads();
+    const AttentionRows& rows = storage.rows;
     const ScoreRule rule(p, rows);
     const bool has_rule = needs_score_rule(p);
     const float factor = rule.exponent_factor();
-    const CacheRows<T> keys(p, p.k, p.k_strides, rows), values(p, p.v, p.v_strides, rows);
-
-    __syncthreads();  // what was in shared memory before has been read
     find_row_keys(p, rows, Shape::kRows, storage.row_keys);
     __syncthreads();
-    RowsKeys seen = keys_of_rows(storage.row_keys, rows.count);
-    seen.some = decode_part(seen.some, part, launch.split_keys);
+    if (cuda::warp_id() == 0) {
+      RowsKeys found = keys_of_rows(storage.row_keys, rows.count);
+      found.some = decode_part(found.some, part, launch.split_keys);
+      if (cuda::lane_id() == 0) storage.seen = found;
+    }
+    __syncthreads();
+    const RowsKeys& seen = storage.seen;
     const auto output =
         decoded_rows<T, kWhole>(launch, rows, launch.slot(sequence, head, part), row);
     if (seen.some.begin >= seen.some.end) {
       put_empty_rows<kWhole>(output, rows.count, value_size);
       continue;
     }
-    load_tile<T, Shape::kRows, kSize, Shape::kThreads>(
-        storage.queries, [&](int r) { return r < rows.count ? query_of<T>(p, rows, r) : nullptr; },
-        p.q, p.q_strides.element, head_size, q_aligned);
-    const auto row_of = [&](const CacheRows<T>& cache, int64_t first) {
-      return [=](int r) -> const T* {
+    query_loader.template load<Shape::kRows>(
+        storage.queries, [&](int r) { return r < rows.count ? query_of<T>(p, rows, r) : nullptr; });
+    const auto row_of = [&](const void* tensor, const AttentionStrides& strides, int64_t first) {
+      return [&, tensor, first](int r) -> const T* {
         const int64_t key = first + r;
-        return key >= seen.some.begin && key < seen.some.end ? cache.row(key) : nullptr;
+        if (key < seen.some.begin || key >= seen.some.end) return nullptr;
+        return CacheRows<T>(p, tensor, strides, rows).row(key);
       };
     };
     const auto load_step = [&](int64_t first, int stage) {
       if (first < seen.some.end) {
-        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
-            storage.cache.keys[stage], row_of(keys, first), p.k, p.k_strides.element, head_size,
-            k_aligned);
-        load_tile<T, Shape::kKeys, kSize, Shape::kThreads>(
-            storage.cache.values[stage], row_of(values, first), p.v, p.v_strides.element,
-            value_size, v_aligned);
+        key_loader.template load<Shape::kKeys>(storage.cache.keys[stage],
+                                               row_of(p.k, p.k_strides, first));
+        value_loader.template load<Shape::kKeys>(storage.cache.values[stage],
+                                                 row_of(p.v, p.v_strides, first));
       }
       cuda::copy_async_commit();
     };

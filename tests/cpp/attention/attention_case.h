@@ -166,9 +166,9 @@ inline double tolerance_of(DType dtype) {
 }
 
 // Sizes around those of groups, panels and steps; every option.
-// kv_len: of the cache; 0: a random one.
+// kv_len: of the cache; size: of heads and values; 0: a random one.
 inline std::unique_ptr<Case> random_case(uint64_t seed, DType dtype, bool decode,
-                                         int64_t kv_len = 0) {
+                                         int64_t kv_len = 0, int64_t size = 0) {
   auto c = std::make_unique<Case>(seed);
   SlidingWindowAttentionParams& p = c->p;
   p.dtype = dtype;
@@ -180,6 +180,7 @@ inline std::unique_ptr<Case> random_case(uint64_t seed, DType dtype, bool decode
   p.q_len = decode ? c->one_of({1, 1, 2, 5}) : c->one_of({1, 3, 13, 40});
   p.kv_len = c->one_of({1, 15, 16, 17, 63, 64, 65, 130, decode ? 600 : 270});
   if (kv_len > 0) p.kv_len = kv_len;
+  if (size > 0) p.head_size = p.value_size = size;
   const auto tensor = [&](int64_t heads, int64_t tokens, int64_t size, double spread,
                           AttentionStrides* s) {
     *s = {heads * tokens * size, tokens * size, size, 1};

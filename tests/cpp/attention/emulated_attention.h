@@ -15,11 +15,13 @@ inline unsigned some_blocks(int64_t count, uint64_t seed) {
 template <class T, int kSize>
 void attend_by_tiles(const SlidingWindowAttentionParams& p, uint64_t seed) {
   using Shape = cuda_kernels::AttentionShape<kSize>;
-  emulation::launch(
-      needs_score_rule(p) ? cuda_kernels::sliding_window_attention_kernel<T, kSize, true>
-                          : cuda_kernels::sliding_window_attention_kernel<T, kSize, false>,
-      dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)), dim3(Shape::kThreads), 1,
-      sizeof(cuda_kernels::AttentionStorage<T, kSize>), seed, p);
+  cuda_kernels::with_row_kind(p, kSize, [&](auto kind) {
+    emulation::launch(
+        needs_score_rule(p) ? cuda_kernels::sliding_window_attention_kernel<T, kSize, true, kind>
+                            : cuda_kernels::sliding_window_attention_kernel<T, kSize, false, kind>,
+        dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)), dim3(Shape::kThreads),
+        1, sizeof(cuda_kernels::AttentionStorage<T, kSize>), seed, p);
+  });
 }
 
 template <class T, int kSize>
@@ -47,10 +49,12 @@ void decode_by_parts(const SlidingWindowAttentionParams& p, int64_t split, uint6
     emulation::launch(kernel, dim3(some_blocks(launch.count(), seed)), dim3(kPlainThreads), 1,
                       sizeof(PlainRows), seed, launch);
   } else {
-    const auto kernel = launch.is_whole() ? sliding_window_decode_kernel<T, kSize, true>
-                                          : sliding_window_decode_kernel<T, kSize, false>;
-    emulation::launch(kernel, dim3(some_blocks(launch.count(), seed)), dim3(Shape::kThreads), 1,
-                      sizeof(DecodeStorage<T, kSize>), seed, launch);
+    with_row_kind(p, kSize, [&](auto kind) {
+      const auto kernel = launch.is_whole() ? sliding_window_decode_kernel<T, kSize, true, kind>
+                                            : sliding_window_decode_kernel<T, kSize, false, kind>;
+      emulation::launch(kernel, dim3(some_blocks(launch.count(), seed)), dim3(Shape::kThreads), 1,
+                        sizeof(DecodeStorage<T, kSize>), seed, launch);
+    });
   }
   if (launch.is_whole()) return;
   emulation::launch(combine_parts_kernel<T>, dim3(2), dim3(64), 1, sizeof(CombineStorage), seed,

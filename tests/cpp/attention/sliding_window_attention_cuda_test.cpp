@@ -20,9 +20,9 @@ bool run(const SlidingWindowAttentionParams& p, uint64_t seed) {
 #if !defined(LMD_PLANT_MISSING_BARRIER)
 
 template <class T, int kSize, bool kPlain>
-void run_cases(DType dtype, uint64_t first_seed, int count) {
+void run_cases(DType dtype, uint64_t first_seed, int count, int64_t size = 0) {
   for (uint64_t seed = first_seed; count > 0; ++seed) {
-    const std::unique_ptr<Case> c = random_case(seed, dtype, false);
+    const std::unique_ptr<Case> c = random_case(seed, dtype, false, 0, size);
     if (!run<T, kSize, kPlain>(c->p, seed % 6)) continue;
     c->check(rounding_of(dtype));
     --count;
@@ -34,14 +34,19 @@ TEST(bfloat16_128) { run_cases<BFloat16, 128, false>(DType::kBFloat16, 1000, 30)
 TEST(bfloat16_256) { run_cases<BFloat16, 256, false>(DType::kBFloat16, 2000, 15); }
 TEST(float16_64) { run_cases<Half, 64, false>(DType::kFloat16, 3000, 20); }
 TEST(float16_128) { run_cases<Half, 128, false>(DType::kFloat16, 4000, 6); }
+// Rows that are exactly as long as the kernel's: the instances without branches.
+TEST(bfloat16_exactly_64) { run_cases<BFloat16, 64, false>(DType::kBFloat16, 100, 24, 64); }
+TEST(bfloat16_exactly_128) { run_cases<BFloat16, 128, false>(DType::kBFloat16, 1100, 12, 128); }
+TEST(float16_exactly_128) { run_cases<Half, 128, false>(DType::kFloat16, 1200, 4, 128); }
+TEST(bfloat16_exactly_256) { run_cases<BFloat16, 256, false>(DType::kBFloat16, 2100, 6, 256); }
 TEST(float32) { run_cases<float, 64, true>(DType::kFloat32, 5000, 50); }
 TEST(float32_256) { run_cases<float, 256, true>(DType::kFloat32, 6000, 6); }
 TEST(bfloat16_without_tensor_cores) { run_cases<BFloat16, 1024, true>(DType::kBFloat16, 7000, 3); }
 
 template <class T, int kSize, bool kPlain>
-void check_invariance(DType dtype) {
+void check_invariance(DType dtype, int64_t size = 0) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
-    const std::unique_ptr<Case> c = random_case(seed, dtype, false);
+    const std::unique_ptr<Case> c = random_case(seed, dtype, false, 0, size);
     if (c->p.value_size > kSize || c->p.head_size > kSize) continue;
     const auto run_one = [&](const SlidingWindowAttentionParams& p) {
       run<T, kSize, kPlain>(p, seed % 6);
@@ -54,6 +59,10 @@ void check_invariance(DType dtype) {
 
 TEST(sequences_layouts_and_tables_bfloat16) {
   check_invariance<BFloat16, 128, false>(DType::kBFloat16);
+}
+// Copied rows, and rows whose elements are read one by one.
+TEST(sequences_layouts_and_tables_of_exact_rows) {
+  check_invariance<BFloat16, 64, false>(DType::kBFloat16, 64);
 }
 TEST(sequences_layouts_and_tables_float32) { check_invariance<float, 256, true>(DType::kFloat32); }
 

@@ -13,9 +13,9 @@ bool fits(const SlidingWindowAttentionParams& p) {
 #if !defined(LMD_PLANT_MISSING_BARRIER)
 
 template <class T, int kSize, bool kPlain>
-void run_cases(DType dtype, uint64_t first_seed, int count) {
+void run_cases(DType dtype, uint64_t first_seed, int count, int64_t size = 0) {
   for (uint64_t seed = first_seed; count > 0; ++seed) {
-    const std::unique_ptr<Case> c = random_case(seed, dtype, true);
+    const std::unique_ptr<Case> c = random_case(seed, dtype, true, 0, size);
     if (!fits<T, kSize, kPlain>(c->p)) continue;
     decode_by_parts<T, kSize, kPlain>(c->p, c->one_of({64, 128, 512}), seed % 6);
     c->check(rounding_of(dtype));
@@ -28,6 +28,11 @@ TEST(bfloat16_128) { run_cases<BFloat16, 128, false>(DType::kBFloat16, 1000, 40)
 TEST(bfloat16_256) { run_cases<BFloat16, 256, false>(DType::kBFloat16, 2000, 20); }
 TEST(float16_64) { run_cases<Half, 64, false>(DType::kFloat16, 3000, 20); }
 TEST(float16_128) { run_cases<Half, 128, false>(DType::kFloat16, 4000, 40); }
+// Rows that are exactly as long as the kernel's: the instances without branches.
+TEST(bfloat16_exactly_64) { run_cases<BFloat16, 64, false>(DType::kBFloat16, 100, 30, 64); }
+TEST(bfloat16_exactly_128) { run_cases<BFloat16, 128, false>(DType::kBFloat16, 1100, 16, 128); }
+TEST(float16_exactly_128) { run_cases<Half, 128, false>(DType::kFloat16, 1200, 6, 128); }
+TEST(bfloat16_exactly_256) { run_cases<BFloat16, 256, false>(DType::kBFloat16, 2100, 8, 256); }
 TEST(float32) { run_cases<float, 64, true>(DType::kFloat32, 5000, 60); }
 TEST(float32_256) { run_cases<float, 256, true>(DType::kFloat32, 6000, 8); }
 TEST(bfloat16_without_tensor_cores) { run_cases<BFloat16, 1024, true>(DType::kBFloat16, 7000, 4); }
@@ -48,9 +53,9 @@ TEST(many_parts_bfloat16) { run_long_caches<BFloat16, false>(DType::kBFloat16); 
 TEST(many_parts_float32) { run_long_caches<float, true>(DType::kFloat32); }
 
 template <class T, int kSize, bool kPlain>
-void check_invariance(DType dtype) {
+void check_invariance(DType dtype, int64_t size = 0) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
-    const std::unique_ptr<Case> c = random_case(seed, dtype, true);
+    const std::unique_ptr<Case> c = random_case(seed, dtype, true, 0, size);
     if (!fits<T, kSize, kPlain>(c->p)) continue;
     const auto run = [&](const SlidingWindowAttentionParams& p) {
       decode_by_parts<T, kSize, kPlain>(p, 64, seed % 6);
@@ -63,6 +68,10 @@ void check_invariance(DType dtype) {
 
 TEST(sequences_layouts_and_tables_bfloat16) {
   check_invariance<BFloat16, 128, false>(DType::kBFloat16);
+}
+// Copied rows, and rows whose elements are read one by one.
+TEST(sequences_layouts_and_tables_of_exact_rows) {
+  check_invariance<BFloat16, 64, false>(DType::kBFloat16, 64);
 }
 TEST(sequences_layouts_and_tables_float32) { check_invariance<float, 256, true>(DType::kFloat32); }
 
@@ -91,7 +100,7 @@ TEST(parts_are_as_many_as_a_window_can_have) {
         for (int64_t length = 0; length <= kv_len; ++length) {
           p.kv_lengths = &length;
           const AttentionSequence sequence = AttentionSequence::of(p, 0);
-          RowsKeys keys;
+          RowsKeys keys = RowsKeys::of_no_row();
           for (int64_t token = 0; token < p.q_len; ++token) {
             keys.add(sequence.keys_seen(p, token));
           }
