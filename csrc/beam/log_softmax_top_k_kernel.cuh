@@ -8,7 +8,7 @@
 #pragma once
 
 #include "beam/candidate_score.h"
-#include "sampling/radix_descent.cuh"
+#include "sampling/row_list.cuh"
 
 namespace lmdecode::beam::cuda_kernels {
 
@@ -85,6 +85,7 @@ class RowCandidates {
       best = logit > best ? logit : best;
       has_nan |= logit != logit;
     });
+    best_ = best;
     return cluster_.reduce(Scan{order_key(best), has_nan}, [](const Scan& a, const Scan& b) {
       return Scan{a.max_key > b.max_key ? a.max_key : b.max_key, a.has_nan | b.has_nan};
     });
@@ -110,12 +111,21 @@ class RowCandidates {
     return CandidateScore::of_row(top, sum(sums).first, weight_.fraction_bits, beam_score);
   }
 
-  // The row's first candidates in the order "score descending, then token".
+  // The row's first candidates in the order "score descending, then token". They need no more than
+  // what reaches the k-th largest, or has its score.
   template <class Score>
-  __device__ KeptSet best_of(const RowSlice<T>& slice, const Score& score) {
+  __device__ KeptSet best_of(RowSlice<T>& slice, const Score& score) {
     using namespace sampling::cuda_kernels;
     const KeptSet all = kept_from(lowest_value_of_warp(score, kMinusInfinityKey + 1));
     const Word k = static_cast<Word>(params_.row_candidates);
+    if (is_few(k, vocab_, cluster_)) {
+      const float reached = reached_by<T>(cluster_, best_, k);
+      if (reached > minus_infinity()) {
+        keep_from(cluster_, slice, lowest_value_of_warp(score, order_key(score(reached))),
+                  static_cast<uint32_t>(launch_.list_room));
+      }
+    }
+    // A list of k tokens is what is wanted.
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{all}, weight_,
         [k](Word candidates) { return k < candidates ? k : Word{0}; });
@@ -178,6 +188,7 @@ class RowCandidates {
   RowCluster cluster_;
   int64_t row_ = 0;
   TokenWeight weight_;
+  float best_ = 0.0f;  // the largest logit that this thread has read
 };
 
 template <class T>

@@ -25,7 +25,7 @@ class WholeRow {
   template <class T, class ValueOf>
   __device__ void write(const RowSlice<T>& slice, float* values, int64_t, int64_t,
                         ValueOf value) const {
-    slice.write(values, value);
+    slice.write(values, minus_infinity(), value);
   }
 
   // Below 0: nowhere.

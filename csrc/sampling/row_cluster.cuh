@@ -13,6 +13,13 @@ constexpr int kMaxWords = 4;  // of a value that goes through RowCluster::reduce
 // 64-bit words as the atomics of CUDA take them.
 using Word = unsigned long long;
 
+// Logits of a block's slice, in any order; row_list.cuh.
+struct RowList {
+  float logit[cuda_tuning::kListedLogits];
+  uint32_t token[cuda_tuning::kListedLogits];
+  uint32_t size;
+};
+
 // The shared memory of a block; the cached part of its slice of the row follows it.
 struct alignas(16) RowStorage {
   // A bin is low + high * 2^32: 64-bit atomics on shared memory would be loops.
@@ -29,6 +36,7 @@ struct alignas(16) RowStorage {
   Word found_above, found_at;     // radix_descent.cuh
   uint32_t found_digit;
   uint32_t ranked_size;
+  RowList list;
 };
 
 // Every exchange is a phase: a block writes into buffers of the phase's parity, the cluster meets

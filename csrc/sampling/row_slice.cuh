@@ -4,6 +4,7 @@
 
 #include "common/cuda_intrinsics.cuh"
 #include "common/half.h"
+#include "sampling/row_cluster.cuh"
 #include "sampling/sampling_cuda_tuning.h"
 #include "sampling/sampling_launch_plan.h"
 
@@ -85,10 +86,16 @@ class RowSlice {
     for (uint32_t j = tail() + threadIdx.x; j < size_; j += blockDim.x) see(load_one(j));
   }
 
-  // see(logit, token) for each logit, once, by any thread: load() and a barrier come first.
+  // see(logit, token) for each logit, or for those of the list, once, by any thread: load() and a
+  // barrier come first.
   template <class See>
   __device__ void each(See see) const {
-    for (uint32_t j = threadIdx.x; j < head_; j += blockDim.x) see((*this)[j], begin_ + j);
+    const uint32_t single = list_ != nullptr ? listed_ : singles();
+    for (uint32_t i = threadIdx.x; i < single; i += blockDim.x) {
+      const uint32_t j = list_ != nullptr ? list_->token[i] - begin_ : single_at(i);
+      see(list_ != nullptr ? list_->logit[i] : (*this)[j], begin_ + j);
+    }
+    if (list_ != nullptr) return;
     const uint4* from = global_vectors();
     const uint4* cache = cached_vectors();
     for (uint32_t v = threadIdx.x; v < vectors_; v += blockDim.x) {
@@ -97,28 +104,51 @@ class RowSlice {
 #pragma unroll
       for (uint32_t i = 0; i < kPerVector; ++i) see(unpack(bytes, i, row_), token + i);
     }
-    for (uint32_t j = tail() + threadIdx.x; j < size_; j += blockDim.x) {
-      see((*this)[j], begin_ + j);
+  }
+
+  // The same of those that reach `lowest`, which are few.
+  template <class See>
+  __device__ void each_from(float lowest, See see) const {
+    for (uint32_t i = threadIdx.x; i < singles(); i += blockDim.x) {
+      const uint32_t j = single_at(i);
+      if ((*this)[j] >= lowest) see((*this)[j], begin_ + j);
+    }
+    const uint4* from = global_vectors();
+    const uint4* cache = cached_vectors();
+    for (uint32_t v = threadIdx.x; v < vectors_; v += blockDim.x) {
+      const uint4 bytes = v < cached_vectors_ ? cache[v] : __ldg(from + v);
+      bool any = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kPerVector; ++i) any |= unpack(bytes, i, row_) >= lowest;
+      if (!any) continue;
+      const uint32_t first = head_ + v * kPerVector;
+#pragma unroll 1
+      for (uint32_t j = first; j < first + kPerVector; ++j) {
+        if ((*this)[j] >= lowest) see((*this)[j], begin_ + j);
+      }
     }
   }
 
-  // value(logit, token) of each token to row_out[token]: whole vectors where they are aligned, with
-  // a streaming hint, since nothing here reads them again.
+  // From now on each() sees the tokens of this list alone.
+  __device__ void keep(const RowList& list) {
+    list_ = &list;
+    listed_ = list.size;
+  }
+
+  // value(logit, token) of each token to row_out[token], `filler` where there is a list without it:
+  // whole vectors where they are aligned, with a streaming hint, since nothing here reads them
+  // again.
   template <class ValueOf>
-  __device__ void write(float* row_out, ValueOf value) const {
+  __device__ void write(float* row_out, float filler, ValueOf value) const {
     float* out = row_out + begin_;
-    uint32_t head = (16 - reinterpret_cast<uintptr_t>(out) % 16) / sizeof(float) % 4;
-    if (head > size_) head = size_;
-    const uint32_t vectors = (size_ - head) / 4;
-    const auto at = [&](uint32_t j) { return value((*this)[j], begin_ + j); };
-    for (uint32_t j = threadIdx.x; j < head; j += blockDim.x) __stcs(out + j, at(j));
-    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-      const uint32_t j = head + 4 * v;
-      __stcs(reinterpret_cast<float4*>(out + j),
-             make_float4(at(j), at(j + 1), at(j + 2), at(j + 3)));
+    if (list_ == nullptr) {
+      write_each(out, [&](uint32_t j) { return value((*this)[j], begin_ + j); });
+      return;
     }
-    for (uint32_t j = head + 4 * vectors + threadIdx.x; j < size_; j += blockDim.x) {
-      __stcs(out + j, at(j));
+    write_each(out, [&](uint32_t) { return filler; });
+    __syncthreads();  // or a filler would come after
+    for (uint32_t i = threadIdx.x; i < listed_; i += blockDim.x) {
+      row_out[list_->token[i]] = value(list_->logit[i], list_->token[i]);
     }
   }
 
@@ -133,6 +163,28 @@ class RowSlice {
   }
 
  private:
+  // at(j) of each place of the slice to out[j].
+  template <class At>
+  __device__ void write_each(float* out, At at) const {
+    uint32_t head = (16 - reinterpret_cast<uintptr_t>(out) % 16) / sizeof(float) % 4;
+    if (head > size_) head = size_;
+    const uint32_t vectors = (size_ - head) / 4;
+    for (uint32_t j = threadIdx.x; j < head; j += blockDim.x) __stcs(out + j, at(j));
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      const uint32_t j = head + 4 * v;
+      __stcs(reinterpret_cast<float4*>(out + j),
+             make_float4(at(j), at(j + 1), at(j + 2), at(j + 3)));
+    }
+    for (uint32_t j = head + 4 * vectors + threadIdx.x; j < size_; j += blockDim.x) {
+      __stcs(out + j, at(j));
+    }
+  }
+
+  // Elements before and after the vectors, and the place of one of these.
+  __device__ uint32_t singles() const { return size_ - vectors_ * kPerVector; }
+  __device__ uint32_t single_at(uint32_t i) const {
+    return i < head_ ? i : i + vectors_ * kPerVector;
+  }
   __device__ uint32_t tail() const { return head_ + vectors_ * kPerVector; }
   __device__ const uint4* global_vectors() const {
     return reinterpret_cast<const uint4*>(row_ + begin_ + head_);
@@ -153,6 +205,8 @@ class RowSlice {
   uint32_t vectors_ = 0;
   uint32_t cached_ = 0;  // elements [0, cached_) are in the cache
   uint32_t cached_vectors_ = 0;
+  const RowList* list_ = nullptr;
+  uint32_t listed_ = 0;
 };
 
 }  // namespace lmdecode::sampling::cuda_kernels

@@ -31,6 +31,9 @@ constexpr int64_t kMaxSamplerBlocks = 256;
 // Kept tokens that are sorted at a time where noise goes by rank; a power of two.
 constexpr int kRankChunk = 2048;
 
+// Logits that a block lists of its slice, where the k largest of a row are looked for.
+constexpr int kListedLogits = 1024;
+
 // Loads of 16 bytes that a thread has under way while it reads a row.
 constexpr int kLoadsInFlight = 4;
 

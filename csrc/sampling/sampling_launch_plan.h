@@ -24,7 +24,8 @@ struct SamplingLaunchPlan {
   int64_t clusters = 1;                    // of the grid; rows beyond go round
   int64_t slice = 1;                       // tokens of a block, at least ceil(vocab / cluster_size)
   int64_t cached = 0;  // of these, how many stay in shared memory; the rest is read again
-  int rank_chunk = cuda_tuning::kRankChunk;  // a power of two, <= kRankChunk
+  int rank_chunk = cuda_tuning::kRankChunk;    // a power of two, <= kRankChunk
+  int list_room = cuda_tuning::kListedLogits;  // <= kListedLogits
   size_t shared_bytes = 0;
 };
 

@@ -10,6 +10,7 @@
 
 #include "common/mass_threshold.h"
 #include "sampling/rank_noise.cuh"
+#include "sampling/row_list.cuh"
 #include "sampling/row_plan.h"
 #include "sampling/seed_draw.cuh"
 
@@ -67,6 +68,7 @@ class RowSampler {
         cluster_.reduce(Scan{order_key(best), has_nan}, [](const Scan& a, const Scan& b) {
           return Scan{a.max_key > b.max_key ? a.max_key : b.max_key, a.has_nan | b.has_nan};
         });
+    best_ = best;
     max_ = value_of_key(static_cast<uint32_t>(scan.max_key));
     if (scan.has_nan) status_ |= kStatusNan;
   }
@@ -100,7 +102,7 @@ class RowSampler {
   template <class ValueOf>
   __device__ void write(const RowSlice<T>& slice, ValueOf value) {
     if (params_.kept_logits == nullptr) return;
-    slice.write(params_.kept_logits + row_ * params_.vocab, value);
+    slice.write(params_.kept_logits + row_ * params_.vocab, filler(), value);
   }
 
   // ---- small searches
@@ -146,7 +148,16 @@ class RowSampler {
 
   // ---- the stages
 
-  __device__ void filtered(const RowSlice<T>& slice) {
+  // The top k need no more than what reaches the k-th largest, or has its value.
+  __device__ void list_top_k(RowSlice<T>& slice) {
+    const Word k = static_cast<Word>(plan_.top_k);
+    if (!is_few(k, vocab_, cluster_)) return;
+    const float reached = reached_by<T>(cluster_, best_, k);
+    if (!(reached > minus_infinity())) return;
+    keep_from(cluster_, slice, class_of(reached).lowest, static_cast<uint32_t>(launch_.list_room));
+  }
+
+  __device__ void filtered(RowSlice<T>& slice) {
     const float floor = find_lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
     if (!(max_ >= floor)) return finish_empty(slice);
     const float largest = tempered(max_, plan_.temperature);
@@ -156,6 +167,7 @@ class RowSampler {
     set_ =
         kept_from(weight_.uniform ? find_lowest_logit(kPlusInfinityKey, plan_.temperature) : floor);
 
+    if (plan_.top_k > 0) list_top_k(slice);
     const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
     if (min_p_first) apply_min_p(slice, largest, floor);
     if (plan_.top_k > 0) apply_top_k(slice);
@@ -167,6 +179,7 @@ class RowSampler {
 
   __device__ void apply_top_k(const RowSlice<T>& slice) {
     const Word k = static_cast<Word>(plan_.top_k);
+    // A list of k tokens is what is wanted.
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{set_}, weight_,
         [k](Word candidates) { return k < candidates ? k : Word{0}; });
@@ -347,7 +360,8 @@ class RowSampler {
   int64_t row_ = 0;
   RowPlan plan_;
   uint8_t status_ = 0;
-  float max_ = 0.0f;  // the largest logit of the row
+  float max_ = 0.0f;   // the largest logit of the row
+  float best_ = 0.0f;  // the largest that this thread has read
   KeptSet set_{};
   TokenWeight weight_;
 };

@@ -97,6 +97,7 @@ inline sampling::SamplingLaunchPlan random_plan(Random& random, const LogSoftmax
   plan.cached = random.chance(0.5)   ? plan.slice
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
+  plan.list_room = random.any_of({8, 100, sampling::cuda_tuning::kListedLogits});
   plan.clusters = random.chance(0.5) ? params.rows : 1 + random.below(params.rows);
   plan.shared_bytes = sizeof(sampling::cuda_kernels::RowStorage) +
                       sampling::sampling_cache_bytes(plan.cached, element_bytes);

@@ -14,12 +14,15 @@ enum class Processors { kNone, kSome, kTrie };
 int64_t cases_run = 0, launches_run = 0;
 
 void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab, int schedules,
-               Processors kind = Processors::kNone) {
+               Processors kind = Processors::kNone, float beam_score = 0.0f) {
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(i);
     Random random(seed * 7919 + 1);
     const int64_t vocab = min_vocab + random.below(max_vocab - min_vocab + 1);
-    const BeamCase c = random_case(seed, vocab > 2000 ? 1 : 1 + random.below(3), vocab);
+    BeamCase c = random_case(seed, vocab > 2000 ? 1 : 1 + random.below(3), vocab);
+    for (int64_t row = 0; row < c.params.rows && beam_score != 0.0f; ++row) {
+      c.beam_scores[row * c.params.beam_scores_stride] = beam_score;
+    }
     ProcessorCase processor_case;
     if (kind != Processors::kNone) processor_case = random_processors(random, c.params);
     if (kind == Processors::kTrie) add_trie(random, c.params, &processor_case, true);
@@ -52,6 +55,12 @@ TEST(small_rows) { run_cases(1000, 200, 1, 70, 2); }
 TEST(rows_about_a_power_of_two) { run_cases(2000, 30, 127, 129, 2); }
 TEST(rows_of_1000) { run_cases(3000, 20, 1000, 1003, 1); }
 TEST(rows_of_5000) { run_cases(4000, 6, 4999, 5003, 1); }
+
+// So far from zero that scores are 1/16 apart, and many logits have the same one.
+TEST(rows_with_ties_of_scores) {
+  run_cases(4500, 20, 1000, 1003, 1, Processors::kNone, -1e6f);
+  run_cases(4600, 20, 1000, 1003, 1, Processors::kSome, -1e6f);
+}
 
 TEST(processors_on_all_schedules) { run_cases(5000, 40, 1, 70, 6, Processors::kSome); }
 TEST(processors_on_small_rows) { run_cases(6000, 200, 1, 70, 2, Processors::kSome); }

@@ -59,6 +59,7 @@ inline SamplingLaunchPlan random_plan(Random& random, const SampleCase& c) {
                 : random.chance(0.5) ? 0
                                      : random.below(plan.slice + 1);
   plan.clusters = random.chance(0.5) ? c.params.batch : 1 + random.below(c.params.batch);
+  plan.list_room = random.any_of({8, 100, cuda_tuning::kListedLogits});
   plan.rank_chunk = random.any_of({4, 32, cuda_tuning::kRankChunk});
   const int element_bytes = c.params.dtype == DType::kFloat32 ? 4 : 2;
   plan.shared_bytes =
