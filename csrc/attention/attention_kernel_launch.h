@@ -4,6 +4,7 @@
 
 #include <sstream>
 
+#include "attention/sliding_window_attention.h"
 #include "common/cuda_launch.h"
 
 namespace lmdecode::attention {

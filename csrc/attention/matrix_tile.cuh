@@ -38,16 +38,20 @@ __device__ __forceinline__ void copy_rows(T* tile, const RowAt& row_at, const vo
   if (lane < kPasses * kLaneRows) {
     found = row_at(lane / kLaneRows * kPassRows + first + lane % kLaneRows);
   }
+  // Of the rows of this lane's copies, bit pass * kLaneRows.
+  const unsigned is_there = __ballot_sync(cuda::kFullMask, found != nullptr) >> (lane / kChunks);
+  const auto place = reinterpret_cast<unsigned long long>(
+      found == nullptr ? base : static_cast<const void*>(found));
   const int column = lane % kChunks * kChunk;
   const unsigned bytes = static_cast<unsigned>(max(min(size - column, kChunk), 0) * sizeof(T));
+  const unsigned long long offset = bytes == 0 ? 0 : column * sizeof(T);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const T* const from = reinterpret_cast<const T*>(
-        __shfl_sync(cuda::kFullMask, reinterpret_cast<unsigned long long>(found),
-                    pass * kLaneRows + lane / kChunks));
+    const unsigned long long from =
+        __shfl_sync(cuda::kFullMask, place, pass * kLaneRows + lane / kChunks) + offset;
     T* const to = tile + swizzled<kSize>(pass * kPassRows + first + lane / kChunks, column);
-    const bool is_there = from != nullptr && bytes > 0;
-    cuda::copy_async_16(to, is_there ? from + column : base, is_there ? bytes : 0);
+    cuda::copy_async_16(to, reinterpret_cast<const void*>(from),
+                        is_there >> (pass * kLaneRows) & 1 ? bytes : 0);
   }
 }
 
