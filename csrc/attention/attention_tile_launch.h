@@ -10,13 +10,19 @@ namespace lmdecode::attention {
 template <class T, bool kHasRule>
 void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* stream) {
   with_compiled_size<64, 128, 256>(max_of(params.head_size, params.value_size), [&](auto size) {
-    using Shape = cuda_kernels::AttentionShape<size>;
-    cuda_kernels::with_row_kind(params, size, [&](auto kind) {
+    using namespace cuda_kernels;
+    using Shape = AttentionShape<size>;
+    const auto launch = [&](auto kind) {
       launch_attention("sliding_window_attention",
-                       &cuda_kernels::sliding_window_attention_kernel<T, size, kHasRule, kind>,
+                       &sliding_window_attention_kernel<T, size, kHasRule, kind>,
                        AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
-                       sizeof(cuda_kernels::AttentionStorage<T, size>), params, stream);
-    });
+                       sizeof(AttentionStorage<T, size>), params, stream);
+    };
+    if constexpr (kHasRule) {  // whose own work is a multiple of the branches'
+      launch(std::integral_constant<RowKind, RowKind::kAny>());
+    } else {
+      with_row_kind(params, size, launch);
+    }
   });
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -64,6 +66,37 @@ class RuleArguments:
         if token.numel() and not self._bans_change:
             self._constant["suppressed_tokens"] = token.to(device)
         self.needs_lengths = self.looks_back or self._forces or self._bans_change
+
+    @property
+    def signature(self) -> Hashable:
+        """What steps do, whatever the values: equal where ``copy_`` can take the other's."""
+        switches = (self._is_diverse, self._forces, self._bans_change, tuple(self.ngram_sizes))
+        return switches, tuple(
+            (name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors().items()
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own = {
+            "bans": self._bans, "forced": self._forced, "diversity": self._diversity_penalty,
+        }  # fmt: skip
+        return {**own, **self._constant}
+
+    def to(self, device: torch.device) -> RuleArguments:
+        """Return the same with copies of all tensors on a device."""
+        other = copy.copy(self)
+        other._bans = self._bans.to(device, copy=True)
+        other._forced = self._forced.to(device, copy=True)
+        other._diversity_penalty = self._diversity_penalty.to(device, copy=True)
+        other._constant = {
+            name: tensor.to(device, copy=True) for name, tensor in self._constant.items()
+        }
+        return other
+
+    def copy_(self, other: RuleArguments) -> None:
+        """Take the values of another one with the same signature."""
+        new = other._tensors()
+        for name, tensor in self._tensors().items():
+            tensor.copy_(new[name])
 
     def of_step(
         self,

@@ -15,13 +15,16 @@ inline unsigned some_blocks(int64_t count, uint64_t seed) {
 template <class T, int kSize>
 void attend_by_tiles(const SlidingWindowAttentionParams& p, uint64_t seed) {
   using Shape = cuda_kernels::AttentionShape<kSize>;
-  cuda_kernels::with_row_kind(p, kSize, [&](auto kind) {
-    emulation::launch(
-        needs_score_rule(p) ? cuda_kernels::sliding_window_attention_kernel<T, kSize, true, kind>
-                            : cuda_kernels::sliding_window_attention_kernel<T, kSize, false, kind>,
-        dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)), dim3(Shape::kThreads),
-        1, sizeof(cuda_kernels::AttentionStorage<T, kSize>), seed, p);
-  });
+  using namespace cuda_kernels;
+  const auto launch = [&](const auto kernel) {
+    emulation::launch(kernel, dim3(some_blocks(AttentionTiles::of(p, Shape::kRows).count, seed)),
+                      dim3(Shape::kThreads), 1, sizeof(AttentionStorage<T, kSize>), seed, p);
+  };
+  if (needs_score_rule(p)) {
+    return launch(sliding_window_attention_kernel<T, kSize, true, RowKind::kAny>);
+  }
+  with_row_kind(p, kSize,
+                [&](auto kind) { launch(sliding_window_attention_kernel<T, kSize, false, kind>); });
 }
 
 template <class T, int kSize>

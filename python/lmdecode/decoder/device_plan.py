@@ -1,0 +1,227 @@
+"""What searches of one shape need on a device, kept for the next ones: memory and a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.beam.ops import beam_step, log_softmax_top_k
+from lmdecode.beam.rule_arguments import RuleArguments
+from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.types import MISSING_CANDIDATE_SCORE
+from lmdecode.decoder.device_forward import DeviceForward
+from lmdecode.decoder.device_greedy import greedy_candidates
+
+if TYPE_CHECKING:
+    from lmdecode.beam.token_rules import TokenRules
+    from lmdecode.decoder.device_loop import DeviceDecoder
+
+__all__ = ["Plan", "PlanSizes", "Plans"]
+
+_KEPT = 2  # plans of a decoder: each holds the caches of its searches
+
+
+class PlanSizes(NamedTuple):
+    """Numbers that the steps of a search depend on.
+
+    Attributes
+    ----------
+    sequences
+        Slots, beams and capacity.
+    source
+        Positions of a memory, a multiple of 16.
+    num_groups, num_candidates, rules, greedy
+        As for ``DeviceSearches``.
+    """
+
+    sequences: tuple[int, ...]
+    source: int
+    num_groups: int
+    num_candidates: int
+    rules: Rules
+    greedy: bool
+
+
+class Plan:
+    """Searches of one shape, with the same rules switched on; a step does the same each time.
+
+    Parameters
+    ----------
+    decoder, sizes
+        See there.
+    state, parameters
+        Of the first searches, on the CPU.
+    rules
+        Of each group's slots, on the CPU.
+    """
+
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        sizes: PlanSizes,
+        state: BeamState,
+        parameters: BeamParameters,
+        rules: list[RuleArguments],
+    ) -> None:
+        device = decoder.device
+        slots, beams, capacity = sizes.sequences
+        self._decoder, self._sizes, self._beams = decoder, sizes, beams
+        self.key: Hashable = None
+        self._requests = requests = slots // sizes.num_groups
+        self._parameters = BeamParameters(*(t.to(device, copy=True) for t in parameters))
+        self._rules = [arguments.to(device) for arguments in rules]
+        self._no_end = self._tokens_that_do_not_end(parameters).to(device)
+        self.state = BeamState(*(tensor.to(device, copy=True) for tensor in state))
+        self.forward = DeviceForward(decoder, slots * beams, requests, capacity, sizes.source)
+        rows = torch.arange(slots * beams, device=device).view(requests, sizes.num_groups, beams)
+        self._group_rows = [rows[:, group].flatten() for group in range(sizes.num_groups)]
+        numbers = torch.arange(slots, device=device).view(requests, sizes.num_groups)
+        self._group_slots = [numbers[:, group].contiguous() for group in range(sizes.num_groups)]
+        self._parents = rows.flatten().clone()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._has_stepped = False
+
+    def fill(
+        self, state: BeamState, parameters: BeamParameters, rules: list[RuleArguments]
+    ) -> None:
+        """Begin with other searches, of the same shapes and with the same rules switched on."""
+        for kept, new in ((self.state, state), (self._parameters, parameters)):
+            for tensor, values in zip(kept, new, strict=True):
+                tensor.copy_(values)
+        for arguments, others in zip(self._rules, rules, strict=True):
+            arguments.copy_(others)
+        self._no_end.copy_(self._tokens_that_do_not_end(parameters))
+        self.forward.clear()
+
+    def step(self) -> None:
+        """Add a token to every sequence: by the graph, where there is one."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._step()
+        if not self._has_stepped and self._decoder.use_cuda_graph:
+            # This step has set cuBLAS and the kernels up; capturing runs nothing.
+            self._graph = self._captured()
+        self._has_stepped = True
+
+    def has_ended(self) -> bool:
+        """Whether all searches have; waits for the device."""
+        return bool(((self.state.done != 0) | (self.state.status != 0)).all())
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        if self._decoder.device.type != "cuda":
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
+
+    def _tokens_that_do_not_end(self, parameters: BeamParameters) -> Tensor:
+        """[requests, groups]: for candidates that there are none of."""
+        last = self._decoder.config.vocab_size - 1
+        tokens = [
+            next((t for t in range(last) if t not in row), last)
+            for row in parameters.end_tokens.tolist()
+        ]
+        return torch.tensor(tokens, dtype=torch.int64).view(self._requests, self._sizes.num_groups)
+
+    def _step(self) -> None:
+        state, forward, beams = self.state, self.forward, self._beams
+        last = (state.lengths - 1).clamp(max=state.sequences.shape[2] - 1)
+        lengths = state.lengths.clone()  # the step makes them longer
+        places = last[:, None, None].expand(-1, beams, 1)
+        forward.tokens.copy_(state.sequences.gather(2, places).flatten())
+        forward.positions.copy_(last.repeat_interleave(beams, output_size=len(forward.positions)))
+        forward.run(to_logits=True)
+        chosen: list[Tensor] = []
+        for group in range(self._sizes.num_groups):
+            self._choose(group, lengths, chosen)
+        ops.update_beam_indirection_(forward.table, self._parents, 0, forward.positions + 1)
+
+    def _choose(self, group: int, lengths: Tensor, chosen: list[Tensor]) -> None:
+        """Choose the next tokens of a group; chosen: those of earlier ones, [requests, beams]."""
+        rows, slots, state = self._group_rows[group], self._group_slots[group], self.state
+        is_whole = self._sizes.num_groups == 1
+        logits, sequences = self.forward.logits, state.sequences.flatten(0, 1)
+        scores = state.scores.flatten()
+        if not is_whole:
+            logits, sequences, scores = logits[rows], sequences[rows], scores[rows]
+            lengths = lengths[slots]
+        rules, earlier = self._rules[group], torch.cat(chosen, dim=1) if chosen else None
+        processors = rules.of_step(lengths, sequences, earlier)
+        if self._sizes.greedy:
+            candidates = greedy_candidates(
+                logits, scores, ngram_sizes=rules.ngram_sizes, **processors
+            )
+        else:
+            candidates = log_softmax_top_k(
+                logits,
+                scores,
+                self._sizes.num_candidates,
+                num_beams=self._beams,
+                **processors,
+            )
+        best, tokens = candidates.scores, candidates.tokens
+        if self._sizes.rules == "scorer":
+            missing = best == -torch.inf
+            best = best.masked_fill(missing, MISSING_CANDIDATE_SCORE)
+            tokens = torch.where(missing, self._no_end[:, group, None], tokens)
+        step = beam_step(
+            state, self._parameters, best, tokens, candidates.beams, log_probs=candidates.log_probs,
+            status=candidates.status, slots=None if is_whole else slots, rules=self._sizes.rules,
+        )  # fmt: skip
+        self._parents[rows] = rows[step.parents]
+        chosen.append(step.tokens.view(self._requests, self._beams))
+
+
+class Plans:
+    """Plans of a decoder that no search has now, the last ones used.
+
+    A search takes one, and gives it back when it has ended; searches of several threads have their
+    own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: list[tuple[Hashable, Plan]] = []
+
+    def take(
+        self,
+        decoder: DeviceDecoder,
+        sizes: PlanSizes,
+        state: BeamState,
+        parameters: BeamParameters,
+        token_rules: TokenRules,
+    ) -> Plan:
+        """Return a plan that is filled with these searches; tensors are on the CPU."""
+        slots = torch.arange(sizes.sequences[0]).view(-1, sizes.num_groups)
+        rules = [
+            RuleArguments(token_rules.of_slots(slots[:, group]))
+            for group in range(sizes.num_groups)
+        ]
+        key = (sizes, _shapes(state), _shapes(parameters), *(one.signature for one in rules))
+        with self._lock:
+            place = next((i for i, (known, _) in enumerate(self._kept) if known == key), None)
+            plan = None if place is None else self._kept.pop(place)[1]
+        if plan is None:
+            with torch.inference_mode(False):  # later searches may be outside of it
+                plan = Plan(decoder, sizes, state, parameters, rules)
+            plan.key = key
+        else:
+            plan.fill(state, parameters, rules)
+        return plan
+
+    def give_back(self, plan: Plan) -> None:
+        """Keep a plan for the next search, and forget the one that was used longest ago."""
+        with self._lock:
+            self._kept.append((plan.key, plan))
+            del self._kept[:-_KEPT]
+
+
+def _shapes(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
