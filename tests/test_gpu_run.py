@@ -146,6 +146,48 @@ def test_a_lost_device_fails_one_test_alone(
     assert "7 passed" in lines[-1]
 
 
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","void a::k::decode_kernel<a::BFloat16, 128, (a::Kind)1>(a::P)","gpu__time_duration.sum","ns","1,234"
+"0","7","void a::k::decode_kernel<a::BFloat16, 128, (a::Kind)1>(a::P)","launch__registers_per_thread","register/thread","136"
+"1","7","a::merge_kernel(a::P, long)","gpu__time_duration.sum","ns","2000000"
+"""  # noqa: E501
+
+
+def test_what_ncu_says_becomes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(_ROOT))
+    from benchmarks.gpu.profile import _tables
+
+    one, two = _tables(NCU)
+    assert one == ["decode_kernel", "1.2", "-", "-", "-", "-", "-", "136.0"]
+    assert two[:2] == ["merge_kernel", "2000.0"]
+    assert list(_tables("==ERROR== ERR_NVGPUCTRPERM")) == []
+
+
+@pytest.mark.parametrize("name", ["top_k_top_p_sample", "reorder_cache_"])
+def test_the_smoke_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.syspath_prepend(str(_ROOT))
+    import lmdecode
+    from benchmarks.gpu import smoke
+    from benchmarks.gpu.machine import Machine
+
+    right, calls = getattr(lmdecode, name), 0
+
+    def sometimes_wrong(*arguments: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if name == "reorder_cache_":
+            return right(*arguments) if calls % 2 else None
+        drawn = right(*arguments, **options)
+        return drawn._replace(index=drawn.index + calls % 2)
+
+    monkeypatch.setattr(lmdecode, name, sometimes_wrong)
+    machine = Machine("cpu")
+    rows = list(smoke.run(machine))
+    assert machine.found_fault
+    assert {row.split()[1] for row in rows if "DIFFERS" in row} == {name}
+
+
 @pytest.mark.slow
 def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -160,7 +202,8 @@ def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
     assert "DIFFERS" not in report
     for op in (
         "reorder_cache_", "update_beam_indirection_", "beam_step", "beam_finalize",
-        "log_softmax_top_k", "merge of", "k 50, p 0.9", "CUDA graph", "2 x 1000 bfloat16",
+        "log_softmax_top_k", "merge of",
+        "top_k_top_p_sample 300 float16, no filter", "k 50, p 0.9", "CUDA graph", "2 x 1000 bfloat16",
     ):  # fmt: skip
         assert op in report, op
 

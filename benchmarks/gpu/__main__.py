@@ -12,14 +12,17 @@ _ROOT = Path(__file__).resolve().parents[2]
 # Name, title, seconds at most. The order is that of worth: the time may be up before the last.
 STAGES = (
     ("device", "The device, and a first call", 60),
-    ("compare", "CUDA against CPU, bit by bit", 75),
-    ("large", "Sizes beyond the L2 cache, and large vocabularies", 75),
-    ("sampling", "Times: sampling", 45),
-    ("attention", "Times: attention", 45),
-    ("beam", "Times: beam search", 30),
-    ("caches", "Times: caches", 30),
-    ("decoding", "Times: Decoding", 60),
-    ("tests", "Tests", 600),
+    ("smoke", "Each op against the CPU, called and replayed", 45),
+    ("compare", "CUDA against CPU, bit by bit", 50),
+    ("large", "Sizes beyond the L2 cache, and large vocabularies", 50),
+    ("sampling", "Times: sampling", 30),
+    ("attention", "Times: attention", 30),
+    ("beam", "Times: beam search", 20),
+    ("caches", "Times: caches", 20),
+    ("decoding", "Times: Decoding", 40),
+    ("tests", "Tests", 150),
+    ("sanitizer", "compute-sanitizer on the smoke", 60),
+    ("profile", "ncu on the main kernels", 45),
 )
 
 

@@ -1,0 +1,211 @@
+"""Each op once against the CPU: called, and replayed from a CUDA graph on other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import lmdecode
+from benchmarks.gpu.machine import Machine, header, name_of, row
+from benchmarks.gpu.samples import assert_same_bits
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_VOCABULARIES = (300, 20_000, 131_072, 1 << 20)
+# Largest error relative to the largest value, where results are not the same bits.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class Check(NamedTuple):
+    """A call of an op.
+
+    Attributes
+    ----------
+    name
+        Of the row.
+    inputs
+        inputs(number): what it takes, on the CPU; other values for each number.
+    call
+        Of tensors on one device; it leaves them as they are.
+    tolerance
+        None: the same bits.
+    """
+
+    name: str
+    inputs: Callable[[int], Sequence[torch.Tensor]]
+    call: Callable[..., Any]
+    tolerance: float | None = None
+
+
+def _randn(number: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+
+def _sampling(vocab: int, dtype: torch.dtype) -> Iterator[Check]:
+    name = f"{vocab} {name_of(dtype)}"
+    for arguments in ({"top_k": 50, "top_p": 0.9, "temperature": 0.8}, {"top_p": 0.95}, {}):
+        options = {**arguments, "seed": 5, "return_logits": True, "return_logprob": True}
+        yield Check(
+            f"top_k_top_p_sample {name}, {arguments or 'no filter'}",
+            lambda number: [_randn(number, 3, vocab, dtype=dtype)],
+            lambda logits, o=options: lmdecode.top_k_top_p_sample(logits, **o),
+        )
+    yield Check(
+        f"log_softmax_top_k {name}",
+        lambda number: [_randn(number, 4, vocab, dtype=dtype), _randn(number + 1, 4)],
+        lambda logits, scores: lmdecode.log_softmax_top_k(logits, scores, 8, num_beams=4),
+    )
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Check]:
+    name, tolerance = name_of(dtype), _TOLERANCE[dtype]
+    for size in (64, 128, 80):
+        for tokens, op in ((70, lmdecode.sliding_window_attention),
+                           (1, lmdecode.sliding_window_decode)):  # fmt: skip
+            shapes = ((2, 8, tokens, size), (2, 2, 1100, size), (2, 2, 1100, size))
+            for window in (None, 100):
+                yield Check(
+                    f"{op.__name__} {tokens} x {size} {name}, window {window}",
+                    lambda number, s=shapes: [
+                        _randn(number + i, *shape, dtype=dtype) / 3 for i, shape in enumerate(s)
+                    ],
+                    lambda q, k, v, op=op, w=window: (op(q, k, v, window=w),),
+                    tolerance,
+                )
+    yield Check(
+        f"merge_attention_states {name}",
+        lambda number: (
+            [_randn(number + i, 1, 4, 33, 128, dtype=dtype) for i in range(2)]
+            + [_randn(number + i, 1, 4, 33) for i in range(2)]
+        ),
+        lambda one, two, first, second: lmdecode.merge_attention_states(one, first, two, second),
+        tolerance,
+    )
+
+
+def _reordered(cache: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    caches = (cache.clone(), cache.clone())
+    lmdecode.reorder_cache_(caches, parents)
+    return caches
+
+
+def _redirected(
+    table: torch.Tensor, parents: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor]:
+    table = table.clone()
+    lmdecode.update_beam_indirection_(table, parents, lengths)
+    return (table,)
+
+
+def _appended(ring: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rings = ring.clone(), ring.clone()
+    lmdecode.ring_cache_append_(*rings, new, new, at)
+    return rings
+
+
+def _caches(dtype: torch.dtype) -> Iterator[Check]:
+    def parents(number: int, rows: int) -> torch.Tensor:
+        return torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(number))
+
+    name = name_of(dtype)
+    yield Check(
+        f"reorder_cache_ {name}",
+        lambda number: [_randn(number, 8, 2, 50, 64, dtype=dtype), parents(number, 8)],
+        _reordered,
+    )
+    yield Check(
+        f"update_beam_indirection_ {name}",
+        lambda number: [
+            parents(number, 40 * 90).view(40, 90).int() % 40, parents(number + 1, 40),
+            torch.full((40,), 70, dtype=torch.int32),
+        ],
+        _redirected,
+    )  # fmt: skip
+    yield Check(
+        f"ring_cache_append_ {name}",
+        lambda number: [
+            _randn(number, 2, 2, 16, 64, dtype=dtype), _randn(number, 2, 2, 3, 64, dtype=dtype),
+            torch.tensor([15, 4 + number]),
+        ],
+        _appended,
+    )  # fmt: skip
+
+
+def checks(vocabularies: Sequence[int]) -> Iterator[Check]:
+    """Yield the checks of all ops, in three dtypes."""
+    for dtype in _DTYPES:
+        for vocab in vocabularies:
+            yield from _sampling(vocab, dtype)
+        yield from _attention(dtype)
+        yield from _caches(dtype)
+
+
+def _difference(got: Sequence[Any], want: Sequence[Any], tolerance: float | None) -> str:
+    """Return what differs; empty: nothing."""
+    got = [None if t is None else t.cpu() for t in got]
+    if tolerance is None and hasattr(want, "_fields"):
+        try:
+            assert_same_bits(type(want)(*got), want)
+        except AssertionError as error:
+            return str(error)
+        return ""
+    if tolerance is None:
+        bits = ([t.contiguous().view(torch.uint8) for t in tensors] for tensors in (got, want))
+        return "" if all(map(torch.equal, *bits)) else "other bits"
+    for mine, theirs in zip(got, want, strict=True):
+        error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        if not error <= tolerance:
+            return f"error {error:.1e} of the largest"
+    return ""
+
+
+def _replayed(machine: Machine, check: Check) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return what copies values into the inputs of a graph, and replays it."""
+    inputs = [tensor.to(machine.device) for tensor in check.inputs(0)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        check.call(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = check.call(*inputs)
+
+    def replay(values: Sequence[torch.Tensor]) -> Any:
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        machine.wait()
+        return outputs
+
+    return replay
+
+
+def _cell(machine: Machine, call: Callable[[], str]) -> str:
+    """Return what a check says; that it ended with an exception is a difference, too."""
+    try:
+        said = call()
+    except (RuntimeError, ValueError) as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    machine.found_fault |= bool(said)
+    return f"DIFFERS: {said}" if said else "equal"
+
+
+def run(machine: Machine, vocabularies: Sequence[int] = _VOCABULARIES) -> Iterator[str]:
+    """Run them; a row each."""
+    yield from header(["what", "called", "replayed"])
+    for check in checks(machine.size(vocabularies, (300,))):
+        one, two = check.inputs(1), check.inputs(2)
+
+        def called(check: Check = check, values: Sequence[torch.Tensor] = one) -> str:
+            got = check.call(*(tensor.to(machine.device) for tensor in values))
+            return _difference(got, check.call(*values), check.tolerance)
+
+        def replayed(check: Check = check, values: Sequence[torch.Tensor] = two) -> str:
+            got = _replayed(machine, check)(values)
+            return _difference(got, check.call(*values), check.tolerance)
+
+        second = "-" if machine.is_rehearsal else _cell(machine, replayed)
+        yield row([check.name, _cell(machine, called), second])
