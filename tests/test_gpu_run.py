@@ -203,7 +203,8 @@ def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
     for op in (
         "reorder_cache_", "update_beam_indirection_", "beam_step", "beam_finalize",
         "log_softmax_top_k", "merge of",
-        "top_k_top_p_sample 300 float16, no filter", "k 50, p 0.9", "CUDA graph", "2 x 1000 bfloat16",
+        "top_k_top_p_sample 300 float16, no filter", "k 50, p 0.9", "CUDA graph",
+        "2 x 1000 bfloat16",
     ):  # fmt: skip
         assert op in report, op
 

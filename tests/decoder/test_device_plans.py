@@ -130,7 +130,7 @@ def test_searches_of_several_threads_have_their_own(decodings) -> None:
             threads.map(lambda seed: got.generate(**inputs_of(seed), **arguments), range(8))
         )
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert len(got.decoder.plans._kept) <= 2
+    assert len(got.decoder.plans) <= 2
 
 
 def test_in_and_out_of_inference_mode(decodings) -> None:

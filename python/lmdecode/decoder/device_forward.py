@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
 from lmdecode.decoder.config import ACTIVATIONS, bias_of_layer
+from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.state import padded
-
-if TYPE_CHECKING:
-    from lmdecode.decoder.device_loop import DeviceDecoder
 
 __all__ = ["DeviceForward"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,16 +13,14 @@ from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.state import BeamParameters, BeamState, Rules
 from lmdecode.beam.types import MISSING_CANDIDATE_SCORE
+from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.device_forward import DeviceForward
 from lmdecode.decoder.device_greedy import greedy_candidates
 
 if TYPE_CHECKING:
     from lmdecode.beam.token_rules import TokenRules
-    from lmdecode.decoder.device_loop import DeviceDecoder
 
-__all__ = ["Plan", "PlanSizes", "Plans"]
-
-_KEPT = 2  # plans of a decoder: each holds the caches of its searches
+__all__ = ["Plan", "PlanSizes", "take_plan"]
 
 
 class PlanSizes(NamedTuple):
@@ -58,6 +55,8 @@ class Plan:
         Of the first searches, on the CPU.
     rules
         Of each group's slots, on the CPU.
+    key
+        Equal for all searches that it can be filled with.
     """
 
     def __init__(
@@ -67,11 +66,12 @@ class Plan:
         state: BeamState,
         parameters: BeamParameters,
         rules: list[RuleArguments],
+        key: Hashable,
     ) -> None:
+        self.key = key
         device = decoder.device
         slots, beams, capacity = sizes.sequences
         self._decoder, self._sizes, self._beams = decoder, sizes, beams
-        self.key: Hashable = None
         self._requests = requests = slots // sizes.num_groups
         self._parameters = BeamParameters(*(t.to(device, copy=True) for t in parameters))
         self._rules = [arguments.to(device) for arguments in rules]
@@ -179,48 +179,28 @@ class Plan:
         chosen.append(step.tokens.view(self._requests, self._beams))
 
 
-class Plans:
-    """Plans of a decoder that no search has now, the last ones used.
+def take_plan(
+    decoder: DeviceDecoder,
+    sizes: PlanSizes,
+    state: BeamState,
+    parameters: BeamParameters,
+    token_rules: TokenRules,
+) -> Plan:
+    """Return a plan that is filled with these searches, whose tensors are on the CPU.
 
-    A search takes one, and gives it back when it has ended; searches of several threads have their
-    own.
+    It is one that an earlier search has given back to ``decoder.plans``, or a new one.
     """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._kept: list[tuple[Hashable, Plan]] = []
-
-    def take(
-        self,
-        decoder: DeviceDecoder,
-        sizes: PlanSizes,
-        state: BeamState,
-        parameters: BeamParameters,
-        token_rules: TokenRules,
-    ) -> Plan:
-        """Return a plan that is filled with these searches; tensors are on the CPU."""
-        slots = torch.arange(sizes.sequences[0]).view(-1, sizes.num_groups)
-        rules = [
-            RuleArguments(token_rules.of_slots(slots[:, group]))
-            for group in range(sizes.num_groups)
-        ]
-        key = (sizes, _shapes(state), _shapes(parameters), *(one.signature for one in rules))
-        with self._lock:
-            place = next((i for i, (known, _) in enumerate(self._kept) if known == key), None)
-            plan = None if place is None else self._kept.pop(place)[1]
-        if plan is None:
-            with torch.inference_mode(False):  # later searches may be outside of it
-                plan = Plan(decoder, sizes, state, parameters, rules)
-            plan.key = key
-        else:
-            plan.fill(state, parameters, rules)
+    slots = torch.arange(sizes.sequences[0]).view(-1, sizes.num_groups)
+    rules = [
+        RuleArguments(token_rules.of_slots(slots[:, group])) for group in range(sizes.num_groups)
+    ]
+    key = (sizes, _shapes(state), _shapes(parameters), *(one.signature for one in rules))
+    plan: Plan | None = decoder.plans.take(key)
+    if plan is not None:
+        plan.fill(state, parameters, rules)
         return plan
-
-    def give_back(self, plan: Plan) -> None:
-        """Keep a plan for the next search, and forget the one that was used longest ago."""
-        with self._lock:
-            self._kept.append((plan.key, plan))
-            del self._kept[:-_KEPT]
+    with torch.inference_mode(False):  # later searches may be outside of it
+        return Plan(decoder, sizes, state, parameters, rules, key)
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
