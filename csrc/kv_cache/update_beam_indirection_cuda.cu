@@ -13,8 +13,7 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
   constexpr const char* kOp = "update_beam_indirection_";
   const auto kernel = &beam_indirection_cuda::update_beam_indirection_kernel;
   const int64_t rows = params.parents.rows;
-  const int64_t positions = beam_indirection_positions(params);
-  if (rows == 0 || positions == 0) return;
+  if (rows == 0 || params.capacity == 0) return;
   const CurrentDevice device(kOp);
   if (rows > max_beam_indirection_rows(device.shared_limit)) {
     std::ostringstream message;
@@ -26,13 +25,14 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   device.shared_limit),
              "cudaFuncSetAttribute");
+  const BeamIndirectionPlan plan =
+      plan_beam_indirection(params, device.multiprocessors, device.shared_limit);
   cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(static_cast<unsigned>(beam_indirection_blocks(positions, device.multiprocessors)));
+  config.gridDim = dim3(plan.blocks);
   config.blockDim = dim3(beam_indirection_cuda_tuning::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(beam_indirection_shared_bytes(rows));
+  config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, params, positions), "launch");
+  check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, params, plan), "launch");
 }
 
 }  // namespace lmdecode::kv_cache

@@ -1,45 +1,54 @@
 // update_beam_indirection_ on a GPU, in place. docs/reference/kv_cache.md has the semantics.
 //
-// As in reorder_cache_kernel.cuh each block finds the order of the copies; a thread owns positions,
-// and carries each through all copies of rows, so that nothing has to wait between them.
+// A block owns columns of the table, which nobody else reads or writes: it reads what its rows
+// become, meets, and writes it. No row waits for another, whatever the order of the parents.
 #pragma once
 
-#include "kv_cache/thread_block_row_copies.cuh"
+#include "common/cuda_intrinsics.cuh"
 #include "kv_cache/update_beam_indirection_launch.h"
 
 namespace lmdecode::kv_cache::beam_indirection_cuda {
 
 __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
-    update_beam_indirection_kernel(const BeamIndirectionParams params, const int64_t positions) {
+    update_beam_indirection_kernel(const BeamIndirectionParams params,
+                                   const BeamIndirectionPlan plan) {
   constexpr int32_t kStays = -1;  // in place of a length
-  BeamIndirectionStorage& storage = cuda::shared_storage<BeamIndirectionStorage>();
-  const int32_t rows = params.parents.rows;
-  const RowPlan plan(&storage + 1, rows);
-  int32_t* const lengths = plan.readers + rows;
-  const bool moves = find_row_copies(plan, rows, &storage.copy_count, [&](int32_t row) {
-    const int64_t parent = params.parents.at(row);
-    const int64_t length = params.lengths.at(row);
+  BeamIndirectionRow* const known = &cuda::shared_storage<BeamIndirectionRow>();
+  const int32_t rows = params.parents.rows, columns = plan.columns;
+  int32_t* const read = reinterpret_cast<int32_t*>(known + rows);  // [rows, columns]
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t threads = static_cast<int32_t>(blockDim.x);
+  for (int32_t row = thread; row < rows; row += threads) {
+    const int64_t parent = params.parents.at(row), length = params.lengths.at(row);
     const bool valid = params.parents.contains(parent) && length >= 0 && length <= params.capacity;
-    lengths[row] = valid ? static_cast<int32_t>(length) : kStays;
-    return valid ? static_cast<int32_t>(parent) : row;
-  });
-  const int32_t copy_count = moves ? storage.copy_count : 0;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t position = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       position < positions; position += threads) {
-    int32_t* const column = params.table + position;
-    int32_t temporary = 0;
-    for (int32_t i = 0; i < copy_count; ++i) {
-      const RowCopy copy = plan.copies[i];
-      if (copy.to == kTemporaryRow) {
-        temporary = column[copy.from * params.row_stride];
-      } else if (position < lengths[copy.to]) {
-        column[copy.to * params.row_stride] =
-            copy.from == kTemporaryRow ? temporary : column[copy.from * params.row_stride];
+    known[row] = {valid ? static_cast<int32_t>(parent) : row,
+                  valid ? static_cast<int32_t>(length) : kStays};
+  }
+  __syncthreads();
+  const int32_t column = thread % columns, first = thread / columns, step = threads / columns;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * columns; begin < plan.positions;
+       begin += static_cast<int64_t>(gridDim.x) * columns) {
+    const int64_t position = begin + column;
+    const bool is_there = position < plan.positions;
+    int32_t* const entries = params.table + position;
+#pragma unroll 8
+    for (int32_t row = first; row < rows; row += step) {
+      const BeamIndirectionRow of_row = known[row];
+      if (is_there && position < of_row.length && of_row.parent != row) {
+        read[row * columns + column] = entries[of_row.parent * params.row_stride];
       }
     }
-    for (int32_t row = 0; row < rows; ++row) {
-      if (position == lengths[row]) column[row * params.row_stride] = row;
+#if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
+    __syncthreads();
+#endif
+    // What a thread writes it has read itself.
+#pragma unroll 8
+    for (int32_t row = first; row < rows; row += step) {
+      const BeamIndirectionRow of_row = known[row];
+      const bool moves = position < of_row.length && of_row.parent != row;
+      if (is_there && (moves || position == of_row.length)) {
+        entries[row * params.row_stride] = moves ? read[row * columns + column] : row;
+      }
     }
   }
 }

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/row_copies.h"
 #include "kv_cache/update_beam_indirection.h"
 
 namespace lmdecode::kv_cache {
@@ -12,40 +11,53 @@ namespace lmdecode::kv_cache {
 namespace beam_indirection_cuda_tuning {
 
 // These change speed, never a result.
-constexpr int kThreads = 128;
-constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kThreads = 256;
+constexpr int kColumns = 32;                // of a block, where they fit: 128 bytes of each row
+constexpr int64_t kSharedBytes = 64 << 10;  // so that three blocks fit on a multiprocessor
+constexpr int kBlocksPerMultiprocessor = 3;
 
 }  // namespace beam_indirection_cuda_tuning
 
-// In shared memory, before the plan (thread_block_row_copies.cuh) and int32_t lengths[rows].
-struct BeamIndirectionStorage {
-  alignas(8) int32_t copy_count;
+// In shared memory, for each row, before int32_t [rows, columns].
+struct BeamIndirectionRow {
+  int32_t parent;
+  int32_t length;
 };
 
-inline int64_t beam_indirection_shared_bytes(int64_t rows) {
-  return static_cast<int64_t>(sizeof(BeamIndirectionStorage)) + row_plan_bytes(rows) +
-         rows * static_cast<int64_t>(sizeof(int32_t));
+struct BeamIndirectionPlan {
+  int64_t positions;  // that may change, as far as the host knows
+  int32_t columns;    // that a block has at a time: a power of two
+  unsigned blocks;
+  size_t shared_bytes;
+};
+
+inline int64_t beam_indirection_shared_bytes(int64_t rows, int64_t columns) {
+  return rows * static_cast<int64_t>(sizeof(BeamIndirectionRow) + columns * sizeof(int32_t));
 }
 
-// The most rows whose plan fits.
+// The most rows of which a block can have a column.
 inline int64_t max_beam_indirection_rows(int64_t shared_bytes) {
-  const int64_t bytes_a_row = 3 * sizeof(RowCopy) / 2 + 3 * sizeof(int32_t);
-  const int64_t left = shared_bytes - static_cast<int64_t>(sizeof(BeamIndirectionStorage));
-  return left > 0 ? left / bytes_a_row : 0;
+  return shared_bytes / beam_indirection_shared_bytes(1, 1);
 }
 
-// Positions that may change, as far as the host knows.
-inline int64_t beam_indirection_positions(const BeamIndirectionParams& params) {
+inline BeamIndirectionPlan plan_beam_indirection(const BeamIndirectionParams& params,
+                                                 int multiprocessors, int64_t shared_limit) {
+  using namespace beam_indirection_cuda_tuning;
+  const int64_t rows = params.parents.rows;
   const bool known = params.lengths.rows.data == nullptr;
-  return known && params.lengths.all < params.capacity ? params.lengths.all + 1 : params.capacity;
-}
-
-inline int64_t beam_indirection_blocks(int64_t positions, int multiprocessors,
-                                       int threads = beam_indirection_cuda_tuning::kThreads) {
-  const int64_t blocks = (positions + threads - 1) / threads;
-  const int64_t most = static_cast<int64_t>(multiprocessors) *
-                       beam_indirection_cuda_tuning::kBlocksPerMultiprocessor;
-  return blocks < most ? blocks : most;
+  BeamIndirectionPlan plan = {};
+  plan.positions =
+      known && params.lengths.all < params.capacity ? params.lengths.all + 1 : params.capacity;
+  const int64_t room = shared_limit < kSharedBytes ? shared_limit : kSharedBytes;
+  plan.columns = kColumns;
+  while (plan.columns > 1 && beam_indirection_shared_bytes(rows, plan.columns) > room) {
+    plan.columns /= 2;
+  }
+  const int64_t blocks = (plan.positions + plan.columns - 1) / plan.columns;
+  const int64_t most = static_cast<int64_t>(multiprocessors) * kBlocksPerMultiprocessor;
+  plan.blocks = static_cast<unsigned>(blocks < most ? blocks : most);
+  plan.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(rows, plan.columns));
+  return plan;
 }
 
 }  // namespace lmdecode::kv_cache

@@ -73,18 +73,19 @@ struct Case {
   }
 };
 
-// "" where every entry is as expected, or what went wrong.
-std::string run(Case& test, int threads, int multiprocessors, uint64_t schedule) {
+// "" where every entry is as expected, or what went wrong. columns: of a block.
+std::string run(Case& test, int threads, int columns, uint64_t schedule) {
   const std::vector<int32_t> expected = test.expected();
   const BeamIndirectionParams params = test.params();
-  const int64_t positions = beam_indirection_positions(params);
-  if (positions == 0) return "";
+  if (params.capacity == 0) return "";
+  BeamIndirectionPlan plan = plan_beam_indirection(params, 1, 227 << 10);
+  plan.columns = columns;
+  plan.blocks = 1 + static_cast<unsigned>(schedule % 3);
+  plan.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(test.rows, columns));
   try {
-    emulation::launch(
-        beam_indirection_cuda::update_beam_indirection_kernel,
-        dim3(static_cast<unsigned>(beam_indirection_blocks(positions, multiprocessors, threads))),
-        dim3(static_cast<unsigned>(threads)), 1,
-        static_cast<size_t>(beam_indirection_shared_bytes(test.rows)), schedule, params, positions);
+    emulation::launch(beam_indirection_cuda::update_beam_indirection_kernel, dim3(plan.blocks),
+                      dim3(static_cast<unsigned>(threads)), 1, plan.shared_bytes, schedule, params,
+                      plan);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -95,7 +96,7 @@ std::string run(Case& test, int threads, int multiprocessors, uint64_t schedule)
 
 void check(Random& random, const Map& map, bool valid, int threads, uint64_t schedule) {
   Case test(random, map, valid);
-  const std::string wrong = run(test, threads, static_cast<int>(1 + random.below(3)), schedule);
+  const std::string wrong = run(test, threads, random.any_of({1, 2, 8, 16, 32}), schedule);
   if (!wrong.empty()) {
     std::cout << "map " << text(map) << " schedule " << schedule << ": " << wrong << std::endl;
   }
@@ -131,11 +132,29 @@ TEST(rows_out_of_range_stay_as_they_are) {
 }
 
 TEST(rows_that_fit) {
-  for (const int64_t bytes : {0, 7, 8, 48 * 1024, 99 * 1024, 227 * 1024}) {
+  for (const int64_t bytes : {0, 7, 12, 48 * 1024, 99 * 1024, 227 * 1024}) {
     const int64_t rows = max_beam_indirection_rows(bytes);
-    if (rows > 0) CHECK(beam_indirection_shared_bytes(rows) <= bytes);
+    CHECK(beam_indirection_shared_bytes(rows, 1) <= bytes);
+    CHECK(beam_indirection_shared_bytes(rows + 1, 1) > bytes);
   }
-  CHECK(max_beam_indirection_rows(48 * 1024) > 2000);
+  CHECK(max_beam_indirection_rows(48 * 1024) > 4000);
+}
+
+TEST(plans) {
+  for (const int64_t rows : {1, 32, 256, 1000, 4000, 19000}) {
+    for (const int64_t capacity : {1, 31, 33, 8192}) {
+      BeamIndirectionParams params;
+      params.parents.rows = static_cast<int32_t>(rows);
+      params.capacity = capacity;
+      params.lengths.all = capacity / 2;
+      const BeamIndirectionPlan plan = plan_beam_indirection(params, 132, 227 << 10);
+      CHECK(plan.shared_bytes <= (227 << 10));
+      CHECK(plan.columns > 1 || rows > 4000);
+      CHECK(rows > 256 || plan.columns == 32);
+      CHECK_EQ(plan.positions, capacity / 2 + 1 > capacity ? capacity : capacity / 2 + 1);
+      CHECK(plan.blocks >= 1 && plan.blocks <= 3 * 132);
+    }
+  }
 }
 
 #else
