@@ -22,10 +22,7 @@ void launch_attention(const char* op, void (*kernel)(Params), int64_t blocks, in
             << " for this head_size";
     throw std::invalid_argument(message.str());
   }
-  check_cuda(op,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared_bytes)),
-             "cudaFuncSetAttribute");
+  prepare_kernel(op, kernel, device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_of(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -4,8 +4,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace lmdecode {
 
@@ -28,17 +31,62 @@ inline int device_attribute(const char* op, cudaDeviceAttr which, int device) {
   return value;
 }
 
-// The device that is current, as far as launches are laid out by it.
-struct CurrentDevice {
-  int index = 0;
+// What launches are laid out by.
+struct DeviceLimits {
   int shared_limit = 0;  // bytes of dynamic shared memory of a block
   int multiprocessors = 0;
+  int shared_of_multiprocessor = 0;  // bytes
+  bool has_clusters = false;
+};
+
+// What was found out once under a key; find() is called by one thread at a time.
+template <class Key, class Value>
+class FoundOnce {
+ public:
+  template <class Find>
+  Value get(const Key& key, const Find& find) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = known_.find(key);
+    return known != known_.end() ? known->second : known_.emplace(key, find()).first->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, Value> known_;
+};
+
+// The device that is current. The runtime is asked for its limits once, not in each launch.
+struct CurrentDevice : DeviceLimits {
+  int index = 0;
 
   explicit CurrentDevice(const char* op) {
     check_cuda(op, cudaGetDevice(&index), "cudaGetDevice");
-    shared_limit = device_attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    multiprocessors = device_attribute(op, cudaDevAttrMultiProcessorCount, index);
+    static FoundOnce<int, DeviceLimits> all;
+    static_cast<DeviceLimits&>(*this) = all.get(index, [&] {
+      const auto found = [&](cudaDeviceAttr which) { return device_attribute(op, which, index); };
+      return DeviceLimits{
+          found(cudaDevAttrMaxSharedMemoryPerBlockOptin), found(cudaDevAttrMultiProcessorCount),
+          found(cudaDevAttrMaxSharedMemoryPerMultiprocessor), found(cudaDevAttrClusterLaunch) != 0};
+    });
   }
 };
+
+// Before the launches of a kernel on a device: they may ask for all the shared memory that a block
+// can have. That belongs to the kernel, not to a launch, so it is done once, and another thread's
+// launch is not held to less than it needs. Returns the version of the code: 90 for sm_90.
+template <class Kernel>
+int prepare_kernel(const char* op, Kernel* kernel, const CurrentDevice& device) {
+  static FoundOnce<std::pair<const void*, int>, int> all;
+  const void* const code = reinterpret_cast<const void*>(kernel);
+  return all.get({code, device.index}, [&] {
+    cudaFuncAttributes found;
+    check_cuda(op, cudaFuncGetAttributes(&found, code), "cudaFuncGetAttributes");
+    check_cuda(op,
+               cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    device.shared_limit),
+               "cudaFuncSetAttribute");
+    return found.ptxVersion;
+  });
+}
 
 }  // namespace lmdecode

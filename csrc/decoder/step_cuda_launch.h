@@ -24,10 +24,7 @@ void launch_step(const char* op, void (*kernel)(Params), const Params& params, i
                                 "at most " +
                                 std::to_string(device.shared_limit));
   }
-  check_cuda(op,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared_bytes)),
-             "cudaFuncSetAttribute");
+  prepare_kernel(op, kernel, device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_of(blocks));
   config.blockDim = dim3(step_cuda_tuning::kThreads);

@@ -20,12 +20,7 @@ void reorder_cache_cuda(const ReorderCacheParams& params, void* stream) {
             << max_reorder_rows(device.shared_limit) << " rows on this device";
     throw std::invalid_argument(message.str());
   }
-  // The attribute belongs to the kernel, not to the launch: the device's limit, so that another
-  // thread's launch is not held to less than it needs.
-  check_cuda(kOp,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  device.shared_limit),
-             "cudaFuncSetAttribute");
+  prepare_kernel(kOp, kernel, device);
   for (int64_t at = 0; at < params.count;) {
     const ReorderLaunch launch = next_reorder_launch(params, &at);
     if (launch.count == 0) continue;

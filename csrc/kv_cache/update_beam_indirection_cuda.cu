@@ -21,10 +21,7 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
             << max_beam_indirection_rows(device.shared_limit) << " rows on this device";
     throw std::invalid_argument(message.str());
   }
-  check_cuda(kOp,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  device.shared_limit),
-             "cudaFuncSetAttribute");
+  prepare_kernel(kOp, kernel, device);
   const BeamIndirectionPlan plan =
       plan_beam_indirection(params, device.multiprocessors, device.shared_limit);
   cudaLaunchConfig_t config = {};

@@ -13,27 +13,18 @@ template <class Params>
 void launch_rows(const char* op, void (*kernel)(Params, SamplingLaunchPlan), int64_t rows,
                  int64_t vocab, int element_bytes, const Params& params, cudaStream_t stream) {
   const CurrentDevice device(op);
-  cudaFuncAttributes code;
-  check_cuda(op, cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+  const int code_version = prepare_kernel(op, kernel, device);
   SamplingDevice limits;
   limits.multiprocessors = device.multiprocessors;
   limits.shared_bytes_per_block = device.shared_limit;
-  limits.shared_bytes_per_multiprocessor =
-      device_attribute(op, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.index);
+  limits.shared_bytes_per_multiprocessor = device.shared_of_multiprocessor;
   // Clusters are a matter of the code that was compiled as much as of the device: PTX for sm_80
   // knows none, wherever it runs.
-  if (code.ptxVersion >= 90 && device_attribute(op, cudaDevAttrClusterLaunch, device.index) != 0) {
+  if (code_version >= 90 && device.has_clusters) {
     limits.max_cluster_size = cuda_tuning::kMaxClusterSize;
   }
   const SamplingLaunchPlan plan =
       plan_sampling_launch(rows, vocab, element_bytes, sizeof(cuda_kernels::RowStorage), limits);
-  // The attribute belongs to the kernel, not to the launch: the device's limit, whatever this plan
-  // takes, so that another thread's launch is not held to less than it needs.
-  check_cuda(op,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(limits.shared_bytes_per_block)),
-             "cudaFuncSetAttribute");
-
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(plan.clusters * plan.cluster_size));
   config.blockDim = dim3(static_cast<unsigned>(plan.threads));
