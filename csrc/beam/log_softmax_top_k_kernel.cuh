@@ -118,13 +118,8 @@ class RowCandidates {
     using namespace sampling::cuda_kernels;
     const KeptSet all = kept_from(lowest_value_of_warp(score, kMinusInfinityKey + 1));
     const Word k = static_cast<Word>(params_.row_candidates);
-    if (is_few(k, vocab_, cluster_)) {
-      const float reached = reached_by<T>(cluster_, best_, k);
-      if (reached > minus_infinity()) {
-        keep_from(cluster_, slice, lowest_value_of_warp(score, order_key(score(reached))),
-                  static_cast<uint32_t>(launch_.list_room));
-      }
-    }
+    keep_largest(cluster_, slice, vocab_, best_, k, launch_.list_room,
+                 [&](float logit) { return lowest_value_of_warp(score, order_key(score(logit))); });
     // A list of k tokens is what is wanted.
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{all}, weight_,

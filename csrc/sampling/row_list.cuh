@@ -33,17 +33,10 @@ __device__ float reached_by(RowCluster& cluster, float best, Word k) {
   return cut.reached && key > kMinusInfinityKey ? value_of_key(key) : minus_infinity();
 }
 
-// Whether it is worth it to look for the k largest so: few against the threads, which are few
-// against the logits.
-__device__ inline bool is_few(Word k, uint32_t vocab, const RowCluster& cluster) {
-  const uint32_t threads = cluster.size() * blockDim.x;
-  return 4 * k <= threads && 4 * threads <= vocab;
-}
-
-// Leaves of the slices what reaches `lowest`, in the lists of their blocks. False: some block has
-// more than `room`, and nothing is changed.
+// Leaves of the slices what reaches `lowest`, in the lists of their blocks; or leaves all, where
+// some block has more than `room`.
 template <class T>
-__device__ bool keep_from(RowCluster& cluster, RowSlice<T>& slice, float lowest, uint32_t room) {
+__device__ void keep_from(RowCluster& cluster, RowSlice<T>& slice, float lowest, uint32_t room) {
   struct Most {
     Word size;
   };
@@ -60,9 +53,20 @@ __device__ bool keep_from(RowCluster& cluster, RowSlice<T>& slice, float lowest,
   __syncthreads();
   const Most most =
       cluster.reduce(Most{list.size}, [](Most a, Most b) { return a.size > b.size ? a : b; });
-  if (most.size > room) return false;
-  slice.keep(list);
-  return true;
+  if (most.size <= room) slice.keep(list);
+}
+
+// Leaves of a row's slices what its k largest logits are among, in lists of at most `room`, where
+// k is few against the threads and these against the logits; or leaves all. best: as of
+// reached_by(). lowest_of(logit): the lowest logit that counts as much as this one.
+template <class T, class LowestOf>
+__device__ void keep_largest(RowCluster& cluster, RowSlice<T>& slice, uint32_t vocab, float best,
+                             Word k, int room, LowestOf lowest_of) {
+  const uint32_t threads = cluster.size() * blockDim.x;
+  if (4 * k > threads || 4 * threads > vocab) return;
+  const float reached = reached_by<T>(cluster, best, k);
+  if (!(reached > minus_infinity())) return;
+  keep_from(cluster, slice, lowest_of(reached), static_cast<uint32_t>(room));
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels

@@ -148,15 +148,6 @@ class RowSampler {
 
   // ---- the stages
 
-  // The top k need no more than what reaches the k-th largest, or has its value.
-  __device__ void list_top_k(RowSlice<T>& slice) {
-    const Word k = static_cast<Word>(plan_.top_k);
-    if (!is_few(k, vocab_, cluster_)) return;
-    const float reached = reached_by<T>(cluster_, best_, k);
-    if (!(reached > minus_infinity())) return;
-    keep_from(cluster_, slice, class_of(reached).lowest, static_cast<uint32_t>(launch_.list_room));
-  }
-
   __device__ void filtered(RowSlice<T>& slice) {
     const float floor = find_lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
     if (!(max_ >= floor)) return finish_empty(slice);
@@ -167,7 +158,10 @@ class RowSampler {
     set_ =
         kept_from(weight_.uniform ? find_lowest_logit(kPlusInfinityKey, plan_.temperature) : floor);
 
-    if (plan_.top_k > 0) list_top_k(slice);
+    if (plan_.top_k > 0) {
+      keep_largest(cluster_, slice, vocab_, best_, static_cast<Word>(plan_.top_k),
+                   launch_.list_room, [this](float logit) { return class_of(logit).lowest; });
+    }
     const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
     if (min_p_first) apply_min_p(slice, largest, floor);
     if (plan_.top_k > 0) apply_top_k(slice);
