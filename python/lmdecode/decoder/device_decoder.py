@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,4 +81,4 @@ class DeviceDecoder:
         self.num_distances: int | None = None
         if weights.relative_bias is not None:
             self.num_distances = weights.relative_bias.shape[1]
-        self.plans = Spares(_KEPT_PLANS)
+        self.plans: Spares[Any] = Spares(_KEPT_PLANS)  # device_plan.py

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from threading import Lock
-from typing import Any
+from typing import Generic, TypeVar
 
 __all__ = ["Spares"]
 
+Thing = TypeVar("Thing")
 
-class Spares:
+
+class Spares(Generic[Thing]):
     """What nobody uses now, under keys; the last ones that were given back.
 
     Who takes a thing has it alone until it is given back, so that threads do not share one.
@@ -22,12 +24,12 @@ class Spares:
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, Lock()
-        self._kept: list[tuple[Hashable, Any]] = []
+        self._kept: list[tuple[Hashable, Thing]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, key: Hashable) -> Any:
+    def take(self, key: Hashable) -> Thing | None:
         """Return one with this key, which is then no longer kept; None: there is none."""
         with self._lock:
             for place, (known, _) in enumerate(self._kept):
@@ -35,7 +37,7 @@ class Spares:
                     return self._kept.pop(place)[1]
         return None
 
-    def give_back(self, key: Hashable, thing: Any) -> None:
+    def give_back(self, key: Hashable, thing: Thing) -> None:
         """Keep one, and forget that which was given back longest ago where there are too many."""
         with self._lock:
             self._kept.append((key, thing))

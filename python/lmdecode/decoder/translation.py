@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from lmdecode.beam.state import BeamState, beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import repeat_token_rules
 from lmdecode.decoder.huge_memory import gather
 from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.spares import Spares
 from lmdecode.decoder.state import caches_bytes, padded
 from lmdecode.decoder.weights import PackedDecoder
 
@@ -109,9 +109,7 @@ class Translator:
 
     def __init__(self, decoder: PackedDecoder, request: BeamRequest) -> None:
         self._decoder, self._request = decoder, request
-        # What no thread uses, by its sizes, the last used one last.
-        self._kept: list[tuple[tuple[int, int], _Batch]] = []
-        self._lock = threading.Lock()
+        self._spares: Spares[_Batch] = Spares(_KEPT_BATCHES)  # by their sizes
 
     def translate(
         self,
@@ -145,24 +143,11 @@ class Translator:
         for numbers in _batches(lengths, max_tokens, most):
             memory, counts = encode(numbers)
             sizes = (len(numbers), padded(memory.shape[1]))
-            batch = self._take(sizes)
+            batch = self._spares.take(sizes) or _Batch(self._decoder, request, *sizes)
             found = batch.run(memory, counts, numbers)
             results |= dict(zip(numbers, found, strict=True))
-            self._give(sizes, batch)
+            if batch.searches.has_own_memory:
+                self._spares.give_back(sizes, batch)
+            else:
+                batch.searches.release()
         return [results[i] for i in range(len(lengths))]
-
-    def _take(self, sizes: tuple[int, int]) -> _Batch:
-        with self._lock:
-            for i, (have, batch) in enumerate(self._kept):
-                if have == sizes:
-                    del self._kept[i]
-                    return batch
-        return _Batch(self._decoder, self._request, *sizes)
-
-    def _give(self, sizes: tuple[int, int], batch: _Batch) -> None:
-        if not batch.searches.has_own_memory:
-            batch.searches.release()
-            return
-        with self._lock:
-            self._kept.append((sizes, batch))
-            del self._kept[:-_KEPT_BATCHES]
