@@ -21,7 +21,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from lmdecode._checks import check_int
+from lmdecode._checks import check_format, check_int
 from lmdecode.integrations.ray.completions import (
     BadRequest,
     CompletionRequest,
@@ -237,8 +237,7 @@ def build_app(
         ("max_waiting", max_waiting),
     ):  # fmt: skip
         check_int(op, argument, value, 1)
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"{op}: dtype is {dtype!r}; expected float32, bfloat16 or float16")
+    check_format(op, dtype, ("float32", "bfloat16", "float16"))
     if store is not None:
         if not isinstance(store, dict):
             kind = type(store).__name__

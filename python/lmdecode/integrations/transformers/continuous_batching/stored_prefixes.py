@@ -86,7 +86,9 @@ class StoredPrefixes:
                 caller=self._op,
             )  # fmt: skip
             self._texts[request_id] = text
-            text.load(partial(self._fill, prompt_ids))
+            known = self._allocator.match_prefix_blocks(prompt_ids)
+            if len(known) < (len(prompt_ids) - 1) // self._allocator.tokens_per_page:
+                text.load(partial(self._fill, prompt_ids))
         return self._search(request_id, prompt_ids)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
@@ -102,7 +104,7 @@ class StoredPrefixes:
         self._mark(state, complete_blocks)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Forget a request that has ended or is put back; what is being written is waited for."""
+        """Forget a request that has ended or is put back; what is being written goes on."""
         self._texts.pop(request_id, None)
         self._free(request_id, no_cache)
 
@@ -127,9 +129,9 @@ class StoredPrefixes:
         """Write what the cache does not have into free blocks; False: a miss after all."""
         allocator = self._allocator
         size = allocator.tokens_per_page
-        if not self._make_room(prompt_ids):
+        known = self._known_with_room(prompt_ids)
+        if known is None:
             return True  # the prompt itself has to wait
-        known = allocator.match_prefix_blocks(prompt_ids)
         first, end = len(known), hit.num_tokens // size
         if end <= first:
             return True
@@ -153,17 +155,17 @@ class StoredPrefixes:
                 allocator.pool.free_blocks(allocator.index, [block])
         return True
 
-    def _make_room(self, prompt_ids: list[int]) -> bool:
-        """Whether the blocks of a prompt that are not there yet fit."""
+    def _known_with_room(self, prompt_ids: list[int]) -> list[int] | None:
+        """Return the blocks of a prompt that the cache has, where the others fit beside them."""
         allocator, pool = self._allocator, self._allocator.pool
-
-        def has_room() -> bool:
-            known = len(allocator.match_prefix_blocks(prompt_ids))
-            missing = -(-len(prompt_ids) // allocator.tokens_per_page) - known
+        while True:
+            known: list[int] = allocator.match_prefix_blocks(prompt_ids)
+            missing = -(-len(prompt_ids) // allocator.tokens_per_page) - len(known)
             room = pool.num_free_sectors * allocator.blocks_per_sector
-            return missing <= room + pool.count_free_blocks(allocator.index)
-
-        return has_room() or (self._cache.evict_cached_blocks() and has_room())
+            if missing <= room + pool.count_free_blocks(allocator.index):
+                return known
+            if not self._cache.evict_cached_blocks():
+                return None
 
     def _take(self, count: int) -> list[int]:
         allocator, pool = self._allocator, self._allocator.pool
