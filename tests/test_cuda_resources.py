@@ -11,14 +11,12 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.sass import Kernel, Loop, kernels_of
+from tests.support.wheels import files_of_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "cuda_resources.md"
@@ -33,43 +31,21 @@ pytestmark = [
 ]
 
 
-def _fetch(folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--only-binary=:all:", "--dest", folder, *PACKAGES],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        pytest.skip(f"cuobjdump and nvdisasm could not be had: {reason}")
-    for wheel in folder.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                if Path(name).parent.name == "bin":
-                    target = folder / "bin" / Path(name).name
-                    target.parent.mkdir(exist_ok=True)
-                    target.write_bytes(archive.read(name))
-                    target.chmod(target.stat().st_mode | stat.S_IXUSR)
-
-
 def find_cuobjdump() -> Path:
     """Return the program: the machine's, or that of two small wheels, kept in build/."""
     found = shutil.which("cuobjdump")
     if found and shutil.which("nvdisasm"):
         return Path(found)
-    cached = ROOT / "build" / "cuda-tools"
-    if not cached.is_dir():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-            _fetch(Path(folder))
-            try:
-                (Path(folder) / "bin").rename(cached)
-            except OSError:  # another process was faster
-                assert cached.is_dir()
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(cached)])  # nvdisasm
-    return cached / "cuobjdump"
+    folder = files_of_wheels(
+        ROOT / "build" / "cuda-tools",
+        "cuobjdump and nvdisasm",
+        lambda name: Path(name).name if Path(name).parent.name == "bin" else None,
+        *PACKAGES,
+    )
+    for program in folder.iterdir():
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(folder)])  # nvdisasm
+    return folder / "cuobjdump"
 
 
 def _nvcc_version() -> str:

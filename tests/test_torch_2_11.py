@@ -12,12 +12,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support.wheels import files_of_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "2.11.0"
@@ -29,41 +29,16 @@ pytestmark = [
 ]
 
 
-def fetch_headers(folder: Path) -> None:
-    """Write ``include/`` of the wheel to a folder."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--only-binary=:all:", "--dest", folder, *WHEEL],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        pytest.skip(f"the wheel of torch {VERSION} could not be had: {reason}")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        prefix = "torch/include/"
-        for name in archive.namelist():
-            if name.startswith(prefix) and not name.endswith("/"):
-                target = folder / "include" / name.removeprefix(prefix)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(name))
-
-
 @pytest.fixture(scope="session")
 def include() -> Path:
-    """Return the folder of the headers, kept in build/ from run to run."""
-    cached = ROOT / "build" / f"torch-{VERSION}" / "include"
-    if not cached.is_dir():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-            fetch_headers(Path(folder))
-            try:
-                (Path(folder) / "include").rename(cached)
-            except OSError:  # another process was faster
-                assert cached.is_dir()
-    return cached
+    """Return the folder of the headers."""
+    prefix = "torch/include/"
+    return files_of_wheels(
+        ROOT / "build" / f"torch-{VERSION}" / "include",
+        f"the wheel of torch {VERSION}",
+        lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None,
+        *WHEEL,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from benchmarks.gpu.machine import Machine, header, row
-from benchmarks.gpu.tools import find, watched
+from benchmarks.gpu.tools import program_for, watched
 
 # Name of a metric, its column, and by what its value is divided.
 _METRICS = (
@@ -43,13 +43,9 @@ def _tables(said: str) -> Iterator[list[str]]:
 
 def run(machine: Machine) -> Iterator[str]:
     """Run it on ``profiled``."""
-    program = find("ncu")
-    if machine.is_rehearsal:
-        program = None
-        machine.found_fault |= watched([], "profiled", machine).returncode != 0
+    program, why_not = program_for(machine, "ncu", "profiled")
     if program is None:
-        why = "a rehearsal" if machine.is_rehearsal else "ncu is not installed"
-        yield f"Not run: {why}."
+        yield why_not
         return
     metrics = ",".join(metric for metric, *_ in _METRICS)
     done = watched(

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.tools import find, watched
+from benchmarks.gpu.tools import program_for, watched
 
 _SHOWN = 12  # lines of what it found
 
 
 def run(machine: Machine) -> Iterator[str]:
     """Run memcheck, then racecheck."""
-    program = find("compute-sanitizer")
-    if machine.is_rehearsal:
-        program = None
-        machine.found_fault |= watched([], "smoke_small", machine).returncode != 0
+    program, why_not = program_for(machine, "compute-sanitizer", "smoke_small")
     if program is None:
-        why = "a rehearsal" if machine.is_rehearsal else "compute-sanitizer is not installed"
-        yield f"Not run: {why}."
+        yield why_not
         return
     for tool in ("memcheck", "racecheck"):
         done = watched([program, "--tool", tool, "--error-exitcode", "9"], "smoke_small", machine)

@@ -11,7 +11,19 @@ from pathlib import Path
 from benchmarks.gpu.machine import Machine
 
 
-def find(name: str) -> str | None:
+def program_for(machine: Machine, name: str, stage: str) -> tuple[str | None, str]:
+    """Return a program that is to watch a stage; or None, and that it is not run.
+
+    In a rehearsal the stage runs by itself.
+    """
+    if machine.is_rehearsal:
+        machine.found_fault |= watched([], stage, machine).returncode != 0
+        return None, "Not run: a rehearsal."
+    program = _find(name)
+    return program, f"Not run: {name} is not installed."
+
+
+def _find(name: str) -> str | None:
     """Return a program: on the PATH, or beside nvcc."""
     nvcc = shutil.which(os.environ.get("CUDACXX", "nvcc"))
     folders = [Path(nvcc).resolve().parent] if nvcc else []
