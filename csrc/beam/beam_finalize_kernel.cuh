@@ -20,7 +20,7 @@ LMD_HOST_DEVICE size_t beam_finalize_shared_bytes(const BeamFinalizeParams& para
 }
 
 __global__ void __launch_bounds__(tuning::kStepThreads)
-    beam_finalize_kernel(const BeamFinalizeParams params) {
+    beam_finalize_kernel(const LMD_KERNEL_PARAM BeamFinalizeParams params) {
   int32_t* const open_beams = cuda::shared_storage<BeamFinalizeStorage>().open_beams;
   const int64_t hypotheses = params.state.hypotheses;
   const int64_t count = params.num_groups * hypotheses;

@@ -83,7 +83,7 @@ __device__ inline void advance_beams(const BeamStepParams& params, const BeamSte
 }
 
 __global__ void __launch_bounds__(tuning::kStepThreads)
-    beam_step_kernel(const BeamStepParams params) {
+    beam_step_kernel(const LMD_KERNEL_PARAM BeamStepParams params) {
   BeamStepStorage& storage = cuda::shared_storage<BeamStepStorage>();
   RowCopy* const copies = reinterpret_cast<RowCopy*>(&storage + 1);
   const Columns columns{threadIdx.x, blockDim.x};

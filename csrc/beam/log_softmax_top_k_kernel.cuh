@@ -188,7 +188,8 @@ class RowCandidates {
 
 template <class T>
 __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    log_softmax_top_k_row_kernel(const LogSoftmaxTopKParams params, const SamplingLaunchPlan plan) {
+    log_softmax_top_k_row_kernel(const LMD_KERNEL_PARAM LogSoftmaxTopKParams params,
+                                 const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   RowCandidates<T> candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.rows; row += plan.clusters) {
     candidates.run(row);
@@ -299,7 +300,7 @@ class RequestMerge {
 };
 
 inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    log_softmax_top_k_request_kernel(const LogSoftmaxTopKParams params) {
+    log_softmax_top_k_request_kernel(const LMD_KERNEL_PARAM LogSoftmaxTopKParams params) {
   RequestMerge merge(params, cuda::shared_storage<RowStorage>());
   for (int64_t request = blockIdx.x; request < params.requests; request += gridDim.x) {
     merge.run(request);

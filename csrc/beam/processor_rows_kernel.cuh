@@ -178,7 +178,8 @@ class ProcessedRowCandidates : private RowCandidates<float> {
 
 template <class T>
 __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    processor_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
+    processor_row_kernel(const LMD_KERNEL_PARAM ProcessedParams params,
+                         const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   RowProcessing<T> rows(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
     rows.run(row);
@@ -186,7 +187,8 @@ __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
 }
 
 inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    processed_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
+    processed_row_kernel(const LMD_KERNEL_PARAM ProcessedParams params,
+                         const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   ProcessedRowCandidates candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
     candidates.run(row);

@@ -103,7 +103,8 @@ class TrieRowCandidates : private RowCandidates<float> {
 
 template <class T>
 __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    trie_processor_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
+    trie_processor_row_kernel(const LMD_KERNEL_PARAM ProcessedParams params,
+                              const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   TrieRowProcessing<T> rows(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
     rows.run(row);
@@ -111,7 +112,8 @@ __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
 }
 
 inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
-    trie_row_kernel(const ProcessedParams params, const SamplingLaunchPlan plan) {
+    trie_row_kernel(const LMD_KERNEL_PARAM ProcessedParams params,
+                    const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   TrieRowCandidates candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
     candidates.run(row);

@@ -173,6 +173,14 @@ __device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const unsigned
 #define LMD_OUT_OF_LINE __noinline__
 #endif
 
+// A kernel's parameter that is passed on by reference: without this each thread keeps a copy of it
+// in its local memory.
+#if defined(LMDECODE_CUDA_EMULATION)
+#define LMD_KERNEL_PARAM
+#else
+#define LMD_KERNEL_PARAM __grid_constant__
+#endif
+
 namespace lmdecode::cuda {
 
 inline constexpr int kWarpSize = 32;

@@ -16,6 +16,12 @@ constexpr int kPhiloxRounds = 10;
 
 struct PhiloxBlock {
   uint32_t word[4];
+
+  // Word i % 4, by selection: an index would put the words into a GPU thread's local memory.
+  LMD_HOST_DEVICE uint32_t at(uint32_t i) const {
+    const uint32_t even = i & 2 ? word[2] : word[0], odd = i & 2 ? word[3] : word[1];
+    return i & 1 ? odd : even;
+  }
 };
 
 LMD_HOST_DEVICE PhiloxBlock philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,

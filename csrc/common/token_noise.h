@@ -19,7 +19,7 @@ LMD_HOST_DEVICE uint32_t noise_word(int64_t seed, int64_t position, uint32_t tok
   const PhiloxBlock block = philox(token >> 2, static_cast<uint32_t>(position),
                                    static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32),
                                    half, static_cast<uint64_t>(seed));
-  return block.word[token & 3];
+  return block.at(token);
 }
 
 // (high * 2^32 + low + 1/2) / 2^64 in f64.

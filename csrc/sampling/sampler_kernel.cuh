@@ -17,7 +17,7 @@ __device__ inline SamplerBlockWorkspace block_workspace(const SamplerStepParams&
 
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMaxThreads, 1)
-    sampler_step_kernel(const SamplerStepParams params, char* scratch) {
+    sampler_step_kernel(const LMD_KERNEL_PARAM SamplerStepParams params, char* scratch) {
   SamplerRowKernel<T> kernel(params, cuda::shared_storage<RowStorage>(),
                              block_workspace(params, scratch));
   const T* logits = static_cast<const T*>(params.logits);
@@ -84,7 +84,7 @@ __device__ void verify_row(const SamplerVerifyParams& v, int64_t row, SamplerRow
 
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMaxThreads, 1)
-    sampler_verify_kernel(const SamplerVerifyParams params, char* scratch) {
+    sampler_verify_kernel(const LMD_KERNEL_PARAM SamplerVerifyParams params, char* scratch) {
   SamplerRowKernel<T> kernel(params.step, cuda::shared_storage<RowStorage>(),
                              block_workspace(params.step, scratch));
   for (int64_t row = blockIdx.x; row < params.step.batch; row += gridDim.x) {

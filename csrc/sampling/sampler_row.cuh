@@ -20,7 +20,10 @@ struct RawRow {
   // see(logit, token) for each logit, once, by any thread.
   template <class See>
   __device__ void each(See see) const {
-    for (uint32_t token = threadIdx.x; token < vocab; token += blockDim.x) see(at(token), token);
+    const RawRow row = *this;  // in registers, whatever see() writes
+    for (uint32_t token = threadIdx.x; token < row.vocab; token += blockDim.x) {
+      see(row.at(token), token);
+    }
   }
 };
 
@@ -42,16 +45,17 @@ struct EditedRow {
   // see(logit, token) for each token that is left.
   template <class See>
   __device__ void each(See see) const {
-    for (uint32_t token = threadIdx.x; token < vocab; token += blockDim.x) {
-      if (has(token)) see(at(token), token);
+    const EditedRow row = *this;  // in registers, whatever see() writes
+    for (uint32_t token = threadIdx.x; token < row.vocab; token += blockDim.x) {
+      if (row.has(token)) see(row.at(token), token);
     }
   }
 
   // Drops the tokens for which drops(logit, token).
   template <class Drops>
   __device__ void drop(Drops drops) const {
-    each([&](float logit, uint32_t token) {
-      if (drops(logit, token)) value[token] = minus_infinity();
+    each([to = value, &drops](float logit, uint32_t token) {
+      if (drops(logit, token)) to[token] = minus_infinity();
     });
   }
 };
