@@ -45,10 +45,15 @@ LMD_HOST_DEVICE float exponent_factor(float temperature) {
   return factor < static_cast<double>(kMaxFloat) ? static_cast<float>(factor) : kMaxFloat;
 }
 
-// weight * 2^scale; value <= max, both finite; factor of exponent_factor(). 0 <= scale <= 63.
-LMD_HOST_DEVICE float scaled_weight(float value, float max, float factor, int scale) {
-  float exponent = (value - max) * factor;
-  exponent = exponent > kMinExponent ? exponent : kMinExponent;
+// The exponent of two of a weight, at least kMinExponent; value <= max, both finite; factor of
+// exponent_factor(). It does not fall where the value grows.
+LMD_HOST_DEVICE float weight_exponent(float value, float max, float factor) {
+  const float exponent = (value - max) * factor;
+  return exponent > kMinExponent ? exponent : kMinExponent;
+}
+
+// 2^(exponent + scale); 0 <= scale <= 63.
+LMD_HOST_DEVICE float scaled_exp2(float exponent, int scale) {
   const float whole = (exponent + kRoundMagic) - kRoundMagic;
   const float f = exponent - whole;
   float p = kExp2C5;
@@ -58,6 +63,11 @@ LMD_HOST_DEVICE float scaled_weight(float value, float max, float factor, int sc
   p = fused_multiply_add(p, f, kExp2C1);
   p = fused_multiply_add(p, f, 1.0f);
   return float_of(bits_of(p) + (static_cast<uint32_t>(static_cast<int32_t>(whole) + scale) << 23));
+}
+
+// weight * 2^scale.
+LMD_HOST_DEVICE float scaled_weight(float value, float max, float factor, int scale) {
+  return scaled_exp2(weight_exponent(value, max, factor), scale);
 }
 
 LMD_HOST_DEVICE float token_weight(float value, float max, float factor) {

@@ -74,6 +74,14 @@ __device__ inline void add_to_bin(RowStorage::Histogram& histogram, uint32_t bin
   if (carried != 0) atomicAdd(&histogram.high[bin], carried);
 }
 
+__device__ inline void add_amount_to_bin(RowStorage::Histogram& histogram, const BinnedMass& mass) {
+  atomicAdd(&histogram.low[mass.bin], mass.amount & ((1u << kLowAmountBits) - 1));
+  atomicAdd(&histogram.high[mass.bin], mass.amount >> kLowAmountBits);
+}
+
+// What the words of a bin come to.
+enum class BinKind { kCount, kMass, kAmount };
+
 // Bins are read four at a time, so there are four at least.
 __device__ inline uint32_t bins_of(int width) { return width < 2 ? 4u : 1u << width; }
 
@@ -82,28 +90,33 @@ struct BinGroup {
 };
 
 // The sums of bins [4 * group, 4 * group + 4) over the cluster.
-__device__ inline BinGroup group_sums(RowCluster& cluster, unsigned parity, uint32_t group,
-                                      bool wide) {
+template <BinKind kKind>
+__device__ BinGroup group_sums(RowCluster& cluster, unsigned parity, uint32_t group) {
   RowStorage::Histogram& histogram = cluster.storage().histogram[parity];
   uint4* low = reinterpret_cast<uint4*>(histogram.low) + group;
   uint4* high = reinterpret_cast<uint4*>(histogram.high) + group;
+  constexpr int kHighBit = kKind == BinKind::kAmount ? kLowAmountBits : 32;
   BinGroup bins{};
 #pragma unroll 4
   for (unsigned rank = 0; rank < cluster.size(); ++rank) {
     const uint4 l = *cluster.at_rank(low, rank);
-    const uint4 h = wide ? *cluster.at_rank(high, rank) : uint4{};
-    bins.sum[0] += l.x + (static_cast<Word>(h.x) << 32);
-    bins.sum[1] += l.y + (static_cast<Word>(h.y) << 32);
-    bins.sum[2] += l.z + (static_cast<Word>(h.z) << 32);
-    bins.sum[3] += l.w + (static_cast<Word>(h.w) << 32);
+    const uint4 h = kKind == BinKind::kCount ? uint4{} : *cluster.at_rank(high, rank);
+    bins.sum[0] += l.x + (static_cast<Word>(h.x) << kHighBit);
+    bins.sum[1] += l.y + (static_cast<Word>(h.y) << kHighBit);
+    bins.sum[2] += l.z + (static_cast<Word>(h.z) << kHighBit);
+    bins.sum[3] += l.w + (static_cast<Word>(h.w) << kHighBit);
+  }
+  if constexpr (kKind == BinKind::kAmount) {
+#pragma unroll
+    for (uint32_t b = 0; b < 4; ++b) bins.sum[b] <<= mass_shift(4 * group + b);
   }
   return bins;
 }
 
 // One step: the digit of `width` bits below `shift` at which the target is reached.
 // target_of(total) is asked at the first step.
-template <class TargetOf>
-__device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool wide, bool first,
+template <BinKind kKind, class TargetOf>
+__device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool first,
                            TargetOf target_of, Descent* descent) {
   RowStorage& storage = cluster.storage();
   const uint32_t groups = bins_of(width) / 4;
@@ -113,7 +126,7 @@ __device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool
   const uint32_t end = begin + per_thread < groups ? begin + per_thread : groups;
   Word sum = 0;
   for (uint32_t i = begin; i < end; ++i) {
-    const BinGroup bins = group_sums(cluster, parity, groups - 1 - i, wide);
+    const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
     sum += bins.sum[0] + bins.sum[1] + bins.sum[2] + bins.sum[3];
   }
 
@@ -139,7 +152,7 @@ __device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool
   if (descent->reached && before < descent->target && before + sum >= descent->target) {
     bool found = false;
     for (uint32_t i = begin; i < end && !found; ++i) {
-      const BinGroup bins = group_sums(cluster, parity, groups - 1 - i, wide);
+      const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
       for (int b = 3; b >= 0 && !found; --b) {
         found = before + bins.sum[b] >= descent->target;
         if (found) {
@@ -158,23 +171,56 @@ __device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool
   descent->at = storage.found_at;
 }
 
+// The histogram of this phase, for digits of `width` bits.
+template <BinKind kKind>
+__device__ RowStorage::Histogram& empty_histogram(RowCluster& cluster, int width) {
+  RowStorage::Histogram& histogram = cluster.storage().histogram[cluster.parity()];
+  for (uint32_t bin = threadIdx.x; bin < bins_of(width); bin += blockDim.x) {
+    histogram.low[bin] = 0;
+    if constexpr (kKind != BinKind::kCount) histogram.high[bin] = 0;
+  }
+  __syncthreads();
+  return histogram;
+}
+
+// The bin of masses at which the sum over the tokens of `set` reaches target_of(sum of all): one
+// step, of which `key` is the bin.
+template <class Row, class TargetOf>
+__device__ Descent find_mass_bin(RowCluster& cluster, const Row& row, const KeptSet& set,
+                                 const TokenWeight& weight, TargetOf target_of) {
+  RowStorage::Histogram& histogram =
+      empty_histogram<BinKind::kAmount>(cluster, cuda_tuning::kDigitBits);
+  const auto add_all = [&](auto mass_of) {
+    row.each([&](float logit, uint32_t token) {
+      if (set.contains(logit, token)) add_amount_to_bin(histogram, mass_of(weight, logit));
+    });
+  };
+  if (weight.probabilities) {
+    add_all(binned_probability);
+  } else {
+    add_all(binned_weight);
+  }
+  const unsigned parity = cluster.meet();
+  Descent descent;
+  find_digit<BinKind::kAmount>(cluster, parity, cuda_tuning::kDigitBits, /*first=*/true, target_of,
+                               &descent);
+  return descent;
+}
+
 // The largest key with amount(tokens with this key or a larger one) >= target, where target =
 // target_of(amount of all). key_of(logit, token, &key): whether the token counts, and its key, of
 // `bits` bits. kMass: amounts are mass_of(logit), else counts.
 template <bool kMass, class Row, class KeyOf, class MassOf, class TargetOf>
 __device__ Descent descend_keys(RowCluster& cluster, const Row& row, int bits, KeyOf key_of,
                                 MassOf mass_of, TargetOf target_of) {
+  constexpr BinKind kKind = kMass ? BinKind::kMass : BinKind::kCount;
   int shift = bits;
   Descent descent;
   for (bool first = true; shift > 0; first = false) {
-    const int width = shift < cuda_tuning::kDigitBits ? shift : cuda_tuning::kDigitBits;
+    const int digits = (shift + cuda_tuning::kDigitBits - 1) / cuda_tuning::kDigitBits;
+    const int width = (shift + digits - 1) / digits;
     const int next = shift - width;
-    RowStorage::Histogram& histogram = cluster.storage().histogram[cluster.parity()];
-    for (uint32_t bin = threadIdx.x; bin < bins_of(width); bin += blockDim.x) {
-      histogram.low[bin] = 0;
-      if constexpr (kMass) histogram.high[bin] = 0;
-    }
-    __syncthreads();
+    RowStorage::Histogram& histogram = empty_histogram<kKind>(cluster, width);
     const uint32_t prefix = descent.key, mask = (1u << width) - 1;
     row.each([&](float logit, uint32_t token) {
       uint32_t key;
@@ -188,32 +234,40 @@ __device__ Descent descend_keys(RowCluster& cluster, const Row& row, int bits, K
       }
     });
     const unsigned parity = cluster.meet();
-    find_digit(cluster, parity, width, kMass, first, target_of, &descent);
+    find_digit<kKind>(cluster, parity, width, first, target_of, &descent);
     if (!descent.reached) return descent;
     shift = next;
   }
   return descent;
 }
 
-// Bits of a key that is a token's number.
-__device__ inline int token_bits(uint32_t vocab) { return 32 - __clz(static_cast<int>(vocab)); }
+// Bits of keys up to `largest`; 1 at least.
+__device__ inline int bits_of_number(uint32_t largest) {
+  return 32 - __clz(static_cast<int>(largest | 1u));
+}
 
 // The same of the tokens of a range, by value or by number.
 template <bool kMass, Order kOrder, class T, class TargetOf>
 __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32_t vocab,
                            const TokenRange& range, const TokenWeight& weight, TargetOf target_of) {
+  // Keys of values count from the lowest one that the row has.
+  const uint32_t first = slice.lowest_key() >> kUnusedKeyBits<T>;
   const auto key_of = [&](float logit, uint32_t token, uint32_t* key) {
     if (!range.contains(logit, token)) return false;
     if constexpr (kOrder == Order::kValue) {
-      *key = order_key(logit) >> kUnusedKeyBits<T>;
+      *key = (order_key(logit) >> kUnusedKeyBits<T>)-first;
     } else {
       *key = kOrder == Order::kLowTokenFirst ? vocab - 1 - token : token;
     }
     return true;
   };
-  const int bits = kOrder == Order::kValue ? 32 - kUnusedKeyBits<T> : token_bits(vocab);
-  return descend_keys<kMass>(
+  const int bits = kOrder == Order::kValue
+                       ? bits_of_number((slice.highest_key() >> kUnusedKeyBits<T>)-first)
+                       : bits_of_number(vocab);
+  Descent descent = descend_keys<kMass>(
       cluster, slice, bits, key_of, [&](float logit) { return weight.mass(logit); }, target_of);
+  if constexpr (kOrder == Order::kValue) descent.key += first;
+  return descent;
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels

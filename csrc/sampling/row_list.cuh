@@ -1,5 +1,5 @@
-// The few logits of a row that its k largest are among: what is looked for after a first pass is
-// looked for in them.
+// The few logits of a row among which something is looked for after a first pass: its k largest, or
+// the last one of its top-p.
 #pragma once
 
 #include "sampling/radix_descent.cuh"
@@ -33,27 +33,36 @@ __device__ float reached_by(RowCluster& cluster, float best, Word k) {
   return cut.reached && key > kMinusInfinityKey ? value_of_key(key) : minus_infinity();
 }
 
-// Leaves of the slices what reaches `lowest`, in the lists of their blocks; or leaves all, where
-// some block has more than `room`.
-template <class T>
-__device__ void keep_from(RowCluster& cluster, RowSlice<T>& slice, float lowest, uint32_t room) {
-  struct Most {
-    Word size;
+// Leaves of the slices what each_of(see) calls see(logit, token) for, in the lists of their blocks;
+// or leaves all, where some block has more than `room`.
+template <class T, class EachOf>
+__device__ void keep_listed(RowCluster& cluster, RowSlice<T>& slice, uint32_t room,
+                            EachOf each_of) {
+  struct Listed {
+    Word most, highest, lowest;  // tokens of a block; order keys, the complement of the lowest
   };
   RowList& list = cluster.storage().list;
   __syncthreads();  // what was there has been read
   if (threadIdx.x == 0) list.size = 0;
   __syncthreads();
-  slice.each_from(lowest, [&](float logit, uint32_t token) {
+  uint32_t highest = 0, lowest = 0;
+  each_of([&](float logit, uint32_t token) {
     const uint32_t at = atomicAdd(&list.size, 1u);
     if (at >= room) return;
     list.logit[at] = logit;
     list.token[at] = token;
+    const uint32_t key = order_key(logit);
+    highest = key > highest ? key : highest;
+    lowest = ~key > lowest ? ~key : lowest;
   });
   __syncthreads();
-  const Most most =
-      cluster.reduce(Most{list.size}, [](Most a, Most b) { return a.size > b.size ? a : b; });
-  if (most.size <= room) slice.keep(list);
+  const auto larger = [](Word a, Word b) { return a > b ? a : b; };
+  const Listed listed = cluster.reduce(Listed{list.size, highest, lowest}, [&](const Listed& a,
+                                                                               const Listed& b) {
+    return Listed{larger(a.most, b.most), larger(a.highest, b.highest), larger(a.lowest, b.lowest)};
+  });
+  if (listed.most > room) return;
+  slice.keep(list, ~static_cast<uint32_t>(listed.lowest), static_cast<uint32_t>(listed.highest));
 }
 
 // Leaves of a row's slices what its k largest logits are among, in lists of at most `room`, where
@@ -66,7 +75,21 @@ __device__ void keep_largest(RowCluster& cluster, RowSlice<T>& slice, uint32_t v
   if (4 * k > threads || 4 * threads > vocab) return;
   const float reached = reached_by<T>(cluster, best, k);
   if (!(reached > minus_infinity())) return;
-  keep_from(cluster, slice, lowest_of(reached), static_cast<uint32_t>(room));
+  const float lowest = lowest_of(reached);
+  keep_listed(cluster, slice, static_cast<uint32_t>(room),
+              [&](auto see) { slice.each_of([=](float logit) { return logit >= lowest; }, see); });
+}
+
+// Leaves the tokens of `set` that are in one bin of masses; or all.
+template <class T>
+__device__ void keep_mass_bin(RowCluster& cluster, RowSlice<T>& slice, const KeptSet& set,
+                              const TokenWeight& weight, uint32_t bin, int room) {
+  keep_listed(cluster, slice, static_cast<uint32_t>(room), [&](auto see) {
+    slice.each_of([&](float logit) { return mass_bin(weight, logit) == bin; },
+                  [&](float logit, uint32_t token) {
+                    if (set.contains(logit, token)) see(logit, token);
+                  });
+  });
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels

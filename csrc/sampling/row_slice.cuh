@@ -72,7 +72,7 @@ class RowSlice {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const uint32_t at = v + b * blockDim.x;
-        if (at < vectors_) bytes[b] = __ldg(from + at);
+        bytes[b] = __ldg(from + (at < vectors_ ? at : v));
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
@@ -106,12 +106,12 @@ class RowSlice {
     }
   }
 
-  // The same of those that reach `lowest`, which are few.
-  template <class See>
-  __device__ void each_from(float lowest, See see) const {
+  // The same of those for which wanted(logit), which are few. There is no list.
+  template <class Wanted, class See>
+  __device__ void each_of(Wanted wanted, See see) const {
     for (uint32_t i = threadIdx.x; i < singles(); i += blockDim.x) {
       const uint32_t j = single_at(i);
-      if ((*this)[j] >= lowest) see((*this)[j], begin_ + j);
+      if (wanted((*this)[j])) see((*this)[j], begin_ + j);
     }
     const uint4* from = global_vectors();
     const uint4* cache = cached_vectors();
@@ -119,21 +119,34 @@ class RowSlice {
       const uint4 bytes = v < cached_vectors_ ? cache[v] : __ldg(from + v);
       bool any = false;
 #pragma unroll
-      for (uint32_t i = 0; i < kPerVector; ++i) any |= unpack(bytes, i, row_) >= lowest;
+      for (uint32_t i = 0; i < kPerVector; ++i) any |= wanted(unpack(bytes, i, row_));
       if (!any) continue;
       const uint32_t first = head_ + v * kPerVector;
 #pragma unroll 1
       for (uint32_t j = first; j < first + kPerVector; ++j) {
-        if ((*this)[j] >= lowest) see((*this)[j], begin_ + j);
+        if (wanted((*this)[j])) see((*this)[j], begin_ + j);
       }
     }
   }
 
-  // From now on each() sees the tokens of this list alone.
-  __device__ void keep(const RowList& list) {
+  // From now on each() sees the tokens of this list alone, whose order keys, in all blocks of the
+  // row, are in [lowest, highest].
+  __device__ void keep(const RowList& list, uint32_t lowest, uint32_t highest) {
     list_ = &list;
     listed_ = list.size;
+    lowest_key_ = lowest;
+    highest_key_ = highest;
   }
+
+  __device__ void keep_all() {
+    list_ = nullptr;
+    lowest_key_ = 0;
+    highest_key_ = 0xffffffffu;
+  }
+
+  __device__ bool has_list() const { return list_ != nullptr; }
+  __device__ uint32_t lowest_key() const { return lowest_key_; }
+  __device__ uint32_t highest_key() const { return highest_key_; }
 
   // value(logit, token) of each token to row_out[token], `filler` where there is a list without it:
   // whole vectors where they are aligned, with a streaming hint, since nothing here reads them
@@ -207,6 +220,7 @@ class RowSlice {
   uint32_t cached_vectors_ = 0;
   const RowList* list_ = nullptr;
   uint32_t listed_ = 0;
+  uint32_t lowest_key_ = 0, highest_key_ = 0xffffffffu;
 };
 
 }  // namespace lmdecode::sampling::cuda_kernels

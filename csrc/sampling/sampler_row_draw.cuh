@@ -233,7 +233,7 @@ class SamplerRowDraw : protected SamplerRowStages {
       };
       const Word ties = cut.target - cut.above;
       last = left_.vocab - 1 -
-             descend_keys</*kMass=*/false>(cluster_, row, token_bits(left_.vocab), place_of,
+             descend_keys</*kMass=*/false>(cluster_, row, bits_of_number(left_.vocab), place_of,
                                            no_mass, [=](Word) { return ties; })
                  .key;
     }

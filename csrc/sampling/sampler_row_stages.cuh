@@ -161,8 +161,8 @@ class SamplerRowStages {
         *key = ties == Ties::kFirst ? left_.vocab - 1 - token : token;
         return true;
       };
-      const Descent tie = descend_keys<kMass>(cluster_, left_, token_bits(left_.vocab), place_of,
-                                              mass_of, [wanted](Word) { return wanted; });
+      const Descent tie = descend_keys<kMass>(cluster_, left_, bits_of_number(left_.vocab),
+                                              place_of, mass_of, [wanted](Word) { return wanted; });
       (ties == Ties::kFirst ? last : first) =
           ties == Ties::kFirst ? left_.vocab - 1 - tie.key : tie.key;
     }

@@ -1,5 +1,5 @@
-// What a thread computes for one token: its score by noise. The same bits as
-// sampling/token_choice.h, the CPU's.
+// What a thread computes for one token: its score by noise, with the same bits as
+// sampling/token_choice.h, the CPU's; and which bin of masses it belongs to.
 #pragma once
 
 #include "common/token_noise.h"
@@ -28,6 +28,56 @@ LMD_HOST_DEVICE float lower_score(float weight, uint32_t high_word) {
 
 LMD_HOST_DEVICE double exact_score(float weight, int64_t seed, int64_t position, uint32_t token) {
   return static_cast<double>(weight) / token_noise(seed, position, token);
+}
+
+// ---- bins of masses
+
+// Masses in bins of 1/32 octave, so that a bin knows how large its masses are: each is a number of
+// 26 bits, shifted by the bin. So a bin sums up in two words of 32 bits without a carry, of
+// kMostBinned tokens or less.
+constexpr int kBinsOfOctave = 32;
+constexpr int64_t kMostBinned = int64_t{1} << 17;
+constexpr uint32_t kLowAmountBits = 15;
+
+struct BinnedMass {
+  uint32_t bin;     // does not fall where the logit grows
+  uint32_t amount;  // the mass is amount << mass_shift(bin)
+};
+
+// Bin b holds exponents of two in [(b - 16.5) / 32, (b - 15.5) / 32]; at the lower end of this a
+// float has the last one of its bits at 2^mass_shift(b), or below 1.
+LMD_HOST_DEVICE int mass_shift(uint32_t bin) {
+  const int octave = (2 * static_cast<int>(bin) - 33) >> 6;
+  return octave > 23 ? octave - 23 : 0;
+}
+
+constexpr int kFirstBin = kBinsOfOctave / 2;  // of masses of 1 and a little more
+
+// Of a logit that is weighed, where the logits are the weights.
+LMD_HOST_DEVICE BinnedMass binned_probability(const TokenWeight& weight, float logit) {
+  const float one = float_of(static_cast<uint32_t>(127 + weight.fraction_bits) << 23);
+  const float p = logit > 0.0f ? (logit < 1.0f ? logit : 1.0f) : 0.0f;
+  const float mass = p * one;
+  const int place = static_cast<int>(bits_of(mass) >> 18) - 127 * kBinsOfOctave + kFirstBin;
+  const uint32_t bin = place > 0 ? static_cast<uint32_t>(place) : 0;
+  const float unit = float_of(static_cast<uint32_t>(127 - mass_shift(bin)) << 23);
+  return {bin, static_cast<uint32_t>(mass * unit)};
+}
+
+// Where they are not, nor uniform.
+LMD_HOST_DEVICE BinnedMass binned_weight(const TokenWeight& weight, float logit) {
+  const float exponent = weight_exponent(logit, weight.max, weight.factor);
+  constexpr float kRoundToBin = kRoundMagic / kBinsOfOctave;
+  const int place = static_cast<int>(bits_of(exponent + kRoundToBin) - bits_of(kRoundToBin)) +
+                    kBinsOfOctave * weight.fraction_bits + kFirstBin;
+  const uint32_t bin = place > 0 ? static_cast<uint32_t>(place) : 0;
+  return {bin,
+          static_cast<uint32_t>(scaled_exp2(exponent, weight.fraction_bits - mass_shift(bin)))};
+}
+
+LMD_HOST_DEVICE uint32_t mass_bin(const TokenWeight& weight, float logit) {
+  return weight.probabilities ? binned_probability(weight, logit).bin
+                              : binned_weight(weight, logit).bin;
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels

@@ -27,14 +27,15 @@ class RowSampler {
         vocab_(static_cast<uint32_t>(params.vocab)),
         cluster_(storage, plan.cluster_size) {}
 
-  __device__ void run(int64_t row) {
+  __device__ __forceinline__ void run(int64_t row) {
     row_ = row;
-    plan_ = make_row_plan(params_, rules_, row);
-    status_ = plan_.status;
     RowSlice<T> slice(static_cast<const T*>(params_.logits) + row * params_.logits_row_stride,
                       params_.logits_vocab_stride, vocab_, cluster_.rank(), launch_,
                       reinterpret_cast<unsigned char*>(&cluster_.storage() + 1));
-    load(slice);
+    const bool has_nan = load(slice);
+    // Not before: the loop that loads needs the registers.
+    plan_ = make_row_plan(params_, rules_, row);
+    status_ = plan_.status | (has_nan ? kStatusNan : 0);
     if (plan_.greedy) {
       greedy(slice);
     } else {
@@ -54,7 +55,8 @@ class RowSampler {
     return cluster_.reduce(One{value}, larger).value;
   }
 
-  __device__ void load(RowSlice<T>& slice) {
+  // Whether a logit is NaN.
+  __device__ bool load(RowSlice<T>& slice) {
     struct Scan {
       Word max_key, has_nan;
     };
@@ -70,7 +72,7 @@ class RowSampler {
         });
     best_ = best;
     max_ = value_of_key(static_cast<uint32_t>(scan.max_key));
-    if (scan.has_nan) status_ |= kStatusNan;
+    return scan.has_nan != 0;
   }
 
   // ---- outputs
@@ -148,7 +150,7 @@ class RowSampler {
 
   // ---- the stages
 
-  __device__ void filtered(RowSlice<T>& slice) {
+  __device__ __forceinline__ void filtered(RowSlice<T>& slice) {
     const float floor = find_lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
     if (!(max_ >= floor)) return finish_empty(slice);
     const float largest = tempered(max_, plan_.temperature);
@@ -204,17 +206,50 @@ class RowSampler {
     }
   }
 
-  __device__ void apply_top_p(const RowSlice<T>& slice) {
-    const auto target = [&](Word total) -> Word {
-      const uint64_t whole =
-          rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : uint64_t{total};
-      return mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
+  // The last token that top-p keeps is looked for in its bin of masses, where this has few tokens.
+  __device__ void apply_top_p(RowSlice<T>& slice) {
+    Descent bin;
+    bool in_bin = false;
+    if (!slice.has_list() && !weight_.uniform && launch_.slice <= kMostBinned) {
+      bin = find_mass_bin(cluster_, slice, set_, weight_,
+                          [this](Word total) { return top_p_target(total); });
+      if (!bin.reached) return;
+      keep_mass_bin(cluster_, slice, set_, weight_, bin.key, launch_.list_room);
+      in_bin = slice.has_list();
+    }
+    while (!cut_top_p(slice, in_bin, bin)) {
+      slice.keep_all();
+      in_bin = false;
+    }
+    if (in_bin) slice.keep_all();
+  }
+
+  __device__ Word top_p_target(Word total) const {
+    const uint64_t whole =
+        rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : uint64_t{total};
+    return mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
+  }
+
+  __device__ bool is_in_bin(float logit, uint32_t bin) const {
+    return mass_bin(weight_, logit < weight_.max ? logit : weight_.max) == bin;
+  }
+
+  // Cuts the set where the mass reaches the target. in_bin: the slices have the tokens of this bin
+  // alone; then false, and nothing is cut, where the class of the last token may have others.
+  __device__ __forceinline__ bool cut_top_p(const RowSlice<T>& slice, bool in_bin,
+                                            const Descent& bin) {
+    const auto target = [&](Word total) {
+      return in_bin ? bin.target - bin.above : top_p_target(total);
     };
     const Descent cut =
         descend<true, Order::kValue>(cluster_, slice, vocab_, TokenRange{set_}, weight_, target);
-    if (!cut.reached) return;
+    if (!cut.reached) return true;
     const float value = value_of_short_key<T>(cut.key);
     const ValueClass ties = class_of(value);
+    if (in_bin && !(is_in_bin(ties.lowest, bin.key) &&
+                    is_in_bin(value_of_key(order_key(ties.above) - 1), bin.key))) {
+      return false;
+    }
     Word greater = cut.above, mass = cut.at, count = 0;
     if (plan_.temperature == 1.0f) {
       count = mass / weight_.mass(value);
@@ -239,6 +274,7 @@ class RowSampler {
       }
     }
     cut_at(ties, first, last);
+    return true;
   }
 
   // Of the set: the count or mass above a class of values, and the number of tokens in the class.
@@ -362,7 +398,8 @@ class RowSampler {
 
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMaxThreads)
-    top_k_top_p_sample_kernel(const TopKTopPSampleParams params, const SamplingLaunchPlan plan) {
+    top_k_top_p_sample_kernel(const LMD_KERNEL_PARAM TopKTopPSampleParams params,
+                              const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   RowStorage& storage = cuda::shared_storage<RowStorage>();
   RowSampler<T> sampler(params, plan, storage);
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.batch; row += plan.clusters) {

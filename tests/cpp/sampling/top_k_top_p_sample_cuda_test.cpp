@@ -58,6 +58,79 @@ TEST(more_than_500_cases) {
   CHECK(check::filtered || (cases_run > 500 && launches_run > 1000));
 }
 
+// A bin of masses holds what the masses are, in their order, and sums up without a carry.
+TEST(bins_of_masses) {
+  Random random(7);
+  for (int i = 0; i < 200000; ++i) {
+    TokenWeight weight;
+    weight.probabilities = i % 4 == 0;
+    weight.max = static_cast<float>(10.0 * random.normal());
+    weight.factor = exponent_factor(random.any_of({1.0f, 0.3f, 7.0f, 1e4f, 1e-30f}));
+    weight.fraction_bits = static_cast<int>(30 + random.below(14));
+    const auto any_logit = [&] {
+      if (weight.probabilities) return static_cast<float>(std::exp2(-50.0 * random.uniform()));
+      const double depth = random.uniform() * (random.chance(0.5) ? 50.0 : 1e-3);
+      return static_cast<float>(weight.max - depth / weight.factor);
+    };
+    const float a = any_logit();
+    const auto binned = [&](float logit) {
+      return weight.probabilities ? cuda_kernels::binned_probability(weight, logit)
+                                  : cuda_kernels::binned_weight(weight, logit);
+    };
+    const cuda_kernels::BinnedMass mass = binned(a);
+    CHECK(uint64_t{mass.amount} << cuda_kernels::mass_shift(mass.bin) == weight.mass(a));
+    CHECK(mass.bin < uint32_t{1} << cuda_tuning::kDigitBits);
+    CHECK((mass.amount >> cuda_kernels::kLowAmountBits) * cuda_kernels::kMostBinned <= 0xffffffff);
+    const float next = value_of_key(order_key(a) + 1 + static_cast<uint32_t>(random.below(9)));
+    if (next <= weight.max || weight.probabilities) CHECK(binned(next).bin >= mass.bin);
+    if (check::failures) return;
+  }
+  CHECK(((uint64_t{1} << cuda_kernels::kLowAmountBits) - 1) * cuda_kernels::kMostBinned <=
+        0xffffffff);
+}
+
+// The last tokens of top-p have logits that the temperature makes equal, on both sides of a bin's
+// edge.
+TEST(classes_at_the_edges_of_bins) {
+  int straddled = 0;
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    Random random(seed);
+    const int64_t vocab = 100 + random.below(100);
+    SampleCase c = random_case(seed, 1, vocab);
+    TopKTopPSampleParams& p = c.params;
+    const float temperature = random.any_of({0.7f, 0.9f, 1.3f, 1.9f});
+    p.dtype = DType::kFloat32;
+    p.dialect = static_cast<Dialect>(0);
+    p.logits_vocab_stride = 1;
+    p.logits_row_stride = vocab;
+    c.logits = Buffer<unsigned char>(4 * vocab);
+    p.logits = c.logits.data();
+    p.top_k = {};
+    p.min_p = {};
+    p.temperature = {};
+    p.temperature.value = temperature;
+    const double exponent = -(static_cast<double>(random.below(100)) + 0.5) / 32;
+    const float edge = static_cast<float>(exponent / exponent_factor(temperature));
+    for (int64_t i = 0; i < vocab; ++i) {
+      const float logit =
+          i == 0 ? 0.0f
+                 : value_of_key(order_key(edge) - 8 + static_cast<uint32_t>(random.below(16)));
+      std::memcpy(c.logits.data() + 4 * i, &logit, 4);
+    }
+    const double mass = std::exp2(exponent) * static_cast<double>(vocab - 1);
+    p.top_p = {};
+    p.top_p.value = static_cast<float>((1 + mass * random.uniform()) / (1 + mass));
+    const TokenWeight weight{0.0f, exponent_factor(temperature), 43};
+    const float bottom = class_bottom(edge, temperature);
+    straddled += cuda_kernels::mass_bin(weight, bottom) != cuda_kernels::mass_bin(weight, edge);
+    if (!compare(c, random_plan(random, c), seed % 6, run_cpu(c))) {
+      CHECK(false);
+      return;
+    }
+  }
+  CHECK(straddled > 10);
+}
+
 // A launch as the host plans it, on a device that would have 132 multiprocessors.
 TEST(planned_launches) {
   const SamplingDevice device{132, 227 * 1024, 228 * 1024, 8};
