@@ -1,33 +1,12 @@
 // merge_attention_states on a GPU: a warp a row, 16 bytes a lane where the rows lie so.
 #pragma once
 
-#include <cstring>
-
 #include "attention/attention_cuda_tuning.h"
 #include "attention/element.cuh"
 #include "attention/merge_attention_states.h"
+#include "common/element_vector.cuh"
 
 namespace lmdecode::attention::cuda_kernels {
-
-// The elements of 16 bytes.
-template <class T>
-struct ElementVector {
-  static constexpr int kSize = 16 / sizeof(T);
-  T elements[kSize];
-
-  static __device__ bool fits(const T* row) { return reinterpret_cast<uintptr_t>(row) % 16 == 0; }
-  static __device__ ElementVector load(const T* from) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    ElementVector vector;
-    memcpy(&vector, &bits, sizeof(bits));
-    return vector;
-  }
-  __device__ void store(T* to) const {
-    uint4 bits;
-    memcpy(&bits, this, sizeof(bits));
-    *reinterpret_cast<uint4*>(to) = bits;
-  }
-};
 
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMergeThreads)
@@ -69,7 +48,7 @@ __global__ void __launch_bounds__(cuda_tuning::kMergeThreads)
           const Vector part = Vector::load(parts[i] + at);
 #pragma unroll
           for (int e = 0; e < Vector::kSize; ++e) {
-            merged[e] = __fmaf_rn(to_float(part.elements[e]), factors[i], merged[e]);
+            merged[e] = __fmaf_rn(part[e], factors[i], merged[e]);
           }
         }
         Vector result;

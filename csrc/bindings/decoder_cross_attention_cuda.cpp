@@ -26,9 +26,10 @@ void cross_attention(const Tensor& queries, const Tensor& keys, const Tensor& va
   const int64_t padded = p.shape.padded_head();
   p.queries = arguments.get<const void>("queries", queries, type, {rows, heads, head_size});
   p.out = arguments.get<void>("out", out, type, {rows, heads, head_size});
-  p.keys = arguments.get<const void>("keys", keys, type, {p.requests, heads, padded, p.source});
-  p.values =
-      arguments.get<const void>("values", values, type, {p.requests, heads, p.source, padded});
+  p.keys =
+      arguments.get_cache<const void>("keys", keys, type, {p.requests, heads, padded, p.source});
+  p.values = arguments.get_cache<const void>("values", values, type,
+                                             {p.requests, heads, p.source, padded});
   p.lengths = arguments.get<const int64_t>("lengths", lengths, ScalarType::Long, {p.requests});
   const CudaGuard guard(queries);
   decoder_cross_attention_cuda(p, current_cuda_stream(queries));

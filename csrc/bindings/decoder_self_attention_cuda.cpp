@@ -22,8 +22,8 @@ void self_attention(const Tensor& qkv, const Tensor& keys, const Tensor& values,
   const auto cache = {p.rows, heads, p.capacity, p.shape.padded_head()};
   p.qkv = arguments.get<const void>("qkv", qkv, type, {p.rows, 3, heads, head_size});
   p.out = arguments.get<void>("out", out, type, {p.rows, heads, head_size});
-  p.keys = arguments.get<void>("keys", keys, type, cache);
-  p.values = arguments.get<void>("values", values, type, cache);
+  p.keys = arguments.get_cache<void>("keys", keys, type, cache);
+  p.values = arguments.get_cache<void>("values", values, type, cache);
   p.table = arguments.get<const int32_t>("table", table, ScalarType::Int, {p.rows, p.capacity});
   p.positions = arguments.get<const int32_t>("positions", positions, ScalarType::Int, {p.rows});
   p.bias = arguments.get_or_null<const float>("bias", bias, ScalarType::Float, {heads, -1});

@@ -4,120 +4,212 @@
 
 #include <cmath>
 
+#include "common/element_vector.cuh"
 #include "decoder/step_block.cuh"
 #include "decoder/step_values.h"
 
 namespace lmdecode::decoder::step_cuda_kernels {
 
-// scores[0 .. count) to weights that are not yet divided; returns what they are to be multiplied
-// by. A barrier lies before; the weights are there for all behind it.
-__device__ __forceinline__ float softmax_weights(float* scores, int64_t count, float epsilon,
-                                                 float* reduced) {
+// scores[0], scores[stride], ... of `count` positions to weights that are not yet divided; returns
+// what they are to be multiplied by. `threads` threads call it, this one being number `first` of
+// them; reduce(value, operation) is over all of them, and they meet in it. They have met before.
+template <class Reduce>
+__device__ __forceinline__ float softmax_weights(float* scores, int stride, int count,
+                                                 float epsilon, int first, int threads,
+                                                 Reduce reduce) {
   float top = -INFINITY;
-  for (int64_t t = threadIdx.x; t < count; t += blockDim.x) top = Largest()(top, scores[t]);
-  top = reduce_block(top, reduced, Largest());
+  for (int t = first; t < count; t += threads) top = Largest()(top, scores[t * stride]);
+  top = reduce(top, Largest());
   const float shift = top > -INFINITY ? top : 0.0f;
   float sum = 0.0f;
-  for (int64_t t = threadIdx.x; t < count; t += blockDim.x) {
-    scores[t] = expf(scores[t] - shift);
-    sum += scores[t];
+  for (int t = first; t < count; t += threads) {
+    const float weight = expf(scores[t * stride] - shift);
+    scores[t * stride] = weight;
+    sum += weight;
   }
-  const float divisor = reduce_block(sum, reduced, Sum()) + epsilon;
+  const float divisor = reduce(sum, Sum()) + epsilon;
   return divisor == 0.0f ? 0.0f : 1.0f / divisor;
 }
 
-// Threads stand in parts, each with a thread for an element of the head; a part adds up every
-// parts-th position.
-struct HeadThreads {
-  int64_t width, parts, part, first;
-
-  __device__ explicit HeadThreads(int64_t head_size)
-      : width(head_size < blockDim.x ? head_size : blockDim.x),
-        parts(blockDim.x / width),
-        part(threadIdx.x / width),
-        first(threadIdx.x % width) {}
-  __device__ bool works() const { return part < parts; }
+// Lanes stand in groups of kPositionLanes, which read a position together: lane i vectors i, i +
+// kPositionLanes, ... of it.
+struct PositionThreads {
+  static constexpr int kLanes = step_cuda_tuning::kPositionLanes;
+  static constexpr int kGroupsOfWarp = cuda::kWarpSize / kLanes;
+  int lane = cuda::lane_id() % kLanes;
+  int group = static_cast<int>(threadIdx.x) / kLanes;
+  int groups = static_cast<int>(blockDim.x) / kLanes;
+  int group_of_warp = cuda::lane_id() / kLanes;
 };
+
+// Sums over the lanes of a group, or over the groups of a warp.
+__device__ __forceinline__ float sum_of_group(float value) {
+#pragma unroll
+  for (int lanes = PositionThreads::kLanes / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(cuda::kFullMask, value, lanes);
+  }
+  return value;
+}
+__device__ __forceinline__ float sum_of_groups(float value) {
+#pragma unroll
+  for (int lanes = PositionThreads::kLanes; lanes < cuda::kWarpSize; lanes *= 2) {
+    value += __shfl_xor_sync(cuda::kFullMask, value, lanes);
+  }
+  return value;
+}
+
+// out[r][d] = the sum over positions t < count of weights[t * kRows + r] value_of(t)[d], times
+// factor[r], of rows r < rows. A barrier lies before and behind.
+template <int kRows, class T, class ValueAt, class OutOf>
+__device__ __forceinline__ void add_up_values(StepStorage& storage, const float* weights, int count,
+                                              int padded, int head_size, int rows,
+                                              const float* factor, ValueAt value_at, OutOf out_of) {
+  using Vector = ElementVector<T>;
+  constexpr int kElements = Vector::kSize;
+  constexpr int kWidth = PositionThreads::kLanes * kElements;  // elements of a round
+  const PositionThreads threads;
+  for (int begin = 0; begin < padded; begin += kWidth) {
+    const int d = begin + threads.lane * kElements;
+    float sum[kElements][kRows] = {};
+    if (d < padded) {
+#pragma unroll 4
+      for (int t = threads.group; t < count; t += threads.groups) {
+        const Vector value = Vector::load(value_at(t) + d);
+        float weight[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) weight[r] = weights[t * kRows + r];
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            sum[e][r] = __fmaf_rn(weight[r], value[e], sum[e][r]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sum[e][r] = sum_of_groups(sum[e][r]);
+        if (threads.group_of_warp == 0) {
+          storage.partial[cuda::warp_id()][threads.lane * kElements + e][r] = sum[e][r];
+        }
+      }
+    }
+    __syncthreads();
+    const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize;
+    for (int i = threadIdx.x; i < kWidth * kRows; i += blockDim.x) {
+      const int r = i / kWidth, e = i % kWidth;
+      if (r >= rows || begin + e >= head_size) continue;
+      float all = 0.0f;
+      for (int warp = 0; warp < warps; ++warp) all += storage.partial[warp][e][r];
+      out_of(r)[begin + e] = ValueOf<T>::from(all * factor[r]);
+    }
+    __syncthreads();
+  }
+}
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     decoder_self_attention_kernel(const StepSelfAttentionParams p) {
+  using Vector = ElementVector<T>;
   StepStorage& storage = cuda::shared_storage<StepStorage>();
+  const int head_size = static_cast<int>(p.shape.head_size);
+  const int padded = static_cast<int>(p.shape.padded_head());
+  const int capacity = static_cast<int>(p.capacity);
   float* const query = reinterpret_cast<float*>(&storage + 1);
-  float* const scores = query + p.shape.padded_head();
-  const int64_t head_size = p.shape.head_size, padded = p.shape.padded_head();
-  const int64_t heads = p.shape.heads;
-  T* const keys = static_cast<T*>(p.keys);
-  T* const values = static_cast<T*>(p.values);
+  float* const scores = query + padded;
+  int32_t* const cache_rows = reinterpret_cast<int32_t*>(scores + capacity);
+  const int64_t heads = p.shape.heads, row_stride = heads * p.capacity * padded;
+  const PositionThreads threads;
   for (int64_t item = blockIdx.x; item < p.rows * heads; item += gridDim.x) {
-    const int64_t row = item / heads, head = item % heads, position = p.positions[row];
+    const int64_t row = item / heads, head = item % heads;
+    const int position = p.positions[row];
     T* const out = static_cast<T*>(p.out) + item * head_size;
-    if (position < 0 || position >= p.capacity) {
-      for (int64_t d = threadIdx.x; d < head_size; d += blockDim.x) out[d] = ValueOf<T>::from(0.0f);
+    if (position < 0 || position >= capacity) {
+      for (int d = threadIdx.x; d < head_size; d += blockDim.x) out[d] = ValueOf<T>::from(0.0f);
       continue;
     }
     const T* const q = static_cast<const T*>(p.qkv) + (row * 3 * heads + head) * head_size;
     const T* const k = q + heads * head_size;
     const T* const v = k + heads * head_size;
-    const int64_t own = (item * p.capacity + position) * padded;
-    for (int64_t d = threadIdx.x; d < padded; d += blockDim.x) {
+    // Of the head, in the first cache row.
+    T* const keys = static_cast<T*>(p.keys) + head * p.capacity * padded;
+    T* const values = static_cast<T*>(p.values) + head * p.capacity * padded;
+    const int64_t own = row * row_stride + static_cast<int64_t>(position) * padded;
+    for (int d = threadIdx.x; d < padded; d += blockDim.x) {
       const bool is_real = d < head_size;
       query[d] = is_real ? to_float(q[d]) * p.shape.scale : 0.0f;
       keys[own + d] = is_real ? k[d] : ValueOf<T>::from(0.0f);
       values[own + d] = is_real ? v[d] : ValueOf<T>::from(0.0f);
     }
-    __syncthreads();
-    const int32_t* const table = p.table + row * p.capacity;
     // Where the key of a position is: of this step the row's own, which no other row reads.
-    const auto at = [&](int64_t t) {
-      const int64_t entry = table[t];
-      const int64_t from = t == position || entry < 0 || entry >= p.rows ? row : entry;
-      return ((from * heads + head) * p.capacity + t) * padded;
-    };
-    for (int64_t t = cuda::warp_id(); t <= position; t += blockDim.x / cuda::kWarpSize) {
-      const T* const key = keys + at(t);
-      float sum = 0.0f;
-      for (int64_t d = cuda::lane_id(); d < head_size; d += cuda::kWarpSize) {
-        sum += query[d] * to_float(key[d]);
-      }
-      sum = reduce_warp(sum, Sum());
-      if (p.bias != nullptr) sum += p.bias[head * p.bias_stride + position - t];
-      if (cuda::lane_id() == 0) scores[t] = sum;
+    for (int t = threadIdx.x; t <= position; t += blockDim.x) {
+      const int32_t entry = p.table[row * p.capacity + t];
+      const bool is_own = t == position || entry < 0 || entry >= p.rows;
+      cache_rows[t] = is_own ? static_cast<int32_t>(row) : entry;
     }
     __syncthreads();
-    const float factor =
-        softmax_weights(scores, position + 1, p.shape.denominator_epsilon, storage.reduced);
-    const HeadThreads threads(head_size);
-    for (int64_t begin = 0; begin < head_size; begin += threads.width) {
-      const int64_t d = begin + threads.first;
-      float sum = 0.0f;
-      if (threads.works() && d < head_size) {
-        for (int64_t t = threads.part; t <= position; t += threads.parts) {
-          sum += scores[t] * to_float(values[at(t) + d]);
+    const auto place = [&](int t) {
+      return cache_rows[t] * row_stride + static_cast<int64_t>(t) * padded;
+    };
+    // Lanes stay together: those of a group without a key read the last one.
+    constexpr int kKeys = step_cuda_tuning::kKeysOfGroup;
+    for (int begin = threads.group; begin - threads.group_of_warp <= position;
+         begin += kKeys * threads.groups) {
+      const T* key[kKeys];
+      float sum[kKeys] = {};
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const int t = begin + i * threads.groups;
+        key[i] = keys + place(t < position ? t : position);
+      }
+      for (int d = threads.lane * Vector::kSize; d < padded;
+           d += PositionThreads::kLanes * Vector::kSize) {
+        Vector part[kKeys];
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) part[i] = Vector::load(key[i] + d);
+#pragma unroll
+        for (int e = 0; e < Vector::kSize; ++e) {
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i) sum[i] = __fmaf_rn(query[d + e], part[i][e], sum[i]);
         }
       }
-      storage.partial[threadIdx.x] = sum;
-      __syncthreads();
-      if (threads.part == 0 && d < head_size) {
-        for (int64_t part = 1; part < threads.parts; ++part) {
-          sum += storage.partial[part * threads.width + threads.first];
-        }
-        out[d] = ValueOf<T>::from(sum * factor);
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        sum[i] = sum_of_group(sum[i]);
+        const int t = begin + i * threads.groups;
+        if (threads.lane != 0 || t > position) continue;
+        if (p.bias != nullptr) sum[i] += p.bias[head * p.bias_stride + position - t];
+        scores[t] = sum[i];
       }
-      __syncthreads();
     }
+    __syncthreads();
+    const float factor = softmax_weights(scores, 1, position + 1, p.shape.denominator_epsilon,
+                                         threadIdx.x, blockDim.x, [&](float value, auto operation) {
+                                           return reduce_block(value, storage.reduced, operation);
+                                         });
+    add_up_values<1, T>(
+        storage, scores, position + 1, padded, head_size, 1, &factor,
+        [&](int t) { return values + place(t); }, [&](int) { return out; });
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     decoder_cross_attention_kernel(const StepCrossAttentionParams p) {
+  using Vector = ElementVector<T>;
   constexpr int kRows = step_cuda_tuning::kCrossRows;
+  constexpr int kElements = Vector::kSize;
   StepStorage& storage = cuda::shared_storage<StepStorage>();
-  const int64_t head_size = p.shape.head_size, padded = p.shape.padded_head();
+  const int head_size = static_cast<int>(p.shape.head_size);
+  const int padded = static_cast<int>(p.shape.padded_head());
+  const int source = static_cast<int>(p.source);
   const int64_t heads = p.shape.heads, groups = cross_groups(p);
   float* const queries = reinterpret_cast<float*>(&storage + 1);
   float* const scores = queries + kRows * padded;
+  const PositionThreads threads;
   for (int64_t item = blockIdx.x; item < p.requests * heads * groups; item += gridDim.x) {
     const int64_t group = item % groups, head = item / groups % heads;
     const int64_t request = item / groups / heads;
@@ -127,56 +219,63 @@ __global__ void __launch_bounds__(kThreads)
     const auto place = [&](int r) {
       return ((request * p.request_rows + first + r) * heads + head) * head_size;
     };
-    for (int r = 0; r < kRows; ++r) {
-      for (int64_t d = threadIdx.x; d < head_size; d += blockDim.x) {
-        queries[r * padded + d] =
-            r < rows ? to_float(static_cast<const T*>(p.queries)[place(r) + d]) * p.shape.scale
-                     : 0.0f;
-      }
+    for (int i = threadIdx.x; i < kRows * head_size; i += blockDim.x) {
+      const int r = i / head_size, d = i % head_size;
+      queries[d * kRows + r] =
+          r < rows ? to_float(static_cast<const T*>(p.queries)[place(r) + d]) * p.shape.scale
+                   : 0.0f;
     }
     __syncthreads();
     const int64_t given = p.lengths[request];
-    const int64_t length = given < 0 ? 0 : given < p.source ? given : p.source;
+    const int length = given < 0 ? 0 : given < source ? static_cast<int>(given) : source;
     const int64_t cache = (request * heads + head) * padded * p.source;
     const T* const keys = static_cast<const T*>(p.keys) + cache;
     const T* const values = static_cast<const T*>(p.values) + cache;
-    for (int64_t s = threadIdx.x; s < length; s += blockDim.x) {
-      float sum[kRows] = {};
-      for (int64_t d = 0; d < head_size; ++d) {
-        const float key = to_float(keys[d * p.source + s]);
-        for (int r = 0; r < kRows; ++r) sum[r] += queries[r * padded + d] * key;
+    // A group adds up a vector of positions, each lane some elements of the head. Lanes stay
+    // together: those of a group without positions read the last ones.
+    const int vectors = (length + kElements - 1) / kElements;
+    for (int begin = threads.group - threads.group_of_warp; begin < vectors;
+         begin += threads.groups) {
+      const int own_vector = begin + threads.group_of_warp;
+      const int s = (own_vector < vectors ? own_vector : vectors - 1) * kElements;
+      float sum[kElements][kRows] = {};
+#pragma unroll 4
+      for (int d = threads.lane; d < head_size; d += PositionThreads::kLanes) {
+        const Vector key = Vector::load(keys + static_cast<int64_t>(d) * source + s);
+        float query[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) query[r] = queries[d * kRows + r];
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            sum[e][r] = __fmaf_rn(query[r], key[e], sum[e][r]);
+          }
+        }
       }
-      for (int r = 0; r < kRows; ++r) scores[r * p.source + s] = sum[r];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          sum[e][r] = sum_of_group(sum[e][r]);
+          if (threads.lane == e % PositionThreads::kLanes && own_vector < vectors) {
+            scores[(s + e) * kRows + r] = sum[e][r];
+          }
+        }
+      }
     }
     __syncthreads();
-    float factor[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      factor[r] = softmax_weights(scores + r * p.source, length, p.shape.denominator_epsilon,
-                                  storage.reduced);
+    for (int r = cuda::warp_id(); r < kRows; r += blockDim.x / cuda::kWarpSize) {
+      const float factor = softmax_weights(
+          scores + r, kRows, length, p.shape.denominator_epsilon, cuda::lane_id(), cuda::kWarpSize,
+          [](float value, auto operation) { return reduce_warp(value, operation); });
+      if (cuda::lane_id() == 0) storage.factor[r] = factor;
     }
-    const HeadThreads threads(head_size);
-    for (int64_t begin = 0; begin < head_size; begin += threads.width) {
-      const int64_t d = begin + threads.first;
-      float sum[kRows] = {};
-      if (threads.works() && d < head_size) {
-        for (int64_t s = threads.part; s < length; s += threads.parts) {
-          const float value = to_float(values[s * padded + d]);
-          for (int r = 0; r < kRows; ++r) sum[r] += scores[r * p.source + s] * value;
-        }
-      }
-      for (int r = 0; r < kRows; ++r) storage.partial[r * kThreads + threadIdx.x] = sum[r];
-      __syncthreads();
-      if (threads.part == 0 && d < head_size) {
-        for (int r = 0; r < rows; ++r) {
-          float all = sum[r];
-          for (int64_t part = 1; part < threads.parts; ++part) {
-            all += storage.partial[r * kThreads + part * threads.width + threads.first];
-          }
-          static_cast<T*>(p.out)[place(r) + d] = ValueOf<T>::from(all * factor[r]);
-        }
-      }
-      __syncthreads();
-    }
+    __syncthreads();
+    add_up_values<kRows, T>(
+        storage, scores, length, padded, head_size, rows, storage.factor,
+        [&](int s) { return values + static_cast<int64_t>(s) * padded; },
+        [&](int r) { return static_cast<T*>(p.out) + place(r); });
   }
 }
 

@@ -12,24 +12,34 @@ namespace step_cuda_tuning {
 // These change speed, and the order of additions.
 constexpr int kThreads = 128;
 constexpr int kBlocksPerMultiprocessor = 8;
-// Rows of a request that read its keys and values together.
+// Rows of a request that read its keys and values together: a vector of floats has one of each.
 constexpr int kCrossRows = 4;
+// Lanes that read one position together, 16 bytes each at a time.
+constexpr int kPositionLanes = 8;
+// Keys that these lanes have under way.
+constexpr int kKeysOfGroup = 4;
 
 }  // namespace step_cuda_tuning
 
+constexpr int kMostVectorElements = 8;  // of 16 bytes
+
 // In shared memory, before what depends on the sizes.
-struct StepStorage {
-  float reduced[32];  // one a warp
-  float partial[step_cuda_tuning::kThreads * step_cuda_tuning::kCrossRows];
+struct alignas(16) StepStorage {
+  float reduced[32];                           // one a warp
+  float factor[step_cuda_tuning::kCrossRows];  // of the weights of a row
+  // Of a warp: sums of kPositionLanes vectors, of each row.
+  float partial[step_cuda_tuning::kThreads / 32][step_cuda_tuning::kPositionLanes *
+                                                 kMostVectorElements][step_cuda_tuning::kCrossRows];
 };
 
-// Storage, query [padded head] and scores [capacity].
+// Storage, query [padded head], scores [capacity] and the cache rows of the positions [capacity].
 inline int64_t self_attention_shared_bytes(const StepSelfAttentionParams& p) {
   return static_cast<int64_t>(sizeof(StepStorage)) +
-         (p.shape.padded_head() + p.capacity) * static_cast<int64_t>(sizeof(float));
+         (p.shape.padded_head() + p.capacity) * static_cast<int64_t>(sizeof(float)) +
+         p.capacity * static_cast<int64_t>(sizeof(int32_t));
 }
 
-// Storage, queries [kCrossRows, padded head] and scores [kCrossRows, source].
+// Storage, queries [padded head, kCrossRows] and scores [source, kCrossRows].
 inline int64_t cross_attention_shared_bytes(const StepCrossAttentionParams& p) {
   return static_cast<int64_t>(sizeof(StepStorage)) + step_cuda_tuning::kCrossRows *
                                                          (p.shape.padded_head() + p.source) *

@@ -82,12 +82,12 @@ template <class T>
 void check_self_attention(uint64_t seed) {
   Random random(seed);
   StepSelfAttentionParams p;
-  const int64_t head_sizes[] = {1, 10, 16, 40, 70};
-  p.shape = {1 + random.below(2), head_sizes[random.below(5)], 0.3f,
+  const int64_t head_sizes[] = {1, 10, 16, 40, 70, 130};
+  p.shape = {1 + random.below(2), head_sizes[random.below(6)], 0.3f,
              random.below(2) ? 1e-2f : 0.0f};
   p.dtype = Traits<T>::kDtype;
   p.rows = 1 + random.below(4);
-  p.capacity = 1 + random.below(20);
+  p.capacity = 1 + random.below(random.below(4) ? 20 : 300);
   const int64_t heads = p.shape.heads, size = p.shape.head_size, padded = p.shape.padded_head();
   const auto qkv = random_values<T>(random, p.rows * 3 * heads * size);
   auto keys = random_values<T>(random, p.rows * heads * p.capacity * padded);
@@ -171,13 +171,13 @@ void check_self_attention(uint64_t seed) {
 template <class T>
 void check_cross_attention(uint64_t seed) {
   Random random(seed);
-  const int64_t head_sizes[] = {1, 10, 16, 40, 70};
+  const int64_t head_sizes[] = {1, 10, 16, 40, 70, 130};
   StepCrossCacheParams c;
-  c.shape = {1 + random.below(2), head_sizes[random.below(5)], 0.3f,
+  c.shape = {1 + random.below(2), head_sizes[random.below(6)], 0.3f,
              random.below(2) ? 1e-2f : 0.0f};
   c.dtype = Traits<T>::kDtype;
   c.requests = 1 + random.below(3);
-  c.source = kAttentionBlock * (1 + random.below(2));
+  c.source = kAttentionBlock * (1 + random.below(random.below(4) ? 2 : 20));
   c.length = random.below(c.source + 1);
   const int64_t heads = c.shape.heads, size = c.shape.head_size, padded = c.shape.padded_head();
   const auto key_value = random_values<T>(random, c.requests * c.length * 2 * heads * size);
