@@ -24,6 +24,48 @@ LMD_HOST_DEVICE size_t beam_step_shared_bytes(int64_t beams, int64_t hypotheses)
          static_cast<size_t>(3 * beams + hypotheses) * sizeof(int32_t);
 }
 
+// Asks for what one thread will read, which would wait for one load after another: all threads, an
+// address each.
+__device__ inline void prefetch_request(const BeamStepParams& params, int64_t request) {
+  const auto columns_of = [&](const auto& rows, int64_t columns) {
+    if (rows.data == nullptr) return;
+    for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
+      cuda::prefetch(rows.data + request * rows.request_stride + i * rows.stride);
+    }
+  };
+  const BeamSearchState& state = params.state;
+  columns_of(params.scores, params.num_candidates);
+  columns_of(params.tokens, params.num_candidates);
+  columns_of(params.beams, params.num_candidates);
+  columns_of(params.log_probs, params.num_candidates);
+  columns_of(params.stopped, params.num_candidates);
+  columns_of(params.bonus, state.beams);
+  columns_of(params.status, 1);
+  const int64_t slot = params.slots.data == nullptr ? request : params.slots.at(request, 0);
+  if (slot < 0 || slot >= state.slots) return;
+  const auto list_of = [&](const auto* values, int64_t count) {
+    if (values == nullptr) return;
+    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+      cuda::prefetch(values + slot * count + i);
+    }
+  };
+  list_of(state.hypothesis_scores, state.hypotheses);
+  list_of(state.hypothesis_numbers, state.hypotheses);
+  list_of(state.worst_scores, 1);
+  list_of(state.lengths, 1);
+  list_of(state.done, 1);
+  list_of(state.status, 1);
+  const BeamSearchParameters& parameters = params.parameters;
+  list_of(parameters.num_beams, 1);
+  list_of(parameters.num_hypotheses, 1);
+  list_of(parameters.prompt_lengths, 1);
+  list_of(parameters.max_lengths, 1);
+  list_of(parameters.length_penalty, 1);
+  list_of(parameters.early_stopping, 1);
+  list_of(parameters.end_tokens, parameters.num_end_tokens);
+  list_of(parameters.pad_tokens, 1);
+}
+
 // One thread's work: the plan, and the order in which the beams move.
 __device__ inline void decide_beam_step(const BeamStepParams& params, int64_t request,
                                         BeamStepStorage& storage, RowCopy* copies) {
@@ -88,6 +130,7 @@ __global__ void __launch_bounds__(tuning::kStepThreads)
   RowCopy* const copies = reinterpret_cast<RowCopy*>(&storage + 1);
   const Columns columns{threadIdx.x, blockDim.x};
   for (int64_t request = blockIdx.x; request < params.requests; request += gridDim.x) {
+    prefetch_request(params, request);
     if (threadIdx.x == 0) decide_beam_step(params, request, storage, copies);
 #if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
     __syncthreads();

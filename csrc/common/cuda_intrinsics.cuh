@@ -97,6 +97,12 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Asks for the line of the L1 cache that this address lies in, and does not wait for it.
+template <class T>
+__device__ __forceinline__ void prefetch(const T* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
 // 2^x, to about 2 units in the last place; results below the normal ones are 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;

@@ -200,6 +200,11 @@ T* map_shared_rank(T* pointer, unsigned rank) {
                                             unsigned valid_bytes = 16) {
   emulation::copy_async(shared, global, valid_bytes, __builtin_return_address(0));
 }
+// A hint, which races with nothing; a sanitizer sees whether there is anything at the address.
+template <class T>
+LMDECODE_UNCHECKED void prefetch(const T* address) {
+  static_cast<void>(*reinterpret_cast<const volatile unsigned char*>(address));
+}
 inline void copy_async_commit() { emulation::commit_copies(); }
 template <int kPending>
 void copy_async_wait() {
