@@ -19,6 +19,7 @@ from lmdecode._checks import (
     type_error,
 )
 from lmdecode._ops import ops
+from lmdecode._upload import uploaded
 from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
@@ -87,7 +88,7 @@ def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Ten
         raise ValueError(
             f"{_OP}: num_beams has a sum of {offsets[-1]}; expected the rows of logits"
         )
-    return torch.tensor(offsets, dtype=torch.int64, device=device)
+    return uploaded(offsets, torch.int64, device)
 
 
 def _tensors(**values: object) -> Iterator[Tensor | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import MAX_INT, check_int, is_int
+from lmdecode._upload import uploaded
 from lmdecode.beam.types import NO_WORST_SCORE
 
 __all__ = [
@@ -286,7 +287,7 @@ def beam_parameters(
     def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         # A tensor made under inference_mode could not be written to outside of it.
         with torch.inference_mode(False):
-            return torch.tensor(values, dtype=dtype, device=device)
+            return uploaded(values, dtype, device)
 
     def mode(value: Any) -> int:
         if not isinstance(value, (bool, str)) or value not in EARLY_STOPPING:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, is_int, type_error
 from lmdecode._ops import ops
+from lmdecode._upload import sent
 
 __all__ = ["BlockSlots", "BlockTable", "OutOfBlocksError", "copy_blocks_"]
 
@@ -296,5 +297,5 @@ class BlockTable:
             length = int(self.lengths.max()) if self.num_rows else 0
         length = _check_int("length", length, 0, self.table.shape[1] * self.block_size)
         count = -(-length // self.block_size)
-        numbers = self.table[:, :count].clamp(min=0).to(pool.device)
+        numbers = sent(self.table[:, :count].clamp(min=0), pool.device)
         return pool[numbers].transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_dense_tensors, check_int, check_layout, is_int
 from lmdecode._ops import ops
+from lmdecode._upload import uploaded
 
 __all__ = ["BeamIndirection", "gather_indirect", "update_beam_indirection_"]
 
@@ -158,7 +159,7 @@ class BeamIndirection:
                 f"{count - 1}"
             )
         length = check_int("begin", "length", length, 0, capacity)
-        chosen = torch.tensor(list(rows), dtype=torch.int64, device=self.table.device)
+        chosen = uploaded(rows, torch.int64, self.table.device)
         self.table[chosen, :length] = prompt_row
         self.table[chosen, length:] = chosen[:, None].int()
         self.lengths[chosen] = length

@@ -18,6 +18,7 @@ from lmdecode._checks import (
     type_error,
 )
 from lmdecode._ops import ops
+from lmdecode._upload import sent, uploaded
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 
 __all__ = ["DIALECTS", "SampleOutput", "row_seed", "row_tensor", "top_k_top_p_sample"]
@@ -79,7 +80,7 @@ def row_tensor(
         else:
             value = check_int(_OP, where, value)
         rows.append(value)
-    return torch.tensor(rows, dtype=dtype, device=device)
+    return uploaded(rows, dtype, device)
 
 
 def _rows_of(name: str, value: Tensor, dtype: torch.dtype, logits: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ def top_k_top_p_sample(
         seeds = torch.randint(
             0, MAX_INT, (logits.size(0),), generator=generator, device=generator.device
         )
-        return call(-1, seeds.to(logits.device))
+        return call(-1, sent(seeds, logits.device))
     except Exception:
         generator.set_state(state)  # a call that fails draws nothing
         raise

@@ -227,6 +227,16 @@ def test_padding_outside_of_the_window_costs_nothing() -> None:
     assert torch.equal(got, mask)
 
 
+def test_a_step_on_a_device_does_not_wait_for_its_mask() -> None:
+    """Tensors of the meta device have no numbers that one could ask for, and refuse to be asked."""
+    mask = torch.ones(1, 20, dtype=torch.bool, device="meta")
+    step: dict[str, Any] = dict(batch_size=1, q_length=1, q_offset=19, kv_length=20)
+    assert attention.padding_mask(attention_mask=mask, **step).shape == (1, 20)
+    prompt = {**step, "q_length": 20, "q_offset": 0}
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        attention.padding_mask(attention_mask=mask, **prompt)
+
+
 def test_the_mask_of_a_mask_is_itself() -> None:
     """A static cache has the function called twice."""
     mask = torch.arange(9)[None] >= 4

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from lmdecode._upload import uploaded
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.state import BeamFinal
 
@@ -89,7 +90,7 @@ def beam_results(
                 lengths=lengths.clone(),
                 log_probs=log_probs.narrow(1, prompt, new).clone(),
                 beam_indices=indices.narrow(1, prompt, new).clone(),
-                groups=torch.tensor(groups, dtype=torch.int64, device=scores.device),
+                groups=uploaded(groups, torch.int64, scores.device),
                 prompt_length=prompt,
                 num_steps=took,
                 status=functools.reduce(operator.or_, bits, 0),

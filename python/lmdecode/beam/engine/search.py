@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int
+from lmdecode._upload import uploaded
 from lmdecode.beam.engine.coverage import PassCoverage
 from lmdecode.beam.engine.first_step import all_beams
 from lmdecode.beam.engine.plan import (
@@ -242,9 +243,9 @@ class BeamSearch:
             lengths += [len(search.request.prompt_ids) + search.steps] * search.num_rows
             pads += [search.request.pad_token] * search.num_rows
         flat = state.sequences.flatten(0, 1)[:, : max(lengths, default=0)]
-        ids = flat.index_select(0, torch.tensor(rows, dtype=torch.int64, device=device))
-        length = torch.tensor(lengths, dtype=torch.int64, device=device)
-        pad = torch.tensor(pads, dtype=torch.int64, device=device)
+        ids = flat.index_select(0, uploaded(rows, torch.int64, device))
+        length = uploaded(lengths, torch.int64, device)
+        pad = uploaded(pads, torch.int64, device)
         behind = torch.arange(ids.shape[1], device=device)[None] >= length[:, None]
         return RowTokens(torch.where(behind, pad[:, None], ids), length)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lmdecode._upload import uploaded
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.state import (
     EARLY_STOPPING,
@@ -31,7 +32,7 @@ def begin_search(
     """
 
     def integers(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=state.done.device)
+        return uploaded(values, torch.int64, state.done.device)
 
     prompt, ends = len(request.prompt_ids), request.eos_token_id
     state.sequences[slot, :, :prompt] = integers(request.prompt_ids)
@@ -108,7 +109,7 @@ class BeamSlots:
     def integers(self, values: Sequence[object]) -> Tensor:
         """Return int64 numbers on the device."""
         with torch.inference_mode(False):
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
+            return uploaded(values, torch.int64, self.device)
 
     def acquire(self, request: BeamRequest) -> list[int]:
         """Take a slot for each group of a request, and write it there; if that fails, none."""

@@ -53,7 +53,8 @@ def padding_mask(
     Returns
     -------
     Tensor or None
-        None where no key that is seen is padding. Else ``[batch, tokens so far]`` bool, True =
+        None where no key that is seen is padding; on a GPU steps of one token are not looked at.
+        Else ``[batch, tokens so far]`` bool, True =
         token, a column for each position from the first on: as it comes, so that the second call
         with the result of the first, which a static cache brings about, changes nothing. Where the
         keys of a static cache reach farther than the tokens, always such a mask: its width tells.
@@ -83,7 +84,9 @@ def padding_mask(
     mask = attention_mask[:, :end]
     if mask.shape[1] < end:
         mask = nn.functional.pad(mask, (0, end - mask.shape[1]))  # as transformers has it
-    if not is_static and bool(mask[:, kv_offset:].all()):
+    # In a step the host does not wait for a GPU to look at it: a row of padding costs less.
+    is_looked_at = not is_static and (q_length > 1 or mask.device.type == "cpu")
+    if is_looked_at and bool(mask[:, kv_offset:].all()):
         return None
     return mask
 

@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from lmdecode._upload import uploaded
 from lmdecode.integrations.transformers.store.cache import KV
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import check_store
@@ -112,7 +113,7 @@ class StoredPrefixes:
         """Where the pages of blocks lie in the views of a layer."""
         allocator = self._allocator
         stride = allocator.block_physical_stride // allocator.tokens_per_page
-        return torch.tensor(blocks, device=self._cache.device) * stride
+        return uploaded(blocks, torch.int64, self._cache.device) * stride
 
     def _read(self, blocks: list[int], length: int) -> KV:
         """Copy keys and values of the first tokens, [num_kv_heads, length, head_size] each."""
