@@ -125,6 +125,19 @@ def test_a_logit_is_read_by_at_most_eight_instructions(kernels, kind: str, eleme
         assert loop.size <= 8 * loop.copies * elements
 
 
+@pytest.mark.parametrize(("kind", "elements"), [("float", 4), ("BFloat16", 8), ("Half", 8)])
+def test_a_mass_is_added_by_at_most_forty_instructions(kernels, kind: str, elements: int) -> None:
+    """Of top-p alone: with two atomics, which return nothing that one would wait for."""
+    sizes = []
+    for code in kernels[f"top_k_top_p_sample_kernel<{kind}>"].inner_loops():
+        atomics = [text for text in code if "ATOMS" in text]
+        weights = sum("FFMA" in text for text in code)  # five are a polynomial
+        if weights == 5 * elements and len(atomics) == 2 * elements:
+            if all(" RZ, " in text for text in atomics):
+                sizes.append(len(code))
+    assert sizes and min(sizes) <= 40 * elements
+
+
 def test_a_copy_of_16_bytes_is_at_most_sixteen_instructions(cuobjdump: Path, tmp_path) -> None:
     """Of the loop that loads tiles; rows are looked up besides, once a row and step."""
     cubin = tmp_path / "probe.cubin"

@@ -103,6 +103,9 @@ __device__ __forceinline__ void prefetch(const T* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
 
+// a / b, to 2 units in the last place; 2^-126 <= |b| <= 2^126, or b is 0.
+__device__ __forceinline__ float divide_approximate(float a, float b) { return __fdividef(a, b); }
+
 // 2^x, to about 2 units in the last place; results below the normal ones are 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;

@@ -15,11 +15,16 @@
 
 namespace lmdecode {
 
+// Of tokens 4 * quad to 4 * quad + 3.
+LMD_HOST_DEVICE PhiloxBlock noise_words(int64_t seed, int64_t position, uint32_t quad,
+                                        uint32_t half) {
+  return philox(quad, static_cast<uint32_t>(position),
+                static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32), half,
+                static_cast<uint64_t>(seed));
+}
+
 LMD_HOST_DEVICE uint32_t noise_word(int64_t seed, int64_t position, uint32_t token, uint32_t half) {
-  const PhiloxBlock block = philox(token >> 2, static_cast<uint32_t>(position),
-                                   static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32),
-                                   half, static_cast<uint64_t>(seed));
-  return block.at(token);
+  return noise_words(seed, position, token >> 2, half).at(token);
 }
 
 // (high * 2^32 + low + 1/2) / 2^64 in f64.

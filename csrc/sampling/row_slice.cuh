@@ -106,7 +106,41 @@ class RowSlice {
     }
   }
 
-  // The same of those for which wanted(logit), which are few. There is no list.
+  // see(logits, first) for tokens first to first + 3, of which Philox gives one block: NaN in the
+  // place of those that are not of the slice, or of the list.
+  template <class See>
+  __device__ void each_quad(See see) const {
+    float logits[4];
+    if (list_ != nullptr) {
+      for (uint32_t i = threadIdx.x; i < listed_; i += blockDim.x) {
+        const uint32_t token = list_->token[i];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          logits[j] = token % 4 == j ? list_->logit[i] : float_of(0x7fc00000u);
+        }
+        see(logits, token / 4 * 4);
+      }
+      return;
+    }
+    const uint32_t end = (begin_ + size_ + 3) / 4;
+    const bool is_aligned = vectors_ > 0 && (begin_ + head_) % 4 == 0;
+    for (uint32_t quad = begin_ / 4 + threadIdx.x; quad < end; quad += blockDim.x) {
+      const uint32_t first = 4 * quad - begin_;  // before the slice: far beyond it
+      if (is_aligned && first < cached_ && cached_ - first >= 4) {
+        const uint4 bytes = quad_at(cache_ + first);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) logits[j] = unpack(bytes, j, row_);
+      } else {
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          logits[j] = first + j < size_ ? (*this)[first + j] : float_of(0x7fc00000u);
+        }
+      }
+      see(logits, 4 * quad);
+    }
+  }
+
+  // What each() does, of those for which wanted(logit), which are few. There is no list.
   template <class Wanted, class See>
   __device__ void each_of(Wanted wanted, See see) const {
     for (uint32_t i = threadIdx.x; i < singles(); i += blockDim.x) {
@@ -191,6 +225,13 @@ class RowSlice {
     for (uint32_t j = head + 4 * vectors + threadIdx.x; j < size_; j += blockDim.x) {
       __stcs(out + j, at(j));
     }
+  }
+
+  // Four elements, as the first of a vector; aligned to their size.
+  static __device__ uint4 quad_at(const T* from) {
+    if constexpr (sizeof(T) == 4) return *reinterpret_cast<const uint4*>(from);
+    const uint2 bytes = *reinterpret_cast<const uint2*>(from);
+    return {bytes.x, bytes.y, 0, 0};
   }
 
   // Elements before and after the vectors, and the place of one of these.

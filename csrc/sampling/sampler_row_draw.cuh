@@ -61,21 +61,21 @@ class SamplerRowDraw : protected SamplerRowStages {
   }
 
   struct Kept {
-    Word count, mass, bound;  // bound: order key of the best lower score
+    Word count, mass, bound;  // bound: of draw_by_seed()
   };
 
   LMD_OUT_OF_LINE __device__ void draw() {
     if (state_->numbers.adaptive_target >= 0.0) adapt();
     const bool by_seed = plan_.noise == NoiseMode::kInternal;
     Kept kept{0, 0, 0};
+    SeedCandidate mine;
     left_.each([&](float logit, uint32_t token) {
       ++kept.count;
       kept.mass += rule_.mass(logit);
       if (!by_seed) return;
-      const Word lower = order_key(
-          lower_score(rule_.weight(logit), noise_word(plan_.seed, plan_.position, token, 0)));
-      kept.bound = lower > kept.bound ? lower : kept.bound;
+      mine.see(rule_.weight(logit), noise_word(plan_.seed, plan_.position, token, 0), token);
     });
+    kept.bound = mine.bound();
     kept = cluster_.reduce(kept, [](const Kept& a, const Kept& b) {
       return Kept{a.count + b.count, a.mass + b.mass, a.bound > b.bound ? a.bound : b.bound};
     });
@@ -84,7 +84,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     if (by_seed && complement == 0) {
       complement = draw_by_seed(
           cluster_, left_, [](float, uint32_t) { return true; }, rule_, plan_.seed, plan_.position,
-          static_cast<uint32_t>(kept.bound));
+          mine, static_cast<uint32_t>(kept.bound));
     }
     const uint32_t token = complement == 0 ? first_token() : 0xffffffffu - complement;
     index_ = token;

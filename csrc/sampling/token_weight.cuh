@@ -2,6 +2,7 @@
 // sampling/token_choice.h, the CPU's; and which bin of masses it belongs to.
 #pragma once
 
+#include "common/cuda_intrinsics.cuh"
 #include "common/token_noise.h"
 #include "sampling/token_weight.h"
 
@@ -15,14 +16,14 @@ LMD_HOST_DEVICE float external_score(float weight, float q, float eps) {
 
 // The noise e of a uniform v lies in [v, v / (1 - v)], so the high word of the noise alone bounds a
 // score from both sides; few tokens need more.
-LMD_HOST_DEVICE float upper_score(float weight, uint32_t high_word) {
+__device__ __forceinline__ float upper_score(float weight, uint32_t high_word) {
   const float v = static_cast<float>(high_word) * 0x1p-32f;
-  return weight * (1.0f + 0x1p-18f) / v;  // v = 0: +inf
+  return cuda::divide_approximate(weight * (1.0f + 0x1p-18f), v);  // v = 0: +inf
 }
 
-LMD_HOST_DEVICE float lower_score(float weight, uint32_t high_word) {
+__device__ __forceinline__ float lower_score(float weight, uint32_t high_word) {
   const float v = (static_cast<float>(high_word) + 1.0f) * 0x1p-32f * (1.0f + 0x1p-18f);
-  const float score = weight * (1.0f - v) * (1.0f - 0x1p-18f) / v;
+  const float score = cuda::divide_approximate(weight * (1.0f - v) * (1.0f - 0x1p-18f), v);
   return score < 0x1p126f ? score : 0x1p126f;  // an overflow is no bound
 }
 

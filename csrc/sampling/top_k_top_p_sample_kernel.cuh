@@ -330,24 +330,39 @@ class RowSampler {
     const float* q = params_.q ? params_.q + row_ * params_.q_row_stride : nullptr;
     const bool masses = params_.logprob != nullptr;
     Draw all{0, 0, 0, 0};
-    slice.each([&](float logit, uint32_t token) {
-      if (!set_.contains(logit, token)) return;
-      ++all.count;
-      if (masses) all.mass += weight_.mass(logit);
-      Word candidate = 0;
-      if (plan_.noise == NoiseMode::kNone) {
-        if (logit >= top) candidate = 0xffffffffu - token;
-      } else if (plan_.noise == NoiseMode::kByToken) {
-        const float noise = q[static_cast<int64_t>(token) * params_.q_vocab_stride];
-        all.has_nan |= noise != noise;
-        candidate = with_token(external_score(weight_.weight(logit), noise, params_.eps), token);
-      } else if (plan_.noise == NoiseMode::kInternal) {
-        const float lower =
-            lower_score(weight_.weight(logit), noise_word(plan_.seed, plan_.position, token, 0));
-        candidate = order_key(lower);
-      }
-      all.best = candidate > all.best ? candidate : all.best;
-    });
+    SeedCandidate mine;
+    if (plan_.noise == NoiseMode::kInternal) {
+      slice.each_quad([&](const float (&logits)[4], uint32_t first) {
+        bool any = false, is_kept[4];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) any |= is_kept[i] = set_.contains(logits[i], first + i);
+        if (!any) return;
+        const PhiloxBlock words = noise_words(plan_.seed, plan_.position, first / 4, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          if (!is_kept[i]) continue;
+          ++all.count;
+          if (masses) all.mass += weight_.mass(logits[i]);
+          mine.see(weight_.weight(logits[i]), words.word[i], first + i);
+        }
+      });
+      all.best = mine.bound();
+    } else {
+      slice.each([&](float logit, uint32_t token) {
+        if (!set_.contains(logit, token)) return;
+        ++all.count;
+        if (masses) all.mass += weight_.mass(logit);
+        Word candidate = 0;
+        if (plan_.noise == NoiseMode::kNone) {
+          if (logit >= top) candidate = 0xffffffffu - token;
+        } else if (plan_.noise == NoiseMode::kByToken) {
+          const float noise = q[static_cast<int64_t>(token) * params_.q_vocab_stride];
+          all.has_nan |= noise != noise;
+          candidate = with_token(external_score(weight_.weight(logit), noise, params_.eps), token);
+        }
+        all.best = candidate > all.best ? candidate : all.best;
+      });
+    }
     all = cluster_.reduce(all, [](const Draw& a, const Draw& b) {
       return Draw{a.count + b.count, a.mass + b.mass, a.best > b.best ? a.best : b.best,
                   a.has_nan | b.has_nan};
@@ -357,7 +372,7 @@ class RowSampler {
     if (plan_.noise == NoiseMode::kInternal) {
       const uint32_t complement = draw_by_seed(
           cluster_, slice, [&](float logit, uint32_t token) { return set_.contains(logit, token); },
-          weight_, plan_.seed, plan_.position, static_cast<uint32_t>(all.best));
+          weight_, plan_.seed, plan_.position, mine, static_cast<uint32_t>(all.best));
       index = complement == 0 ? first_token(slice, set_) : 0xffffffffu - complement;
     } else if (plan_.noise == NoiseMode::kByRank) {
       const RankDraw ranked = draw_by_rank(cluster_, slice, vocab_, set_, all.count, weight_,

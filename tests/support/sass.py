@@ -58,6 +58,15 @@ class Kernel:
                 ends[to] = max(ends.get(to, 0), place)
         return sorted(ends.items())
 
+    def inner_loops(self) -> list[list[str]]:
+        """Instructions of each loop that has no loop in it."""
+        loops = self._loops()
+        return [
+            [text for _, text in self.code[b : e + 1]]
+            for b, e in loops
+            if not any((b, e) != (c, f) and b <= c and f <= e for c, f in loops)
+        ]
+
     def main_loop(self) -> Loop | None:
         """The shortest loop with all products of tensor cores; or else the first one that copies 16
         bytes and has no loop in it. None: neither.

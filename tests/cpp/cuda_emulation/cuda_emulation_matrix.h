@@ -17,6 +17,7 @@ void multiply_add(float* sum, const unsigned* a, const unsigned* b, bool brain_f
 namespace lmdecode::cuda {
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float divide_approximate(float a, float b) { return a / b; }
 inline unsigned round_to_bf16(float first, float second) {
   return emulation::bf16_of(first) | unsigned(emulation::bf16_of(second)) << 16;
 }

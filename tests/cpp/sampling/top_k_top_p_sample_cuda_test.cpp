@@ -89,6 +89,30 @@ TEST(bins_of_masses) {
         0xffffffff);
 }
 
+// A row of f32 logits, logit_of(token), with no filter but what is set afterwards.
+template <class LogitOf>
+SampleCase plain_case(uint64_t seed, int64_t vocab, LogitOf logit_of) {
+  SampleCase c = random_case(seed, 1, vocab);
+  TopKTopPSampleParams& p = c.params;
+  p.dtype = DType::kFloat32;
+  p.dialect = static_cast<Dialect>(0);
+  p.logits_vocab_stride = 1;
+  p.logits_row_stride = vocab;
+  c.logits = Buffer<unsigned char>(4 * vocab);
+  p.logits = c.logits.data();
+  for (int64_t i = 0; i < vocab; ++i) {
+    const float logit = logit_of(i);
+    std::memcpy(c.logits.data() + 4 * i, &logit, 4);
+  }
+  p.top_k = {};
+  p.min_p = {};
+  p.top_p = {};
+  p.top_p.value = 1.0f;
+  p.temperature = {};
+  p.temperature.value = 1.0f;
+  return c;
+}
+
 // The last tokens of top-p have logits that the temperature makes equal, on both sides of a bin's
 // edge.
 TEST(classes_at_the_edges_of_bins) {
@@ -96,39 +120,46 @@ TEST(classes_at_the_edges_of_bins) {
   for (uint64_t seed = 1; seed <= 300; ++seed) {
     Random random(seed);
     const int64_t vocab = 100 + random.below(100);
-    SampleCase c = random_case(seed, 1, vocab);
-    TopKTopPSampleParams& p = c.params;
     const float temperature = random.any_of({0.7f, 0.9f, 1.3f, 1.9f});
-    p.dtype = DType::kFloat32;
-    p.dialect = static_cast<Dialect>(0);
-    p.logits_vocab_stride = 1;
-    p.logits_row_stride = vocab;
-    c.logits = Buffer<unsigned char>(4 * vocab);
-    p.logits = c.logits.data();
-    p.top_k = {};
-    p.min_p = {};
-    p.temperature = {};
-    p.temperature.value = temperature;
     const double exponent = -(static_cast<double>(random.below(100)) + 0.5) / 32;
     const float edge = static_cast<float>(exponent / exponent_factor(temperature));
-    for (int64_t i = 0; i < vocab; ++i) {
-      const float logit =
-          i == 0 ? 0.0f
-                 : value_of_key(order_key(edge) - 8 + static_cast<uint32_t>(random.below(16)));
-      std::memcpy(c.logits.data() + 4 * i, &logit, 4);
-    }
+    SampleCase c = plain_case(seed, vocab, [&](int64_t i) {
+      const auto offset = static_cast<uint32_t>(random.below(16));
+      return i == 0 ? 0.0f : value_of_key(order_key(edge) - 8 + offset);
+    });
+    c.params.temperature.value = temperature;
     const double mass = std::exp2(exponent) * static_cast<double>(vocab - 1);
-    p.top_p = {};
-    p.top_p.value = static_cast<float>((1 + mass * random.uniform()) / (1 + mass));
+    c.params.top_p.value = static_cast<float>((1 + mass * random.uniform()) / (1 + mass));
     const TokenWeight weight{0.0f, exponent_factor(temperature), 43};
     const float bottom = class_bottom(edge, temperature);
     straddled += cuda_kernels::mass_bin(weight, bottom) != cuda_kernels::mass_bin(weight, edge);
-    if (!compare(c, random_plan(random, c), seed % 6, run_cpu(c))) {
-      CHECK(false);
-      return;
-    }
+    const bool same = compare(c, random_plan(random, c), seed % 6, run_cpu(c));
+    CHECK(same);
+    if (!same) return;
   }
   CHECK(straddled > 10);
+}
+
+// Weights that are as large as the noise, so that all tokens may win.
+TEST(scores_that_nearly_tie) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) {
+    Random random(seed);
+    const int64_t vocab = 20 + random.below(200), position = random.below(1000);
+    SampleCase c = plain_case(seed, vocab, [&](int64_t i) {
+      return static_cast<float>(
+          std::log(token_noise(static_cast<int64_t>(seed), position, static_cast<uint32_t>(i))));
+    });
+    TopKTopPSampleParams& p = c.params;
+    p.q = nullptr;
+    p.has_seed = true;
+    p.seed = {};
+    p.seed.value = static_cast<int64_t>(seed);
+    p.position = {};
+    p.position.value = position;
+    const bool same = compare(c, random_plan(random, c), seed % 6, run_cpu(c));
+    CHECK(same);
+    if (!same) return;
+  }
 }
 
 // A launch as the host plans it, on a device that would have 132 multiprocessors.
