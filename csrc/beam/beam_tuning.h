@@ -28,6 +28,8 @@ constexpr double kStepNanosecondsPerCandidate = 5.0;
 constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
 constexpr double kMinTaskNanoseconds = 25000.0;
 
+// Up to so many candidates of a request, a GPU ranks each among all.
+constexpr int64_t kRankedCandidates = 256;
 // Threads of the block that merges a request.
 constexpr int kMergeThreads = 256;
 // Threads of the block of a request in beam_step and beam_finalize.

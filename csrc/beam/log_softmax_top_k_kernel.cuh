@@ -7,6 +7,7 @@
 // whatever it is: the merge ranks each among all.
 #pragma once
 
+#include "beam/beam_tuning.h"
 #include "beam/candidate_score.h"
 #include "sampling/row_list.cuh"
 
@@ -17,6 +18,7 @@ using sampling::KeptSet;
 using sampling::SamplingLaunchPlan;
 using sampling::TokenWeight;
 using sampling::cuda_kernels::RowCluster;
+using sampling::cuda_kernels::RowList;
 using sampling::cuda_kernels::RowSlice;
 using sampling::cuda_kernels::RowStorage;
 using sampling::cuda_kernels::Word;
@@ -200,10 +202,11 @@ __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
 class RequestMerge {
  public:
   __device__ RequestMerge(const LogSoftmaxTopKParams& params, RowStorage& storage)
-      : params_(params), block_(storage, 1) {}
+      : params_(params), storage_(storage), block_(storage, 1) {}
 
   __device__ void run(int64_t request) {
     rows_ = params_.rows_of(request);
+    size_ = (rows_.end - rows_.begin) * params_.row_candidates;
     const Word k = static_cast<Word>(params_.num_candidates);
     Sums sums{0, 0};
     for (int64_t row = rows_.begin + threadIdx.x; row < rows_.end; row += blockDim.x) {
@@ -216,7 +219,12 @@ class RequestMerge {
     if (sums.count == 0 && sums.status == 0 && !has_trie) sums.status = kBeamStatusEmpty;
     if (sums.status != 0) sums.count = 0;
     if (threadIdx.x == 0) params_.status[request] = static_cast<uint8_t>(sums.status);
-    if (sums.count > 0) place(request, sums.count > k ? lowest_key(k) : 0);
+    if (sums.count > 0) {
+      list_all();
+      // Where there are few, to count what comes before each is less than to look for the k-th.
+      const bool is_many = sums.count > k && size_ > tuning::kRankedCandidates;
+      place(request, is_many ? lowest_key(k) : 0);
+    }
     const int64_t first = request * params_.num_candidates;
     for (int64_t i = static_cast<int64_t>(sums.count) + threadIdx.x; i < params_.num_candidates;
          i += blockDim.x) {
@@ -225,6 +233,12 @@ class RequestMerge {
       params_.tokens[first + i] = 0;
       params_.beams[first + i] = 0;
     }
+  }
+
+  // see(0, key) of each candidate of the request, once, by any thread: for descend_keys().
+  template <class See>
+  __device__ void each(See see) const {
+    for (int64_t i = threadIdx.x; i < size_; i += blockDim.x) see(0.0f, at(i).key);
   }
 
  private:
@@ -237,24 +251,43 @@ class RequestMerge {
     });
   }
 
+  // A candidate of the request: place i % row_candidates of row i / row_candidates.
+  struct Candidate {
+    uint32_t key;  // of the score; 0: there is none
+    uint32_t token;
+  };
+
+  __device__ Candidate left_at(int64_t i) const {
+    const int64_t row = rows_.begin + i / params_.row_candidates, at = i % params_.row_candidates;
+    if (at >= *params_.row_count(row)) return {0, 0};
+    return {order_key(params_.row_scores(row)[at]), params_.row_tokens(row)[at]};
+  }
+
+  // The candidates, from the list where they have room in it.
+  __device__ Candidate at(int64_t i) const {
+    const RowList& list = storage_.list;
+    return size_ <= kRoom ? Candidate{bits_of(list.logit[i]), list.token[i]} : left_at(i);
+  }
+
+  __device__ void list_all() {
+    if (size_ > kRoom) return;
+    for (int64_t i = threadIdx.x; i < size_; i += blockDim.x) {
+      const Candidate candidate = left_at(i);
+      storage_.list.logit[i] = float_of(candidate.key);
+      storage_.list.token[i] = candidate.token;
+    }
+    __syncthreads();
+  }
+
   // The key of the k-th score; there are more than k.
   __device__ uint32_t lowest_key(Word k) {
-    uint64_t low = 0, high = uint64_t{1} << 32;  // low is reached k times, high is not
-    while (high - low > 1) {
-      const uint64_t middle = (low + high) / 2;
-      Sums sums{0, 0};
-      for (int64_t row = rows_.begin; row < rows_.end; ++row) {
-        const float* scores = params_.row_scores(row);
-        const uint32_t count = *params_.row_count(row);
-        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-          sums.count += order_key(scores[i]) >= middle;
-        }
-      }
-      const Word reached = reduce(sums).count;
-      (reached >= k ? low : high) = middle;
-      if (reached == k) break;
-    }
-    return static_cast<uint32_t>(low);
+    const auto key_of = [](float, uint32_t of_candidate, uint32_t* key) {
+      *key = of_candidate;
+      return of_candidate != 0;
+    };
+    return sampling::cuda_kernels::descend_keys<false>(
+               block_, *this, 32, key_of, [](float) { return Word{0}; }, [k](Word) { return k; })
+        .key;
   }
 
   // Each candidate from this key on to its place, which is the number of those before it; a warp
@@ -262,41 +295,38 @@ class RequestMerge {
   __device__ void place(int64_t request, uint32_t from) {
     const int64_t k = params_.num_candidates, first = request * k;
     const int64_t warps = blockDim.x / cuda::kWarpSize;
-    const int64_t size = (rows_.end - rows_.begin) * params_.row_candidates;
-    for (int64_t at = cuda::warp_id(); at < size; at += warps) {
-      const int64_t beam = at / params_.row_candidates, i = at % params_.row_candidates;
-      const int64_t row = rows_.begin + beam;
-      if (i >= *params_.row_count(row)) continue;
-      const float score = params_.row_scores(row)[i];
-      const uint32_t token = params_.row_tokens(row)[i], key = order_key(score);
-      if (key < from) continue;
-      Word before = 0;
-      for (int64_t other = rows_.begin; other < rows_.end; ++other) {
-        const float* scores = params_.row_scores(other);
-        const uint32_t* tokens = params_.row_tokens(other);
-        const uint32_t count = *params_.row_count(other);
-        for (uint32_t j = cuda::lane_id(); j < count; j += cuda::kWarpSize) {
-          const uint32_t other_key = order_key(scores[j]);
-          // By its place too: arrays that are no trie may allow a token twice.
-          const bool first =
-              other < row || (other == row && (tokens[j] < token || (tokens[j] == token && j < i)));
-          before += other_key > key || (other_key == key && first);
-        }
+    for (int64_t i = cuda::warp_id(); i < size_; i += warps) {
+      const Candidate candidate = at(i);
+      if (candidate.key == 0 || candidate.key < from) continue;
+      const int64_t beam = i / params_.row_candidates;
+      const int64_t row_begin = beam * params_.row_candidates;
+      const int64_t row_end = row_begin + params_.row_candidates;
+      uint32_t before = 0;
+      for (int64_t j = cuda::lane_id(); j < size_; j += cuda::kWarpSize) {
+        const Candidate other = at(j);
+        // By its place too: arrays that are no trie may allow a token twice.
+        const bool is_first =
+            j < row_begin || (j < row_end && (other.token < candidate.token ||
+                                              (other.token == candidate.token && j < i)));
+        before += other.key > candidate.key || (other.key == candidate.key && is_first);
       }
       for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2)
         before += __shfl_xor_sync(cuda::kFullMask, before, offset);
-      if (cuda::lane_id() != 0 || before >= static_cast<Word>(k)) continue;
-      const int64_t to = first + static_cast<int64_t>(before);
-      params_.scores[to] = score;
-      params_.log_probs[to] = params_.row_log_probs(row)[i];
-      params_.tokens[to] = token;
+      if (cuda::lane_id() != 0 || before >= k) continue;
+      const int64_t to = first + before, row = rows_.begin + beam;
+      params_.scores[to] = params_.row_scores(row)[i - row_begin];
+      params_.log_probs[to] = params_.row_log_probs(row)[i - row_begin];
+      params_.tokens[to] = candidate.token;
       params_.beams[to] = beam;
     }
   }
 
+  static constexpr int64_t kRoom = sampling::cuda_tuning::kListedLogits;
   const LogSoftmaxTopKParams& params_;
+  RowStorage& storage_;
   RowCluster block_;
   LogSoftmaxTopKParams::RowRange rows_{0, 0};
+  int64_t size_ = 0;  // of the scratch of a request's rows
 };
 
 inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)

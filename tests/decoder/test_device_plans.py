@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lmdecode
 from lmdecode.decoder import device_plan
@@ -55,6 +56,21 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> tuple[lmdecode.Decoding, lmdec
     return expected, got
 
 
+class Launches(TorchDispatchMode):
+    """Counts the calls that are not views of a tensor: on a GPU each is a kernel or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(result.alias_info is not None for result in func._schema.returns)
+        writes = func._schema.is_mutable
+        if (writes or not is_view) and not func.name().startswith("aten::empty"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def inputs_of(seed: int) -> dict[str, Any]:
     inputs = make_inputs("marian")
     generator = torch.Generator().manual_seed(seed)
@@ -79,6 +95,26 @@ def test_a_shape_is_captured_once(decodings) -> None:
         check(decodings, seed, num_beams=4, num_beam_groups=2, diversity_penalty=0.5)
     # Of three shapes two are kept.
     assert Replayed.captures <= 1 + 2 * 3
+
+
+def test_a_step_is_few_launches(decodings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve a layer, and eleven for embedding, logits, rules, beams and their table."""
+    counted: list[list[str]] = []
+    step = device_plan.Plan._step
+
+    def watch(plan: Any) -> None:
+        with Launches() as launches:
+            step(plan)
+        counted.append(launches.names)
+
+    monkeypatch.setattr(device_plan.Plan, "_step", watch)
+    check(decodings, 0)
+    layers = len(decodings[1].decoder.weights.layers)
+    for names in counted:
+        assert len(names) <= 12 * layers + 11, names
+    counted.clear()
+    check(decodings, 0, num_beams=4, num_beam_groups=2, diversity_penalty=0.5)
+    assert counted and len(counted[0]) <= 12 * layers + 40
 
 
 def test_rules_may_have_other_values_but_not_other_switches(decodings) -> None:

@@ -105,11 +105,11 @@ class DeviceSearches:
     @torch.no_grad()
     def run(self) -> int:
         """Do steps until all searches have ended; return how many, or a few more. Once."""
-        plan, sequences = self._plan, self._plan.state.sequences
+        plan = self._plan
         for position in range(self._length - 1):
-            plan.forward.positions.fill_(position)
-            plan.forward.tokens.copy_(sequences[:, :, position].flatten())
+            plan.read(position)
             plan.forward.run(to_logits=False)
+        plan.read(self._length - 1)
         steps = 0
         for _ in range(self._limit - self._length):
             plan.step()

@@ -11,7 +11,7 @@ from torch import Tensor
 from lmdecode._ops import ops
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.rule_arguments import RuleArguments
-from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.state import BeamParameters, BeamState, BeamStep, Rules
 from lmdecode.beam.types import MISSING_CANDIDATE_SCORE
 from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.device_forward import DeviceForward
@@ -98,8 +98,17 @@ class Plan:
         self._no_end.copy_(self._tokens_that_do_not_end(parameters))
         self.forward.clear()
 
+    def read(self, position: int) -> None:
+        """Have the model read the tokens at a position next, of all sequences."""
+        self.forward.tokens.copy_(self.state.sequences[:, :, position].flatten())
+        self.forward.positions.fill_(position)
+
     def step(self) -> None:
-        """Add a token to every sequence: by the graph, where there is one."""
+        """Add a token to every sequence: by the graph, where there is one.
+
+        The tokens before it have been read, but for the last ones, which ``read`` has set or the
+        step before this.
+        """
         if self._graph is not None:
             self._graph.replay()
             return
@@ -131,19 +140,27 @@ class Plan:
         return torch.tensor(tokens, dtype=torch.int64).view(self._requests, self._sizes.num_groups)
 
     def _step(self) -> None:
-        state, forward, beams = self.state, self.forward, self._beams
-        last = (state.lengths - 1).clamp(max=state.sequences.shape[2] - 1)
-        lengths = state.lengths.clone()  # the step makes them longer
-        places = last[:, None, None].expand(-1, beams, 1)
-        forward.tokens.copy_(state.sequences.gather(2, places).flatten())
-        forward.positions.copy_(last.repeat_interleave(beams, output_size=len(forward.positions)))
+        forward, num_groups = self.forward, self._sizes.num_groups
         forward.run(to_logits=True)
-        chosen: list[Tensor] = []
-        for group in range(self._sizes.num_groups):
-            self._choose(group, lengths, chosen)
-        ops.update_beam_indirection_(forward.table, self._parents, 0, forward.positions + 1)
+        forward.positions.add_(1)
+        if num_groups == 1:
+            step = self._choose(0, self.state.lengths, [])
+            forward.tokens.copy_(step.tokens)
+            parents = step.parents
+        else:
+            lengths = self.state.lengths.clone()  # the step makes them longer
+            tokens = forward.tokens.view(-1, num_groups, self._beams)
+            all_parents = self._parents.view_as(tokens)
+            chosen: list[Tensor] = []
+            for group, rows in enumerate(self._group_rows):
+                step = self._choose(group, lengths, chosen)
+                chosen.append(step.tokens.view(-1, self._beams))
+                tokens[:, group] = chosen[-1]
+                all_parents[:, group] = rows[step.parents].view(-1, self._beams)
+            parents = self._parents
+        ops.update_beam_indirection_(forward.table, parents, 0, forward.positions)
 
-    def _choose(self, group: int, lengths: Tensor, chosen: list[Tensor]) -> None:
+    def _choose(self, group: int, lengths: Tensor, chosen: list[Tensor]) -> BeamStep:
         """Choose the next tokens of a group; chosen: those of earlier ones, [requests, beams]."""
         rows, slots, state = self._group_rows[group], self._group_slots[group], self.state
         is_whole = self._sizes.num_groups == 1
@@ -171,12 +188,10 @@ class Plan:
             missing = best == -torch.inf
             best = best.masked_fill(missing, MISSING_CANDIDATE_SCORE)
             tokens = torch.where(missing, self._no_end[:, group, None], tokens)
-        step = beam_step(
+        return beam_step(
             state, self._parameters, best, tokens, candidates.beams, log_probs=candidates.log_probs,
             status=candidates.status, slots=None if is_whole else slots, rules=self._sizes.rules,
         )  # fmt: skip
-        self._parents[rows] = rows[step.parents]
-        chosen.append(step.tokens.view(self._requests, self._beams))
 
 
 def take_plan(
