@@ -24,16 +24,40 @@ struct PlainStorage {
 
 constexpr int kPlainThreads = cuda_tuning::kPlainWarps * cuda::kWarpSize;
 
-// `rows` elements [column, column + 64) of what row_at(row) points to, 0 past `size` and for null.
+// Four elements side by side, aligned to their size.
+__device__ __forceinline__ float4 load_quad(const float* from) {
+  return *reinterpret_cast<const float4*>(from);
+}
+template <class T>
+__device__ __forceinline__ float4 load_quad(const T* from) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(from);
+  const auto element = [](unsigned half) { return to_float(T{static_cast<uint16_t>(half)}); };
+  return make_float4(element(bits.x), element(bits.x >> 16), element(bits.y),
+                     element(bits.y >> 16));
+}
+
+// `rows` elements [column, column + 64) of what row_at(row) points to, 0 past `size` and for null:
+// four a thread.
 template <class T, class RowAt>
 __device__ void load_floats(float (*to)[kPlainStride], int rows, const RowAt& row_at,
                             int64_t stride, int64_t column, int64_t size) {
+  constexpr int kQuads = kPlainColumns / 4;
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < rows * kPlainColumns; i += kPlainThreads) {
-    const int row = i / kPlainColumns, at = i % kPlainColumns;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * kQuads; i += kPlainThreads) {
+    const int row = i / kQuads, place = i % kQuads * 4;
     const T* const from = row_at(row);
-    const bool is_there = from != nullptr && column + at < size;
-    to[row][at] = is_there ? to_float(from[(column + at) * stride]) : 0.0f;
+    const int64_t at = column + place;
+    float4 quad = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (from != nullptr && stride == 1 && at + 4 <= size &&
+        reinterpret_cast<uintptr_t>(from + at) % (4 * sizeof(T)) == 0) {
+      quad = load_quad(from + at);
+    } else if (from != nullptr) {
+      if (at < size) quad.x = to_float(from[at * stride]);
+      if (at + 1 < size) quad.y = to_float(from[(at + 1) * stride]);
+      if (at + 2 < size) quad.z = to_float(from[(at + 2) * stride]);
+      if (at + 3 < size) quad.w = to_float(from[(at + 3) * stride]);
+    }
+    *reinterpret_cast<float4*>(&to[row][place]) = quad;
   }
 }
 

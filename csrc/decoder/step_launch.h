@@ -16,6 +16,8 @@ constexpr int kBlocksPerMultiprocessor = 8;
 constexpr int kCrossRows = 4;
 // Lanes that read one position together, 16 bytes each at a time.
 constexpr int kPositionLanes = 8;
+// Elements of a row that a thread reads at once.
+constexpr int kElementsInFlight = 4;
 // Keys that these lanes have under way.
 constexpr int kKeysOfGroup = 4;
 

@@ -9,6 +9,26 @@
 
 namespace lmdecode::decoder::step_cuda_kernels {
 
+// write(i, read(i)) for the elements i of a thread, in order: it reads some before it writes the
+// first, so that these loads do not wait for each other.
+template <class Read, class Write>
+__device__ __forceinline__ void each_of_thread(int64_t size, Read read, Write write) {
+  constexpr int kBatch = step_cuda_tuning::kElementsInFlight;
+  for (int64_t first = threadIdx.x; first < size; first += kBatch * blockDim.x) {
+    float values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t i = first + b * blockDim.x;
+      values[b] = i < size ? read(i) : 0.0f;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t i = first + b * blockDim.x;
+      if (i < size) write(i, values[b]);
+    }
+  }
+}
+
 // A block a row. A thread reads back only what it has written itself.
 template <class T>
 __global__ void __launch_bounds__(kThreads) decoder_add_norm_kernel(const StepAddNormParams p) {
@@ -20,29 +40,37 @@ __global__ void __launch_bounds__(kThreads) decoder_add_norm_kernel(const StepAd
     const T* const delta =
         p.delta == nullptr ? nullptr : static_cast<const T*>(p.delta) + row * p.size;
     float sum = 0.0f;
-    for (int64_t i = threadIdx.x; i < p.size; i += blockDim.x) {
-      float value = x[i];
-      if (delta != nullptr) value += to_float(delta[i]);
-      if (p.bias != nullptr) value += p.bias[i];
-      x[i] = value;
-      if (p.gamma == nullptr) out[i] = ValueOf<T>::from(value);
-      sum += value;
-    }
+    each_of_thread(
+        p.size,
+        [&](int64_t i) {
+          float value = x[i];
+          if (delta != nullptr) value += to_float(delta[i]);
+          if (p.bias != nullptr) value += p.bias[i];
+          return value;
+        },
+        [&](int64_t i, float value) {
+          x[i] = value;
+          if (p.gamma == nullptr) out[i] = ValueOf<T>::from(value);
+          sum += value;
+        });
     if (p.gamma == nullptr) continue;
     const float mean = p.rms_norm ? 0.0f : reduce_block(sum, storage.reduced, Sum()) / size;
     float squares = 0.0f;
-    for (int64_t i = threadIdx.x; i < p.size; i += blockDim.x) {
-      const float centered = x[i] - mean;
-      squares += centered * centered;
-    }
+    each_of_thread(
+        p.size, [&](int64_t i) { return x[i] - mean; },
+        [&](int64_t, float centered) { squares += centered * centered; });
     const float variance = reduce_block(squares, storage.reduced, Sum()) / size;
     const float factor = 1.0f / sqrtf(variance + p.epsilon);
-    for (int64_t i = threadIdx.x; i < p.size; i += blockDim.x) {
-      float value = (x[i] - mean) * factor * p.gamma[i];
-      if (p.beta != nullptr) value += p.beta[i];
-      if (!p.norm_first) x[i] = value;
-      out[i] = ValueOf<T>::from(value);
-    }
+    each_of_thread(
+        p.size,
+        [&](int64_t i) {
+          const float value = (x[i] - mean) * factor * p.gamma[i];
+          return p.beta == nullptr ? value : value + p.beta[i];
+        },
+        [&](int64_t i, float value) {
+          if (!p.norm_first) x[i] = value;
+          out[i] = ValueOf<T>::from(value);
+        });
   }
 }
 

@@ -252,7 +252,7 @@ void check_add_norm(uint64_t seed) {
   StepAddNormParams p;
   p.dtype = Traits<T>::kDtype;
   p.rows = 1 + random.below(3);
-  p.size = 1 + random.below(150);
+  p.size = 1 + random.below(700);
   p.epsilon = 1e-2f;
   p.rms_norm = random.below(2);
   p.norm_first = random.below(2);
