@@ -20,7 +20,11 @@ def test_on_the_cpu_and_on_meta() -> None:
         assert _upload.uploaded([7], torch.int32, "cpu").item() == 7
 
 
-def test_copies_to_a_gpu_are_pinned_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_copies_to_a_gpu_are_pinned_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    """But a graph that is captured would read the pinned memory later, too."""
     calls: list[Any] = []
     to = torch.Tensor.to
 
@@ -34,9 +38,10 @@ def test_copies_to_a_gpu_are_pinned_and_not_waited_for(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", watch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
     got = _upload.uploaded([1, 2], torch.int64, "cuda")
     assert got.tolist() == [1, 2]
-    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
+    assert calls == ([("cuda", {})] if captures else ["pinned", ("cuda", {"non_blocking": True})])
 
 
 def test_lists_of_the_ops_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,16 @@ def _sampling(vocab: int, dtype: torch.dtype) -> Iterator[Check]:
             lambda number: [_randn(number, 3, vocab, dtype=dtype)],
             lambda logits, o=options: lmdecode.top_k_top_p_sample(logits, **o),
         )
+    yield Check(  # where the last token that is kept is one of many alike
+        f"top_k_top_p_sample {name}, a flat row, top_p 0.9",
+        lambda number: [_randn(number, 3, vocab, dtype=dtype) / 10],
+        lambda logits: lmdecode.top_k_top_p_sample(logits, top_p=0.9, seed=5, return_logits=True),
+    )
+    yield Check(
+        f"Sampler.sample {name}",
+        lambda number: [_randn(number, 4, vocab, dtype=dtype)],
+        _chosen,
+    )
     yield Check(
         f"log_softmax_top_k {name}",
         lambda number: [_randn(number, 4, vocab, dtype=dtype), _randn(number + 1, 4)],
@@ -133,6 +144,62 @@ def _caches(dtype: torch.dtype) -> Iterator[Check]:
     )  # fmt: skip
 
 
+@functools.cache
+def _sampler(vocab: int, device: torch.device) -> lmdecode.Sampler:
+    """One with a text in each row, and with other stages in each."""
+    sampler = lmdecode.Sampler(
+        4, vocab, device=device, seed=[1, 2, 3, 4], num_logprobs=3, return_logits=True,
+        repetition_penalty=1.2, no_repeat_ngram_size=3, top_p=[0.9, 1.0, 0.8, 1.0],
+        top_k=[0, 50, 0, 0], min_p=[0.0, 0.0, 0.05, 0.0], typical_p=[1.0, 1.0, 1.0, 0.9],
+        top_n_sigma=[0.0, 2.0, 0.0, 0.0], temperature=[1.0, 0.7, 1.3, 1.0],
+    )  # fmt: skip
+    for sequence in range(4):
+        sampler.accept(sequence, [5, 6, 7, 5, 6])
+    return sampler
+
+
+def _chosen(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = _sampler(logits.shape[1], logits.device).sample(logits, accept=False)
+    assert out.logprob is not None and out.rank is not None and out.top_ids is not None
+    assert out.kept_logits is not None
+    return out.index, out.logprob, out.rank, out.top_ids, out.kept_logits
+
+
+_REQUESTS, _BEAMS = 3, 4
+
+
+@functools.cache
+def _searches(device: torch.device) -> tuple[lmdecode.BeamState, lmdecode.BeamParameters]:
+    state = lmdecode.new_beam_state(_REQUESTS, _BEAMS, 20, keep_beam_indices=True, device=device)
+    state.lengths.fill_(1)
+    parameters = lmdecode.beam_parameters(
+        _REQUESTS, _BEAMS, prompt_lengths=1, max_lengths=20, end_tokens=[2], device=device
+    )
+    return state, parameters
+
+
+def _searched(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The state of searches after some steps, of [steps, rows, vocab] logits."""
+    begin, parameters = _searches(logits.device)
+    state = lmdecode.BeamState(*(tensor.clone() for tensor in begin))
+    for step in logits:
+        best = lmdecode.log_softmax_top_k(
+            step, state.scores.flatten(), 2 * _BEAMS, num_beams=_BEAMS
+        )
+        lmdecode.beam_step(
+            state, parameters, best.scores, best.tokens, best.beams, status=best.status
+        )
+    return tuple(state)
+
+
+def _beams() -> Iterator[Check]:
+    yield Check(
+        f"beam_step, 8 steps of {_REQUESTS} x {_BEAMS} beams",
+        lambda number: [_randn(number, 8, _REQUESTS * _BEAMS, 50)],
+        _searched,
+    )
+
+
 def checks(vocabularies: Sequence[int]) -> Iterator[Check]:
     """Yield the checks of all ops, in three dtypes."""
     for dtype in _DTYPES:
@@ -140,6 +207,7 @@ def checks(vocabularies: Sequence[int]) -> Iterator[Check]:
             yield from _sampling(vocab, dtype)
         yield from _attention(dtype)
         yield from _caches(dtype)
+    yield from _beams()
 
 
 def _difference(got: Sequence[Any], want: Sequence[Any], tolerance: float | None) -> str:

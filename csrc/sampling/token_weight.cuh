@@ -54,31 +54,46 @@ LMD_HOST_DEVICE int mass_shift(uint32_t bin) {
 
 constexpr int kFirstBin = kBinsOfOctave / 2;  // of masses of 1 and a little more
 
+LMD_HOST_DEVICE uint32_t bin_at(int place) { return place > 0 ? static_cast<uint32_t>(place) : 0; }
+
 // Of a logit that is weighed, where the logits are the weights.
-LMD_HOST_DEVICE BinnedMass binned_probability(const TokenWeight& weight, float logit) {
+LMD_HOST_DEVICE float probability_of_bin(const TokenWeight& weight, float logit, uint32_t* bin) {
   const float one = float_of(static_cast<uint32_t>(127 + weight.fraction_bits) << 23);
-  const float p = logit > 0.0f ? (logit < 1.0f ? logit : 1.0f) : 0.0f;
-  const float mass = p * one;
-  const int place = static_cast<int>(bits_of(mass) >> 18) - 127 * kBinsOfOctave + kFirstBin;
-  const uint32_t bin = place > 0 ? static_cast<uint32_t>(place) : 0;
+  const float mass = (logit > 0.0f ? (logit < 1.0f ? logit : 1.0f) : 0.0f) * one;
+  *bin = bin_at(static_cast<int>(bits_of(mass) >> 18) - 127 * kBinsOfOctave + kFirstBin);
+  return mass;
+}
+LMD_HOST_DEVICE BinnedMass binned_probability(const TokenWeight& weight, float logit) {
+  uint32_t bin;
+  const float mass = probability_of_bin(weight, logit, &bin);
   const float unit = float_of(static_cast<uint32_t>(127 - mass_shift(bin)) << 23);
   return {bin, static_cast<uint32_t>(mass * unit)};
 }
 
 // Where they are not, nor uniform.
-LMD_HOST_DEVICE BinnedMass binned_weight(const TokenWeight& weight, float logit) {
+LMD_HOST_DEVICE float exponent_of_bin(const TokenWeight& weight, float logit, uint32_t* bin) {
   const float exponent = weight_exponent(logit, weight.max, weight.factor);
   constexpr float kRoundToBin = kRoundMagic / kBinsOfOctave;
-  const int place = static_cast<int>(bits_of(exponent + kRoundToBin) - bits_of(kRoundToBin)) +
-                    kBinsOfOctave * weight.fraction_bits + kFirstBin;
-  const uint32_t bin = place > 0 ? static_cast<uint32_t>(place) : 0;
+  *bin = bin_at(static_cast<int>(bits_of(exponent + kRoundToBin) - bits_of(kRoundToBin)) +
+                kBinsOfOctave * weight.fraction_bits + kFirstBin);
+  return exponent;
+}
+LMD_HOST_DEVICE BinnedMass binned_weight(const TokenWeight& weight, float logit) {
+  uint32_t bin;
+  const float exponent = exponent_of_bin(weight, logit, &bin);
   return {bin,
           static_cast<uint32_t>(scaled_exp2(exponent, weight.fraction_bits - mass_shift(bin)))};
 }
 
+// The bin alone, of any number: one that is not weighed may share its bin with some that are.
 LMD_HOST_DEVICE uint32_t mass_bin(const TokenWeight& weight, float logit) {
-  return weight.probabilities ? binned_probability(weight, logit).bin
-                              : binned_weight(weight, logit).bin;
+  uint32_t bin;
+  if (weight.probabilities) {
+    probability_of_bin(weight, logit, &bin);
+  } else {
+    exponent_of_bin(weight, logit, &bin);
+  }
+  return bin;
 }
 
 }  // namespace lmdecode::sampling::cuda_kernels
