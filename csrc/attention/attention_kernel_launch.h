@@ -23,12 +23,7 @@ void launch_attention(const char* op, void (*kernel)(Params), int64_t blocks, in
     throw std::invalid_argument(message.str());
   }
   prepare_kernel(op, kernel, device);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_of(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(op, cudaLaunchKernelEx(&config, kernel, params), "launch");
+  launch_kernel(op, kernel, {blocks, threads, shared_bytes}, stream, params);
 }
 
 // The kernels are compiled for some sizes: run(std::integral_constant) with the first that is at

@@ -6,31 +6,24 @@ namespace lmdecode::attention {
 namespace {
 
 template <class T>
-void launch(const MergeAttentionStatesParams& params, cudaStream_t stream) {
-  constexpr const char* kOp = "merge_attention_states";
+void launch(const MergeAttentionStatesParams& params, void* stream) {
   using namespace cuda_tuning;
   constexpr int64_t kRows = kMergeThreads / cuda::kWarpSize;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_of((params.rows() + kRows - 1) / kRows));
-  config.blockDim = dim3(kMergeThreads);
-  config.stream = stream;
-  check_cuda(kOp,
-             cudaLaunchKernelEx(&config, &cuda_kernels::merge_attention_states_kernel<T>, params),
-             "launch");
+  launch_kernel("merge_attention_states", &cuda_kernels::merge_attention_states_kernel<T>,
+                {(params.rows() + kRows - 1) / kRows, kMergeThreads}, stream, params);
 }
 
 }  // namespace
 
 void merge_attention_states_cuda(const MergeAttentionStatesParams& params, void* stream) {
   if (params.rows() == 0) return;
-  const cudaStream_t on = static_cast<cudaStream_t>(stream);
   switch (params.dtype) {
     case DType::kFloat32:
-      return launch<float>(params, on);
+      return launch<float>(params, stream);
     case DType::kFloat16:
-      return launch<Half>(params, on);
+      return launch<Half>(params, stream);
     case DType::kBFloat16:
-      return launch<BFloat16>(params, on);
+      return launch<BFloat16>(params, stream);
   }
 }
 

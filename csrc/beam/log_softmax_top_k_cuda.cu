@@ -51,11 +51,10 @@ void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProc
       launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
     }
   }
-  cuda_kernels::
-      log_softmax_top_k_request_kernel<<<grid_of(params.requests), tuning::kMergeThreads,
-                                         sizeof(sampling::cuda_kernels::RowStorage), cuda_stream>>>(
-          params);
-  check_cuda(kOp, cudaGetLastError(), "launch");
+  launch_kernel(
+      kOp, &cuda_kernels::log_softmax_top_k_request_kernel,
+      {params.requests, tuning::kMergeThreads, sizeof(sampling::cuda_kernels::RowStorage)}, stream,
+      params);
 }
 
 }  // namespace lmdecode::beam

@@ -24,9 +24,7 @@ void launch_requests(const char* op, void (*kernel)(Params), int64_t requests, s
     throw std::invalid_argument(message.str());
   }
   if (requests == 0) return;
-  kernel<<<grid_of(requests), tuning::kStepThreads, shared_bytes,
-           static_cast<cudaStream_t>(stream)>>>(params);
-  check_cuda(op, cudaGetLastError(), "launch");
+  launch_kernel(op, kernel, {requests, tuning::kStepThreads, shared_bytes}, stream, params);
 }
 
 }  // namespace lmdecode::beam

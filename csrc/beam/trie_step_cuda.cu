@@ -7,9 +7,8 @@ namespace lmdecode::beam {
 void trie_step_cuda(const TrieStepParams& params, void* stream) {
   if (params.size == 0) return;
   const int64_t blocks = (params.size + tuning::kStepThreads - 1) / tuning::kStepThreads;
-  cuda_kernels::trie_step_kernel<<<grid_of(blocks), tuning::kStepThreads, 0,
-                                   static_cast<cudaStream_t>(stream)>>>(params);
-  check_cuda("trie_step", cudaGetLastError(), "launch");
+  launch_kernel("trie_step", &cuda_kernels::trie_step_kernel, {blocks, tuning::kStepThreads},
+                stream, params);
 }
 
 }  // namespace lmdecode::beam

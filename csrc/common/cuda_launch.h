@@ -8,16 +8,13 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace lmdecode {
 
 // Blocks that a grid can have along x.
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-
-inline unsigned grid_of(int64_t blocks) {
-  return static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid);
-}
 
 inline void check_cuda(const char* op, cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -38,6 +35,9 @@ struct DeviceLimits {
   int shared_of_multiprocessor = 0;  // bytes
   bool has_clusters = false;
 };
+
+// Blocks of a thread block cluster that every device with clusters runs.
+constexpr int kPortableClusterSize = 8;
 
 // What was found out once under a key; find() is called by one thread at a time.
 template <class Key, class Value>
@@ -73,7 +73,8 @@ struct CurrentDevice : DeviceLimits {
 
 // Before the launches of a kernel on a device: they may ask for all the shared memory that a block
 // can have. That belongs to the kernel, not to a launch, so it is done once, and another thread's
-// launch is not held to less than it needs. Returns the version of the code: 90 for sm_90.
+// launch is not held to less than it needs. Returns how large its clusters can be: that is a matter
+// of the code that was compiled as much as of the device, as PTX for sm_80 knows none.
 template <class Kernel>
 int prepare_kernel(const char* op, Kernel* kernel, const CurrentDevice& device) {
   static FoundOnce<std::pair<const void*, int>, int> all;
@@ -85,8 +86,38 @@ int prepare_kernel(const char* op, Kernel* kernel, const CurrentDevice& device) 
                cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     device.shared_limit),
                "cudaFuncSetAttribute");
-    return found.ptxVersion;
+    return found.ptxVersion >= 90 && device.has_clusters ? kPortableClusterSize : 1;
   });
+}
+
+// How the blocks of a launch are laid out.
+struct LaunchShape {
+  int64_t blocks = 0;  // along x; a grid of as many as there can be goes round
+  int threads = 0;     // of a block
+  size_t shared_bytes = 0;
+  int cluster_size = 1;  // blocks of a thread block cluster, that many divide `blocks`; 1: none
+};
+
+// kernel(arguments...): no allocation and no wait, so that a CUDA graph can capture it.
+template <class... Parameters>
+void launch_kernel(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape,
+                   void* stream, const std::type_identity_t<Parameters>&... arguments) {
+  const int64_t most = kMaxGrid / shape.cluster_size * shape.cluster_size;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks < most ? shape.blocks : most));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster_size);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  if (shape.cluster_size > 1) {
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  check_cuda(op, cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
 }
 
 }  // namespace lmdecode

@@ -25,12 +25,9 @@ void launch_step(const char* op, void (*kernel)(Params), const Params& params, i
                                 std::to_string(device.shared_limit));
   }
   prepare_kernel(op, kernel, device);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_of(blocks));
-  config.blockDim = dim3(step_cuda_tuning::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(op, cudaLaunchKernelEx(&config, kernel, params), "launch");
+  launch_kernel(op, kernel,
+                {blocks, step_cuda_tuning::kThreads, static_cast<size_t>(shared_bytes)}, stream,
+                params);
 }
 
 }  // namespace lmdecode::decoder

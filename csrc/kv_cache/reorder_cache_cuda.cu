@@ -24,12 +24,10 @@ void reorder_cache_cuda(const ReorderCacheParams& params, void* stream) {
   for (int64_t at = 0; at < params.count;) {
     const ReorderLaunch launch = next_reorder_launch(params, &at);
     if (launch.count == 0) continue;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(reorder_blocks(launch, device.multiprocessors)));
-    config.blockDim = dim3(reorder_cuda_tuning::kThreads);
-    config.dynamicSmemBytes = reorder_shared_bytes(rows);
-    config.stream = static_cast<cudaStream_t>(stream);
-    check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, launch), "launch");
+    launch_kernel(kOp, kernel,
+                  {reorder_blocks(launch, device.multiprocessors), reorder_cuda_tuning::kThreads,
+                   reorder_shared_bytes(rows)},
+                  stream, launch);
   }
 }
 

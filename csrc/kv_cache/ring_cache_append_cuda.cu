@@ -10,12 +10,10 @@ void ring_cache_append_cuda(const RingCacheAppendParams& params, void* stream) {
   const RingAppendLaunch launch = ring_append_launch(params);
   if (ring_append_units(launch) == 0) return;
   const CurrentDevice device(kOp);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(ring_append_blocks(launch, device.multiprocessors)));
-  config.blockDim = dim3(ring_append_cuda_tuning::kThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(kOp, cudaLaunchKernelEx(&config, &ring_append_cuda::ring_cache_append_kernel, launch),
-             "launch");
+  launch_kernel(
+      kOp, &ring_append_cuda::ring_cache_append_kernel,
+      {ring_append_blocks(launch, device.multiprocessors), ring_append_cuda_tuning::kThreads},
+      stream, launch);
 }
 
 }  // namespace lmdecode::kv_cache

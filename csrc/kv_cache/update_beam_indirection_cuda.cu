@@ -24,12 +24,9 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
   prepare_kernel(kOp, kernel, device);
   const BeamIndirectionPlan plan =
       plan_beam_indirection(params, device.multiprocessors, device.shared_limit);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.blocks);
-  config.blockDim = dim3(beam_indirection_cuda_tuning::kThreads);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(kOp, cudaLaunchKernelEx(&config, kernel, params, plan), "launch");
+  launch_kernel(kOp, kernel,
+                {plan.blocks, beam_indirection_cuda_tuning::kThreads, plan.shared_bytes}, stream,
+                params, plan);
 }
 
 }  // namespace lmdecode::kv_cache

@@ -19,10 +19,8 @@ void launch(const char* op, void (*kernel)(Params, char*), const Params& params,
          threads * cuda_tuning::kLogitsPerThread < step.vocab) {
     threads *= 2;
   }
-  kernel<<<grid_of(blocks_of(step)), static_cast<unsigned>(threads),
-           sizeof(cuda_kernels::RowStorage), static_cast<cudaStream_t>(stream)>>>(
-      params, static_cast<char*>(scratch));
-  check_cuda(op, cudaGetLastError(), "launch");
+  launch_kernel(op, kernel, {blocks_of(step), threads, sizeof(cuda_kernels::RowStorage)}, stream,
+                params, static_cast<char*>(scratch));
 }
 
 }  // namespace

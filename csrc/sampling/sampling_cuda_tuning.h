@@ -14,7 +14,7 @@ constexpr int kMaxThreads = 512;
 constexpr int64_t kLogitsPerThread = 16;
 constexpr int kMinThreads = 128;
 
-// Blocks of a cluster: 8 is what every device with clusters runs.
+// Blocks of a cluster, at most.
 constexpr int kMaxClusterSize = 8;
 // A row is not split, only to fill the device, into slices shorter than this.
 constexpr int64_t kMinSlice = 4096;
