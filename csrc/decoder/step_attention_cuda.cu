@@ -7,25 +7,21 @@ namespace lmdecode::decoder {
 using namespace step_cuda_kernels;
 
 void decoder_self_attention_cuda(const StepSelfAttentionParams& params, void* stream) {
-  constexpr const char* kOp = "decoder_self_attention_";
-  const int64_t blocks = params.rows * params.shape.heads;
-  if (blocks == 0) return;
-  launch_step(
-      kOp,
+  launch_step_attention(
+      "decoder_self_attention_",
       kernel_of(params.dtype, &decoder_self_attention_kernel<float>,
                 &decoder_self_attention_kernel<Half>, &decoder_self_attention_kernel<BFloat16>),
-      params, blocks, self_attention_shared_bytes(params), CurrentDevice(kOp), stream);
+      params, params.rows * params.shape.heads, params.capacity, &self_attention_shared_bytes,
+      stream);
 }
 
 void decoder_cross_attention_cuda(const StepCrossAttentionParams& params, void* stream) {
-  constexpr const char* kOp = "decoder_cross_attention";
-  const int64_t blocks = params.requests * params.shape.heads * cross_groups(params);
-  if (blocks == 0) return;
-  launch_step(
-      kOp,
+  launch_step_attention(
+      "decoder_cross_attention",
       kernel_of(params.dtype, &decoder_cross_attention_kernel<float>,
                 &decoder_cross_attention_kernel<Half>, &decoder_cross_attention_kernel<BFloat16>),
-      params, blocks, cross_attention_shared_bytes(params), CurrentDevice(kOp), stream);
+      params, params.requests * params.shape.heads * cross_groups(params), params.source,
+      &cross_attention_shared_bytes, stream);
 }
 
 void decoder_cross_cache_cuda(const StepCrossCacheParams& params, void* stream) {
@@ -37,7 +33,7 @@ void decoder_cross_cache_cuda(const StepCrossCacheParams& params, void* stream) 
   launch_step(kOp,
               kernel_of(params.dtype, &decoder_cross_cache_kernel<float>,
                         &decoder_cross_cache_kernel<Half>, &decoder_cross_cache_kernel<BFloat16>),
-              params, element_blocks(count, device.multiprocessors), 0, device, stream);
+              params, element_blocks(count, device.multiprocessors), 0, stream);
 }
 
 }  // namespace lmdecode::decoder

@@ -16,18 +16,31 @@ Kernel kernel_of(DType dtype, Kernel float32, Kernel float16, Kernel bfloat16) {
 
 template <class Params>
 void launch_step(const char* op, void (*kernel)(Params), const Params& params, int64_t blocks,
-                 int64_t shared_bytes, const CurrentDevice& device, void* stream) {
-  if (shared_bytes > device.shared_limit) {
-    throw std::invalid_argument(std::string(op) + ": the cache has more positions than fit: " +
-                                std::to_string(shared_bytes) +
-                                " bytes of shared memory; expected "
-                                "at most " +
-                                std::to_string(device.shared_limit));
+                 int64_t shared_bytes, void* stream, int cluster_size = 1) {
+  launch_kernel(
+      op, kernel,
+      {blocks, step_cuda_tuning::kThreads, static_cast<size_t>(shared_bytes), cluster_size}, stream,
+      params);
+}
+
+// kernel(params) for so many rows and heads, whose blocks share the positions of a cache;
+// shared_bytes(params, parts): of a block.
+template <class Params>
+void launch_step_attention(const char* op, void (*kernel)(Params), const Params& params,
+                           int64_t items, int64_t positions,
+                           int64_t (*shared_bytes)(const Params&, int), void* stream) {
+  if (items == 0) return;
+  const CurrentDevice device(op);
+  const int parts = parts_of_cache(positions, prepare_kernel(op, kernel, device));
+  const int64_t bytes = shared_bytes(params, parts);
+  if (bytes > device.shared_limit) {
+    throw std::invalid_argument(
+        std::string(op) + ": the cache has more positions than fit: " + std::to_string(bytes) +
+        " bytes of shared memory; expected "
+        "at most " +
+        std::to_string(device.shared_limit));
   }
-  prepare_kernel(op, kernel, device);
-  launch_kernel(op, kernel,
-                {blocks, step_cuda_tuning::kThreads, static_cast<size_t>(shared_bytes)}, stream,
-                params);
+  launch_step(op, kernel, params, items * parts, bytes, stream, parts);
 }
 
 }  // namespace lmdecode::decoder

@@ -12,8 +12,7 @@ void decoder_add_norm_cuda(const StepAddNormParams& params, void* stream) {
   launch_step(kOp,
               kernel_of(params.dtype, &decoder_add_norm_kernel<float>,
                         &decoder_add_norm_kernel<Half>, &decoder_add_norm_kernel<BFloat16>),
-              params, params.rows, static_cast<int64_t>(sizeof(StepStorage)), CurrentDevice(kOp),
-              stream);
+              params, params.rows, static_cast<int64_t>(sizeof(StepStorage)), stream);
 }
 
 void decoder_embed_cuda(const StepEmbedParams& params, void* stream) {
@@ -23,8 +22,7 @@ void decoder_embed_cuda(const StepEmbedParams& params, void* stream) {
   launch_step(kOp,
               kernel_of(params.dtype, &decoder_embed_kernel<float>, &decoder_embed_kernel<Half>,
                         &decoder_embed_kernel<BFloat16>),
-              params, element_blocks(params.rows * params.size, device.multiprocessors), 0, device,
-              stream);
+              params, element_blocks(params.rows * params.size, device.multiprocessors), 0, stream);
 }
 
 void decoder_activate_cuda(const StepActivateParams& params, void* stream) {
@@ -34,7 +32,7 @@ void decoder_activate_cuda(const StepActivateParams& params, void* stream) {
   launch_step(kOp,
               kernel_of(params.dtype, &decoder_activate_kernel<float>,
                         &decoder_activate_kernel<Half>, &decoder_activate_kernel<BFloat16>),
-              params, element_blocks(params.count, device.multiprocessors), 0, device, stream);
+              params, element_blocks(params.count, device.multiprocessors), 0, stream);
 }
 
 }  // namespace lmdecode::decoder

@@ -1,6 +1,6 @@
 // The CUDA kernels of a decoder's step, emulated, in every schedule, against sums in f64 one by
 // one, in buffers of exactly their size; with dtypes, indices out of range and sizes that are no
-// multiples of anything.
+// multiples of anything. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be noticed.
 #include <cmath>
 #include <iostream>
 #include <random>
@@ -72,15 +72,20 @@ void softmax(std::vector<double>& scores, double epsilon) {
 }
 
 template <class Params, class Kernel>
-void run(Kernel kernel, const Params& params, int64_t blocks, int64_t shared, uint64_t schedule,
-         unsigned threads = 64) {
-  emulation::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), 1,
+void run(Kernel kernel, const Params& params, int64_t clusters, int64_t shared, uint64_t schedule,
+         unsigned threads = 64, int cluster_size = 1) {
+  const auto size = static_cast<unsigned>(cluster_size);
+  emulation::launch(kernel, dim3(static_cast<unsigned>(clusters) * size), dim3(threads), size,
                     static_cast<size_t>(shared), schedule, params);
 }
 
+// Whether a cache has so many positions that blocks share them.
+enum class Cache { kShort, kLong };
+
 template <class T>
-void check_self_attention(uint64_t seed) {
+void check_self_attention(uint64_t seed, Cache cache = Cache::kShort) {
   Random random(seed);
+  const bool is_long = cache == Cache::kLong;
   StepSelfAttentionParams p;
   const int64_t head_sizes[] = {1, 10, 16, 40, 70, 130};
   p.shape = {1 + random.below(2), head_sizes[random.below(6)], 0.3f,
@@ -88,6 +93,8 @@ void check_self_attention(uint64_t seed) {
   p.dtype = Traits<T>::kDtype;
   p.rows = 1 + random.below(4);
   p.capacity = 1 + random.below(random.below(4) ? 20 : 300);
+  if (is_long) p.capacity += 260 + random.below(500);
+  const int parts = is_long ? 2 << random.below(3) : 1;
   const int64_t heads = p.shape.heads, size = p.shape.head_size, padded = p.shape.padded_head();
   const auto qkv = random_values<T>(random, p.rows * 3 * heads * size);
   auto keys = random_values<T>(random, p.rows * heads * p.capacity * padded);
@@ -113,8 +120,8 @@ void check_self_attention(uint64_t seed) {
   p.values = values.data();
   p.table = table.data();
   p.positions = positions.data();
-  run(&decoder_self_attention_kernel<T>, p, 1 + random.below(3), self_attention_shared_bytes(p),
-      seed % 6, random.below(2) ? 32 : 128);
+  run(&decoder_self_attention_kernel<T>, p, 1 + random.below(3),
+      self_attention_shared_bytes(p, parts), seed % 6, random.below(2) ? 32 : 128, parts);
 
   const auto cell = [&](int64_t row, int64_t head, int64_t t) {
     return ((row * heads + head) * p.capacity + t) * padded;
@@ -169,8 +176,9 @@ void check_self_attention(uint64_t seed) {
 
 // The cache that a memory is laid out in, and attention to it.
 template <class T>
-void check_cross_attention(uint64_t seed) {
+void check_cross_attention(uint64_t seed, Cache cache = Cache::kShort) {
   Random random(seed);
+  const bool is_long = cache == Cache::kLong;
   const int64_t head_sizes[] = {1, 10, 16, 40, 70, 130};
   StepCrossCacheParams c;
   c.shape = {1 + random.below(2), head_sizes[random.below(6)], 0.3f,
@@ -178,6 +186,8 @@ void check_cross_attention(uint64_t seed) {
   c.dtype = Traits<T>::kDtype;
   c.requests = 1 + random.below(3);
   c.source = kAttentionBlock * (1 + random.below(random.below(4) ? 2 : 20));
+  if (is_long) c.source += kAttentionBlock * (16 + random.below(30));
+  const int parts = is_long ? 2 << random.below(3) : 1;
   c.length = random.below(c.source + 1);
   const int64_t heads = c.shape.heads, size = c.shape.head_size, padded = c.shape.padded_head();
   const auto key_value = random_values<T>(random, c.requests * c.length * 2 * heads * size);
@@ -220,8 +230,8 @@ void check_cross_attention(uint64_t seed) {
   p.keys = keys.data();
   p.values = values.data();
   p.lengths = lengths.data();
-  run(&decoder_cross_attention_kernel<T>, p, 1 + random.below(4), cross_attention_shared_bytes(p),
-      seed % 6, random.below(2) ? 32 : 128);
+  run(&decoder_cross_attention_kernel<T>, p, 1 + random.below(4),
+      cross_attention_shared_bytes(p, parts), seed % 6, random.below(2) ? 32 : 128, parts);
   for (int64_t item = 0; item < rows * heads; ++item) {
     const int64_t row = item / heads, head = item % heads, request = row / p.request_rows;
     const int64_t length =
@@ -333,7 +343,7 @@ void check_embed(uint64_t seed) {
   }
 }
 
-double activated_in_f64(double x, StepActivation activation) {
+[[maybe_unused]] double activated_in_f64(double x, StepActivation activation) {
   switch (activation) {
     case StepActivation::kRelu:
       return std::max(x, 0.0);
@@ -366,6 +376,8 @@ void check_activate(uint64_t seed) {
   }
 }
 
+#if !defined(LMD_PLANT_MISSING_BARRIER)
+
 #define LMD_TEST_DTYPES(name, count)                  \
   TEST(name) {                                        \
     for (uint64_t seed = 0; seed < (count); ++seed) { \
@@ -381,6 +393,34 @@ LMD_TEST_DTYPES(add_norm, 80)
 LMD_TEST_DTYPES(embed, 60)
 LMD_TEST_DTYPES(activate, 60)
 #undef LMD_TEST_DTYPES
+
+TEST(blocks_share_long_caches) {
+  for (uint64_t seed = 0; seed < 24; ++seed) {
+    check_self_attention<float>(seed + 500, Cache::kLong);
+    check_self_attention<Half>(seed + 500, Cache::kLong);
+    check_cross_attention<float>(seed + 500, Cache::kLong);
+    check_cross_attention<BFloat16>(seed + 500, Cache::kLong);
+  }
+}
+
+// Each position is in one part, parts begin where vectors of positions do, and no cache has a part
+// that is larger than what its blocks have room for.
+TEST(parts_of_positions) {
+  for (int64_t capacity = 1; capacity < 5000; capacity += 1 + capacity / 9) {
+    const int parts = parts_of_cache(capacity, 8);
+    CHECK(parts == 1 || parts * step_cuda_tuning::kPositionsOfPart < 2 * capacity);
+    CHECK(parts == 8 || parts * step_cuda_tuning::kPositionsOfPart >= capacity);
+    CHECK_EQ(parts_of_cache(capacity, 1), 1);
+    for (const int64_t blocks : {1, 2, 4, 8}) {
+      CHECK_EQ(part_size(0, blocks), 0);
+      for (int64_t count = 1; count <= capacity; ++count) {
+        const int64_t size = part_size(count, blocks);
+        CHECK(size * blocks >= count && size <= part_size(capacity, blocks));
+        CHECK(size == count || size % kAttentionBlock == 0);
+      }
+    }
+  }
+}
 
 // Every f16 comes back, and what lies between two of them goes to the nearer, ties to even.
 TEST(rounding) {
@@ -406,6 +446,27 @@ TEST(rounding) {
   }
   CHECK(std::isnan(to_float(ValueOf<BFloat16>::from(NAN))));
 }
+
+#else
+
+template <class Check>
+bool is_noticed(Check check) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    try {
+      check(seed);
+    } catch (const std::exception&) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(missing_barriers) {
+  CHECK(is_noticed([](uint64_t seed) { check_self_attention<float>(seed, Cache::kLong); }));
+  CHECK(is_noticed([](uint64_t seed) { check_cross_attention<float>(seed, Cache::kLong); }));
+}
+
+#endif
 
 }  // namespace
 }  // namespace lmdecode::decoder::test
