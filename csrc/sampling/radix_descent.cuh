@@ -113,56 +113,80 @@ __device__ BinGroup group_sums(RowCluster& cluster, unsigned parity, uint32_t gr
   return bins;
 }
 
+// What a thread has of a histogram whose bins are taken from the highest: the sum before its share,
+// of its share, and of all bins.
+struct BinShare {
+  uint32_t begin, end;  // groups, counted from the highest
+  Word before, sum, total;
+};
+
+// A thread's share of the bins of `width` bits, and what they sum up to. All threads of the block.
+template <BinKind kKind>
+LMD_OUT_OF_LINE __device__ BinShare share_of_bins(RowCluster cluster, unsigned parity, int width) {
+  RowStorage& storage = cluster.storage();
+  const uint32_t groups = bins_of(width) / 4;
+  const uint32_t per_thread = (groups + blockDim.x - 1) / blockDim.x;
+  BinShare share{threadIdx.x * per_thread, 0, 0, 0, 0};
+  share.end = share.begin + per_thread < groups ? share.begin + per_thread : groups;
+  for (uint32_t i = share.begin; i < share.end; ++i) {
+    const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
+    share.sum += bins.sum[0] + bins.sum[1] + bins.sum[2] + bins.sum[3];
+  }
+  share.before = share.sum;
+  for (int offset = 1; offset < cuda::kWarpSize; offset *= 2) {
+    const Word other = __shfl_up_sync(cuda::kFullMask, share.before, offset);
+    if (cuda::lane_id() >= offset) share.before += other;
+  }
+  if (cuda::lane_id() == cuda::kWarpSize - 1) {
+    storage.warp_part[cuda::warp_id()][0] = share.before;
+  }
+  share.before -= share.sum;
+  __syncthreads();
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / cuda::kWarpSize; ++warp) {
+    const Word part = storage.warp_part[warp][0];
+    if (warp < cuda::warp_id()) share.before += part;
+    share.total += part;
+  }
+  return share;
+}
+
+// The bin at which the sum from the highest reaches `target`, to the storage, by the thread in
+// whose share it is.
+template <BinKind kKind>
+LMD_OUT_OF_LINE __device__ void find_bin(RowCluster cluster, unsigned parity, int width,
+                                         const BinShare share, Word above, Word target) {
+  RowStorage& storage = cluster.storage();
+  const uint32_t groups = bins_of(width) / 4;
+  Word before = share.before + above;
+  if (!(before < target && before + share.sum >= target)) return;
+  bool found = false;
+  for (uint32_t i = share.begin; i < share.end && !found; ++i) {
+    const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
+    for (int b = 3; b >= 0 && !found; --b) {
+      found = before + bins.sum[b] >= target;
+      if (found) {
+        storage.found_digit = 4 * (groups - 1 - i) + static_cast<uint32_t>(b);
+        storage.found_above = before;
+        storage.found_at = bins.sum[b];
+      }
+      before += bins.sum[b];
+    }
+  }
+}
+
 // One step: the digit of `width` bits below `shift` at which the target is reached.
 // target_of(total) is asked at the first step.
 template <BinKind kKind, class TargetOf>
 __device__ void find_digit(RowCluster& cluster, unsigned parity, int width, bool first,
                            TargetOf target_of, Descent* descent) {
   RowStorage& storage = cluster.storage();
-  const uint32_t groups = bins_of(width) / 4;
-  const uint32_t per_thread = (groups + blockDim.x - 1) / blockDim.x;
-  // Thread t has the t-th highest groups of bins.
-  const uint32_t begin = threadIdx.x * per_thread;
-  const uint32_t end = begin + per_thread < groups ? begin + per_thread : groups;
-  Word sum = 0;
-  for (uint32_t i = begin; i < end; ++i) {
-    const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
-    sum += bins.sum[0] + bins.sum[1] + bins.sum[2] + bins.sum[3];
-  }
-
-  Word before = sum;
-  for (int offset = 1; offset < cuda::kWarpSize; offset *= 2) {
-    const Word other = __shfl_up_sync(cuda::kFullMask, before, offset);
-    if (cuda::lane_id() >= offset) before += other;
-  }
-  if (cuda::lane_id() == cuda::kWarpSize - 1) storage.warp_part[cuda::warp_id()][0] = before;
-  before -= sum;
-  __syncthreads();
-  Word total = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / cuda::kWarpSize; ++warp) {
-    const Word part = storage.warp_part[warp][0];
-    if (warp < cuda::warp_id()) before += part;
-    total += part;
-  }
+  const BinShare share = share_of_bins<kKind>(cluster, parity, width);
   if (first) {
-    descent->target = target_of(total);
-    descent->reached = descent->target >= 1 && descent->target <= total;
+    descent->target = target_of(share.total);
+    descent->reached = descent->target >= 1 && descent->target <= share.total;
   }
-  before += descent->above;
-  if (descent->reached && before < descent->target && before + sum >= descent->target) {
-    bool found = false;
-    for (uint32_t i = begin; i < end && !found; ++i) {
-      const BinGroup bins = group_sums<kKind>(cluster, parity, groups - 1 - i);
-      for (int b = 3; b >= 0 && !found; --b) {
-        found = before + bins.sum[b] >= descent->target;
-        if (found) {
-          storage.found_digit = 4 * (groups - 1 - i) + static_cast<uint32_t>(b);
-          storage.found_above = before;
-          storage.found_at = bins.sum[b];
-        }
-        before += bins.sum[b];
-      }
-    }
+  if (descent->reached) {
+    find_bin<kKind>(cluster, parity, width, share, descent->above, descent->target);
   }
   __syncthreads();
   if (!descent->reached) return;
@@ -264,9 +288,12 @@ __device__ Descent descend(RowCluster& cluster, const RowSlice<T>& slice, uint32
   const int bits = kOrder == Order::kValue
                        ? bits_of_number((slice.highest_key() >> kUnusedKeyBits<T>)-first)
                        : bits_of_number(vocab);
-  Descent descent = descend_keys<kMass>(
-      cluster, slice, bits, key_of, [&](float logit) { return weight.mass(logit); }, target_of);
-  if constexpr (kOrder == Order::kValue) descent.key += first;
+  const auto mass_of = [&](float logit) { return weight.mass(logit); };
+  if constexpr (kOrder != Order::kValue) {  // ties at the cut, which most rows have not
+    return descend_keys<kMass>(cluster, slice.one_by_one(), bits, key_of, mass_of, target_of);
+  }
+  Descent descent = descend_keys<kMass>(cluster, slice, bits, key_of, mass_of, target_of);
+  descent.key += first;
   return descent;
 }
 

@@ -53,7 +53,7 @@ __device__ RankDraw draw_by_rank(RowCluster& cluster, const RowSlice<T>& slice, 
       struct Counts {
         Word above;
       } counts{0};
-      slice.each([&](float logit, uint32_t token) {
+      slice.one_by_one().each([&](float logit, uint32_t token) {
         counts.above += range.contains(logit, token) && logit >= above;
       });
       counts = cluster.reduce(counts, [](Counts a, Counts b) { return Counts{a.above + b.above}; });
@@ -72,7 +72,7 @@ __device__ RankDraw draw_by_rank(RowCluster& cluster, const RowSlice<T>& slice, 
     cluster.sync();
     Word* list = cluster.at_rank(storage.ranked, 0);
     uint32_t* size = cluster.at_rank(&storage.ranked_size, 0);
-    slice.each([&](float logit, uint32_t token) {
+    slice.one_by_one().each([&](float logit, uint32_t token) {
       if (!part.contains(logit, token) || !done.contains(logit, token)) return;
       const uint32_t key = order_key(tempered(logit, temperature));
       list[atomicAdd(size, 1u)] = static_cast<Word>(~key) << 32 | token;

@@ -84,26 +84,20 @@ class RowCluster {
     constexpr int kWords = sizeof(Value) / sizeof(Word);
     static_assert(sizeof(Value) % sizeof(Word) == 0 && kWords <= kMaxWords);
     const unsigned warps = blockDim.x / cuda::kWarpSize;
-    for (int offset = cuda::kWarpSize / 2; offset > 0; offset /= 2) {
-      value = combine(value, shuffle(value, offset));
-    }
+    value = combine_lanes(value, cuda::kWarpSize, combine);
     if (cuda::lane_id() == 0) put(storage_.warp_part[cuda::warp_id()], value);
 #if !defined(LMD_PLANT_MISSING_BARRIER)  // tests leave it out to see that this is noticed
     __syncthreads();
 #endif
     if (cuda::warp_id() == 0) {
       value = get<Value>(storage_.warp_part[static_cast<unsigned>(cuda::lane_id()) % warps]);
-      for (int offset = static_cast<int>(warps) / 2; offset > 0; offset /= 2) {
-        value = combine(value, shuffle(value, offset));
-      }
+      value = combine_lanes(value, warps, combine);
       if (cuda::lane_id() == 0) put(storage_.block_part[parity_], value);
     }
     const unsigned parity = meet();
-    value = get<Value>(at_rank(storage_.block_part[parity], 0));
-    for (unsigned rank = 1; rank < size_; ++rank) {
-      value = combine(value, get<Value>(at_rank(storage_.block_part[parity], rank)));
-    }
-    return value;
+    // Lane i reads the part of block i: all at once.
+    const unsigned rank = static_cast<unsigned>(cuda::lane_id()) % size_;
+    return combine_lanes(get<Value>(at_rank(storage_.block_part[parity], rank)), size_, combine);
   }
 
  private:
@@ -111,6 +105,16 @@ class RowCluster {
   struct Words {
     Word word[sizeof(Value) / sizeof(Word)];
   };
+
+  // Of `lanes` neighbours, a power of two, the same for each of them.
+  template <class Value, class Combine>
+  static __device__ Value combine_lanes(Value value, unsigned lanes, Combine combine) {
+#pragma unroll 1
+    for (int offset = static_cast<int>(lanes) / 2; offset > 0; offset /= 2) {
+      value = combine(value, shuffle(value, offset));
+    }
+    return value;
+  }
 
   template <class Value>
   static __device__ Value shuffle(const Value& value, int offset) {

@@ -106,6 +106,23 @@ class RowSlice {
     }
   }
 
+  // The same row, one logit at a time: for passes that are rare, whose code is not to stand between
+  // that of others eight times.
+  struct OneByOne {
+    const RowSlice& slice;
+    template <class See>
+    __device__ void each(See see) const {
+      const RowList* const list = slice.list_;
+      const uint32_t count = list != nullptr ? slice.listed_ : slice.size_;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+        const uint32_t token = list != nullptr ? list->token[i] : slice.begin_ + i;
+        see(list != nullptr ? list->logit[i] : slice[i], token);
+      }
+    }
+  };
+  __device__ OneByOne one_by_one() const { return {*this}; }
+
   // see(logits, first) for tokens first to first + 3, of which Philox gives one block: NaN in the
   // place of those that are not of the slice, or of the list.
   template <class See>

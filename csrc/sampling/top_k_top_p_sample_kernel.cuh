@@ -121,7 +121,7 @@ class RowSampler {
 
   __device__ uint32_t last_token(const RowSlice<T>& slice, const KeptSet& set) {
     Word best = 0;
-    slice.each([&](float logit, uint32_t token) {
+    slice.one_by_one().each([&](float logit, uint32_t token) {
       if (set.contains(logit, token) && token > best) best = token;
     });
     return static_cast<uint32_t>(max_of_cluster(best));
@@ -371,8 +371,9 @@ class RowSampler {
     uint32_t index = 0xffffffffu - static_cast<uint32_t>(all.best);
     if (plan_.noise == NoiseMode::kInternal) {
       const uint32_t complement = draw_by_seed(
-          cluster_, slice, [&](float logit, uint32_t token) { return set_.contains(logit, token); },
-          weight_, plan_.seed, plan_.position, mine, static_cast<uint32_t>(all.best));
+          cluster_, slice.one_by_one(),
+          [&](float logit, uint32_t token) { return set_.contains(logit, token); }, weight_,
+          plan_.seed, plan_.position, mine, static_cast<uint32_t>(all.best));
       index = complement == 0 ? first_token(slice, set_) : 0xffffffffu - complement;
     } else if (plan_.noise == NoiseMode::kByRank) {
       const RankDraw ranked = draw_by_rank(cluster_, slice, vocab_, set_, all.count, weight_,

@@ -8,7 +8,7 @@ namespace lmdecode::sampling::cuda_kernels {
 
 // lowest_logit() with a warp's lanes trying the neighbours of a first guess. All lanes, same
 // values.
-__device__ inline float find_lowest_logit(uint32_t key, float temperature) {
+LMD_OUT_OF_LINE __device__ inline float find_lowest_logit(uint32_t key, float temperature) {
   if (temperature == 1.0f) return value_of_key(key);
   const uint32_t guess = order_key(value_of_key(key) * temperature);
   constexpr uint32_t kLanes = cuda::kWarpSize;
