@@ -15,6 +15,11 @@ struct LogitsOfThreads {
   }
 };
 
+// Whether few of a row's logits reach the k-th of those that are the largest of a thread.
+__device__ inline bool tells_a_bound(Word k, uint32_t threads, uint32_t vocab) {
+  return 4 * k <= threads && 4 * threads <= vocab;
+}
+
 // A logit that at least k of the row reach; -inf: none is known. best: the largest that this thread
 // has read, each logit having been read by one. The k-th of these is reached k times, and as each
 // thread has logits from everywhere in the row, hardly more often.
@@ -71,8 +76,7 @@ __device__ void keep_listed(RowCluster& cluster, RowSlice<T>& slice, uint32_t ro
 template <class T, class LowestOf>
 __device__ void keep_largest(RowCluster& cluster, RowSlice<T>& slice, uint32_t vocab, float best,
                              Word k, int room, LowestOf lowest_of) {
-  const uint32_t threads = cluster.size() * blockDim.x;
-  if (4 * k > threads || 4 * threads > vocab) return;
+  if (!tells_a_bound(k, cluster.size() * blockDim.x, vocab)) return;
   const float reached = reached_by<T>(cluster, best, k);
   if (!(reached > minus_infinity())) return;
   const float lowest = lowest_of(reached);

@@ -5,6 +5,7 @@
 #include "common/cuda_intrinsics.cuh"
 #include "common/half.h"
 #include "sampling/adaptive_p.h"
+#include "sampling/row_cluster.cuh"
 
 namespace lmdecode::sampling::cuda_kernels {
 
@@ -30,24 +31,42 @@ struct RawRow {
 // After the edits, without NaN, in the block's scratch memory. Tokens that are not left are -inf.
 // Passes give each token to the same thread, so that none waits for another between them.
 struct EditedRow {
-  float* value;  // [vocab] logits; probabilities where these are adapted
+  // [vocab] logits, probabilities where these are adapted; whole vectors of four, aligned to 16.
+  float* value;
   uint32_t vocab;
   bool adapts = false;  // adaptive-p makes other logits of the tokens that are left
   float target = 0.0f;
+  // Few tokens, among which all are that are left; 0: none are listed.
+  const uint32_t* list = nullptr;
+  uint32_t listed = 0;
 
   __device__ bool has(uint32_t token) const { return value[token] > minus_infinity(); }
 
   // The logit of a token that is left.
-  __device__ float at(int64_t token) const {
-    return adapts ? adapted_logit(value[token], target) : value[token];
-  }
+  __device__ float at(int64_t token) const { return logit_of(value[token]); }
 
-  // see(logit, token) for each token that is left.
+  // see(logit, token) for each token that is left, once, by any thread.
   template <class See>
   __device__ void each(See see) const {
     const EditedRow row = *this;  // in registers, whatever see() writes
-    for (uint32_t token = threadIdx.x; token < row.vocab; token += blockDim.x) {
-      if (row.has(token)) see(row.at(token), token);
+    // A vector of four, or a token of the list.
+    const uint32_t count = row.list != nullptr ? row.listed : (row.vocab + 3) / 4;
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+      uint32_t token = 4 * i, end = token + 4 < row.vocab ? token + 4 : row.vocab;
+      float first, second = 0.0f, third = 0.0f, fourth = 0.0f;
+      if (row.list != nullptr) {
+        token = row.list[i];
+        end = token + 1;
+        first = row.value[token];
+      } else {
+        const float4 four = reinterpret_cast<const float4*>(row.value)[i];
+        first = four.x, second = four.y, third = four.z, fourth = four.w;
+      }
+#pragma unroll 1
+      for (; token < end; ++token) {
+        if (first > minus_infinity()) see(row.logit_of(first), token);
+        first = second, second = third, third = fourth;
+      }
     }
   }
 
@@ -57,6 +76,35 @@ struct EditedRow {
     each([to = value, &drops](float logit, uint32_t token) {
       if (drops(logit, token)) to[token] = minus_infinity();
     });
+  }
+
+  // The same; where few stay, passes see these alone from now on. All threads of the block.
+  template <class Drops>
+  __device__ void drop_and_list(RowStorage& storage, Drops drops) {
+    if (list != nullptr) return drop(drops);
+    constexpr uint32_t kRoom = cuda_tuning::kListedLogits;
+    RowList& to = storage.list;
+    if (threadIdx.x == 0) to.size = 0;
+    __syncthreads();
+    bool has_room = true;
+    each([&, values = value](float logit, uint32_t token) {
+      if (drops(logit, token)) {
+        values[token] = minus_infinity();
+      } else if (has_room) {
+        const uint32_t place = atomicAdd(&to.size, 1u);
+        has_room = place < kRoom;
+        if (has_room) to.token[place] = token;
+      }
+    });
+    __syncthreads();
+    if (to.size > kRoom) return;
+    list = to.token;
+    listed = to.size;
+  }
+
+ private:
+  __device__ float logit_of(float value_of_token) const {
+    return adapts ? adapted_logit(value_of_token, target) : value_of_token;
   }
 };
 

@@ -52,8 +52,9 @@ class SamplerRowDraw : protected SamplerRowStages {
   // Adaptive-p's.
   __device__ void adapt() {
     const float sum = static_cast<float>(row_weights(total_mass(), 0, rule_.fraction_bits).sum);
-    left_.each(
-        [&](float logit, uint32_t token) { left_.value[token] = rule_.weight(logit) / sum; });
+    left_.each([to = left_.value, rule = rule_, sum](float logit, uint32_t token) {
+      to[token] = rule.weight(logit) / sum;
+    });
     left_.target = adapted_target(state_->numbers.adaptive_target, state_->mu);
     left_.adapts = true;
     set_temperature(1.0f);
@@ -69,11 +70,11 @@ class SamplerRowDraw : protected SamplerRowStages {
     const bool by_seed = plan_.noise == NoiseMode::kInternal;
     Kept kept{0, 0, 0};
     SeedCandidate mine;
-    left_.each([&](float logit, uint32_t token) {
+    left_.each([&, rule = rule_, seed = plan_.seed, position = plan_.position](float logit,
+                                                                               uint32_t token) {
       ++kept.count;
-      kept.mass += rule_.mass(logit);
-      if (!by_seed) return;
-      mine.see(rule_.weight(logit), noise_word(plan_.seed, plan_.position, token, 0), token);
+      kept.mass += rule.mass(logit);
+      if (by_seed) mine.see(rule.weight(logit), noise_word(seed, position, token, 0), token);
     });
     kept.bound = mine.bound();
     kept = cluster_.reduce(kept, [](const Kept& a, const Kept& b) {

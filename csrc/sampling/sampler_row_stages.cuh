@@ -5,7 +5,7 @@
 // come to (stage_math.h), the same in all threads, and a pass that drops tokens.
 #pragma once
 
-#include "sampling/radix_descent.cuh"
+#include "sampling/row_list.cuh"
 #include "sampling/sampler_row.cuh"
 #include "sampling/sampler_row_plan.h"
 #include "sampling/stage_math.h"
@@ -27,6 +27,7 @@ class SamplerRowStages {
     plan_ = plan;
     counts_ = counts;
     left_.adapts = false;
+    left_.list = nullptr;
     rule_.fraction_bits = plan.fraction_bits;
     set_temperature(1.0f);
   }
@@ -69,23 +70,31 @@ class SamplerRowStages {
     }
   };
 
+  // What passes read of this object they copy, so that it lies in registers.
   __device__ Word total_mass() {
-    return sum<Number>(
-               [&](Number& total, float logit, uint32_t) { total.value += rule_.mass(logit); })
+    return sum<Number>([rule = rule_](Number& total, float logit, uint32_t) {
+             total.value += rule.mass(logit);
+           })
         .value;
   }
 
   __device__ RowWeights weigh() {
-    const Masses masses = sum<Masses>([&](Masses& total, float logit, uint32_t) {
-      total.mass += rule_.mass(logit);
-      total.surprise += token_surprise(rule_, logit);
+    const Masses masses = sum<Masses>([rule = rule_](Masses& total, float logit, uint32_t) {
+      total.mass += rule.mass(logit);
+      total.surprise += token_surprise(rule, logit);
     });
     return row_weights(masses.mass, masses.surprise, rule_.fraction_bits);
   }
 
   // ---- order: value descending, then token ascending
 
-  __device__ uint32_t key_of(float logit) const { return order_key(tempered(logit, temperature_)); }
+  struct KeyOf {
+    float temperature;
+    __device__ uint32_t operator()(float logit) const {
+      return order_key(tempered(logit, temperature));
+    }
+  };
+  __device__ KeyOf keys() const { return {temperature_}; }
 
   __device__ static Word first_of(uint32_t key, uint32_t token) {
     return static_cast<Word>(key) << 32 | (0xffffffffu - token);
@@ -93,8 +102,9 @@ class SamplerRowStages {
 
   // The first token in order.
   __device__ uint32_t first_token() {
-    const Word first =
-        largest(left_, [&](float logit, uint32_t token) { return first_of(key_of(logit), token); });
+    const Word first = largest(left_, [key_of = keys()](float logit, uint32_t token) {
+      return first_of(key_of(logit), token);
+    });
     return 0xffffffffu - static_cast<uint32_t>(first);
   }
 
@@ -120,7 +130,16 @@ class SamplerRowStages {
   }
 
   __device__ void drop_below(uint32_t key) {
-    left_.drop([&](float logit, uint32_t) { return key_of(logit) < key; });
+    left_.drop([key, key_of = keys()](float logit, uint32_t) { return key_of(logit) < key; });
+  }
+
+  // Where few are expected to stay.
+  template <class Drops>
+  __device__ void keep_few(Drops drops) {
+    left_.drop_and_list(cluster_.storage(), drops);
+  }
+  __device__ void keep_few_from(uint32_t key) {
+    keep_few([key, key_of = keys()](float logit, uint32_t) { return key_of(logit) < key; });
   }
 
   // What a division takes to -inf counts no more.
@@ -131,13 +150,13 @@ class SamplerRowStages {
   }
 
   __device__ void keep_token(uint32_t kept) {
-    left_.drop([&](float, uint32_t token) { return token != kept; });
+    keep_few([&](float, uint32_t token) { return token != kept; });
   }
 
   // The first token in order, or of its ties the last one.
   __device__ void keep_one(bool last) {
     if (!last) return keep_token(first_token());
-    keep_token(static_cast<uint32_t>(largest(left_, [&](float logit, uint32_t token) {
+    keep_token(static_cast<uint32_t>(largest(left_, [key_of = keys()](float logit, uint32_t token) {
       return static_cast<Word>(key_of(logit)) << 32 | token;
     })));
   }
@@ -146,8 +165,8 @@ class SamplerRowStages {
   // target of 0 keeps all. Ties at its end: the first or last ones that reach it, or all.
   template <bool kMass, class RankOf, class TargetOf>
   __device__ void keep_prefix(RankOf rank_of, TargetOf target_of, Ties ties) {
-    const auto mass_of = [&](float logit) -> Word { return rule_.mass(logit); };
-    const auto key_of_token = [&](float logit, uint32_t, uint32_t* key) {
+    const auto mass_of = [rule = rule_](float logit) -> Word { return rule.mass(logit); };
+    const auto key_of_token = [=](float logit, uint32_t, uint32_t* key) {
       *key = rank_of(logit);
       return true;
     };
@@ -156,9 +175,10 @@ class SamplerRowStages {
     const Word wanted = cut.target - cut.above;
     uint32_t first = 0, last = 0xffffffffu;
     if (ties != Ties::kAll && (kMass || wanted < cut.at)) {
-      const auto place_of = [&](float logit, uint32_t token, uint32_t* key) {
-        if (rank_of(logit) != cut.key) return false;
-        *key = ties == Ties::kFirst ? left_.vocab - 1 - token : token;
+      const auto place_of = [=, key = cut.key, end = left_.vocab - 1](float logit, uint32_t token,
+                                                                      uint32_t* place) {
+        if (rank_of(logit) != key) return false;
+        *place = ties == Ties::kFirst ? end - token : token;
         return true;
       };
       const Descent tie = descend_keys<kMass>(cluster_, left_, bits_of_number(left_.vocab),
@@ -166,32 +186,42 @@ class SamplerRowStages {
       (ties == Ties::kFirst ? last : first) =
           ties == Ties::kFirst ? left_.vocab - 1 - tie.key : tie.key;
     }
-    left_.drop([&](float logit, uint32_t token) {
+    keep_few([=, end = cut.key](float logit, uint32_t token) {
       const uint32_t key = rank_of(logit);
-      return key < cut.key || (key == cut.key && (token < first || token > last));
+      return key < end || (key == end && (token < first || token > last));
     });
+  }
+
+  // Drops what is not among the k largest by what each thread's largest logit tells.
+  __device__ void drop_below_kth_of_threads(Word k) {
+    if (left_.list != nullptr || !tells_a_bound(k, blockDim.x, left_.vocab)) return;
+    float best = minus_infinity();
+    left_.each([&](float logit, uint32_t) { best = logit > best ? logit : best; });
+    const float reached = reached_by<float>(cluster_, best, k);
+    if (reached > minus_infinity()) keep_few_from(keys()(reached));
   }
 
   LMD_OUT_OF_LINE __device__ void keep_top_k(int64_t k, bool keep_ties) {
     const Word wanted = static_cast<Word>(k);
-    keep_prefix</*kMass=*/false>([&](float logit) { return key_of(logit); },
-                                 [=](Word all) { return wanted < all ? wanted : Word{0}; },
-                                 keep_ties ? Ties::kAll : Ties::kFirst);
+    drop_below_kth_of_threads(wanted);
+    keep_prefix</*kMass=*/false>(
+        keys(), [=](Word all) { return wanted < all ? wanted : Word{0}; },
+        keep_ties ? Ties::kAll : Ties::kFirst);
   }
 
   __device__ void keep_top_p(float p, bool strict, bool high_index_first) {
-    keep_prefix</*kMass=*/true>([&](float logit) { return key_of(logit); },
-                                [=](Word all) -> Word { return mass_threshold(p, all, strict); },
-                                high_index_first ? Ties::kLast : Ties::kFirst);
+    keep_prefix</*kMass=*/true>(
+        keys(), [=](Word all) -> Word { return mass_threshold(p, all, strict); },
+        high_index_first ? Ties::kLast : Ties::kFirst);
   }
 
   // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
   // that equal it.
   __device__ void keep_below_max(double offset, bool keep_ties) {
     const uint32_t key = key_below_max(max_, offset);
-    if (key <= order_key(max_)) return drop_below(key);
+    if (key <= order_key(max_)) return keep_few_from(key);
     if (!keep_ties) return keep_one(/*last=*/false);
-    drop_below(order_key(max_));
+    keep_few_from(order_key(max_));
   }
 
   // Minus `sigmas` standard deviations of the finite values.
@@ -200,8 +230,8 @@ class SamplerRowStages {
       Word lowest, count;  // the order key of minus the lowest value
     } finite{0, 0};
     const auto is_finite = [](float v) { return (bits_of(v) & 0x7fffffffu) < 0x7f800000u; };
-    left_.each([&](float logit, uint32_t) {
-      const float v = tempered(logit, temperature_);
+    left_.each([&, temperature = temperature_](float logit, uint32_t) {
+      const float v = tempered(logit, temperature);
       if (!is_finite(v)) return;
       const Word key = order_key(0.0f - v);
       finite.lowest = key > finite.lowest ? key : finite.lowest;
@@ -222,12 +252,13 @@ class SamplerRowStages {
         return {sum + b.sum, low, carry + b.carry + (low < squares ? 1 : 0)};
       }
     };
-    const Sums sums = sum<Sums>([&](Sums& total, float logit, uint32_t) {
-      const float v = tempered(logit, temperature_);
-      if (!is_finite(v)) return;
-      const Word share = value_share(v, half_max, shares);
-      total = total + Sums{share, share * share, 0};
-    });
+    const Sums sums =
+        sum<Sums>([=, temperature = temperature_](Sums& total, float logit, uint32_t) {
+          const float v = tempered(logit, temperature);
+          if (!is_finite(v)) return;
+          const Word share = value_share(v, half_max, shares);
+          total = total + Sums{share, share * share, 0};
+        });
     const ShareSums all{sums.sum, static_cast<Wide>(sums.carry) << 64 | sums.squares};
     return -(sigmas * standard_deviation(shares, all, static_cast<int64_t>(finite.count)));
   }
@@ -240,17 +271,18 @@ class SamplerRowStages {
     const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
     const double most = share * terms(w.mass, w.surprise);
     if (terms(w.mass, w.surprise) <= most) return;
+    const KeyOf key_of = keys();
     // Of the tokens in_prefix(key, token).
     const auto masses_of = [&](auto in_prefix) {
-      return sum<Masses>([&](Masses& total, float logit, uint32_t token) {
+      return sum<Masses>([=, rule = rule_](Masses& total, float logit, uint32_t token) {
         if (!in_prefix(key_of(logit), token)) return;
-        total = total + Masses{rule_.mass(logit), token_surprise(rule_, logit)};
+        total = total + Masses{rule.mass(logit), token_surprise(rule, logit)};
       });
     };
     const uint32_t high_key =
-        static_cast<uint32_t>(largest(left_, [&](float v, uint32_t) { return key_of(v); }));
+        static_cast<uint32_t>(largest(left_, [=](float v, uint32_t) { return key_of(v); }));
     const uint32_t low_key =
-        ~static_cast<uint32_t>(largest(left_, [&](float v, uint32_t) { return ~key_of(v); }));
+        ~static_cast<uint32_t>(largest(left_, [=](float v, uint32_t) { return ~key_of(v); }));
     // The terms of keys >= high are at most `most`, those of keys >= low are more.
     uint64_t low = low_key, high = static_cast<uint64_t>(high_key) + 1;
     Masses above{0, 0};  // of keys >= high
@@ -282,7 +314,7 @@ class SamplerRowStages {
       const int64_t first = first_token();
       if (end <= first) end = first + 1;
     }
-    left_.drop([&](float logit, uint32_t token) {
+    keep_few([=](float logit, uint32_t token) {
       const uint32_t key = key_of(logit);
       return key < cut || (key == cut && token >= end);
     });
@@ -293,7 +325,7 @@ class SamplerRowStages {
     const RowWeights w = weigh();
     const TypicalDistance distance(rule_, w);
     const Word target = typical_target(p, w.mass);
-    keep_prefix</*kMass=*/true>([&](float logit) { return ~order_key(distance.of(logit)); },
+    keep_prefix</*kMass=*/true>([=](float logit) { return ~order_key(distance.of(logit)); },
                                 [=](Word) { return target; },
                                 keep_ties ? Ties::kAll : Ties::kFirst);
   }
@@ -308,6 +340,7 @@ class SamplerRowStages {
     struct Choices {
       Word count, last;  // the last in order: complement of the key, token
     } choices{0, 0};
+    const KeyOf key_of = keys();
     left_.each([&](float logit, uint32_t token) {
       const uint32_t key = key_of(logit);
       if (key < bound) return;
@@ -321,7 +354,7 @@ class SamplerRowStages {
     if (choices.count < 2) return;
     const uint32_t last = static_cast<uint32_t>(choices.last);
     left_.drop(
-        [&](float logit, uint32_t token) { return key_of(logit) >= bound && token != last; });
+        [=](float logit, uint32_t token) { return key_of(logit) >= bound && token != last; });
   }
 
   // ---- the row's way through them
@@ -385,7 +418,7 @@ class SamplerRowStages {
         if (plan_.min_p_mode == MinPMode::kOneToken) {
           keep_one(/*last=*/false);
         } else {
-          drop_below(min_p_key(plan_, max_, /*probabilities=*/false));
+          keep_few_from(min_p_key(plan_, max_, /*probabilities=*/false));
         }
         return true;
       case SamplerStage::kTopNSigma:

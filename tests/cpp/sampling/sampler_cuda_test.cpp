@@ -83,6 +83,33 @@ TEST(ties_that_a_temperature_makes) {
   }
 }
 
+// Few tokens are listed as soon as a stage leaves few, where k is few against the threads; with
+// some values only, more tie than a list has room for.
+TEST(lists_of_the_tokens_that_are_left) {
+  for (uint64_t seed = 1; seed <= 120; ++seed) {
+    Random random(seed + 77);
+    const int64_t vocab = random.any_of<int64_t>({600, 1023, 1500, 3001});
+    Rows rows(layout_with(vocab, 16), 1);
+    RowCase c = plain_row();
+    c.integers.order = random.below(4);
+    c.numbers.temperature = random.any_of({1.0, 0.7, 1e-3});
+    c.integers.top_k = random.any_of<int64_t>({0, 1, 3, 8, 20, 1100});
+    if (random.chance(0.5)) c.numbers.min_p = random.any_of({0.02, 0.3});
+    if (random.chance(0.5)) c.numbers.top_p = random.any_of({0.3, 0.9});
+    if (random.chance(0.3)) c.numbers.typical_p = 0.8;
+    if (random.chance(0.2)) c.numbers.adaptive_target = 0.3;
+    rows.insert(0, c);
+    StepCase step(random, 1, vocab);
+    if (step.logits.dtype != DType::kFloat32) continue;
+    const int64_t values = random.any_of<int64_t>({1, 2, 4, 1000000});
+    float* const logits = reinterpret_cast<float*>(step.logits.memory.data());
+    for (int64_t i = 0; i < step.logits.memory.size() / 4; ++i) {
+      logits[i] = static_cast<float>(random.below(values)) * (values > 4 ? 1e-5f : 1.0f);
+    }
+    if (!same_as_cpu(random, step, &rows, seed, seed % 6)) return;
+  }
+}
+
 // ---- what the CPU's ops refuse before a kernel sees it
 
 struct Refusal {
