@@ -92,8 +92,9 @@ bench: setup
 # With the torch and nvcc of this machine: nothing is fetched. nvcc compiles for its three targets at once.
 NVCC = $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 gpu:
-	@$(PYTHON) -c 'import scikit_build_core, torch' || { echo "lmdecode: $(PYTHON) needs torch and scikit-build-core (and cmake, ninja) for make gpu"; exit 1; }
+	@$(PYTHON) -c 'import scikit_build_core, torch' 2>/dev/null || { echo "lmdecode: $(PYTHON) needs torch, scikit-build-core, cmake and ninja for make gpu, and pybind11 for the KV store"; exit 1; }
 	@command -v "$(NVCC)" >/dev/null || { echo "lmdecode: make gpu needs nvcc: set CUDACXX to it, or put it on the PATH"; exit 1; }
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("lmdecode: torch %s sees no CUDA device: make gpu needs one" % torch.__version__)'
 	rm -rf build/gpu
 	CUDACXX="$(NVCC)" NVCC_APPEND_FLAGS="--threads 3" CMAKE_BUILD_PARALLEL_LEVEL=$(GPU_JOBS) \
 	  $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu \

@@ -53,6 +53,15 @@ def test_a_crash_leaves_what_was_measured_and_the_stages_after_it(run) -> None:
     assert "the reason" in report
 
 
+def test_a_stage_that_is_left_out_has_not_passed_nor_failed(run) -> None:
+    left_out = "print('Not run: no ncu.'); import sys; sys.exit(3)"
+    passed, report = run({"code": left_out, "required": True}, {"code": PRINT})
+    assert passed
+    assert "- Stage 0: left out" in report
+    assert "Not run: no ncu." in report
+    assert "- Stage 1: passed" in report
+
+
 def test_the_report_is_there_while_later_stages_run(run) -> None:
     passed, report = run({"code": PRINT}, {"code": "print(open('REPORT').read())"})
     assert passed
@@ -86,9 +95,9 @@ def test_what_the_time_does_not_suffice_for_is_named(run) -> None:
 
 
 def test_nothing_runs_after_a_required_stage_failed(run) -> None:
-    passed, report = run({"code": "raise SystemExit(3)", "required": True}, {"code": PRINT})
+    passed, report = run({"code": "raise SystemExit(4)", "required": True}, {"code": PRINT})
     assert not passed
-    assert "- Stage 1: NOT RUN: Stage 0: FAILED: status 3" in report
+    assert "- Stage 1: NOT RUN: Stage 0: FAILED: status 4" in report
     assert "a figure" not in report
 
 
@@ -196,8 +205,9 @@ def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
     assert report.startswith("# A rehearsal on the CPU: no figure counts")
     from benchmarks.gpu.__main__ import STAGES
 
-    for _, title, _ in STAGES:
-        assert f"- {title}: passed" in report
+    watched = {"sanitizer", "profile"}  # by programs of CUDA's, which a rehearsal has not
+    for name, title, _ in STAGES:
+        assert f"- {title}: {'left out' if name in watched else 'passed'}" in report
         assert f"## {title}" in report
     assert "DIFFERS" not in report
     for op in (
@@ -209,6 +219,35 @@ def test_the_whole_plan_with_the_cpu_standing_in(tmp_path: Path) -> None:
         assert op in report, op
 
 
+@pytest.mark.parametrize("name", ["ncu", "compute-sanitizer"])
+def test_a_program_that_is_missing_leaves_its_stage_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(_ROOT))
+    from benchmarks.gpu import tools
+    from benchmarks.gpu.machine import Machine
+
+    monkeypatch.setattr(tools, "_find", lambda program: None)
+    machine = Machine("cpu")
+    machine.is_rehearsal = False
+    assert tools.program_for(machine, name, "smoke_small") == (
+        None,
+        f"Not run: {name} is not installed.",
+    )
+    assert machine.is_left_out
+    assert not machine.found_fault
+
+
+@pytest.mark.slow
+def test_some_stages_alone_do_not_replace_the_report(tmp_path: Path) -> None:
+    report = _ROOT / "benchmarks" / "results" / "gpu.md"
+    before = report.read_text() if report.exists() else None
+    command = [sys.executable, "-m", "benchmarks.gpu", "caches", "--logs", str(tmp_path)]
+    subprocess.run(command, cwd=_ROOT, capture_output=True, check=False)
+    assert (report.read_text() if report.exists() else None) == before
+    assert "Times: caches" in (tmp_path / "gpu.md").read_text()
+
+
 @pytest.mark.slow
 def test_without_a_device_the_run_says_so_and_stops(tmp_path: Path) -> None:
     import torch
@@ -217,7 +256,7 @@ def test_without_a_device_the_run_says_so_and_stops(tmp_path: Path) -> None:
         pytest.skip("this machine has one")
     done, report = plan(tmp_path)
     assert done.returncode == 1
-    assert "lmdecode: its CUDA kernels are not loaded" in report
+    assert f"lmdecode: torch {torch.__version__} sees no CUDA device" in report
     assert "- Tests: NOT RUN: The device, and a first call: FAILED" in report
 
 

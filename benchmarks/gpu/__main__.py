@@ -39,7 +39,11 @@ def main() -> int:
         help="cpu: it stands in, on tiny sizes, to try the plan",
     )
     parser.add_argument("--seconds", type=float, default=400, help="for all stages (400)")
-    parser.add_argument("--output", type=Path, help="the report (benchmarks/results/gpu.md)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the report (of all stages on a GPU: benchmarks/results/gpu.md; else in the logs)",
+    )
     parser.add_argument("--logs", type=Path, default=_ROOT / "build" / "gpu-logs")
     arguments = parser.parse_args()
     unknown = set(arguments.stages) - {name for name, *_ in STAGES}
@@ -48,8 +52,9 @@ def main() -> int:
     is_rehearsal = arguments.device == "cpu"
     output = arguments.output
     if output is None:
-        # A rehearsal never takes the place of a report.
-        folder = arguments.logs if is_rehearsal else _ROOT / "benchmarks" / "results"
+        # Neither a rehearsal nor a few stages take the place of a report of all of them.
+        is_whole = not is_rehearsal and not arguments.stages
+        folder = _ROOT / "benchmarks" / "results" if is_whole else arguments.logs
         output = folder / "gpu.md"
     stages = [
         Stage(

@@ -41,10 +41,10 @@ def run(machine: Machine) -> Iterator[str]:
     if importlib.util.find_spec("lmdecode._store") is None:
         yield "- built without the KV store"
     if not machine.is_rehearsal:
-        if not lmdecode.has_cuda():
-            raise SystemExit("lmdecode: its CUDA kernels are not loaded: built without nvcc?")
         if not torch.cuda.is_available():
-            raise SystemExit("lmdecode: torch sees no CUDA device")
+            raise SystemExit(f"lmdecode: torch {torch.__version__} sees no CUDA device")
+        if not lmdecode.has_cuda():
+            raise SystemExit("lmdecode: its CUDA kernels are not there: it was built without nvcc")
         about = torch.cuda.get_device_properties(0)
         yield (
             f"- {about.name}, compute capability {about.major}.{about.minor}, "

@@ -27,12 +27,15 @@ class Machine:
         Whether the CPU stands in: sizes are tiny and no figure counts.
     found_fault
         Set by a stage whose results are wrong.
+    is_left_out
+        Set by a stage that did not run and said why.
     """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.is_rehearsal = device == "cpu"
         self.found_fault = False
+        self.is_left_out = False
 
     def size(self, real: Value, tiny: Value) -> Value:
         """Return what the device takes, or what the rehearsal does."""

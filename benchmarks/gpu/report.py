@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _TAIL_LINES = 30  # of the log of a stage that failed
+LEFT_OUT = 3  # status of a stage that did not run and printed why: no failure, and no pass
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Stage:
         What the report calls it.
     command
         Its process. The lines that it prints on stdout are its part of the report; a status other
-        than 0 is a failure.
+        than 0 and LEFT_OUT is a failure.
     seconds
         When it is stopped.
     required
@@ -49,8 +50,8 @@ class _Outcome:
     log: list[str] = field(default_factory=list)
 
     @property
-    def passed(self) -> bool:
-        return self.status.startswith("passed")
+    def is_fine(self) -> bool:
+        return self.status.startswith(("passed", "left out"))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -75,6 +76,8 @@ def _run(stage: Stage, logs: Path, seconds: float) -> _Outcome:
             code = process.returncode
             if code == 0:
                 status = "passed"
+            elif code == LEFT_OUT:
+                status = "left out"
             elif code < 0:
                 status = f"FAILED: ended by {signal.Signals(-code).name}"
             else:
@@ -86,7 +89,7 @@ def _run(stage: Stage, logs: Path, seconds: float) -> _Outcome:
     status += f", after {time.monotonic() - start:.0f} s"
     lines = printed.read_text(errors="replace").splitlines()
     outcome = _Outcome(stage, status, lines)
-    if not outcome.passed:
+    if not outcome.is_fine:
         outcome.log = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return outcome
 
@@ -123,7 +126,7 @@ def run_stages(
     Returns
     -------
     bool
-        Whether every stage ran and passed.
+        Whether every stage passed, or was left out and said why.
     """
     end = time.monotonic() + seconds
     logs.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ def run_stages(
             print(f"{stage.title} ...", file=sys.stderr, flush=True)
             outcomes[number] = _run(stage, logs, min(stage.seconds, left))
             print(f"  {outcomes[number].status}", file=sys.stderr, flush=True)
-            if stage.required and not outcomes[number].passed:
+            if stage.required and not outcomes[number].is_fine:
                 reason = f"{stage.title}: {outcomes[number].status}"
         report.write_text(_text(title, outcomes))
-    return all(outcome.passed for outcome in outcomes)
+    return all(outcome.is_fine for outcome in outcomes)

@@ -7,10 +7,11 @@ import importlib
 import sys
 
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.report import LEFT_OUT
 
 
 def main() -> int:
-    """Print the lines of the stage as they come; 1 where it found a fault."""
+    """Print the lines of the stage as they come; 1 where it found a fault, LEFT_OUT: not run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -18,7 +19,7 @@ def main() -> int:
     machine = Machine(arguments.device)
     for line in importlib.import_module(f"benchmarks.gpu.{arguments.name}").run(machine):
         print(line, flush=True)
-    return int(machine.found_fault)
+    return 1 if machine.found_fault else LEFT_OUT if machine.is_left_out else 0
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ def program_for(machine: Machine, name: str, stage: str) -> tuple[str | None, st
     """
     if machine.is_rehearsal:
         machine.found_fault |= watched([], stage, machine).returncode != 0
-        return None, "Not run: a rehearsal."
-    program = _find(name)
-    return program, f"Not run: {name} is not installed."
+    program = None if machine.is_rehearsal else _find(name)
+    machine.is_left_out = program is None
+    why = "a rehearsal" if machine.is_rehearsal else f"{name} is not installed"
+    return program, f"Not run: {why}."
 
 
 def _find(name: str) -> str | None:
