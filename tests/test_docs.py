@@ -25,6 +25,7 @@ WITH_EXAMPLES = (
     "docs/guides/control_sampling.md",
     "docs/guides/fast_models.md",
     "docs/guides/generate.md",
+    "docs/guides/install.md",
     "docs/guides/long_prompts.md",
     "docs/guides/prompts_on_disk.md",
     "docs/guides/serving.md",
