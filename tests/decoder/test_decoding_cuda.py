@@ -196,29 +196,35 @@ def calls(dtype: torch.dtype) -> list[Call]:
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    rows, heads, head, capacity, source, size = 6, 3, 10, 7, 16, 22
-    table = torch.randint(0, rows, (rows, capacity), generator=generator, dtype=torch.int32)
-    positions = torch.tensor([0, 3, 6, 2, 7, -1], dtype=torch.int32)
-    table[torch.arange(4), positions[:4]] = torch.arange(4, dtype=torch.int32)
+    rows, heads, head, source, size = 6, 3, 10, 16, 22
     narrow = torch.float32
     found: list[Call] = []
-    for bias in (None, randn(heads, 9, dtype=narrow)):
+    # Few positions, and so many that blocks share them.
+    for capacity, at, from_source, lengths in (
+        (7, [0, 3, 6, 2, 7, -1], source, [5, 0, 16]),
+        (900, [0, 130, 899, 500, 900, -1], 1504, [1500, 70, 700]),
+    ):
+        table = torch.randint(0, rows, (rows, capacity), generator=generator, dtype=torch.int32)
+        positions = torch.tensor(at, dtype=torch.int32)
+        table[torch.arange(4), positions[:4]] = torch.arange(4, dtype=torch.int32)
+        for bias in (None, randn(heads, capacity + 2, dtype=narrow)):
+            found.append(
+                (
+                    "decoder_self_attention_",
+                    (randn(rows, 3, heads, head), randn(rows, heads, capacity, 16),
+                     randn(rows, heads, capacity, 16), table, positions, bias, 0.3, 1e-6),
+                    {"out": randn(rows, heads, head)},
+                )
+            )  # fmt: skip
         found.append(
             (
-                "decoder_self_attention_",
-                (randn(rows, 3, heads, head), randn(rows, heads, capacity, 16),
-                 randn(rows, heads, capacity, 16), table, positions, bias, 0.3, 1e-6),
+                "decoder_cross_attention",
+                (randn(rows, heads, head), randn(3, heads, 16, from_source),
+                 randn(3, heads, from_source, 16), torch.tensor(lengths), 0.3, 0.0),
                 {"out": randn(rows, heads, head)},
             )
         )  # fmt: skip
-    found.append(
-        (
-            "decoder_cross_attention",
-            (randn(rows, heads, head), randn(3, heads, 16, source), randn(3, heads, source, 16),
-             torch.tensor([5, 0, 16]), 0.3, 0.0),
-            {"out": randn(rows, heads, head)},
-        )
-    )  # fmt: skip
+    positions = torch.tensor([0, 3, 6, 2, 7, -1], dtype=torch.int32)
     cache = (randn(2, heads, 16, source), randn(2, heads, source, 16))
     found.append(("decoder_cross_cache_", (randn(2, 5, 2, heads, head), *cache), {}))
     gamma, beta = randn(size, dtype=narrow), randn(size, dtype=narrow)
