@@ -9,6 +9,13 @@
 
 namespace lmdecode::sampling::cuda_kernels {
 
+// Four logits that a thread has read; the loop that sees them stands in the code once.
+struct FourLogits {
+  float first, second, third, fourth;
+
+  __device__ void shift() { first = second, second = third, third = fourth; }
+};
+
 // As they came: of dtype T, any stride.
 template <class T>
 struct RawRow {
@@ -22,8 +29,18 @@ struct RawRow {
   template <class See>
   __device__ void each(See see) const {
     const RawRow row = *this;  // in registers, whatever see() writes
-    for (uint32_t token = threadIdx.x; token < row.vocab; token += blockDim.x) {
-      see(row.at(token), token);
+    const auto load = [&](uint32_t token) {
+      return row.at(token < row.vocab ? token : threadIdx.x);
+    };
+    for (uint32_t token = threadIdx.x; token < row.vocab;) {
+      const uint32_t step = blockDim.x;
+      FourLogits four{load(token), load(token + step), load(token + 2 * step),
+                      load(token + 3 * step)};
+#pragma unroll 1
+      for (int i = 0; i < 4 && token < row.vocab; ++i, token += step) {
+        see(four.first, token);
+        four.shift();
+      }
     }
   }
 };
@@ -49,23 +66,34 @@ struct EditedRow {
   template <class See>
   __device__ void each(See see) const {
     const EditedRow row = *this;  // in registers, whatever see() writes
-    // A vector of four, or a token of the list.
-    const uint32_t count = row.list != nullptr ? row.listed : (row.vocab + 3) / 4;
-    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-      uint32_t token = 4 * i, end = token + 4 < row.vocab ? token + 4 : row.vocab;
-      float first, second = 0.0f, third = 0.0f, fourth = 0.0f;
-      if (row.list != nullptr) {
-        token = row.list[i];
-        end = token + 1;
-        first = row.value[token];
+    const auto look = [&](float value_of_token, uint32_t token) {
+      if (value_of_token > minus_infinity()) see(row.logit_of(value_of_token), token);
+    };
+    // Vectors of four, two of them on their way at once; or tokens of the list.
+    const bool is_listed = row.list != nullptr;
+    const uint32_t count = is_listed ? row.listed : (row.vocab + 3) / 4;
+    const uint32_t step = blockDim.x, round = is_listed ? step : 2 * step;
+    const auto load = [&](uint32_t i) {
+      const float4 four = reinterpret_cast<const float4*>(row.value)[i];
+      return FourLogits{four.x, four.y, four.z, four.w};
+    };
+    for (uint32_t i = threadIdx.x; i < count; i += round) {
+      FourLogits four{}, next{};
+      if (is_listed) {
+        four.first = row.value[row.list[i]];
       } else {
-        const float4 four = reinterpret_cast<const float4*>(row.value)[i];
-        first = four.x, second = four.y, third = four.z, fourth = four.w;
+        four = load(i);
+        next = load(i + step < count ? i + step : i);
       }
 #pragma unroll 1
-      for (; token < end; ++token) {
-        if (first > minus_infinity()) see(row.logit_of(first), token);
-        first = second, second = third, third = fourth;
+      for (uint32_t v = i; v < count && v < i + round; v += step, four = next) {
+        uint32_t token = is_listed ? row.list[v] : 4 * v;
+        const uint32_t size = is_listed ? 1 : row.vocab - token;
+#pragma unroll 1
+        for (const uint32_t end = token + (size < 4 ? size : 4); token < end; ++token) {
+          look(four.first, token);
+          four.shift();
+        }
       }
     }
   }
