@@ -18,8 +18,12 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+try:
+    import xgrammar
+except ImportError:
+    raise SystemExit('valid_json: xgrammar is missing: pip install ".[grammar]"') from None
+
 import torch
-import xgrammar
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmdecode.integrations.transformers import GrammarLogitsProcessor, sample

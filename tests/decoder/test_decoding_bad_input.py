@@ -17,6 +17,10 @@ from tests.decoder.decoder_models import VOCAB, make_inputs, make_model, pair
     ("arguments", "message"),
     [
         ({"do_sample": True, "num_beams": 2, "seed": 1}, "^seed: expected None with beams"),
+        ({"num_beams": 4, "seed": 3}, "^seed: expected None with beams, got 3"),
+        ({"num_beams": 4, "seed": "abc"}, "^seed: expected None with beams, got 'abc'"),
+        ({"seed": [1, 2]}, "^seed: expected one number, or one for each of 3 rows; got .2."),
+        ({"seed": -1}, "^seed: expected an int >= 0, got -1"),
         ({"num_beams": 0}, "^num_beams: expected at least 1, got 0"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"forced_bos_token_id": VOCAB}, "forced_bos_token_id: expected a token, 0 to 63, got 64"),
@@ -36,6 +40,30 @@ def test_what_it_cannot_do_is_refused(arguments: dict[str, Any], message: str) -
     _, decoding = pair("marian")
     with pytest.raises(ValueError, match=message):
         decoding.generate(**make_inputs("marian"), **{"max_new_tokens": 5, **arguments})
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5"])
+@pytest.mark.parametrize(
+    ("sources", "error", "message"),
+    [
+        (
+            torch.empty(1, 0, dtype=torch.int64),
+            ValueError,
+            r"has shape \[1, 0\]; expected \[B, S\]",
+        ),
+        (torch.tensor([3, 4]), ValueError, r"has shape \[2\]; expected \[B, S\]"),
+        ([[3, 4]], TypeError, r"is of type list; expected a tensor \[B, S\]"),
+    ],
+    ids=["empty", "one row", "list"],
+)
+def test_sources_are_a_matrix_of_tokens(
+    kind: str, sources: Any, error: type[Exception], message: str
+) -> None:
+    _, decoding = pair(kind)
+    with pytest.raises(error, match=f"^Decoding.generate: inputs {message}"):
+        decoding.generate(sources)
+    with pytest.raises(error, match=f"^Decoding.generate: input_ids {message}"):
+        decoding.generate(input_ids=sources)
 
 
 def test_nan_is_an_error_of_its_prompt() -> None:

@@ -125,7 +125,7 @@ def _check_tokens(value: Any, vocab: int, where: str) -> tuple[int, ...]:
     if isinstance(value, Tensor):
         value = value.tolist()
     if is_int(value):
-        value = [value]
+        return (_check_token(value, vocab, where),)
     if not isinstance(value, (Sequence, set, frozenset)) or isinstance(value, (str, bytes)):
         raise type_error(_OP, where, value, "an int or a list of ints")
     return tuple(_check_token(token, vocab, f"{where}[{i}]") for i, token in enumerate(value))

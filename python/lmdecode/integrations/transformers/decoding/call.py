@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lmdecode._checks import type_error
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
@@ -44,6 +45,21 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
         # generate() writes the outputs of the beams to it.
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
     return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))
+
+
+def _check_sources(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
+    """Raise for tokens that no encoder reads: transformers would say so of something else."""
+    name = "inputs" if inputs is not None else "input_ids"
+    tokens = arguments.get(name) if inputs is None else inputs
+    if tokens is None or model.main_input_name != "input_ids":
+        return
+    if not isinstance(tokens, Tensor):
+        raise type_error("Decoding.generate", name, tokens, "a tensor [B, S]")
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"Decoding.generate: {name} has shape {list(tokens.shape)}; expected [B, S], S at "
+            "least 1"
+        )
 
 
 def call_generate(
@@ -82,6 +98,7 @@ def call_generate(
     if isinstance(decoding.decoder, PackedCausalModel):
         loop = _causal_loop(decoding, decoding.decoder, stored)
     else:
+        _check_sources(decoding.model, arguments, inputs)
         loop = _decoder_loop(decoding.decoder, arguments)
     # A cache is of no use here, and a good part of a small model's call to prepare.
     config = arguments.get("generation_config")

@@ -18,6 +18,7 @@ from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
+    refuse_seed_of_beams,
 )
 from lmdecode.integrations.transformers.decoding.step_model import StepModel, StepOutputs
 from lmdecode.integrations.transformers.generate_call import (
@@ -253,11 +254,8 @@ def decode_causal(
         refuse_assistance(config, caller, "Decoding runs the model itself")
         _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
         has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
-        if has_beams and seed is not None:
-            raise ValueError(
-                f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
-                "default generator, for torch.manual_seed"
-            )
+        if has_beams:
+            refuse_seed_of_beams(seed)
         if has_beams and lookup is not None:
             raise ValueError(
                 f"prompt_lookup_num_tokens: expected None with beams, got {lookup.num_tokens}"

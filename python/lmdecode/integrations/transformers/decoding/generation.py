@@ -35,6 +35,7 @@ from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
+    refuse_seed_of_beams,
 )
 from lmdecode.integrations.transformers.decoding.rules import (
     looks_back,
@@ -52,6 +53,7 @@ from lmdecode.integrations.transformers.generate_call import (
     refuse_assistance,
     with_stop_strings,
 )
+from lmdecode.integrations.transformers.sampling.generation import seeds_of_rows
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -200,11 +202,9 @@ def decode(
     check_tries(logits_processor, decoder.config.vocab_size)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
-    if seed is not None and config.do_sample and config.num_beams > 1:
-        raise ValueError(
-            f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
-            "default generator, for torch.manual_seed"
-        )
+    if config.num_beams > 1:
+        refuse_seed_of_beams(seed)
+    seed = seeds_of_rows(seed, input_ids, config)
     is_on_cpu = isinstance(decoder, PackedDecoder)
     if not is_on_cpu:
         _refuse_on_device(config, padding)

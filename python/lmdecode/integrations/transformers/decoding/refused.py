@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["refuse_handed_on", "refuse_inner_outputs"]
+__all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_seed_of_beams"]
 
 
 def refuse_inner_outputs(config: Any) -> None:
@@ -22,3 +22,12 @@ def refuse_handed_on(model_kwargs: dict[str, Any], ignored: Collection[str], wha
     for name, value in model_kwargs.items():
         if name not in ignored and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a {what}")
+
+
+def refuse_seed_of_beams(seed: Any) -> None:
+    """Raise ValueError for a seed, with beams."""
+    if seed is not None:
+        raise ValueError(
+            f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
+            "default generator, for torch.manual_seed"
+        )

@@ -269,7 +269,7 @@ def sample(
             generation_config,
             synced_gpus,
             streamer,
-            _seeds(seed, input_ids, generation_config),
+            seeds_of_rows(seed, input_ids, generation_config),
             assistant_model,
             caller.inputs_tensor,
             model_kwargs,
@@ -279,7 +279,7 @@ def sample(
     return result
 
 
-def _seeds(
+def seeds_of_rows(
     seed: int | Sequence[int] | torch.Tensor | None,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
