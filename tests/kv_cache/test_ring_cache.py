@@ -421,6 +421,10 @@ CALLS: dict[str, tuple[str, type[Exception], object]] = {
     ),
     "batch": (r"RingKVCache: batch is -2", ValueError, lambda c: RingKVCache(-2, 1, 1, 1)),
     "append: a list": (r"RingKVCache: k is of type list", TypeError, lambda c: c.append([1], V)),
+    "attend: values of another dtype": (
+        "v has another dtype than the cache, float16; expected float32", ValueError,
+        lambda c: c.attend(Q, K, V.half()),
+    ),
     "append: gradient": (
         r"RingKVCache: v requires a gradient", ValueError,
         lambda c: c.append(K, V.clone().requires_grad_()),

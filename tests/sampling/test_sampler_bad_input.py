@@ -39,6 +39,8 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {VOCAB: 1.0}}, f"is {VOCAB}; expected 0 to {VOCAB - 1}"),
     ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\] is inf"),
     ({"logit_bias": {(): 1.0}}, "a key of logit_bias is empty"),
+    ({"logit_bias": {1 << 40: 1.0}}, "a key of logit_bias is 1099511627776; expected 0 to"),
+    ({"logit_bias": {(1, 1 << 40): 1.0}}, r"a key of logit_bias\[1\] is 1099511627776"),
     ({"bad_words_ids": [[]]}, r"bad_words_ids\[0\] is empty"),
     ({"bad_words_ids": [[-1]]}, r"bad_words_ids\[0\]\[0\] is -1"),
     ({"suppress_tokens": "ab"}, "suppress_tokens is of type str"),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, type_error
+from lmdecode._checks import check_dense_tensors, check_int, dtype_name, type_error
 from lmdecode.attention.pieces import Piece, attend_pieces
 from lmdecode.attention.ring_append import ring_cache_append_
 from lmdecode.kv_cache.reorder import reorder_cache_
@@ -142,6 +142,12 @@ class RingKVCache:
         """
         for name, states in (("k", k), ("v", v)):
             check_dense_tensors("RingKVCache", **{name: states})
+            held = self._keys if name == "k" else self._values
+            if states.dtype != held.dtype:
+                raise ValueError(
+                    f"RingKVCache: {name} has another dtype than the cache, "
+                    f"{dtype_name(states)}; expected {dtype_name(held)}"
+                )
             if states.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"RingKVCache: {name} requires a gradient, which a cache that is written in "

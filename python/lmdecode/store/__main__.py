@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -300,7 +301,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; 1 where a store is damaged or the command failed."""
     try:
-        return _run(_parser().parse_args(argv))
+        code = _run(_parser().parse_args(argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (StoreError, OSError, ValueError, ImportError) as error:
         print(f"lmdecode.store: {error}", file=sys.stderr)
         return 1

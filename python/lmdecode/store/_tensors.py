@@ -9,11 +9,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lmdecode._checks import is_int, type_error
 from lmdecode.store._native import Plane
 from lmdecode.store.fingerprint import Fingerprint
 
 _MAX_TOKEN = 2**31 - 1
 _TOKEN_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _wrong_token(tokens: object, what: str) -> Exception:
+    """Return the error about the first of some tokens that is none, or about what holds them."""
+    if isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes)):
+        for i, token in enumerate(tokens):
+            if not is_int(token):
+                return type_error(what, f"tokens[{i}]", token, "token ids, which are ints")
+            if not 0 <= token <= _MAX_TOKEN:
+                expected = f"a token id, 0 to {_MAX_TOKEN}"
+                return ValueError(f"{what}: tokens[{i}] is {token}; expected {expected}")
+    return type_error(what, "tokens", tokens, "token ids, as a sequence of ints or a tensor")
 
 
 def token_ids(tokens: Sequence[int] | Tensor, what: str) -> memoryview:
@@ -27,7 +40,7 @@ def token_ids(tokens: Sequence[int] | Tensor, what: str) -> memoryview:
                 "expected integers of shape [n] or [1, n]"
             )
         if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > _MAX_TOKEN):
-            raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}")
+            raise _wrong_token(flat.tolist(), what)
         ids = flat.detach().to("cpu", torch.int32).contiguous()
         copy = array("i")
         copy.frombytes(ctypes.string_at(ids.data_ptr(), ids.nbytes))
@@ -36,13 +49,8 @@ def token_ids(tokens: Sequence[int] | Tensor, what: str) -> memoryview:
         return memoryview(tokens)
     try:
         return memoryview(array("i", tokens))
-    except OverflowError:
-        raise ValueError(f"{what}: a token id is not in 0 to {_MAX_TOKEN}") from None
-    except TypeError:
-        raise TypeError(
-            f"{what}: tokens is {type(tokens).__name__}; expected token ids, as a sequence of "
-            "ints or a tensor"
-        ) from None
+    except (OverflowError, TypeError):
+        raise _wrong_token(tokens, what) from None
 
 
 def _plane(tensor: Tensor) -> Plane:

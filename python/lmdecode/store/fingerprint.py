@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lmdecode._checks import check_int
+from lmdecode._checks import check_int, type_error
 from lmdecode._memory import bytes_of
 from lmdecode.store.weights_mark import weights_mark
 
@@ -295,6 +295,8 @@ class Fingerprint:
         tokenizer
             Its vocabulary is hashed, where one is given.
         """
+        if not hasattr(model, "config") or not hasattr(model, "state_dict"):
+            raise type_error("Fingerprint.from_model", "model", model, "a model of transformers")
         config = model.config.get_text_config(decoder=True)
         digest = hashlib.sha256()
         hash_config(digest, model.config)

@@ -185,7 +185,7 @@ class KVStore(Prefixes):
             raise TypeError(f"KVStore: remote is of type {kind}; expected a URL or a Remote")
         if remote is not None:
             remote.connector()  # says what is wrong before anything is opened
-        folder = Path(path)
+        folder = checked_path("KVStore", "path", path)
         directory = folder / fingerprint.name
         known = read_model(directory)
         check_mark("KVStore", directory, known, fingerprint)

@@ -57,9 +57,12 @@ class Remote:
     def __post_init__(self) -> None:
         if not isinstance(self.url, str):
             raise TypeError(f"Remote: url is of type {type(self.url).__name__}; expected a str")
-        if urlsplit(self.url).scheme not in _SCHEMES:
-            expected = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-            raise ValueError(f"Remote: url has another scheme; expected one of {expected}")
+        scheme = urlsplit(self.url).scheme  # the rest may hold a password
+        if scheme not in _SCHEMES:
+            expected = ", ".join(f"{known}://" for known in _SCHEMES)
+            raise ValueError(
+                f"Remote: url has another scheme, {scheme!r}; expected one of {expected}"
+            )
         for name in ("ttl", "timeout", "max_wait", "cool_down", "max_pending"):
             value = getattr(self, name)
             if name == "ttl" and value is None:
