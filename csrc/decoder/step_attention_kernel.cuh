@@ -11,12 +11,13 @@
 
 namespace lmdecode::decoder::step_cuda_kernels {
 
-// The blocks that share the positions of an item.
+// The blocks of a cluster, which share the positions of an item. The cluster takes `item` first,
+// and `items` are worked on at a time.
 struct PositionBlocks {
   int size = static_cast<int>(cuda::cluster_size());
   int rank = size > 1 ? static_cast<int>(cuda::cluster_rank()) : 0;
-  int64_t item = blockIdx.x / size,
-          items = gridDim.x / size;  // the first one, and how many a round
+  int64_t item = blockIdx.x / size;
+  int64_t items = gridDim.x / size;
 };
 
 // What a block has of `count` positions. `parts` is how many blocks have some, 1 at least.
