@@ -112,6 +112,7 @@ struct EditedRow {
     if (list != nullptr) return drop(drops);
     constexpr uint32_t kRoom = cuda_tuning::kListedLogits;
     RowList& to = storage.list;
+    __syncthreads();  // its size, of a time before, has been read
     if (threadIdx.x == 0) to.size = 0;
     __syncthreads();
     bool has_room = true;
