@@ -95,6 +95,11 @@ COMMON: Wrong = {
         ValueError,
         {"q_positions": torch.zeros(5)},
     ),
+    "positions: a number of them": (
+        r"q_positions has shape \[4\]; expected \[5\] or \[2, 5\]",
+        ValueError,
+        {"q_positions": torch.zeros(4).long()},
+    ),
     "positions: a shape": (
         r"q_positions has shape \[2, 4\]; expected \[2, 5\]",
         ValueError,
@@ -276,7 +281,11 @@ ATTENTION: Wrong = {
         ValueError,
         {"attn_mask": MASK[0]},
     ),
-    "mask: int": (r"attn_mask has dtype int64", ValueError, {"attn_mask": MASK.long()}),
+    "mask: int": (
+        "attn_mask has dtype int64; expected one of bool, float32, float16, bfloat16",
+        ValueError,
+        {"attn_mask": MASK.long()},
+    ),
     "mask: float64": (r"attn_mask has dtype float64", ValueError, {"attn_mask": MASK.double()}),
     "mask: a list": (r"attn_mask is of type list", TypeError, {"attn_mask": [[0]]}),
     "convention": (

@@ -30,6 +30,7 @@ _sliding_window_attention = ops.sliding_window_attention.default
 _sliding_window_decode = ops.sliding_window_decode.default
 _merge_attention_states = ops.merge_attention_states.default
 _CONVENTIONS = ("masked", "visible")
+_MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _check_optional(op: str, **tensors: object) -> None:
@@ -76,6 +77,11 @@ def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
 def _positions(op: str, value: Tensor | None, q: Tensor) -> Tensor | None:
     value = _integers(op, "q_positions", value, q)
     if value is not None and q.dim() == 4 and value.dim() == 1:
+        if value.shape[0] != q.shape[2]:
+            raise ValueError(
+                f"{op}: q_positions has shape {list(value.shape)}; expected [{q.shape[2]}] or "
+                f"{[q.shape[0], q.shape[2]]}"
+            )
         return value.expand(q.shape[0], -1)
     return value
 
@@ -85,6 +91,9 @@ def _mask(op: str, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     check_dense_tensors(op, attn_mask=mask)
+    if mask.dtype not in _MASK_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _MASK_DTYPES)
+        raise ValueError(f"{op}: attn_mask has dtype {dtype_name(mask)}; expected one of {names}")
     if not 2 <= mask.dim() <= 4:
         raise ValueError(
             f"{op}: attn_mask has shape {list(mask.shape)}; expected 2 to 4 dimensions, "
