@@ -78,8 +78,8 @@ int main() {
         const CurrentDevice device("op");
         wrong += device.index != current || device.multiprocessors != 100 + current ||
                  device.shared_limit != 1000 + current || !device.has_clusters;
-        wrong += prepare_kernel("op", &one, device) != 90;
-        wrong += prepare_kernel("op", &two, device) != 90;
+        wrong += prepare_kernel("op", &one, device) != kPortableClusterSize;
+        wrong += prepare_kernel("op", &two, device) != kPortableClusterSize;
       }
     });
   }
