@@ -90,6 +90,38 @@ def test_padding_of_the_prompt_does_not_change_the_noise() -> None:
     assert decoding.generate(**both, **arguments).equal(first)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"temperature": 0.9}, {"temperature": (0.0, 0.4, 0.9), "logprob_threshold": -0.5}, {}],
+    ids=["one temperature", "fallback", "greedy"],
+)
+def test_seeds_are_those_of_the_sounds(arguments: dict[str, Any]) -> None:
+    """Of whichever are not yet at their end, or drawn again."""
+    _, decoding = whisper_pair(1)
+    sounds, seeds = long_audio(4.1, 6.2, 3.5, seed=1), [7, 2**62, 0]
+    arguments = {"language": "en", **arguments}
+    together = decoding.generate(**sounds, **arguments, seed=seeds).tolist()
+    pad = decoding.model.generation_config.pad_token_id
+    for row, seed in enumerate(seeds):
+        frames = int(sounds["attention_mask"][row].sum())  # transformers reads no mask of one sound
+        alone = sounds["input_features"][row : row + 1, :, :frames]
+        text = decoding.generate(alone, **arguments, seed=torch.tensor([seed]))[0].tolist()
+        assert together[row] == text + [pad] * (len(together[row]) - len(text))
+    for wrong in ([1, 2], [1, 2, 3, 4]):
+        with pytest.raises(ValueError, match=r"^seed: expected one number, or one for each of 3 r"):
+            decoding.generate(**sounds, **arguments, seed=wrong)
+
+
+def test_a_seed_beside_beams_is_for_what_is_drawn_again() -> None:
+    _, decoding = whisper_pair(1)
+    arguments: dict[str, Any] = dict(
+        **long_audio(4.1, 3.2, seed=1), language="en", num_beams=3, temperature=(0.0, 0.8),
+        logprob_threshold=-0.5,
+    )  # fmt: skip
+    one, two, other = (decoding.generate(**arguments, seed=seed).tolist() for seed in (5, 5, 6))
+    assert one == two != other
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_fallback(num_beams: int) -> None:
     """Windows that are good enough greedily are those of transformers; others are drawn again."""

@@ -150,7 +150,16 @@ class Processor:
         self.tokenizer = word_tokenizer(60000)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 2}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_beams": 2},
+        {"do_sample": True, "seed": 2},
+        {"do_sample": True, "temperature": 0.9, "seed": 2},
+        {"temperature": 0.9, "seed": 2},
+    ],
+)
 def test_transcripts_are_the_same_in_any_batch(arguments: dict[str, Any]) -> None:
     decoding = lmdecode.Decoding.from_pretrained(make_whisper())
     lengths = [2.0, 0.5, 1.5, 1.1] + ([] if "do_sample" in arguments else [4.7])

@@ -270,7 +270,7 @@ class Transcribe:
         A folder, a name or the processor itself: tokenizer and feature extractor; by default that
         of the model's folder.
     seed : int
-        As of ``Generate``; it counts with ``do_sample`` and for sounds of one window.
+        As of ``Generate``; it counts with a ``temperature`` above 0, at which Whisper draws.
     **arguments
         Those of ``Decoding.generate``, as ``language``, ``task`` and ``num_beams``.
 
@@ -311,6 +311,8 @@ class Transcribe:
                 "follows another, what is drawn depends on the rows beside"
             )
         self._arguments = _Arguments(op, self._decoding.model, arguments)
+        # Whisper's generate() draws at a temperature, whatever do_sample says.
+        self._draws = self._arguments.draws or bool(temperature)
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with "text" and "tokens"; ``map_batches`` calls it."""
@@ -322,14 +324,12 @@ class Transcribe:
         if short:
             # Each by itself: what is computed of a batch at once may differ in the last bits.
             features = torch.cat([self._features(sounds[row]) for row in short])
-            options = {} if not self._arguments.draws else {
-                "seed": torch.tensor([seeds[row] for row in short])
-            }  # fmt: skip
+            options = {"seed": torch.tensor([seeds[row] for row in short])} if self._draws else {}
             for row, tokens in zip(short, self._tokens(features, **options), strict=True):
                 found[row] = tokens
         for row, sound in enumerate(sounds):
             if len(sound) > window:
-                found[row] = self._long(sound)
+                found[row] = self._long(sound, seeds[row])
         texts = self._processor.tokenizer.batch_decode(found, skip_special_tokens=True)
         return output_of(batch, texts, found)
 
@@ -349,7 +349,7 @@ class Transcribe:
         ends = self._arguments.ends
         return [token for token in _up_to_end(tokens, ends) if token not in ends]
 
-    def _long(self, sound: Any) -> list[int]:
+    def _long(self, sound: Any, seed: int) -> list[int]:
         if self._arguments.draws:
             raise ValueError(
                 f"Transcribe: do_sample is True for a sound of {len(sound)} samples; expected "
@@ -359,6 +359,8 @@ class Transcribe:
             sound, truncation=False, padding="longest", return_attention_mask=True
         )
         options = {"return_timestamps": True, **self._arguments.given}
+        if self._draws:
+            options["seed"] = torch.tensor([seed])
         output = self._decoding.generate(
             input_features=inputs.input_features, attention_mask=inputs.attention_mask, **options
         )

@@ -47,7 +47,7 @@ from lmdecode.integrations.transformers.decoding.sampled import decode_by_sampli
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
 from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
-from lmdecode.integrations.transformers.decoding.whisper import cross_attentions
+from lmdecode.integrations.transformers.decoding.whisper import cross_attentions, sounds_of_rows
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     refuse_assistance,
@@ -202,9 +202,16 @@ def decode(
     check_tries(logits_processor, decoder.config.vocab_size)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
-    if config.num_beams > 1:
-        refuse_seed_of_beams(seed)
-    seed = seeds_of_rows(seed, input_ids, config)
+    windows = None if model.main_input_name == "input_ids" else sounds_of_rows(sys._getframe(1))
+    if windows is not None:  # with beams nothing is drawn, until a temperature is tried without
+        sounds, num_sounds = windows
+        seed = seeds_of_rows(seed, input_ids[:1].expand(num_sounds, -1), config)
+        if isinstance(seed, Tensor):
+            seed = seed[sounds]
+    else:
+        if config.num_beams > 1:
+            refuse_seed_of_beams(seed)
+        seed = seeds_of_rows(seed, input_ids, config)
     is_on_cpu = isinstance(decoder, PackedDecoder)
     if not is_on_cpu:
         _refuse_on_device(config, padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 
-__all__ = ["CallEncoder", "cross_attentions"]
+__all__ = ["CallEncoder", "cross_attentions", "sounds_of_rows"]
 
 
 class CallEncoder:
@@ -121,3 +122,29 @@ def cross_attentions(
         **options,
     )
     return (tuple(layer.repeat_interleave(num_beams, 0) for layer in found.cross_attentions),)
+
+
+def sounds_of_rows(caller: FrameType | None) -> tuple[list[int], int] | None:
+    """Return the sound that each row is of, and how many sounds there are.
+
+    ``generate()`` of Whisper calls that of transformers for a window of the sounds that are not yet
+    at their end, and again for those whose text was not good enough. Which ones these are is known
+    to the frame of its method alone.
+
+    Parameters
+    ----------
+    caller
+        The frame that called the loop.
+
+    Returns
+    -------
+    tuple or None
+        None where the caller is not ``generate()`` of Whisper.
+    """
+    while caller is not None and caller.f_code.co_name != "generate_with_fallback":
+        caller = caller.f_back
+    if caller is None:
+        return None
+    known = caller.f_locals
+    sounds = [known["batch_idx_map"][row] for row in known["fallback_index_map"]]
+    return sounds, len(known["seek"])
