@@ -15,6 +15,7 @@ void cross_attention(const Tensor& queries, const Tensor& keys, const Tensor& va
   p.dtype = float_dtype(op, "queries", queries);
   p.requests = keys.size(0);
   p.source = keys.size(3);
+  check_source(op, p.source);
   const int64_t rows = queries.size(0), heads = queries.size(1), head_size = queries.size(2);
   if (p.requests == 0 ? rows != 0 : rows % p.requests != 0) {
     fail(op, "queries has ", rows, " rows; expected a multiple of the ", p.requests,

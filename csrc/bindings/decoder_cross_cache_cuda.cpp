@@ -14,6 +14,7 @@ void cross_cache(const Tensor& key_value, const Tensor& keys, const Tensor& valu
   p.requests = key_value.size(0);
   p.length = key_value.size(1);
   p.source = keys.size(3);
+  check_source(op, p.source);
   const int64_t heads = key_value.size(3), head_size = key_value.size(4);
   if (p.length > p.source) {
     fail(op, "key_value has ", p.length, " positions; expected at most ", p.source,
@@ -24,8 +25,9 @@ void cross_cache(const Tensor& key_value, const Tensor& keys, const Tensor& valu
   const int64_t padded = p.shape.padded_head();
   p.key_value = arguments.get<const void>("key_value", key_value, type,
                                           {p.requests, p.length, 2, heads, head_size});
-  p.keys = arguments.get<void>("keys", keys, type, {p.requests, heads, padded, p.source});
-  p.values = arguments.get<void>("values", values, type, {p.requests, heads, p.source, padded});
+  p.keys = arguments.get_cache<void>("keys", keys, type, {p.requests, heads, padded, p.source});
+  p.values =
+      arguments.get_cache<void>("values", values, type, {p.requests, heads, p.source, padded});
   const CudaGuard guard(key_value);
   decoder_cross_cache_cuda(p, current_cuda_stream(key_value));
 }

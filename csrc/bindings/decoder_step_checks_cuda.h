@@ -9,6 +9,13 @@
 
 namespace lmdecode::decoder {
 
+// Of the caches of a memory, which are read 16 bytes at a time.
+inline void check_source(const char* op, int64_t source) {
+  if (source % kAttentionBlock != 0) {
+    fail(op, "keys has ", source, " positions; expected a multiple of ", kAttentionBlock);
+  }
+}
+
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of one call, all of them contiguous and on the device of the first.

@@ -3,8 +3,10 @@
 // caches and products of one dtype, the residual stream x, norms and softmax f32.
 // docs/reference/decoder.md is the user's page.
 //
-// Row r of a step is cache row r. Indices lie on the device, where nobody looks at them before: a
-// row whose index is out of range gets 0 and writes nothing.
+// Row r of a step is cache row r. What a row writes no other row reads in the same launch, where
+// nothing orders them: the table never leads to a position that another row writes in this step.
+// Rows that are at one position, as in a search, cannot break this. Indices lie on the device,
+// where nobody looks at them before: a row whose index is out of range gets 0 and writes nothing.
 #pragma once
 
 #include <cstdint>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.library import opcheck
 
 import lmdecode
 from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.device_plan import Plan
 from lmdecode.reference import decoder_step as reference
 from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
 from tests.support import decoder_step_on_cpu
@@ -129,18 +131,66 @@ def test_groups(num_beam_groups: int, device: torch.device) -> None:
         )
 
 
-def test_a_graph_gives_the_same_tokens() -> None:
-    if not (torch.cuda.is_available() and lmdecode.has_cuda()):
-        pytest.skip("no CUDA device")
-    _, decoding = pair("marian", torch.device("cuda"))
-    inputs = make_inputs("marian")
-    expected = decoding.generate(**inputs, num_beams=4, max_new_tokens=20)
-    decoding.decoder.use_cuda_graph = True
-    try:
-        got = decoding.generate(**inputs, num_beams=4, max_new_tokens=20)
-    finally:
-        decoding.decoder.use_cuda_graph = False
+def repeated(plan: Plan) -> SimpleNamespace:
+    """Return what stands in for a CUDA graph: it replays a step by doing it."""
+    return SimpleNamespace(replay=plan._step)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_beams": 4},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7},
+        {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 1, "forced_bos_token_id": 9, "min_new_tokens": 6},
+        {"num_beams": 2, "bad_words_ids": [[14]], "forced_eos_token_id": END},
+    ],
+    ids=lambda a: "+".join(a) or "greedy",
+)
+def test_a_graph_gives_the_same_tokens(
+    arguments: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that was without one gets one, and keeps it for other texts."""
+    if device.type == "cpu":
+        monkeypatch.setattr(Plan, "_captured", repeated)
+    for kind in ("marian", "t5"):
+        expected, _ = pair(kind, device)
+        decoder = DeviceDecoder(*decoder_of(make_model(kind)), device=device)
+        got = lmdecode.Decoding.from_pretrained(make_model(kind))
+        got.decoder = decoder
+        inputs = make_inputs(kind)
+        graphs = []
+        for use_cuda_graph in (False, True, True):
+            decoder.use_cuda_graph = use_cuda_graph
+            one, two = (
+                decoding.generate(**inputs, **arguments, max_new_tokens=20)
+                for decoding in (expected, got)
+            )
+            assert two.tolist() == one.tolist()
+            ((_, plan),) = decoder.plans._kept
+            graphs.append(plan._graph)
+            inputs = {name: tensor.flip(0) for name, tensor in inputs.items()}
+        assert graphs[0] is None
+        assert graphs[1] is graphs[2] is not None
+
+
+def test_a_sequence_as_long_as_the_relative_bias_allows(device: torch.device) -> None:
+    """A token more than it has distances: the last one is not read."""
+    model = make_model("t5")
+    config, weights = decoder_of(model)
+    assert weights.relative_bias is not None
+    weights = weights._replace(relative_bias=weights.relative_bias[:, :12])
+    one, two = lmdecode.Decoding.from_pretrained(model), lmdecode.Decoding.from_pretrained(model)
+    one.decoder = lmdecode.Decoding(config, weights).decoder
+    two.decoder = DeviceDecoder(config, weights, device=device)
+    arguments = {**make_inputs("t5"), "num_beams": 3, "eos_token_id": None, "max_length": 13}
+    expected, got = one.generate(**arguments), two.generate(**arguments)
+    assert expected.shape[1] == 13
     assert got.tolist() == expected.tolist()
+    for decoding in (one, two):
+        with pytest.raises(ValueError, match="at most 13"):
+            decoding.generate(**{**arguments, "max_length": 14})
 
 
 def test_nan_is_an_error_of_its_prompt(device: torch.device) -> None:
@@ -206,7 +256,10 @@ def calls(dtype: torch.dtype) -> list[Call]:
     ):
         table = torch.randint(0, rows, (rows, capacity), generator=generator, dtype=torch.int32)
         positions = torch.tensor(at, dtype=torch.int32)
-        table[torch.arange(4), positions[:4]] = torch.arange(4, dtype=torch.int32)
+        for row, position in enumerate(at):
+            if 0 <= position < capacity:  # no row reads what another one writes in this step
+                others = table[:, position]
+                others[others == row] = -1
         for bias in (None, randn(heads, capacity + 2, dtype=narrow)):
             found.append(
                 (

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lmdecode._checks import check_format
 from lmdecode.decoder.checks import check_weights
@@ -79,6 +80,9 @@ class DeviceDecoder:
         if weights.positions is not None:
             self.num_positions = weights.positions.shape[0] - config.position_offset
         self.num_distances: int | None = None
-        if weights.relative_bias is not None:
-            self.num_distances = weights.relative_bias.shape[1]
+        bias = self.weights.relative_bias
+        if bias is not None:
+            self.num_distances = bias.shape[1]
+            # Caches have a position for the last token of a sequence, too, which is never read.
+            self.weights = self.weights._replace(relative_bias=functional.pad(bias, (0, 1)))
         self.plans: Spares[Any] = Spares(_KEPT_PLANS)  # device_plan.py

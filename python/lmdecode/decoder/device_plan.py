@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from lmdecode.beam.token_rules import TokenRules
 
 __all__ = ["Plan", "PlanSizes", "take_plan"]
+
+_capturing = Lock()  # beginning to capture waits for the device, which ends another capture
 
 
 class PlanSizes(NamedTuple):
@@ -84,7 +87,6 @@ class Plan:
         self._group_slots = [numbers[:, group].contiguous() for group in range(sizes.num_groups)]
         self._parents = rows.flatten().clone()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._has_stepped = False
 
     def fill(
         self, state: BeamState, parameters: BeamParameters, rules: list[RuleArguments]
@@ -113,21 +115,24 @@ class Plan:
             self._graph.replay()
             return
         self._step()
-        if not self._has_stepped and self._decoder.use_cuda_graph:
+        if self._decoder.use_cuda_graph:
             # This step has set cuBLAS and the kernels up; capturing runs nothing.
             self._graph = self._captured()
-        self._has_stepped = True
 
     def has_ended(self) -> bool:
         """Whether all searches have; waits for the device."""
         return bool(((self.state.done != 0) | (self.state.status != 0)).all())
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        if self._decoder.device.type != "cuda":
+        device = self._decoder.device
+        if device.type != "cuda":
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        # torch's own stream for captures is that of whichever device came first.
+        with _capturing, torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._step()
         return graph
 
     def _tokens_that_do_not_end(self, parameters: BeamParameters) -> Tensor:

@@ -60,11 +60,13 @@ def decoder_self_attention_(
     keys, values : Tensor
         [rows, heads, capacity, padded head], written at each row's position.
     table : Tensor
-        [rows, capacity] int32: the cache row of each position before.
+        [rows, capacity] int32: the cache row of each position before; never a row that writes this
+        position now, but for its own. Rows at one position cannot break this.
     positions : Tensor
         [rows] int32; one out of range gives 0 and writes nothing.
     bias : Tensor, optional
-        [heads, distances] float32, by the distance from the query back to the key.
+        [heads, distances] float32, by the distance from the query back to the key; at least
+        capacity distances.
     scale, denominator_epsilon : float
         What scores are multiplied by, and what is added to the sum that softmax divides by.
     out : Tensor
@@ -72,6 +74,8 @@ def decoder_self_attention_(
     """
     rows, _, _, head_size = qkv.shape
     capacity = keys.shape[2]
+    if bias is not None and bias.shape[1] < capacity:
+        raise ValueError(f"bias has {bias.shape[1]} distances; expected at least {capacity}")
     own, places = torch.arange(rows), torch.arange(capacity)
     inside = (positions >= 0) & (positions < capacity)
     position = positions.long().clamp(0, max(capacity - 1, 0))
