@@ -87,7 +87,7 @@ Tensor repack(const Tensor& packed) {
   const PackedLinearShape shape = checked_shape(kRepackOp, header.in_features, header.out_features,
                                                 static_cast<int64_t>(header.format));
   const LinearTile tile = header.tile;
-  const int64_t group = int4_group(shape.format);
+  const int64_t group = group_of(shape.format);
   const bool is_tile = tile.width > 0 && kMaxPanelWidth % tile.width == 0 && tile.values > 0 &&
                        (group > 0 ? tile.values == group : kMaxValues % tile.values == 0);
   const int64_t most = int64_t{1} << 40;
@@ -106,8 +106,8 @@ Tensor repack(const Tensor& packed) {
 LinearFormat checked_int4_format(int64_t in_features, int64_t groups, bool has_zeros) {
   for (LinearFormat format :
        {LinearFormat::kInt4Zeros32, LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
-    if (int4_group(format) * groups != in_features) continue;
-    return has_zeros || int4_group(format) > 32 ? format : LinearFormat::kInt4;
+    if (group_of(format) * groups != in_features) continue;
+    return has_zeros || group_of(format) > 32 ? format : LinearFormat::kInt4;
   }
   fail(kPackQuantizedOp, "weight has ", in_features, " input features and scales has ", groups,
        " groups; expected groups of 32, 64 or 128");

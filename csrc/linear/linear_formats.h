@@ -1,7 +1,7 @@
 // Which products a format has at the level of this build.
 #pragma once
 
-#include "linear/linear_int4_products.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_products.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -12,11 +12,11 @@ template <class Dot>
 constexpr bool kIsInt8 = requires { Dot::kInputOffset; };
 
 template <class Dot>
-constexpr bool kIsInt4 = requires { Dot::kHasZeros; };
+constexpr bool kIsGrouped = requires { Dot::kHasZeros; };
 
 template <class Dot>
 constexpr LinearTile tile_of() {
-  if constexpr (kIsInt4<Dot>)
+  if constexpr (kIsGrouped<Dot>)
     return {Dot::kWidth, Dot::kGroup, Dot::kInputBytes};
   else
     return {kPanelVectors * Dot::kLanes, Dot::kValues,
@@ -46,13 +46,13 @@ inline void with_products([[maybe_unused]] LinearFormat format, const Body& body
       return body(Int8Pairs{});
 #endif
     case LinearFormat::kInt4:
-      return body(Int4Groups<32, false>{});
+      return body(GroupProducts<32, false>{});
     case LinearFormat::kInt4Zeros32:
-      return body(Int4Groups<32, true>{});
+      return body(GroupProducts<32, true>{});
     case LinearFormat::kInt4Zeros64:
-      return body(Int4Groups<64, true>{});
+      return body(GroupProducts<64, true>{});
     case LinearFormat::kInt4Zeros128:
-      return body(Int4Groups<128, true>{});
+      return body(GroupProducts<128, true>{});
   }
 #endif
 }

@@ -51,7 +51,7 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
       }
       return;
     }
-    default:  // int4: linear_int4_pack.h
+    default:  // int4: linear_group_pack.h
       return;
   }
 }

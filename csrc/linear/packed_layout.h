@@ -4,7 +4,7 @@
 //   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
 //                                            depth groups of `values` elements of in_features,
 //                                            padded with 0. int4: see
-//                                            linear_int4_products.h
+//                                            linear_group_products.h
 //   scales   [panels * width] f32            kInt8: of the outputs; NaN where the row of W was not
 //                                            finite
 //   offsets  [panels * width] int32          kInt8: what the sums are too large by (Int8Quads)
@@ -56,7 +56,7 @@ struct PackedLayout {
     layout.row_bytes = tile.width * bytes_of(shape.format, tile.values);
     layout.panel_bytes = layout.depth * layout.row_bytes;
     const int64_t outputs = rounded_up(shape.out_features, kMaxPanelWidth);
-    const int64_t unit = is_int4(shape.format) ? int4_group(shape.format) : kMaxValues;
+    const int64_t unit = is_grouped(shape.format) ? group_of(shape.format) : kMaxValues;
     layout.scales_at =
         static_cast<int64_t>(sizeof(PackedHeader)) +
         outputs * (rounded_up(shape.in_features, unit) / unit) * bytes_of(shape.format, unit);
@@ -68,7 +68,7 @@ struct PackedLayout {
  private:
   // Of so many values of one output; of a group, with its scale and zero, where there are groups.
   static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
-    if (is_int4(format)) return values / 2 + (format == LinearFormat::kInt4 ? 2 : 3);
+    if (is_grouped(format)) return values / 2 + (format == LinearFormat::kInt4 ? 2 : 3);
     return values * (format == LinearFormat::kInt8 ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);
   }
 

@@ -38,10 +38,10 @@ enum class LinearFormat : int32_t {
 };
 
 constexpr int64_t kMaxLinearFormat = 6;
-constexpr int64_t kMaxInt4Group = 128;
+constexpr int64_t kMaxGroup = 128;
 
 // Elements of in_features that have a scale of their own; 0 where the format has no groups.
-constexpr int64_t int4_group(LinearFormat format) {
+constexpr int64_t group_of(LinearFormat format) {
   switch (format) {
     case LinearFormat::kInt4:
     case LinearFormat::kInt4Zeros32:
@@ -49,13 +49,13 @@ constexpr int64_t int4_group(LinearFormat format) {
     case LinearFormat::kInt4Zeros64:
       return 64;
     case LinearFormat::kInt4Zeros128:
-      return kMaxInt4Group;
+      return kMaxGroup;
     default:
       return 0;
   }
 }
 
-constexpr bool is_int4(LinearFormat format) { return int4_group(format) > 0; }
+constexpr bool is_grouped(LinearFormat format) { return group_of(format) > 0; }
 
 // gelu(x) = x Phi(x); its tanh form; silu(x) = x / (1 + exp(-x)).
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };

@@ -33,7 +33,7 @@ struct PackedPlaces {
 void copy_groups(const PackedPlaces& source, const PackedPlaces& target, int64_t output,
                  const char* from, char* to) {
   const bool has_zeros = source.shape.format != LinearFormat::kInt4;
-  const int64_t group = int4_group(source.shape.format);
+  const int64_t group = group_of(source.shape.format);
   const auto copy = [&](int64_t step, int64_t at_source, int64_t at_target, size_t bytes) {
     std::memcpy(to + target.panel(output) + step * target.layout.row_bytes + at_target,
                 from + source.panel(output) + step * source.layout.row_bytes + at_source, bytes);
@@ -82,7 +82,7 @@ void repack_linear(const PackedLinearShape& shape, LinearTile tile, const void* 
   parallel_for(shape.out_features, 1 + (1 << 12) / (shape.in_features + 1),
                [&](int64_t begin, int64_t end) {
                  for (int64_t output = begin; output < end; ++output) {
-                   if (is_int4(shape.format)) {
+                   if (is_grouped(shape.format)) {
                      copy_groups(source, target, output, bytes, result);
                    } else {
                      copy_values(source, target, output, bytes, result);

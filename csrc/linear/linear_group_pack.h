@@ -1,7 +1,7 @@
-// Weights to groups of four bits, and rows of x to groups of int8; see linear_int4_products.h.
+// Weights to groups of four bits, and rows of x to groups of int8; see linear_group_products.h.
 #pragma once
 
-#include "linear/linear_int4_products.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_pack.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -16,7 +16,7 @@ constexpr uint16_t kHalfNan = 0x7e00u;
 struct Int4Group {
   uint16_t scale;  // bits of a float16
   uint8_t zero;
-  uint8_t weights[kMaxInt4Group];
+  uint8_t weights[kMaxGroup];
 };
 
 inline bool is_finite(float value) { return magnitude_bits(value) < 0x7f800000u; }
@@ -151,7 +151,7 @@ inline int32_t store_group(char* to, const F32* values, float factor) {
 }
 
 template <class Dot>
-void prepare_int4_row(const LinearInputRows& input, int64_t row) {
+void prepare_grouped_row(const LinearInputRows& input, int64_t row) {
   char* to = input.rows + row * input.row_bytes;
   for (int64_t first = 0; first < input.in_features; first += Dot::kGroup, to += Dot::kInputBytes) {
     F32 values[Dot::kGroup / kLanes];
@@ -164,8 +164,8 @@ void prepare_int4_row(const LinearInputRows& input, int64_t row) {
     if (scale.factor == 0.0f) {  // 0 times inf would be NaN
       for (F32& value : values) value = splat(0.0f);
     }
-    const int32_t sum = store_group<Dot::kGroup>(to + sizeof(Int4Input), values, scale.factor);
-    const Int4Input group = {scale.scale, Dot::kOffsetFactor * sum};
+    const int32_t sum = store_group<Dot::kGroup>(to + sizeof(GroupInput), values, scale.factor);
+    const GroupInput group = {scale.scale, Dot::kOffsetFactor * sum};
     __builtin_memcpy(to, &group, sizeof(group));
   }
 }

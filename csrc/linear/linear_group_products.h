@@ -31,9 +31,9 @@ inline int32_t load_quad(const char* p) {
   return quad;
 }
 
-// Floats of NibbleVectors, where these are wide.
+// Floats of GroupVectors, where these are wide.
 #if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
-struct NibbleFloats {
+struct GroupFloats {
   using Floats = F32;
   static constexpr int kLanes = LMD_SIMD::kLanes;
   static Floats load_scales(const char* p) { return load(reinterpret_cast<const Half*>(p)); }
@@ -48,7 +48,7 @@ struct NibbleFloats {
 // Vectors of kLanes outputs. Bytes: four weights of each. Part: sums of up to kGroupPart elements,
 // which begin() makes of the sum so far and end() adds to it.
 #if defined(LMD_SIMD_AVX512)
-struct NibbleVectors : NibbleFloats {
+struct GroupVectors : GroupFloats {
   using Bytes = __m512i;
   using Sum = __m512i;
   using Part = __m512i;
@@ -82,7 +82,7 @@ struct NibbleVectors : NibbleFloats {
   static Floats to_floats(Sum sum) { return {_mm512_cvtepi32_ps(sum)}; }
 };
 #elif defined(LMD_SIMD_AVX2)
-struct NibbleVectors : NibbleFloats {
+struct GroupVectors : GroupFloats {
   using Bytes = __m256i;
   using Sum = __m256i;
   using Part = __m256i;
@@ -109,7 +109,7 @@ struct NibbleVectors : NibbleFloats {
 typedef uint32_t Uint4 __attribute__((vector_size(16)));
 typedef int16_t Short8 __attribute__((vector_size(16)));
 
-struct NibbleVectors {
+struct GroupVectors {
   using Bytes = Uint4;
   using Sum = Int4;
   using Part = Short8;
@@ -160,7 +160,7 @@ struct NibbleVectors {
 #endif
 
 template <int kGroupSize, bool kZeros>
-struct Int4Groups : NibbleVectors {
+struct GroupProducts : GroupVectors {
   using Scalar = float;
   static constexpr bool kHasZeros = kZeros;
   static constexpr int kGroup = kGroupSize;
@@ -171,7 +171,7 @@ struct Int4Groups : NibbleVectors {
   static constexpr int32_t kOffsetFactor = kZeros ? -1 : -8;
 };
 
-struct Int4Input {
+struct GroupInput {
   float scale;
   int32_t offset;
 };

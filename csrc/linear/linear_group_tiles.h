@@ -2,7 +2,7 @@
 // another.
 #pragma once
 
-#include "linear/linear_int4_products.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_tuning.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -35,7 +35,7 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
     const char* const group = weights + g * Dot::kStepBytes;
     const char* const x = input + g * Dot::kInputBytes;
     const char* const next = ahead + g * Dot::kStepBytes;
-    Int4Input rows[kRows];
+    GroupInput rows[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) __builtin_memcpy(&rows[r], x + r * row_bytes, sizeof(rows[r]));
 #pragma GCC unroll 4
@@ -78,7 +78,7 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
           }
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r) {
-            const char* const quad = x + r * row_bytes + sizeof(Int4Input) + at;
+            const char* const quad = x + r * row_bytes + sizeof(GroupInput) + at;
 #pragma GCC unroll 4
             for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], low[j], quad);
 #pragma GCC unroll 4
@@ -117,7 +117,7 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
 template <class Dot>
 void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
                         int64_t groups, bool is_first, float* sums) {
-  constexpr int kTileRows = tuning::kInt4TileRows;
+  constexpr int kTileRows = tuning::kGroupTileRows;
   constexpr int kLines = (Dot::kStepBytes + 63) / 64;
   const int64_t rows = input.count;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -129,7 +129,8 @@ void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* 
     const auto run = [&]<int kRows>() {
       if (tiles == 1) {
         add_groups<Dot, kRows, true>(x, input.row_bytes, weights, groups,
-                                     weights + tuning::kInt4PrefetchBytes, 0, kLines, is_first, to);
+                                     weights + tuning::kGroupPrefetchBytes, 0, kLines, is_first,
+                                     to);
       } else {
         add_groups<Dot, kRows, false>(x, input.row_bytes, weights, groups,
                                       weights + groups * Dot::kStepBytes,
