@@ -1,4 +1,4 @@
-// Weights to groups of four bits, and rows of x to groups of int8; see linear_group_products.h.
+// Weights to groups, and rows of x to groups of int8; see grouped_format.h.
 #pragma once
 
 #include "linear/linear_group_products.h"
@@ -8,120 +8,125 @@ namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
-constexpr int32_t kMaxNibble = 15;
-constexpr uint8_t kMiddle = 8;  // what counts as 0 without zeros
-constexpr uint16_t kHalfNan = 0x7e00u;
+// Formats that floats are rounded to; others are packed as they are.
+template <class Dot>
+constexpr bool kRoundsFloats =
+    Dot::kHasMinimums && Dot::kGrouped.codes == Codes::kNibbles && !Dot::kGrouped.is_super();
 
-// A group of one output: element i is about scale * (weights[i] - zero).
-struct Int4Group {
-  uint16_t scale;  // bits of a float16
-  uint8_t zero;
-  uint8_t weights[kMaxGroup];
+// Groups of kLanes outputs, side by side: element i of each in values[i].
+struct MinimumGroups {
+  F32 scales, minimums;  // that a float16 holds; NaN where a weight is not finite
+  F32 codes[kMaxGroup];
 };
 
-inline bool is_finite(float value) { return magnitude_bits(value) < 0x7f800000u; }
+// Steps that are tried, as parts of the distance from the least number to the largest: 14 to 17.
+constexpr int kMinimumCandidates = 17;
+constexpr float kFirstSteps = 14.0f, kMoreSteps = 0.1875f;
+constexpr float kLeastRange = 0x1p-100f;  // below it a group counts as one number
 
-// The float16 scale; NaN where it would be inf. `factor` becomes its reciprocal, 0 where it is 0.
-inline uint16_t int4_scale(float value, float* factor) {
-  const uint16_t bits = half_bits(value);
-  const float scale = to_float(Half{bits});
-  *factor = 0.0f;
-  if (!is_finite(scale)) return kHalfNan;
-  if (scale != 0.0f) *factor = 1.0f / scale;
-  return bits;
+inline F32 at_most(F32 value, F32 most) { return select(value >= most, most, value); }
+
+inline F32 rounded_to_half(F32 value) {
+  Half halves[kLanes];
+  store_all(halves, value);
+  return load(halves);
 }
 
-inline uint8_t to_nibble(float value, float factor, int32_t zero) {
-  const float product = value * factor;
-  const int32_t whole = static_cast<int32_t>((product + kRoundMagic) - kRoundMagic) + zero;
-  return static_cast<uint8_t>(whole < 0 ? 0 : whole > kMaxNibble ? kMaxNibble : whole);
+// Numbers (value - minimum) * factor from 0 to 15, rounded.
+inline F32 minimum_code(F32 value, F32 minimum, F32 factor) {
+  const F32 steps = (value - minimum) * factor;
+  return round_even(at_most(max(splat(0.0f), steps), splat(15.0f)));
 }
 
-// The first of the largest magnitude becomes 0, -8 scales: the scale has the opposite sign.
-inline void quantise_group(const float* values, int count, Int4Group* group) {
-  float largest = 0.0f;
-  bool finite = true;
+// Of some ways to cut the distance from the least to the largest number that with the least squared
+// error: each gives codes, a line through them by least squares, rounded to float16, and new codes
+// by that line. Sums go from the first element on.
+inline void choose_minimums(const F32* values, int count, MinimumGroups* groups) {
+  const F32 zero = splat(0.0f), one = splat(1.0f), size = splat(static_cast<float>(count));
+  F32 least = values[0], most = values[0], sum = zero, checked = zero;
   for (int i = 0; i < count; ++i) {
-    finite = finite && is_finite(values[i]);
-    if (magnitude_bits(values[i]) > magnitude_bits(largest)) largest = values[i];
+    least = at_most(values[i], least);
+    most = max(values[i], most);
+    sum = sum + values[i];
+    checked = checked + values[i] * zero;  // NaN where one is not finite
   }
-  float factor = 0.0f;
-  group->zero = kMiddle;
-  group->scale = finite ? int4_scale(largest / -8.0f, &factor) : kHalfNan;
+  const F32 range = most - least;
+  const Mask has_range = range >= splat(kLeastRange);
+  const F32 unit = select(has_range, one / range, zero);
+  F32 best = splat(float_of(0x7f800000u)), scales = splat(float_of(0x7fc00000u)), minimums = scales;
+  const auto consider = [&](F32 scale, F32 minimum) {
+    scale = rounded_to_half(scale);
+    minimum = rounded_to_half(minimum);
+    const F32 factor = select(abs(scale) > zero, one / scale, zero);
+    F32 error = zero;
+    for (int i = 0; i < count; ++i) {
+      const F32 off = scale * minimum_code(values[i], minimum, factor) + minimum - values[i];
+      error = error + off * off;
+    }
+    const Mask is_better = best > error;
+    best = select(is_better, error, best);
+    scales = select(is_better, scale, scales);
+    minimums = select(is_better, minimum, minimums);
+  };
+  consider(select(has_range, range / splat(15.0f), zero), least);
+  for (int c = 0; c < kMinimumCandidates; ++c) {
+    const F32 factor = unit * splat(kFirstSteps + kMoreSteps * static_cast<float>(c));
+    F32 codes = zero, squares = zero, products = zero;
+    for (int i = 0; i < count; ++i) {
+      const F32 code = minimum_code(values[i], least, factor);
+      codes = codes + code;
+      squares = squares + code * code;
+      products = products + code * values[i];
+    }
+    const F32 determinant = size * squares - codes * codes;
+    const Mask is_line = determinant > zero;
+    const F32 scale = (size * products - codes * sum) / select(is_line, determinant, one);
+    const F32 minimum = (squares * sum - codes * products) / select(is_line, determinant, one);
+    consider(select(is_line, scale, zero), select(is_line, minimum, least));
+  }
+  const Mask is_finite = checked == zero;
+  groups->scales = select(is_finite, scales, splat(float_of(0x7fc00000u)));
+  groups->minimums = select(is_finite, minimums, splat(float_of(0x7fc00000u)));
+  const Mask has_steps = abs(groups->scales) > zero;
+  const F32 factor = select(has_steps, one / groups->scales, zero);
   for (int i = 0; i < count; ++i) {
-    group->weights[i] = factor == 0.0f ? kMiddle : to_nibble(values[i], factor, kMiddle);
+    const F32 code = minimum_code(values[i], groups->minimums, factor);
+    groups->codes[i] = select(has_steps, code, zero);
   }
 }
 
-// From the least to the largest, and 0 among them.
-inline void quantise_group_with_zero(const float* values, int count, Int4Group* group) {
-  float least = 0.0f, most = 0.0f;
-  bool finite = true;
-  for (int i = 0; i < count; ++i) {
-    finite = finite && is_finite(values[i]);
-    least = values[i] < least ? values[i] : least;
-    most = values[i] > most ? values[i] : most;
-  }
-  float factor = 0.0f;
-  // Halves, which do not overflow.
-  const float step = (most * 0.5f - least * 0.5f) / 7.5f;
-  group->scale = finite ? int4_scale(step, &factor) : kHalfNan;
-  group->zero = factor == 0.0f ? 0 : to_nibble(0.0f - least, factor, 0);
-  for (int i = 0; i < count; ++i) {
-    group->weights[i] = factor == 0.0f ? group->zero : to_nibble(values[i], factor, group->zero);
-  }
-}
-
-// The groups of one output to its column of a panel; fill(first, count, group) makes that of
-// elements [first, first + count).
-template <class Dot, class Fill>
-void pack_groups(const PackedLinearShape& shape, const PackedLayout& layout, void* packed,
-                 int64_t output, const Fill& fill) {
+// The weights of kLanes outputs from `output` on, as 0 to 15 times a scale and a minimum.
+template <class Dot>
+void pack_minimum_outputs(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
+                          int64_t in_stride, const PackedLayout& layout, void* packed,
+                          int64_t output) {
   const int64_t column = output % Dot::kWidth;
   char* step =
       static_cast<char*>(packed) + sizeof(PackedHeader) + output / Dot::kWidth * layout.panel_bytes;
   for (int64_t g = 0; g < layout.depth; ++g, step += layout.row_bytes) {
-    Int4Group group = {};
-    if (output < shape.out_features) {
-      const int64_t first = g * Dot::kGroup, left = shape.in_features - first;
-      fill(first, static_cast<int>(left < Dot::kGroup ? left : Dot::kGroup), &group);
+    const int64_t first = g * Dot::kGroup, left = shape.in_features - first;
+    const int count = static_cast<int>(left < Dot::kGroup ? left : Dot::kGroup);
+    F32 values[Dot::kGroup];
+    for (int i = 0; i < count; ++i) {
+      alignas(64) float lane[kLanes] = {};
+      for (int64_t l = 0; l < kLanes && output + l < shape.out_features; ++l) {
+        lane[l] = weight[(output + l) * out_stride + (first + i) * in_stride];
+      }
+      values[i] = load(lane);
     }
-    __builtin_memcpy(step + 2 * column, &group.scale, sizeof(group.scale));
-    if constexpr (Dot::kHasZeros) {
-      step[2 * Dot::kWidth + column] = static_cast<char>(group.zero);
-    }
-    for (int s = 0; s < Dot::kGroup / 8; ++s) {
-      char* const to = step + Dot::kNibblesAt + (s * Dot::kWidth + column) * 4;
-      const uint8_t* const from = group.weights + 8 * s;
-      for (int b = 0; b < 4; ++b) to[b] = static_cast<char>(from[b] | from[4 + b] << 4);
+    MinimumGroups groups;
+    choose_minimums(values, count, &groups);
+    alignas(64) float scales[kLanes], minimums[kLanes], codes[Dot::kGroup][kLanes];
+    store(scales, groups.scales);
+    store(minimums, groups.minimums);
+    for (int i = 0; i < count; ++i) store(codes[i], groups.codes[i]);
+    for (int l = 0; l < kLanes; ++l) {
+      GroupedStep of_output;
+      of_output.groups[0] = {half_bits(scales[l]), half_bits(minimums[l])};
+      for (int i = 0; i < count; ++i) of_output.codes[i] = static_cast<uint8_t>(codes[i][l]);
+      write_step(Dot::kGrouped, of_output, StepCursor(step, Dot::kWidth, column + l));
     }
   }
-}
-
-template <class Dot>
-void pack_int4_output(const PackedLinearShape& shape, const float* weight, int64_t in_stride,
-                      const PackedLayout& layout, void* packed, int64_t output) {
-  pack_groups<Dot>(shape, layout, packed, output, [&](int64_t first, int count, Int4Group* group) {
-    float values[Dot::kGroup];
-    for (int i = 0; i < count; ++i) values[i] = weight[(first + i) * in_stride];
-    if constexpr (Dot::kHasZeros) {
-      quantise_group_with_zero(values, count, group);
-    } else {
-      quantise_group(values, count, group);
-    }
-  });
-}
-
-template <class Dot>
-void pack_quantized_output(const PackedLinearShape& shape, const QuantizedWeight& weight,
-                           const PackedLayout& layout, void* packed, int64_t output) {
-  pack_groups<Dot>(shape, layout, packed, output, [&](int64_t first, int count, Int4Group* group) {
-    const int64_t at = output * layout.depth + first / Dot::kGroup;
-    group->scale = weight.scales[at].bits;
-    group->zero = weight.zeros == nullptr ? kMiddle : weight.zeros[at];
-    const uint8_t* from = weight.values + output * shape.in_features + first;
-    for (int i = 0; i < count; ++i) group->weights[i] = from[i];
-  });
 }
 
 // Elements of a group as whole multiples of the scale, as bytes, and their sum.
@@ -153,10 +158,12 @@ inline int32_t store_group(char* to, const F32* values, float factor) {
 template <class Dot>
 void prepare_grouped_row(const LinearInputRows& input, int64_t row) {
   char* to = input.rows + row * input.row_bytes;
-  for (int64_t first = 0; first < input.in_features; first += Dot::kGroup, to += Dot::kInputBytes) {
-    F32 values[Dot::kGroup / kLanes];
+  constexpr int kGroup = Dot::kGroup;
+  constexpr int kVectors = kGroup / kLanes;
+  for (int64_t first = 0; first < input.in_features; first += kGroup, to += Dot::kGroupInputBytes) {
+    F32 values[kVectors];
     U32 largest = splat_u32(0);
-    for (int i = 0; i < Dot::kGroup / kLanes; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       values[i] = load_input(input, row, first + i * kLanes);
       largest = larger_magnitude_bits(largest, values[i]);
     }
@@ -164,8 +171,13 @@ void prepare_grouped_row(const LinearInputRows& input, int64_t row) {
     if (scale.factor == 0.0f) {  // 0 times inf would be NaN
       for (F32& value : values) value = splat(0.0f);
     }
-    const int32_t sum = store_group<Dot::kGroup>(to + sizeof(GroupInput), values, scale.factor);
-    const GroupInput group = {scale.scale, Dot::kOffsetFactor * sum};
+    const int32_t sum = store_group<kGroup>(to + sizeof(GroupInput), values, scale.factor);
+    GroupInput group = {scale.scale, {0}};
+    if constexpr (Dot::kHasMinimums) {
+      group.scaled_sum = scale.scale * static_cast<float>(sum);
+    } else {
+      group.offset = (Dot::kHasZeros ? -1 : -Dot::kGrouped.middle()) * sum;
+    }
     __builtin_memcpy(to, &group, sizeof(group));
   }
 }
