@@ -1,0 +1,40 @@
+"""The types of llama.cpp that hold weights in blocks: how many weights, in how many bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["KINDS", "Kind"]
+
+
+class Kind(NamedTuple):
+    """A type of blocks.
+
+    Attributes
+    ----------
+    block_size : int
+        Weights of a block, which are neighbours in a row.
+    block_bytes : int
+        Its bytes.
+    """
+
+    block_size: int
+    block_bytes: int
+
+
+#: By the names of ggml; how a block is read is in ``lmdecode.reference.gguf``.
+KINDS: dict[str, Kind] = {
+    "Q4_0": Kind(32, 18),
+    "Q4_1": Kind(32, 20),
+    "Q5_0": Kind(32, 22),
+    "Q5_1": Kind(32, 24),
+    "Q8_0": Kind(32, 34),
+    "Q2_K": Kind(256, 84),
+    "Q3_K": Kind(256, 110),
+    "Q4_K": Kind(256, 144),
+    "Q5_K": Kind(256, 176),
+    "Q6_K": Kind(256, 210),
+    "IQ4_NL": Kind(32, 18),
+    "IQ4_XS": Kind(256, 136),
+    "MXFP4": Kind(32, 17),
+}
