@@ -152,7 +152,7 @@ def is_in(module: str, *packages: str) -> bool:
 
 # Each area of the package and the areas that it may import. An area is a file or a folder of the
 # package, or a folder within one that stands above the rest of it.
-OPS = {"_ops", "_checks", "_memory", "_upload", "quantized_kinds", "quantized_weight"}
+OPS = {"_ops", "_checks", "_memory", "_upload"}
 AREAS = {"sampling", "beam", "kv_cache", "attention", "linear"}
 CORE = {*OPS, *AREAS, "beam/engine", "beam/scorers", "decoder"}
 PYTHON_ALLOWED: dict[str, set[str]] = {
@@ -161,9 +161,6 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "_memory": set(),
     "_upload": set(),
     "_ops": {"_fakes"},
-    "quantized_kinds": set(),
-    # What is in blocks is dequantized by the reference.
-    "quantized_weight": {"_checks", "quantized_kinds", "reference"},
     "system": OPS,
     "sampling": OPS,
     "kv_cache": OPS,
@@ -175,7 +172,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "decoder": {*AREAS, "beam/engine", *OPS},
     "store": OPS,
     # Types, states and rules that op and reference share; PYTHON_OPS are what it may not touch.
-    "reference": {"sampling", "beam", "beam/scorers", "decoder", "quantized_kinds"},
+    "reference": {"sampling", "beam", "beam/scorers", "decoder", "linear"},
     "compat": CORE,
     "integrations": {"store", "system", *CORE},
     "formats": {"integrations", *CORE},
@@ -289,7 +286,8 @@ PYTHON_OPS = (
     "lmdecode.beam.ops", "lmdecode.beam.scorers.beam_scorer",
     "lmdecode.beam.scorers.constrained_beam_scorer", "lmdecode.decoder.batch",
     "lmdecode.decoder.decoding", "lmdecode.decoder.device_loop", "lmdecode.decoder.layer",
-    "lmdecode.decoder.searches", "lmdecode.decoder.weights", "lmdecode.kv_cache", "lmdecode.linear",
+    "lmdecode.decoder.searches", "lmdecode.decoder.weights", "lmdecode.kv_cache",
+    "lmdecode.linear.formats", "lmdecode.linear.packed_linear", "lmdecode.linear.quantized_weight",
     "lmdecode.sampling.ops",
 )  # fmt: skip
 # Folders whose __init__ brings such modules: the reference names the module that it means.

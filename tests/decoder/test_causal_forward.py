@@ -15,6 +15,7 @@ from lmdecode import reference
 from lmdecode.decoder.causal_caches import BLOCK_SIZE
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import format_of_head
 from lmdecode.reference import causal as causal_reference
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.decoder.causal_steps import (
@@ -129,11 +130,13 @@ def test_texts_far_longer_than_the_window(case: tuple[str, str]) -> None:
 # --- formats --------------------------------------------------------------------------------------
 
 
-def rounding_reference(format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def rounding_reference(format_: str, head: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the reference multiply as packed weights do, inputs rounded, too."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return reference.packed_linear(x, weight.detach(), bias, dtype=format_)
+        is_head = weight.data_ptr() == head.data_ptr()
+        dtype = format_of_head(format_) if is_head else format_
+        return reference.packed_linear(x, weight.detach(), bias, dtype=dtype)
 
     monkeypatch.setattr(causal_reference, "F", types.SimpleNamespace(linear=linear))
 
@@ -147,9 +150,15 @@ def test_formats_of_weights(
     model, text = packed(architecture, variant, weight_format), random_tokens(LENGTH)
     config, weights = parts(architecture, variant)
     exact = causal_logits(config, weights, text)
-    rounding_reference(weight_format, monkeypatch)
     head = weights.embedding if weights.logits is None else weights.logits
-    rounded = weights._replace(embedding=weights.embedding.bfloat16(), logits=head)
+    rounding_reference(weight_format, head, monkeypatch)
+    embedding = weights.embedding.bfloat16()
+    if weight_format != "bfloat16":  # a row of int8, turned back
+        q, scales = reference.quantize_rows(
+            reference.rotate_rows(weights.embedding.detach().float())
+        )
+        embedding = reference.rotate_rows(q * scales[:, None])
+    rounded = weights._replace(embedding=embedding, logits=head)
     expected = causal_logits(config, rounded, text)
     for read in (prompt_logits, generated_logits):
         got = read(new_caches(model), text)
@@ -157,13 +166,13 @@ def test_formats_of_weights(
 
 
 def test_formats_of_the_embedding() -> None:
-    """The projection's own rows where they are the same, else float32 or bfloat16."""
+    """The projection's own rows where they are the same, else float32, bfloat16, or packed rows."""
     tied, other = ("olmo2", "groups, biases"), ("llama", "plain")
     formats = {
         (case, kind): packed(*case, kind).sizes[-1] for case in (tied, other) for kind in FORMATS
     }
-    assert [formats[tied, kind] for kind in FORMATS] == [0, 0, 2, 2]
-    assert [formats[other, kind] for kind in FORMATS] == [1, 2, 2, 2]
+    assert [formats[tied, kind] for kind in FORMATS] == [0, 0, 0, 0]
+    assert [formats[other, kind] for kind in FORMATS] == [1, 2, 3, 3]
     embedding = parts(*tied)[1].embedding
     assert len(packed(*tied).memory) < len(packed(*other).memory) + embedding.nbytes
 

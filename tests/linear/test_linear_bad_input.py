@@ -7,6 +7,7 @@ import torch
 
 import lmdecode
 from lmdecode import PackedLinear
+from lmdecode.linear import QuantizedWeight
 from tests.support.wrong_calls import WrongCalls, assert_refused
 
 OPS = torch.ops.lmdecode
@@ -23,6 +24,7 @@ def op(x: torch.Tensor = X, packed: torch.Tensor = PACKED, size: int = 20, numbe
     OPS.packed_linear.out(x, packed, size, number, bias, activation, multiplier, residual, out=out)
 
 
+BLOCKS = QuantizedWeight(torch.zeros(20, 36, dtype=torch.uint8), "Q4_0")
 Q, S = torch.zeros(20, 64, dtype=torch.uint8), torch.ones(20, 2).half()
 
 
@@ -82,6 +84,23 @@ WRONG: WrongCalls = {
                        lambda: PackedLinear(W, dtype="int4", group_size=48)),
     "group_size: a str": ("group_size is of type str", TypeError,
                           lambda: PackedLinear(W, dtype="int4", group_size="32")),
+    "rotate: float32": ("rotate is True; expected None with float32", ValueError,
+                        lambda: PackedLinear(W, rotate=True)),
+    "rotate: an int": ("rotate is of type int", TypeError,
+                       lambda: PackedLinear(W, dtype="int8", rotate=1)),
+    "pack: Q4_K": ("format is 15 .Q4_K., of which a weight is packed", ValueError,
+                                      lambda: OPS.pack_linear(W, 15)),
+    "gguf: a tensor": ("weight is of type Tensor", TypeError, lambda: PackedLinear.from_gguf(Q)),
+    "gguf: bias": ("bias has shape .3.; expected .20.", ValueError,
+                   lambda: PackedLinear.from_gguf(BLOCKS, torch.ones(3))),
+    "gguf, type": ("type is 99; expected the number of a quantised type", ValueError,
+                   lambda: OPS.pack_gguf_linear(Q, 99)),
+    "gguf, rows": ("rows of 64 bytes; expected a multiple of 18", ValueError,
+                   lambda: OPS.pack_gguf_linear(Q, 2)),
+    "gguf, dtype": ("blocks has dtype float32; expected uint8", ValueError,
+                    lambda: OPS.dequantize_gguf(W, 2)),
+    "gguf, strides": ("strides within a row", ValueError,
+                      lambda: OPS.dequantize_gguf(Q[:, ::2], 2)),
     "group_size: int8": ("group_size is 32; expected None with int8", ValueError,
                          lambda: PackedLinear(W, dtype="int8", group_size=32)),
     "quantized, weight: int32": ("weight has dtype int32; expected uint8", ValueError,
@@ -157,7 +176,7 @@ WRONG: WrongCalls = {
     "op, packed: a shape": (
         r"packed is a weight of shape \[20, 30\]; expected \[21, 30\]", ValueError,
         lambda: op(size=21, out=torch.ones(5, 21))),
-    "op, format": ("format is 7; expected 0", ValueError, lambda: op(number=7)),
+    "op, format": ("format is 21; expected 0 to 20", ValueError, lambda: op(number=21)),
     "op, out_features": (r"the weight has shape \[-1, 30\]", ValueError, lambda: op(size=-1)),
     "op, activation": ("activation is 5; expected 0", ValueError, lambda: op(activation=5)),
     "op, bias": (r"bias has shape \[19\]; expected \[20\]", ValueError, lambda: op(bias=B[:19])),

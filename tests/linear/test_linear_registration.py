@@ -6,16 +6,18 @@ from linear_cases import assert_same_bits
 from torch.library import opcheck
 
 import lmdecode
+from lmdecode.linear.quantized_weight import KINDS
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 OPS = torch.ops.lmdecode
+ROUNDED = (0, 1, 2, 7, 8, 9, 10)  # numbers of formats that floats are rounded to
 GENERATOR = torch.Generator().manual_seed(0)
 X, WEIGHT, BIAS = (torch.randn(shape, generator=GENERATOR) for shape in ((5, 30), (20, 30), (20,)))
 RESIDUAL = torch.randn(5, 20, generator=GENERATOR)
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", ROUNDED)
 def test_opcheck(number: int) -> None:
     opcheck(OPS.pack_linear.default, (WEIGHT, number))
     packed = OPS.pack_linear(WEIGHT, number)
@@ -42,7 +44,7 @@ def test_compile(dtype: str) -> None:
     assert_same_bits(compiled(X), step(X))
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", ROUNDED)
 def test_the_fake_of_packing_has_the_size(number: int) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,7 +54,7 @@ def test_the_fake_of_packing_has_the_size(number: int) -> None:
     assert fake.shape == real.shape and fake.dtype == real.dtype
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", ROUNDED)
 def test_opcheck_of_repacked_weights(number: int) -> None:
     opcheck(OPS.repack_linear.default, (OPS.pack_linear(WEIGHT, number),))
 
@@ -64,3 +66,13 @@ def test_opcheck_of_quantized_weights(group: int, zeros: int | None) -> None:
     scales = torch.rand(20, 2, generator=GENERATOR).half()
     offsets = None if zeros is None else torch.full((20, 2), zeros, dtype=torch.uint8)
     opcheck(OPS.pack_quantized_linear.default, (q, scales, offsets))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_of_gguf_blocks(kind: str) -> None:
+    """Of bytes that are small numbers as float16, too."""
+    number, size = KINDS[kind].number, 3 * KINDS[kind].block_bytes
+    blocks = torch.randint(60, (5, size), generator=GENERATOR, dtype=torch.uint8)
+    opcheck(OPS.pack_gguf_linear.default, (blocks, number))
+    opcheck(OPS.dequantize_gguf.default, (blocks, number))
+    opcheck(OPS.repack_linear.default, (OPS.pack_gguf_linear(blocks, number),))

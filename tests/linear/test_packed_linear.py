@@ -12,7 +12,7 @@ from linear_cases import assert_same_bits, normal
 
 from lmdecode import PackedLinear
 from lmdecode.reference import packed_linear as reference
-from lmdecode.reference import quantize_rows
+from lmdecode.reference import quantize_rows, rotate_rows
 
 FORMATS = ["float32", "bfloat16", "int8", "int4"]
 EXACT = ("int8", "int4")  # they have the bits of the reference
@@ -255,8 +255,8 @@ def test_int8_sums_are_exact() -> None:
     x[1] = -1
     weight = torch.stack([torch.ones(size), -torch.ones(size), torch.ones(size).index_fill(
         0, torch.arange(1, size, 2), -1.0)])  # fmt: skip
-    got = PackedLinear(weight, dtype="int8")(x)
-    assert_same_bits(got, reference(x, weight, dtype="int8"))
+    got = PackedLinear(weight, dtype="int8", rotate=False)(x)
+    assert_same_bits(got, reference(x, weight, dtype="int8", rotate=False))
     assert got[0, 0] > 131071 and got[1, 0] == -got[0, 0] and (got[:, 2] == 0).all()
 
 
@@ -271,6 +271,8 @@ def test_int_formats_quantise_as_the_reference(data: st.DataObject) -> None:
     x, weight = torch.tensor([data.draw(rows)]), torch.tensor([data.draw(rows)])
     for dtype in EXACT:
         assert_same_bits(PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype))
+    got = PackedLinear(weight, dtype="int8", rotate=False)(x)
+    assert_same_bits(got, reference(x, weight, dtype="int8", rotate=False))
     for group_size in (32, 64, 128):
         got = PackedLinear(weight, dtype="int4", group_size=group_size)(x)
         assert_same_bits(got, reference(x, weight, dtype="int4", group_size=group_size))
@@ -279,8 +281,49 @@ def test_int_formats_quantise_as_the_reference(data: st.DataObject) -> None:
 def test_int8_rounds_half_to_even() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.5]])
     assert quantize_rows(x)[0].tolist() == [[127, 0, 2, -2, 126]]
-    layer = PackedLinear(torch.eye(5) * 127, dtype="int8")
+    layer = PackedLinear(torch.eye(5) * 127, dtype="int8", rotate=False)
     assert layer(x).tolist() == [[127 * 127.0, 0, 254, -254, 126 * 127]]
+
+
+ROTATED_SIZES = (1, 15, 16, 31, 48, 64, 100, 127, 240, 256, 300, 496, 576, 640, 1000)
+
+
+@pytest.mark.parametrize("size", ROTATED_SIZES)
+def test_a_rotation_leaves_products_as_they_are(size: int) -> None:
+    x, weight = normal(7, size), normal(9, size, seed=1)
+    exact = x.double() @ weight.double().mT
+    rotated = rotate_rows(x).double() @ rotate_rows(weight).double().mT
+    assert (rotated - exact).abs().max() < 1e-6 * size**0.5 * 16
+    assert (rotate_rows(rotate_rows(x)) - x).abs().max() < 1e-5
+    if size >= 16:
+        assert not torch.equal(rotate_rows(x), x)
+    got = PackedLinear(weight, dtype="int8")(x)
+    assert_same_bits(got, reference(x, weight, dtype="int8"))
+    # A stride within rows takes another way.
+    across = x.T.contiguous().T
+    assert_same_bits(PackedLinear(weight, dtype="int8")(across), got)
+
+
+def test_a_rotation_keeps_small_features_beside_large_ones() -> None:
+    """As trained models have them: a few features of each row are a hundred times the others."""
+    x, weight = normal(20, 576), normal(50, 576, seed=1)
+    x[:, ::97] *= 100
+    exact = x.double() @ weight.double().mT
+    errors = [
+        (PackedLinear(weight, dtype="int8", rotate=rotate)(x) - exact).norm() / exact.norm()
+        for rotate in (True, False)
+    ]
+    assert errors[0] < errors[1] / 2 and errors[0] < 0.015
+
+
+def test_rows_that_are_too_large_to_rotate() -> None:
+    """Beyond a 16th of float32's range sums may be inf: the row is NaN, others stay."""
+    x, weight = torch.ones(3, 256), normal(5, 256) / 1000
+    x[1] = 3e38
+    got = PackedLinear(weight, dtype="int8")(x)
+    assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+    x[1] = 2e37
+    assert PackedLinear(weight, dtype="int8")(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -336,6 +379,8 @@ for activation in tests.ACTIVATIONS:
         tests.test_activations_are_accurate(activation)
 tests.test_bfloat16_rounds_to_nearest_even()
 tests.test_int8_sums_are_exact()
+for size in tests.ROTATED_SIZES:
+    tests.test_a_rotation_leaves_products_as_they_are(size)
 tests.test_int_formats_quantise_as_the_reference()
 tests.test_int8_rounds_half_to_even()
 tests.test_rows_of_zeros()

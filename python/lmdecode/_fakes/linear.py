@@ -6,7 +6,6 @@ import torch
 
 from lmdecode._fakes.registry import check_devices, fake
 
-
 # Of formats with groups, by their numbers: elements of a step, and its bytes of one output; see
 # csrc/linear/grouped_format.h.
 _STEPS = {

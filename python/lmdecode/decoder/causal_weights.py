@@ -13,14 +13,14 @@ from lmdecode._checks import check_format
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
 from lmdecode.decoder.huge_memory import new_memory
-from lmdecode.linear_formats import (
+from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
     most_packed_bytes,
     pack_weight,
     parts_of_packed,
 )
-from lmdecode.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 
 __all__ = ["PackedCausalModel"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_bool, check_int, check_number
 from lmdecode.linear import ACTIVATIONS
-from lmdecode.linear_formats import FORMATS, OWN_FORMATS
+from lmdecode.linear.formats import FORMATS, OWN_FORMATS
 
 __all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
 

@@ -17,7 +17,7 @@ from lmdecode.decoder.config import (
     float32,
 )
 from lmdecode.decoder.huge_memory import SpareMemory, gather
-from lmdecode.linear_formats import format_of_head, pack_weight
+from lmdecode.linear.formats import format_of_head, pack_weight
 
 __all__ = ["PackedDecoder", "PackedStack", "pack_layer"]
 

@@ -39,6 +39,7 @@ from lmdecode.reference.linear import (
     quantize_groups,
     quantize_rows,
     rms_norm,
+    rotate_rows,
 )
 from lmdecode.reference.sampling import top_k_top_p_sample
 from lmdecode.reference.trie import trie_build, trie_step
@@ -66,6 +67,7 @@ __all__ = [
     "reorder_cache_",
     "ring_cache_append_",
     "rms_norm",
+    "rotate_rows",
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmdecode.quantized_kinds import KINDS
+from lmdecode.linear.quantized_kinds import KINDS
 
 __all__ = ["dequantize_blocks"]
 
@@ -161,7 +161,7 @@ def dequantize_blocks(data: Tensor, kind: str) -> Tensor:
     data : Tensor
         uint8 [..., bytes], each row a number of whole blocks.
     kind : str
-        One of ``lmdecode.quantized_weight.KINDS``.
+        One of ``lmdecode.linear.quantized_weight.KINDS``.
 
     Returns
     -------

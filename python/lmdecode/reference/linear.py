@@ -14,8 +14,8 @@ __all__ = [
     "packed_quantized_linear",
     "quantize_groups",
     "quantize_rows",
-    "rotate_rows",
     "rms_norm",
+    "rotate_rows",
 ]
 
 _LEAST_SCALED_MAGNITUDE = 2.0**-100

@@ -12,7 +12,7 @@ from lmdecode.formats.gguf.configs import config_entries
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
-from lmdecode.quantized_weight import QuantizedWeight
+from lmdecode.linear.quantized_weight import QuantizedWeight
 
 __all__ = ["end_tokens", "load_parts"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._memory import bytes_of
-from lmdecode.quantized_weight import KINDS, QuantizedWeight
+from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 
 __all__ = ["GgufFile", "TensorInfo", "is_gguf"]
 
@@ -254,7 +254,7 @@ class GgufFile:
                 f"tensor {name!r} is of the type of number {number}; expected one of {expected}"
             )
         kind = _BLOCKS[number]
-        block_size, block_bytes = KINDS[kind]
+        block_size, block_bytes, _ = KINDS[kind]
         if shape[-1] % block_size:
             raise cursor.error(
                 f"tensor {name!r} has rows of {shape[-1]} elements; expected a multiple of "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.config import ActivationName
-from lmdecode.quantized_weight import join_rows
+from lmdecode.linear.quantized_weight import join_rows
 
 __all__ = [
     "ACTIVATIONS", "T5_DISTANCES", "activation", "bart_parts", "embedding_scale", "joined",

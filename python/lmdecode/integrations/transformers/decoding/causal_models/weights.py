@@ -21,7 +21,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architectures imp
     CAUSAL_MODEL_TYPES,
 )
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
-from lmdecode.quantized_weight import LinearWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
 __all__ = ["causal_model_of"]
 

@@ -1,4 +1,4 @@
-"""The formats that weights of linear layers are packed in: their names, numbers, and which is when."""
+"""The formats that weights of linear layers are packed in: their names, and their numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_bool, check_format, check_int
 from lmdecode._ops import ops
-from lmdecode.quantized_weight import KINDS, JoinedWeight, LinearWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import KINDS, JoinedWeight, LinearWeight, QuantizedWeight
 
 __all__ = [
     "AS_IT_IS",
@@ -77,7 +77,9 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
         | {number: size for size, number in FORMATS_WITH_ZEROS.items()}
         | {number: size for size, number in _FORMATS_WITH_MINIMUMS.items()},
     }.get(name, {FORMATS[name]: None})
-    number = int.from_bytes(bytes(packed[_HEADER_FIELDS[0]].tolist()), "little")
+    number = FORMATS[name]
+    if packed.dtype == torch.uint8 and packed.dim() == 1:
+        number = int.from_bytes(bytes(packed[_HEADER_FIELDS[0]].tolist()), "little")
     if number not in of_name:
         number = FORMATS[name]
     return number, of_name[number]

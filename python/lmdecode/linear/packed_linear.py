@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once, and the norms between them, on the CPU."""
+"""``PackedLinear``, and the norms that stand between such layers, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lmdecode._checks import (
     type_error,
 )
 from lmdecode._ops import ops
-from lmdecode.linear_formats import (
+from lmdecode.linear.formats import (
     FORMATS_WITH_ZEROS,
     INT4_WITH_MIDDLE,
     check_linear_format,
     format_of_kind,
     format_of_packed,
 )
-from lmdecode.quantized_weight import KINDS, QuantizedWeight
+from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 

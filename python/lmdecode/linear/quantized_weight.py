@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
-from lmdecode.quantized_kinds import KINDS, Kind
+from lmdecode.linear.quantized_kinds import KINDS, Kind
 
 __all__ = ["KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "join_rows"]
 
