@@ -33,6 +33,9 @@ bool rounds_floats(LinearFormat format) {
     case LinearFormat::kInt4Minimums32:
     case LinearFormat::kInt4Minimums64:
     case LinearFormat::kInt4Minimums128:
+    case LinearFormat::kInt4RotatedMinimums32:
+    case LinearFormat::kInt4RotatedMinimums64:
+    case LinearFormat::kInt4RotatedMinimums128:
       return true;
     default:
       return false;

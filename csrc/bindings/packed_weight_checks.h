@@ -55,6 +55,12 @@ inline const char* format_name(LinearFormat format) {
       return "Q3_K";
     case LinearFormat::kNonlinearSuper:
       return "IQ4_XS";
+    case LinearFormat::kInt4RotatedMinimums32:
+      return "int4, rotated, with minimums of groups of 32";
+    case LinearFormat::kInt4RotatedMinimums64:
+      return "int4, rotated, with minimums of groups of 64";
+    case LinearFormat::kInt4RotatedMinimums128:
+      return "int4, rotated, with minimums of groups of 128";
   }
   return "unknown";
 }

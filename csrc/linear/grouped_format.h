@@ -90,10 +90,13 @@ constexpr GroupedFormat grouped_format(LinearFormat format) {
     case LinearFormat::kInt4Zeros128:
       return {128, Codes::kNibbles, Scales::kHalf, Offsets::kZeros};
     case LinearFormat::kInt4Minimums32:
+    case LinearFormat::kInt4RotatedMinimums32:
       return {32, Codes::kNibbles, Scales::kHalf, Offsets::kMinimums};
     case LinearFormat::kInt4Minimums64:
+    case LinearFormat::kInt4RotatedMinimums64:
       return {64, Codes::kNibbles, Scales::kHalf, Offsets::kMinimums};
     case LinearFormat::kInt4Minimums128:
+    case LinearFormat::kInt4RotatedMinimums128:
       return {128, Codes::kNibbles, Scales::kHalf, Offsets::kMinimums};
     case LinearFormat::kInt8Groups:
       return {32, Codes::kBytes, Scales::kHalf, Offsets::kNone};

@@ -56,10 +56,13 @@ inline void with_products([[maybe_unused]] LinearFormat format, const Body& body
     case LinearFormat::kInt4Zeros128:
       return body(GroupProducts<LinearFormat::kInt4Zeros128>{});
     case LinearFormat::kInt4Minimums32:
+    case LinearFormat::kInt4RotatedMinimums32:
       return body(GroupProducts<LinearFormat::kInt4Minimums32>{});
     case LinearFormat::kInt4Minimums64:
+    case LinearFormat::kInt4RotatedMinimums64:
       return body(GroupProducts<LinearFormat::kInt4Minimums64>{});
     case LinearFormat::kInt4Minimums128:
+    case LinearFormat::kInt4RotatedMinimums128:
       return body(GroupProducts<LinearFormat::kInt4Minimums128>{});
     case LinearFormat::kInt8Groups:
       return body(GroupProducts<LinearFormat::kInt8Groups>{});

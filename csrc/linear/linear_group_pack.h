@@ -95,7 +95,8 @@ inline void choose_minimums(const F32* values, int count, MinimumGroups* groups)
   }
 }
 
-// The weights of kLanes outputs from `output` on, as 0 to 15 times a scale and a minimum.
+// The weights of kLanes outputs from `output` on, whose rows begin at `weight`, as 0 to 15 times a
+// scale and a minimum.
 template <class Dot>
 void pack_minimum_outputs(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                           int64_t in_stride, const PackedLayout& layout, void* packed,
@@ -110,7 +111,7 @@ void pack_minimum_outputs(const PackedLinearShape& shape, const float* weight, i
     for (int i = 0; i < count; ++i) {
       alignas(64) float lane[kLanes] = {};
       for (int64_t l = 0; l < kLanes && output + l < shape.out_features; ++l) {
-        lane[l] = weight[(output + l) * out_stride + (first + i) * in_stride];
+        lane[l] = weight[l * out_stride + (first + i) * in_stride];
       }
       values[i] = load(lane);
     }

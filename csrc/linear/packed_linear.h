@@ -8,13 +8,14 @@
 //   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
 //              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
 //              output's row of W, that holds NaN or inf gives NaN.
-//   kInt8Rotated  likewise, behind the rotation of linear/rotation.h, of W once and of each x.
 //   others     W is scale * number, or scale * number + minimum, with a scale and a minimum for
 //   each
 //              group of elements. x is rounded group by group, as kInt8 rounds rows. The products
 //              of a group are summed exactly; the groups are added in their order, each by a fused
 //              multiplication and addition, and so is minimum * sum of x behind it. NaN and inf as
 //              for kInt8.
+// Where the name says rotated, likewise behind the rotation of linear/rotation.h, of W once and of
+// each x.
 //
 // A row of y depends on its row of x alone: not on the rows beside it, their number, the threads or
 // the panels that a call computes. Sums go along in_features, in chains of kChainLength elements,
@@ -55,10 +56,20 @@ enum class LinearFormat : int32_t {
   kInt4SuperMinimums16 = 18,  // Q2_K
   kInt4Super16 = 19,          // Q3_K
   kNonlinearSuper = 20,       // IQ4_XS
+  kInt4RotatedMinimums32 = 21,
+  kInt4RotatedMinimums64 = 22,
+  kInt4RotatedMinimums128 = 23,
 };
 
-constexpr int64_t kMaxLinearFormat = 20;
+constexpr int64_t kMaxLinearFormat = 23;
 constexpr int64_t kMaxGroup = 128;
+
+// Whether W and rows of x are turned before they are rounded: linear/rotation.h.
+constexpr bool is_rotated(LinearFormat format) {
+  return format == LinearFormat::kInt8Rotated || format == LinearFormat::kInt4RotatedMinimums32 ||
+         format == LinearFormat::kInt4RotatedMinimums64 ||
+         format == LinearFormat::kInt4RotatedMinimums128;
+}
 
 // Weights an output, a row of x at a time, in whole numbers up to 127.
 constexpr bool is_int8_row(LinearFormat format) {

@@ -1,6 +1,7 @@
 // Panels and blocks of rows to threads.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "common/float_mode.h"
 #include "common/half.h"
@@ -82,8 +83,23 @@ void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& p
 
 void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                  int64_t in_stride, void* packed) {
+  const int64_t width = linear_kernels_of(shape.format).tile(shape.format).width;
   pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
-    kernels.pack(shape, weight, out_stride, in_stride, packed, begin, end);
+    if (!is_rotated(shape.format)) {
+      const float* const first = weight + begin * width * out_stride;
+      return kernels.pack(shape, first, out_stride, in_stride, packed, begin, end);
+    }
+    const int64_t size = shape.in_features;
+    std::vector<float> rows(static_cast<size_t>(width * size));
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t i = 0; i < width && panel * width + i < shape.out_features; ++i) {
+        const float* const from = weight + (panel * width + i) * out_stride;
+        float* const row = rows.data() + i * size;
+        for (int64_t e = 0; e < size; ++e) row[e] = from[e * in_stride];
+        rotate_row(row, size);
+      }
+      kernels.pack(shape, rows.data(), size, 1, packed, panel, panel + 1);
+    }
   });
 }
 
@@ -173,16 +189,15 @@ void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
   const PackedLayout layout = PackedLayout::of(linear.shape, tile);
   const char* const base = static_cast<const char*>(linear.packed);
   const char* const panel = base + sizeof(PackedHeader) + output / tile.width * layout.panel_bytes;
-  if (is_grouped(format)) {
-    return read_grouped_row(linear, tile, panel, output % tile.width, row);
-  }
   const int64_t first = output % tile.width * tile.values, step = tile.width * tile.values;
   const auto read = [&](const auto* values, const auto& value_of) {
     for (int64_t i = 0; i < linear.shape.in_features; ++i) {
       row[i] = value_of(values[i / tile.values * step + first + i % tile.values]);
     }
   };
-  if (format == LinearFormat::kFloat32) {
+  if (is_grouped(format)) {
+    read_grouped_row(linear, tile, panel, output % tile.width, row);
+  } else if (format == LinearFormat::kFloat32) {
     read(reinterpret_cast<const float*>(panel), [](float value) { return value; });
   } else if (format == LinearFormat::kBFloat16) {
     read(reinterpret_cast<const BFloat16*>(panel), [](BFloat16 value) { return to_float(value); });
@@ -190,15 +205,15 @@ void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
     const float scale = reinterpret_cast<const float*>(base + layout.scales_at)[output];
     read(reinterpret_cast<const int8_t*>(panel),
          [&](int8_t value) { return static_cast<float>(value) * scale; });
-    if (format == LinearFormat::kInt8Rotated) rotate_row(row, linear.shape.in_features);
   }
+  if (is_rotated(format)) rotate_row(row, linear.shape.in_features);
 }
 
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride) {
   if (format == LinearFormat::kFloat32 && element_stride == 1) return 0;
   const size_t scales = is_int8_row(format) ? rounded_up(4 * rows) : 0;
-  const size_t rotated = format == LinearFormat::kInt8Rotated ? rounded_up(4 * in_features) : 0;
+  const size_t rotated = is_rotated(format) ? rounded_up(4 * in_features) : 0;
   return scales + rotated + static_cast<size_t>(rows * input_row_bytes(format, in_features));
 }
 
@@ -230,7 +245,7 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
     input.scales = static_cast<float*>(memory);
     input.rows += rounded_up(4 * rows);
   }
-  if (format == LinearFormat::kInt8Rotated) {
+  if (is_rotated(format)) {
     input.rotated = reinterpret_cast<float*>(input.rows);
     input.rows += rounded_up(4 * in_features);
   }

@@ -5,6 +5,7 @@
 #include "linear/linear_pack.h"
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
+#include "linear/rotated_input.h"
 
 namespace lmdecode::LMD_SIMD::linear {
 
@@ -73,23 +74,37 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
     const int64_t first = begin * kTile.width, last = end * kTile.width;
     if constexpr (!kIsGrouped<Dot>) {
       for (int64_t output = first; output < last; ++output) {
-        pack_output<Dot>(shape, weight + output * out_stride, in_stride, layout, packed, output);
+        const float* const row = weight + (output - first) * out_stride;
+        pack_output<Dot>(shape, row, in_stride, layout, packed, output);
       }
     } else if constexpr (kRoundsFloats<Dot>) {
       for (int64_t output = first; output < last; output += kLanes) {
-        pack_minimum_outputs<Dot>(shape, weight, out_stride, in_stride, layout, packed, output);
+        const float* const rows = weight + (output - first) * out_stride;
+        pack_minimum_outputs<Dot>(shape, rows, out_stride, in_stride, layout, packed, output);
       }
     }
   });
 }
 
+// The same rows, of which one is rotated in scratch.
+LinearInputRows rotated_row(const LinearInputRows& input, int64_t row) {
+  rotate_input(input.x + row * input.row_stride, input.element_stride, input.in_features,
+               input.rotated);
+  LinearInputRows rotated = input;
+  rotated.x = input.rotated;
+  rotated.row_stride = 0;
+  rotated.element_stride = 1;
+  return rotated;
+}
+
 void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   with_products(input.format, [&]<class Dot>(Dot) {
     for (int64_t row = begin; row < end; ++row) {
+      const LinearInputRows& rows = is_rotated(input.format) ? rotated_row(input, row) : input;
       if constexpr (kIsGrouped<Dot>) {
-        prepare_grouped_row<Dot>(input, row);
+        prepare_grouped_row<Dot>(rows, row);
       } else {
-        prepare_row<Dot>(input, row);
+        prepare_row<Dot>(rows, row);
       }
     }
   });

@@ -16,13 +16,13 @@ struct LinearInputRows {
   char* rows;  // [rows, row_bytes], aligned to 64
   int64_t row_bytes;
   float* scales;   // int8 without groups: [rows]
-  float* rotated;  // kInt8Rotated: [in_features], scratch
+  float* rotated;  // where x is rotated: [in_features], scratch
 };
 
 struct LinearKernels {
   LinearTile (*tile)(LinearFormat format);
-  // Panels [begin, end) with their scales and offsets. Not of formats that floats are not rounded
-  // to.
+  // Panels [begin, end) with their scales and offsets; weight: from their first output on. Not of
+  // formats that floats are not rounded to.
   void (*pack)(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                int64_t in_stride, void* packed, int64_t begin, int64_t end);
   void (*prepare)(const LinearInputRows& input, int64_t begin, int64_t end);

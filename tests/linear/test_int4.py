@@ -53,7 +53,7 @@ def test_the_error_is_that_of_the_quantised_model(group: int | None) -> None:
     held = q * steps.repeat_interleave(size, 1)[:, :700]
     held += minimums.repeat_interleave(size, 1)[:, :700]
     exact = wide @ held.mT
-    got = PackedLinear(weight, dtype="int4", group_size=group)(x)
+    got = PackedLinear(weight, dtype="int4", group_size=group, rotate=False)(x)
     assert (got - exact).abs().max() < 2e-6 * exact.abs().max()
     # And the quantised model is near the model.
     model = x.double() @ weight.double().mT
@@ -81,7 +81,7 @@ def test_groups_of_one_number() -> None:
     q, scales, minimums = quantize_groups(weight, 32)
     assert not q.any() and not scales.any() and minimums.tolist() == [[2.5, 0.0, -7.0]]
     x = torch.full((1, 96), 127.0)
-    assert PackedLinear(weight, dtype="int4")(x).item() == 127 * 32 * (2.5 - 7.0)
+    assert PackedLinear(weight, dtype="int4", rotate=False)(x).item() == 127 * 32 * (2.5 - 7.0)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -110,7 +110,7 @@ def test_quantizing_and_packing_is_packing() -> None:
     low, high = q.view(70, 8, 2, 16).unbind(2)
     blocks = torch.cat((halves, low | high << 4), 2).view(70, -1)
     layer = PackedLinear.from_gguf(QuantizedWeight(blocks, "Q4_1"))
-    assert torch.equal(layer.packed, PackedLinear(weight, dtype="int4").packed)
+    assert torch.equal(layer.packed, PackedLinear(weight, dtype="int4", rotate=False).packed)
 
 
 def test_strides_of_quantized_weights() -> None:
@@ -193,9 +193,11 @@ def test_scales_of_nan_and_zero() -> None:
 def test_subnormal_scales() -> None:
     x, weight = normal(3, 64), normal(20, 64, seed=1) * 1e-6
     for group in GROUPS:
-        got = PackedLinear(weight, dtype="int4", group_size=group)(x)
-        assert_same_bits(got, reference(x, weight, dtype="int4", group_size=group))
-        assert got.any()
+        for rotate in (True, False):
+            options = {"dtype": "int4", "group_size": group, "rotate": rotate}
+            got = PackedLinear(weight, **options)(x)
+            assert_same_bits(got, reference(x, weight, **options))
+            assert got.any()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 400])

@@ -176,7 +176,7 @@ WRONG: WrongCalls = {
     "op, packed: a shape": (
         r"packed is a weight of shape \[20, 30\]; expected \[21, 30\]", ValueError,
         lambda: op(size=21, out=torch.ones(5, 21))),
-    "op, format": ("format is 21; expected 0 to 20", ValueError, lambda: op(number=21)),
+    "op, format": ("format is 24; expected 0 to 23", ValueError, lambda: op(number=24)),
     "op, out_features": (r"the weight has shape \[-1, 30\]", ValueError, lambda: op(size=-1)),
     "op, activation": ("activation is 5; expected 0", ValueError, lambda: op(activation=5)),
     "op, bias": (r"bias has shape \[19\]; expected \[20\]", ValueError, lambda: op(bias=B[:19])),

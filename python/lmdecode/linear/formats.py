@@ -24,9 +24,10 @@ __all__ = [
 ]
 
 # The ops' numbers, as in csrc/linear/packed_linear.h: of what floats are rounded to, by name,
-FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 7, "int4": 8}
+FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 7, "int4": 21}
 _INT8_UNROTATED = 2
-_FORMATS_WITH_MINIMUMS = {32: 8, 64: 9, 128: 10}  # by the size of the groups
+_INT4_ROTATED = {32: 21, 64: 22, 128: 23}  # by the size of the groups
+_INT4_UNROTATED = {32: 8, 64: 9, 128: 10}
 # and of what is packed as it is: four bits with zeros, by the size of the groups, or with 8;
 FORMATS_WITH_ZEROS = {32: 4, 64: 5, 128: 6}
 INT4_WITH_MIDDLE = 3
@@ -38,7 +39,7 @@ _FORMATS_OF_KINDS = {
 # In PackedHeader of csrc/linear/packed_layout.h: format, inputs, outputs.
 _HEADER_BYTES = 64
 _HEADER_FIELDS = (slice(4, 8), slice(24, 32), slice(32, 40))
-MAX_FORMAT = 20
+MAX_FORMAT = 23
 #: The name of a model's format whose weights each have the one that they came in.
 AS_IT_IS = "file"
 #: To the ops of whole models: each weight has its own format.
@@ -53,17 +54,20 @@ def check_linear_format(
     number = FORMATS[name]
     if rotate is not None:
         check_bool(op, "rotate", rotate)
-        if name != "int8":
+        if name not in ("int8", "int4"):
             raise ValueError(f"{op}: rotate is {rotate}; expected None with {name}")
-        number = number if rotate else _INT8_UNROTATED
+    is_rotated = rotate is None or rotate
+    if name == "int8" and not is_rotated:
+        number = _INT8_UNROTATED
+    by_size = _INT4_ROTATED if is_rotated else _INT4_UNROTATED
     if group_size is None:
-        return name, number, 32 if name == "int4" else None
+        return (name, by_size[32], 32) if name == "int4" else (name, number, None)
     size = check_int(op, "group_size", group_size)
     if name != "int4":
         raise ValueError(f"{op}: group_size is {size}; expected None with {name}")
-    if size not in _FORMATS_WITH_MINIMUMS:
+    if size not in by_size:
         raise ValueError(f"{op}: group_size is {size}; expected 32, 64 or 128")
-    return name, _FORMATS_WITH_MINIMUMS[size], size
+    return name, by_size[size], size
 
 
 def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
@@ -75,7 +79,8 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
         "int8": {FORMATS["int8"]: None, _INT8_UNROTATED: None},
         "int4": {INT4_WITH_MIDDLE: 32}
         | {number: size for size, number in FORMATS_WITH_ZEROS.items()}
-        | {number: size for size, number in _FORMATS_WITH_MINIMUMS.items()},
+        | {number: size for size, number in _INT4_ROTATED.items()}
+        | {number: size for size, number in _INT4_UNROTATED.items()},
     }.get(name, {FORMATS[name]: None})
     number = FORMATS[name]
     if packed.dtype == torch.uint8 and packed.dim() == 1:

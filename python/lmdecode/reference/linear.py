@@ -274,8 +274,8 @@ def packed_linear(
         y = sums.float() * (left_scale[:, None] * right_scale[None])
     elif dtype == "int4":
         size = group_size or 32
-        q, scales, minimums = quantize_groups(weight, size)
-        y = _group_sums(x, q, scales, size, minimums=minimums)
+        q, scales, minimums = quantize_groups(rotate_rows(weight) if rotate else weight, size)
+        y = _group_sums(rotate_rows(x) if rotate else x, q, scales, size, minimums=minimums)
     else:
         held = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         y = x.to(held).double() @ weight.to(held).double().mT

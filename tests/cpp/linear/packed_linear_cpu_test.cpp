@@ -113,8 +113,8 @@ class Call {
     const PackedLayout layout = PackedLayout::of(shape, tile);
     const Memory<char> packed(layout.bytes);
     kernels.pack(shape, weight_.get(), out_stride_, shape_.in_stride, packed.get(), 0, split);
-    kernels.pack(shape, weight_.get(), out_stride_, shape_.in_stride, packed.get(), split,
-                 layout.panels);
+    kernels.pack(shape, weight_.get() + split * tile.width * out_stride_, out_stride_,
+                 shape_.in_stride, packed.get(), split, layout.panels);
     const int64_t row_stride = shape_.inputs * shape_.element_stride;
     LinearInput input = {x_.get(), nullptr, 4 * row_stride, shape_.rows};
     const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
