@@ -11,7 +11,9 @@ from torch import Tensor
 
 gguf = __import__("pytest").importorskip("gguf")
 
-__all__ = ["ARCHITECTURES", "quantized", "tensors_of", "write_file", "write_model"]
+__all__ = [
+    "ARCHITECTURES", "quantized", "tensors_of", "write_file", "write_model", "write_word_model",
+]  # fmt: skip
 
 #: llama.cpp's name of each type of model.
 ARCHITECTURES = {
@@ -169,3 +171,24 @@ def write_model(path: Path, model: Any, *entries: Any, kinds: Any = None, **more
 
     tensors = {**tensors_of(model), **more}
     write_file(path, ARCHITECTURES[config.model_type], tensors, add, *entries, kinds=kinds)
+
+
+def write_word_model(path: Path, words: list[str]) -> None:
+    """Write a Llama in Q8_0 with a tokenizer whose tokens are these words, and letters."""
+    from tests.support.causal_models import model_of, random_config
+
+    pieces = [f"\u2581{word}" for word in words]
+    letters = sorted(set("".join(pieces)))
+    whole = {piece[:end] for piece in pieces for end in range(2, len(piece) + 1)}
+    tokens = ["<unk>", "<s>", "</s>", *letters, *sorted(whole, key=len)]
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3] + [1] * (len(tokens) - 3))
+        writer.add_unk_token_id(0)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokens)}
+    write_model(path, model_of(random_config("llama", "plain", **sizes)), add,
+                kinds=lambda name: "Q8_0")  # fmt: skip

@@ -59,8 +59,10 @@ print(refused, taken)
 def mutated(good: bytes, seed: int) -> bytes:
     """Return a file with a few other bytes, numbers, cuts, or parts put elsewhere."""
     generator, data = random.Random(seed), bytearray(good)
-    end = min(len(data), 3000)  # the metadata and the table, where a change means something
     for _ in range(generator.choice((1, 1, 1, 2, 5))):
+        end = min(len(data), 3000)  # the metadata and the table, where a change means something
+        if not end:
+            break
         at, kind = generator.randrange(end), generator.randrange(6)
         if kind == 0:
             data[at] = generator.randrange(256)
@@ -76,9 +78,6 @@ def mutated(good: bytes, seed: int) -> bytes:
             data[at : at + 16] = data[other : other + 16]
         else:
             del data[generator.randrange(len(data)) :]
-            end = max(1, min(len(data), end))
-        if not data:
-            break
     return bytes(data)
 
 
