@@ -31,6 +31,7 @@ WITH_EXAMPLES = (
     "docs/guides/serving.md",
     "docs/guides/serving_engines.md",
     "docs/guides/translation_and_speech.md",
+    "docs/guides/your_files.md",
     "docs/index.md",
     "docs/reference/attention.md",
     "docs/reference/beam.md",
@@ -38,6 +39,7 @@ WITH_EXAMPLES = (
     "docs/reference/beam_search.md",
     "docs/reference/causal_models.md",
     "docs/reference/decoder.md",
+    "docs/reference/formats.md",
     "docs/reference/kv_cache.md",
     "docs/reference/linear.md",
     "docs/reference/ring_cache.md",
@@ -49,6 +51,7 @@ WITH_EXAMPLES = (
     "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
 )
+OF_FILES = ("docs/guides/your_files.md", "docs/reference/formats.md")
 PUBLIC_MODULES = (
     "lmdecode",
     "lmdecode.store",
@@ -121,10 +124,20 @@ def test_every_page_with_examples_is_run() -> None:
     assert [name(page) for page in PAGES if blocks(page)] == sorted(WITH_EXAMPLES)
 
 
+def folder_with_a_file(folder: Path) -> Path:
+    """The folder that pages of files take for granted: a small model.gguf beside the examples."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import write_word_model
+
+    (folder / "examples").symlink_to(ROOT / "examples")
+    write_word_model(folder / "model.gguf", ["the", "cat", "sat", "on", "mat"])
+    return folder
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES)
-def test_examples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The blocks of a page run one after the other, in one namespace, from the project's folder."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(folder_with_a_file(tmp_path) if page in OF_FILES else ROOT)
     torch.manual_seed(0)
     found = blocks(ROOT / page)
     assert found

@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     "name",
     ["store.KVStore", "reference.swa_mask", "compat.ascend.top_k_top_p_sample",
-     "compat.faster_transformer.decoding"],
+     "compat.faster_transformer.decoding", "formats.gguf.load_tokenizer"],
 )  # fmt: skip
 @pytest.mark.slow
 def test_modules_are_loaded_when_they_are_asked_for(name: str) -> None:

@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
     # When they are asked for: only the store needs SQLite.
     if name in ("KVStore", "Session"):
         return getattr(import_module("lmdecode.store"), name)
-    if name in ("compat", "reference", "store"):
+    if name in ("compat", "formats", "reference", "store"):
         return import_module(f"lmdecode.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -183,9 +183,9 @@ def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[s
     """
     entries = _common(facts)
     layers, heads = entries["num_hidden_layers"], entries["num_attention_heads"]
-    scalar = entries["hidden_size"] / heads if layers == layers_of_27b else entries["head_dim"]
+    scalar = entries["hidden_size"] // heads if layers == layers_of_27b else entries["head_dim"]
     if facts.has("attention.scale"):
-        scalar = facts.number("attention.scale") ** -2
+        scalar = round(facts.number("attention.scale") ** -2)
     window = facts.count("attention.sliding_window", window, least=0)
     is_full = [window == 0 or (i + 1) % period == 0 for i in range(layers)]
     return {

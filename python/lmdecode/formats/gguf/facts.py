@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import Any
 
@@ -54,11 +53,11 @@ class Facts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0."""
+        """Return a number above 0, neither tiny nor huge."""
         name = f"{self.architecture}.{key}"
         value: Any = self.file.metadata.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if not is_number or not 1e-30 <= value <= 1e30:
             raise refused(self.file, f"has {_shown(value)} for {name}; expected a number above 0")
         return float(value)
 

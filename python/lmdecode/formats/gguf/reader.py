@@ -197,6 +197,8 @@ class GgufFile:
         metadata: dict[str, Any] = {}
         for i in range(num_entries):
             key = cursor.text(f"key {i} of the metadata")
+            if not key:
+                raise cursor.error(f"key {i} of its metadata is empty; expected a name")
             if key in metadata:
                 raise cursor.error(f"its metadata has {key!r} twice; expected it once")
             metadata[key] = cursor.value(cursor.number("I", f"the type of {key!r}"), repr(key))

@@ -1,0 +1,196 @@
+"""Tokenizers inside of GGUF files: their tokens, their flags, and what is wrong with others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import lmdecode
+from lmdecode.formats.gguf import load_tokenizer
+from lmdecode.formats.gguf.splits import SPLITS
+from tests.support.causal_models import model_of, random_config
+from tests.support.gguf_files import write_file, write_model
+
+SPACE = "\u2581"
+# Byte-level: the letters, what they merge into, and tokens of the user and of control.
+WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789'.,!\u0120\u010a", "th", "the", "\u0120the", "12",
+         "\u0120a", "<|end|>", "<think>", "<|begin|>"]  # fmt: skip
+MERGES = ["t h", "th e", "\u0120 the", "1 2", "\u0120 a"]
+# Sentencepiece: 256 bytes behind three special ones, then pieces with their scores.
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+PIECES = {SPACE: -1.0, "t": -2.0, "h": -3.0, "e": -4.0, "a": -5.0, "th": -6.0, "he": -7.0,
+          "the": -8.0, SPACE + "t": -9.0, SPACE + "the": -10.0, SPACE + SPACE: -11.0}  # fmt: skip
+
+
+def _bytes(path: Path, *entries: Any, pre: str = "gpt-2", merges: Any = MERGES) -> Path:
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(WORDS)
+        writer.add_token_types([1] * (len(WORDS) - 3) + [3, 4, 3])
+        writer.add_token_merges(merges)
+        writer.add_eos_token_id(len(WORDS) - 3)
+        writer.add_bos_token_id(len(WORDS) - 1)
+
+    write_file(path, "llama", {}, add, *entries)
+    return path
+
+
+def _pieces(path: Path, *entries: Any, architecture: str = "llama") -> Path:
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *BYTES, *PIECES])
+        writer.add_token_scores([0.0] * 259 + list(PIECES.values()))
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(PIECES))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+
+    write_file(path, architecture, {}, add, *entries)
+    return path
+
+
+def _ids(*tokens: str) -> list[int]:
+    return [WORDS.index(token) for token in tokens]
+
+
+def _pieces_ids(*tokens: str) -> list[int]:
+    names = ["<unk>", "<s>", "</s>", *BYTES, *PIECES]
+    return [names.index(token) for token in tokens]
+
+
+def test_tokens_of_bytes(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf"))
+    text = "the the<|end|>th<think>\nab 'll"
+    ids = _ids("the", "\u0120the", "<|end|>", "th", "<think>", "\u010a", "a", "b", "\u0120", "'",
+               "l", "l")  # fmt: skip
+    assert tokenizer(text).input_ids == ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.replace("<|end|>", "")
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|end|>", "<|begin|>")
+
+
+@pytest.mark.parametrize(
+    ("pre", "tokens"),
+    [("gpt-2", ["12", "3"]), ("smollm", ["1", "2", "3"]), ("llama-bpe", ["12", "3"]),
+     ("qwen2", ["1", "2", "3"]), ("tekken", ["1", "2", "3"]), ("default", ["12", "3"])],
+)  # fmt: skip
+def test_words_are_cut_as_the_file_says(pre: str, tokens: list[str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
+    assert tokenizer("123", add_special_tokens=False).input_ids == _ids(*tokens)
+    begins = pre in ("llama-bpe", "tekken")
+    assert (tokenizer("a").input_ids[0] == tokenizer.bos_token_id) == begins
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_every_way_of_cutting_words_is_one_that_tokenizers_knows(pre: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
+    text = "the  12 a.\n\n'll a"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_a_word_that_is_a_token_is_not_merged(tmp_path: Path) -> None:
+    """As Llama 3's words; there is no merge of "t" and "he" here."""
+    merges = ["h e", "t h"]
+    others = load_tokenizer(_bytes(tmp_path / "a.gguf", pre="gpt-2", merges=["t h"]))
+    whole = load_tokenizer(_bytes(tmp_path / "b.gguf", pre="llama-bpe", merges=["t h"]))
+    assert others("the").input_ids == _ids("th", "e")
+    assert whole("the", add_special_tokens=False).input_ids == _ids("the")
+    with pytest.raises(ValueError, match="has a vocabulary that makes no tokenizer"):
+        load_tokenizer(_bytes(tmp_path / "c.gguf", merges=merges))  # "he" is no token
+
+
+def test_pieces_merge_by_their_scores(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_pieces(tmp_path / "m.gguf"))
+    assert tokenizer("the he").input_ids == _pieces_ids("<s>", SPACE + "the", SPACE, "he")
+    assert tokenizer("é").input_ids == _pieces_ids("<s>", SPACE, "<0xC3>", "<0xA9>")
+    # A space is put before what follows a special token, too: as llama.cpp does.
+    ids = _pieces_ids("<s>", SPACE + "t", "</s>", SPACE, "he")
+    assert tokenizer("t</s>he").input_ids == ids
+    assert tokenizer.decode(_pieces_ids(SPACE + "the", "<0xC3>", "<0xA9>")) == "theé"
+
+
+def test_flags(tmp_path: Path) -> None:
+    def flags(writer: Any) -> None:
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
+        writer.add_add_eos_token(True)
+        writer.add_chat_template("{{ messages[0]['content'] }}!")
+
+    tokenizer = load_tokenizer(_pieces(tmp_path / "m.gguf", flags))
+    assert tokenizer("the").input_ids == _pieces_ids("the", "</s>")
+    assert tokenizer.decode(_pieces_ids(SPACE + "the")) == " the"
+    chat = [{"role": "user", "content": "the"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "the!"
+
+
+def test_special_tokens_of_phi_3_take_spaces(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_pieces(tmp_path / "m.gguf", architecture="phi3"))
+    assert tokenizer("</s> the").input_ids == _pieces_ids("<s>", "</s>", SPACE + "the")
+    assert tokenizer("<s> the").input_ids == _pieces_ids("<s>", "<s>", SPACE, SPACE + "the")
+
+
+def test_it_is_saved_beside_the_weights(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(WORDS)
+        writer.add_token_types([1] * (len(WORDS) - 3) + [3, 4, 3])
+        writer.add_token_merges(MERGES)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+
+    model = model_of(random_config("llama", "plain", vocab_size=len(WORDS)))
+    write_model(tmp_path / "m.gguf", model, add)
+    decoding = lmdecode.Decoding.from_pretrained(tmp_path / "m.gguf")
+    # Control tokens of known names end a text, too.
+    ends = decoding.model.generation_config.eos_token_id
+    assert ends == [model.config.eos_token_id, WORDS.index("<|end|>")]
+    decoding.save(tmp_path / "saved")
+    saved, own = (
+        AutoTokenizer.from_pretrained(tmp_path / "saved"),
+        load_tokenizer(tmp_path / "m.gguf"),
+    )
+    assert saved("the 123<think> a").input_ids == own("the 123<think> a").input_ids
+    assert saved.chat_template == own.chat_template
+    again = lmdecode.Decoding.load(tmp_path / "saved")
+    again.save(tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (
+        tmp_path / "saved" / "tokenizer.json").read_bytes()  # fmt: skip
+
+
+def _without(key: str) -> Any:
+    return lambda writer: writer.kv_data[0].pop(f"tokenizer.ggml.{key}")
+
+
+def _with(key: str, value: Any) -> Any:
+    def change(writer: Any) -> None:
+        writer.kv_data[0][f"tokenizer.ggml.{key}"].value = value
+
+    return change
+
+
+WRONG: list[tuple[Any, str]] = [
+    (_without("model"), "has a tokenizer ''; expected one of gpt2, llama"),
+    (_with("model", "rwkv"), "has a tokenizer 'rwkv'; expected one of gpt2, llama"),
+    (_with("pre", "unheard"), "cuts words as 'unheard' (tokenizer.ggml.pre); expected one of"),
+    (_without("tokens"), "has no list of strings for tokenizer.ggml.tokens; expected one"),
+    (_without("merges"), "has no list of strings for tokenizer.ggml.merges; expected one"),
+    (_with("merges", ["ab"]), "has a merge 'ab'; expected two tokens and a space between"),
+    (
+        _with("token_type", [1, 2]),
+        f"has no list of {len(WORDS)} numbers for tokenizer.ggml.token_t",
+    ),
+    (_with("eos_token_id", 1000), "has 1000 for tokenizer.ggml.eos_token_id; expected a token"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case[1][:40])
+def test_what_is_wrong_is_named(case: tuple[Any, str], tmp_path: Path) -> None:
+    path = _bytes(tmp_path / "m.gguf", case[0])
+    with pytest.raises(ValueError, match=re.escape(case[1])) as raised:
+        load_tokenizer(path)
+    assert str(path) in str(raised.value)

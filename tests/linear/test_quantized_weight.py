@@ -1,0 +1,101 @@
+"""Weights in blocks: their values are llama.cpp's, and rows of them are rows of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmdecode.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
+from lmdecode.reference.gguf import dequantize_blocks
+
+gguf = pytest.importorskip("gguf")
+
+
+def _random(kind: str, rows: int, blocks: int = 2, seed: int = 0) -> QuantizedWeight:
+    """Any bytes: scales are of every size, infinite and NaN too."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, blocks * KINDS[kind].block_bytes)
+    data = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(data, kind)
+
+
+def _bits(values: Any) -> Any:
+    """Bits of floats, of NaN those of one."""
+    values = np.where(np.isnan(values), np.float32(np.nan), values)
+    return values.astype(np.float32).view(np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinite scales
+def test_values_are_those_of_llama_cpp(kind: str) -> None:
+    weight = _random(kind, 3000)
+    number = gguf.GGMLQuantizationType[kind]
+    assert gguf.GGML_QUANT_SIZES[number] == KINDS[kind]
+    expected = gguf.quants.dequantize(weight.data.numpy(), number)
+    assert np.array_equal(_bits(weight.dequantize().numpy()), _bits(expected))
+    assert weight.shape == expected.shape
+
+
+def test_blocks_of_any_shape() -> None:
+    data = _random("Q6_K", 12).data
+    flat = dequantize_blocks(data, "Q6_K")
+    assert torch.equal(
+        dequantize_blocks(data.view(3, 4, -1), "Q6_K").nan_to_num(),
+        flat.view(3, 4, -1).nan_to_num(),
+    )
+    assert dequantize_blocks(data[:0], "Q6_K").shape == (0, 512)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q3_K"])
+def test_rows(kind: str) -> None:
+    weight = _random(kind, 10)
+    values, index = weight.dequantize().nan_to_num(), torch.tensor([9, 0, 4, 4])
+    assert torch.equal(weight.index_rows(index).dequantize().nan_to_num(), values[index])
+    assert torch.equal(weight.rows(3, 7).dequantize().nan_to_num(), values[3:7])
+    assert weight.rows(3, 7).data.data_ptr() == weight.data[3:].data_ptr()
+
+
+def test_joined_rows() -> None:
+    floats = torch.randn(3, 512)
+    q4, other = _random("Q4_K", 2), _random("Q6_K", 5)
+    same = join_rows([q4, _random("Q4_K", 4, seed=1)])
+    assert isinstance(same, QuantizedWeight) and same.shape == (6, 512)
+    assert torch.equal(same.data[:2], q4.data)
+    assert torch.equal(join_rows([floats, floats[:1]]), torch.cat([floats, floats[:1]]))
+    assert join_rows([q4]) is q4
+    mixed = join_rows([q4, join_rows([floats, other])])
+    assert isinstance(mixed, JoinedWeight) and mixed.shape == (10, 512)
+    assert len(mixed.parts) == 3
+    expected = torch.cat([q4.dequantize(), floats, other.dequantize()]).nan_to_num()
+    assert torch.equal(mixed.dequantize().nan_to_num(), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: QuantizedWeight(torch.zeros(2, 18), "Q4_0"), ValueError, "data is torch.float32"),
+        (lambda: QuantizedWeight(torch.zeros(18, dtype=torch.uint8), "Q4_0"), ValueError,
+         r"\[18\] with"),
+        (lambda: QuantizedWeight(torch.zeros(18, 4, dtype=torch.uint8).T, "Q4_0"), ValueError,
+         "strides"),
+        (lambda: QuantizedWeight(torch.zeros(2, 20, dtype=torch.uint8), "Q4_0"), ValueError,
+         "rows of 20 bytes; expected a multiple of 18, as kind is Q4_0"),
+        (lambda: QuantizedWeight(torch.zeros(2, 18, dtype=torch.uint8), "Q4"), ValueError,
+         "kind is 'Q4'; expected one of Q4_0, Q4_1"),
+        (lambda: QuantizedWeight(b"", "Q4_0"), TypeError, "data is of type bytes"),
+        (lambda: dequantize_blocks(torch.zeros(20, dtype=torch.uint8), "Q4_0"), ValueError,
+         "rows of 20 bytes"),
+        (lambda: dequantize_blocks(torch.zeros(18), "Q4_0"), ValueError, "expected uint8"),
+        (lambda: dequantize_blocks(torch.zeros(18, dtype=torch.uint8), "F32"), ValueError,
+         "kind is 'F32'"),
+        (lambda: join_rows([]), ValueError, "no weight"),
+        (lambda: join_rows([torch.zeros(2, 3), torch.zeros(2, 4)]), ValueError,
+         r"shapes \[\[2, 3\], \[2, 4\]\]; expected the same inputs"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

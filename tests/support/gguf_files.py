@@ -1,0 +1,194 @@
+"""GGUF files of tiny random models, written by the package gguf as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+gguf = __import__("pytest").importorskip("gguf")
+
+__all__ = [
+    "ARCHITECTURES", "quantized", "tensors_of", "write_file", "write_model", "write_word_model",
+]  # fmt: skip
+
+#: llama.cpp's name of each type of model.
+ARCHITECTURES = {
+    "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "granite": "granite",
+    "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
+    "qwen3": "qwen3", "smollm3": "smollm3",
+}  # fmt: skip
+_PAIRS = ("llama", "granite", "smollm3")
+
+
+def _neighbours(weight: Tensor, heads: int) -> Tensor:
+    """Llama's rows of a head as pairs, as convert_hf_to_gguf's permute has them."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return a model's tensors by the names, and with the values, that its file has."""
+    config, kind = model.config, model.config.model_type
+    architecture = ARCHITECTURES[kind]
+    of_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(of_name[architecture], config.num_hidden_layers)
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": getattr(config, "num_key_value_heads", None),
+    }
+    tensors = {}
+    for parameter, value in model.named_parameters():
+        tensor, module = value.detach().float(), parameter.split(".")[-2]
+        if architecture in _PAIRS and module in heads:
+            tensor = _neighbours(tensor, heads[module])
+        if architecture == "gpt2" and ".c_" in parameter and tensor.dim() == 2:
+            tensor = tensor.T
+        if architecture.startswith("gemma") and parameter.endswith("norm.weight"):
+            tensor = tensor + 1
+        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        assert name is not None, parameter
+        tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def _write_rope(writer: Any, config: Any) -> None:
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_float32(
+            f"{writer.arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"]
+        )
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    head_size = getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_size * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+
+
+def _write_config(writer: Any, config: Any) -> None:
+    kind = config.model_type
+    writer.add_name("random")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    if kind == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    _write_rope(writer, config)
+    if kind in ("gemma2", "gemma3_text", "mistral", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if kind.startswith("gemma"):
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if kind == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
+def quantized(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
+    """Return rows in blocks; of types that gguf cannot make, random ones of the rows' size."""
+    number = gguf.GGMLQuantizationType[kind]
+    try:
+        return gguf.quants.quantize(values, number)
+    except NotImplementedError:
+        pass
+    size, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(
+        0, 256, (*values.shape[:-1], values.shape[-1] // size, block_bytes), dtype=np.uint8
+    )
+    scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for place in scales.get(kind, (0,)):  # of float16: any bits would be any size
+        # Products of a scale of six or eight bits and a number stay within about 1.
+        step = np.float16(0.02 if kind == "IQ4_NL" else 1e-3).tobytes()
+        blocks[..., place : place + 2] = np.frombuffer(step, dtype=np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def write_file(
+    path: Path, architecture: str, tensors: dict[str, Any], *entries: Any, kinds: Any = None
+) -> None:
+    """Write tensors, and what each of ``entries`` adds to the writer.
+
+    ``kinds(name)`` is the type of blocks of a matrix, or None; of a name that ends in .f16 and
+    .bf16 there is a float type.
+    """
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for entry in entries:
+        entry(writer)
+    for name, tensor in tensors.items():
+        values = tensor.numpy() if isinstance(tensor, Tensor) else tensor
+        kind = kinds(name) if kinds is not None and values.ndim == 2 else None
+        if kind in (None, "F32"):
+            writer.add_tensor(name, values)
+        elif kind == "F16":
+            writer.add_tensor(name, values.astype(np.float16))
+        elif kind == "BF16":
+            data = torch.from_numpy(values).bfloat16().view(torch.uint8).numpy()
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            number = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, quantized(values, kind), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_model(path: Path, model: Any, *entries: Any, kinds: Any = None, **more: Tensor) -> None:
+    """Write a model of transformers, with ``more`` tensors; see ``write_file``."""
+    config = model.config
+
+    def add(writer: Any) -> None:
+        _write_config(writer, config)
+        writer.add_eos_token_id(config.eos_token_id)
+        writer.add_bos_token_id(config.bos_token_id)
+        writer.add_pad_token_id(config.pad_token_id)
+
+    tensors = {**tensors_of(model), **more}
+    write_file(path, ARCHITECTURES[config.model_type], tensors, add, *entries, kinds=kinds)
+
+
+def write_word_model(path: Path, words: list[str]) -> None:
+    """Write a Llama in Q8_0 with a tokenizer whose tokens are these words, and letters."""
+    from tests.support.causal_models import model_of, random_config
+
+    pieces = [f"\u2581{word}" for word in words]
+    letters = sorted(set("".join(pieces)))
+    whole = {piece[:end] for piece in pieces for end in range(2, len(piece) + 1)}
+    tokens = ["<unk>", "<s>", "</s>", *letters, *sorted(whole, key=len)]
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3] + [1] * (len(tokens) - 3))
+        writer.add_unk_token_id(0)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokens)}
+    write_model(path, model_of(random_config("llama", "plain", **sizes)), add,
+                kinds=lambda name: "Q8_0")  # fmt: skip
