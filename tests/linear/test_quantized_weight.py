@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmdecode.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
+from lmdecode.linear.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
 from lmdecode.reference.gguf import dequantize_blocks
 
 gguf = pytest.importorskip("gguf")

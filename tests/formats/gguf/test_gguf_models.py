@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import lmdecode
 from lmdecode.formats.gguf.model import load_parts
-from lmdecode.quantized_weight import JoinedWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import JoinedWeight, QuantizedWeight
 from tests.support.causal_models import model_of, random_config, random_tokens
 from tests.support.gguf_files import gguf, tensors_of, write_model
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmdecode.formats.gguf import GgufFile, is_gguf
-from lmdecode.quantized_weight import KINDS, QuantizedWeight
+from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 from tests.formats.gguf.raw_gguf import (
     ARRAY,
     BOOL,
