@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.formats.ctranslate2 import is_ctranslate2, open_folder
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
     causal_model_of,
@@ -33,6 +34,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     t5_parts,
     t5_sizes,
 )
+from lmdecode.integrations.transformers.decoding.sources import model_of_source
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
@@ -258,15 +260,22 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
 def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights of its decoder.
 
-    A decoder-only model of a folder with safetensors comes without weights: they are read one by
-    one as they are asked for.
+    A decoder-only model of a folder with safetensors, or of CTranslate2, comes without weights:
+    they are read one by one as they are asked for.
 
     Raises
     ------
     ValueError, OSError
         See ``load_model`` and ``parts_of``.
     """
-    folder, config = Path(name), AutoConfig.from_pretrained(name)
+    folder = Path(name)
+    if is_ctranslate2(folder):
+        source = open_folder(folder)
+        model = model_of_source(source)
+        if model.config.is_encoder_decoder:
+            return model, *parts_of(model)
+        return model, *causal_model_of(model, source.read)
+    config = AutoConfig.from_pretrained(name)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         settings = getattr(config, "quantization_config", None)
         if settings is not None:

@@ -1,0 +1,1 @@
+"""Models in files that are not transformers' own: a package for each format."""
