@@ -89,8 +89,9 @@ def is_scaled(names: Names, stack: str, size: int) -> bool:
     """
     old = f"{embedding_scope(names, stack)}/multiply_by_sqrt_depth"
     name = f"{stack}/scale_embeddings"
-    name = name if name in names or old not in names else old
-    value = names.scalar(name, size**0.5)
+    of_old = names.scalar(old, size**0.5)
+    value = names.scalar(name, of_old)
+    name = name if name in names else old
     is_flag = name in names and not names.dtype(name).is_floating_point
     if value == 1.0 and not is_flag or value == 0.0 and is_flag:
         return False
@@ -168,7 +169,7 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
         config["share_encoder_decoder_embeddings"] = is_shared
     if kind != "marian" or is_shared:
         names.add("model.shared.weight", tables["decoder"], more=more)
-    names.must_be_zero("decoder/alibi")
+    names.must_be_zero("decoder/alibi", "encoder/multi_query_attention")
     names.check_all_read(*NO_MATTER)
     return config
 

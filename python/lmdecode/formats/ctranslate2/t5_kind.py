@@ -94,7 +94,9 @@ def t5_of(names: Names) -> dict[str, Any]:
     activations = {activation_of(names, f"{stack}/activation") for stack in layers}
     if not norms_first or len(activations) != 1:
         raise names.refused("has norms behind its layers, or two activations")
-    names.must_be_zero("decoder/alibi", "decoder/start_from_zero_embedding")
+    names.must_be_zero(
+        "decoder/alibi", "decoder/start_from_zero_embedding", "encoder/multi_query_attention"
+    )
     scale = names.scalar("decoder/scale_outputs", 1.0)
     is_output_scaled = math.isclose(scale, model_size**-0.5, rel_tol=1e-3)
     kind = "umt5" if own_biases else "t5"
