@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    GemmaConfig,
     MarianConfig,
     MarianMTModel,
     OPTConfig,
@@ -18,8 +21,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from lmdecode.formats.ctranslate2 import ModelFile
 from tests.decoder.decoder_models import make_model
-from tests.support.causal_models import model_of, random_config
+from tests.formats.ctranslate2.model_files import model_file
+from tests.support.causal_models import SIZES, model_of, random_config
 
 pytest.importorskip("ctranslate2")
 tokenizers = pytest.importorskip("tokenizers")
@@ -34,6 +39,9 @@ CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral, window": ("mistral", "window", {}),
     "qwen2": ("qwen2", "plain, group of 7", {}),
     "qwen3": ("qwen3", "plain", {}),
+    "gemma": (
+        "gemma", "plain", {"head_dim": 12, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
     "gemma2": (
         "gemma2", "no caps, biases, untied",
         {
@@ -121,6 +129,7 @@ def whisper(mels: int = 80) -> Any:
     generation.task_to_id = {"transcribe": 50359, "translate": 50358}
     generation.prev_sot_token_id, generation.max_initial_timestamp_index = 50361, 50
     generation.max_length = 60
+    generation._from_model_config = False  # else its languages are not read from its file
     return model
 
 
@@ -157,7 +166,10 @@ def original(kind: str) -> Any:
     if kind not in CAUSAL:
         return make_model(kind)
     architecture, variant, more = CAUSAL[kind]
-    config = random_config(architecture, variant, **more)
+    if kind == "gemma":  # which Decoding knows from these files alone
+        config = GemmaConfig(**SIZES, **more)
+    else:
+        config = random_config(architecture, variant, **more)
     config.attn_implementation = "eager"
     return model_of(config)
 
@@ -173,10 +185,24 @@ def _saved(kind: str, root: Path) -> Path:
     model.save_pretrained(folder)
     if kind in _NORMS_FIRST:  # what older versions of transformers wrote
         path = folder / "config.json"
-        settings = {"normalize_before": _NORMS_FIRST[kind], "normalize_embedding": kind != "pegasus"}
+        settings = {"normalize_before": _NORMS_FIRST[kind]}
+        settings["normalize_embedding"] = kind != "pegasus"
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     tokenizer_of(words, **special).save_pretrained(folder)
     return folder
+
+
+def rewritten(
+    folder: Path, new: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]
+) -> Path:
+    """Copy a folder whose variables and aliases are changed; return the copy."""
+    shutil.copytree(folder, new)
+    file = ModelFile(folder / "model.bin")
+    variables = {name: file.read(name) for name in file.variables}
+    aliases = dict(file.aliases)
+    change(variables, aliases)
+    (new / "model.bin").write_bytes(model_file(variables, aliases, spec=file.spec))
+    return new
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Tokens of folders of CTranslate2: its own, and those of transformers with the original weights."""
+"""Tokens of folders of CTranslate2: its own, and transformers' with the original weights."""
 
 from __future__ import annotations
 

@@ -72,6 +72,8 @@ def test_weights(kind: str, quantization: str, root: Path) -> None:
         value = value.T if is_conv1d else value
         want = expected(name, value, quantization, is_matrix)
         want = want.T if is_conv1d else want
+        if kind == "gemma" and "norm" in name:
+            want = want.float() + 1  # it is read as a Granite
         assert got.dtype == want.dtype, name
         assert torch.equal(got[begin:], want[begin:]), name
 

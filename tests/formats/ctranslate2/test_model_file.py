@@ -163,7 +163,7 @@ def test_a_hostile_file(case: str, tmp_path: Path) -> None:
 def test_every_truncation_is_an_error(tmp_path: Path) -> None:
     for size in range(len(WHOLE)):
         path = written(tmp_path, WHOLE[:size])
-        with pytest.raises(ValueError, match="model.bin (ends within|is empty)"):
+        with pytest.raises(ValueError, match=r"model\.bin (ends within|is empty)"):
             ModelFile(path)
 
 

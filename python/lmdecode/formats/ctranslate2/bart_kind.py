@@ -48,11 +48,11 @@ def _attention(names: Names, parameter: str, scope: str, size: int) -> None:
     """Name the parts of an attention, of itself or of a memory; both have their norm beside."""
     parts = [f"{parameter}.{part}_proj" for part in ("q", "k", "v")]
     if parameter.endswith("self_attn"):
-        names.thirds(parts, f"{scope}/linear_0", [size] * 3)
+        names.split_rows(parts, f"{scope}/linear_0", [size] * 3)
         names.linear(f"{parameter}.out_proj", f"{scope}/linear_1")
     else:
-        names.thirds(parts[:1], f"{scope}/linear_0", [size])
-        names.thirds(parts[1:], f"{scope}/linear_1", [size] * 2)
+        names.split_rows(parts[:1], f"{scope}/linear_0", [size])
+        names.split_rows(parts[1:], f"{scope}/linear_1", [size] * 2)
         names.linear(f"{parameter}.out_proj", f"{scope}/linear_2")
     names.norm(f"{parameter}_layer_norm", f"{scope}/layer_norm", has_beta=True)
 
@@ -93,7 +93,7 @@ def is_scaled(names: Names, stack: str, size: int) -> bool:
     value = names.scalar(name, of_old)
     name = name if name in names else old
     is_flag = name in names and not names.dtype(name).is_floating_point
-    if value == 1.0 and not is_flag or value == 0.0 and is_flag:
+    if value == (0.0 if is_flag else 1.0):
         return False
     if not is_flag and not math.isclose(value, size**0.5, rel_tol=1e-3):
         raise names.refused(f"multiplies embeddings of {stack!r} by {value}")
@@ -160,12 +160,12 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
         raise names.refused("has another activation in its encoder than in its decoder")
     if is_scaled(names, "encoder", size) != config["scale_embedding"]:
         raise names.refused("multiplies the embedding of its encoder or of its decoder alone")
-    is_shared = names.parts["model.encoder.embed_tokens.weight"] == (
-        names.parts["model.decoder.embed_tokens.weight"]
-    )
+    embeddings = {names.parts[f"model.{stack}.embed_tokens.weight"] for stack in tables}
+    is_shared = len(embeddings) == 1
     if kind == "marian":
         sources = names.shape(tables["encoder"], 2)[0] + more
-        config |= {"vocab_size": sources, "decoder_vocab_size": vocab}
+        # transformers has one padding token for both vocabularies: it must be a row of each.
+        config |= {"vocab_size": max(sources, vocab), "decoder_vocab_size": vocab}
         config["share_encoder_decoder_embeddings"] = is_shared
     if kind != "marian" or is_shared:
         names.add("model.shared.weight", tables["decoder"], more=more)

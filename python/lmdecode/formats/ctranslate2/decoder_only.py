@@ -5,6 +5,7 @@ The file says what is computed: the architecture of transformers that computes t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lmdecode.formats.ctranslate2.bart_kind import NO_MATTER, activation_of, is_scaled
@@ -145,12 +146,15 @@ def _rotary_model(names: Names, norm_epsilon: float | None) -> dict[str, Any]:
         config |= _llama_kind(
             names, windows[0], has_head_norms, has_qkv_bias, has_out_bias, has_ffn_bias
         )
-    biases = (
-        has_qkv_bias, has_out_bias or config["model_type"] == "llama" and has_qkv_bias,
-        has_ffn_bias,
-    )  # fmt: skip
+    # Llama has biases of all four or of none.
+    is_whole = config["model_type"] == "llama" and has_qkv_bias
+    biases = (has_qkv_bias, has_out_bias or is_whole, has_ffn_bias)
     sizes = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
     _layers(names, count, sizes, has_outer_norms, has_head_norms, biases)
+    if config["model_type"] == "granite":  # whose norms multiply by their weight
+        for name, part in names.parts.items():
+            if "norm" in name:
+                names.parts[name] = replace(part, plus=1.0)
     return config
 
 
@@ -203,7 +207,7 @@ def _gemma(
         "final_logit_softcapping": None,
     }
     if not has_outer_norms:
-        raise names.refused("has norms with 1 + weight before its layers alone, as Gemma 1 has")
+        return _gemma1(names, attentions, windows, has_head_norms, activation)
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     if len({window for window in windows if window}) > 1:
         raise names.refused(f"has windows of {sorted(set(windows))}")
@@ -215,6 +219,24 @@ def _gemma(
         of_kind = [scope for scope, other in zip(attentions, kinds, strict=True) if other == kind]
         ropes[kind] = _rope(names, of_kind or attentions[:1])
     return config | {"model_type": "gemma3_text", "rope_parameters": ropes}
+
+
+def _gemma1(
+    names: Names, attentions: list[str], windows: list[int], has_head_norms: bool, activation: str
+) -> dict[str, Any]:
+    """Return the config of Gemma 1, as a Granite: Decoding has that, and it computes the same."""
+    if any(windows) or has_head_norms:
+        raise names.refused("has windows or norms of heads, and no norms behind its layers")
+    size = names.shape("decoder/embeddings/weight", 2)[1]
+    return {
+        "model_type": "granite",
+        "hidden_act": activation,
+        "rope_parameters": _rope(names, attentions),
+        "embedding_multiplier": size**0.5,
+        "attention_multiplier": names.scalar(f"{attentions[0]}/head_dim") ** -0.5,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
 
 
 def _rope(names: Names, attentions: list[str]) -> dict[str, Any]:
@@ -229,7 +251,7 @@ def _rope(names: Names, attentions: list[str]) -> dict[str, Any]:
     number("max_position_embeddings", 0.0)
     factor = number("rotary_scaling_factor", 0.0)
     kind = _SCALING.get(scaling)
-    if scaling == -1.0 or kind == "linear" and factor == 1.0:
+    if scaling == -1.0 or (kind == "linear" and factor == 1.0):
         return rope
     if kind == "linear" and factor > 0.0:
         return rope | {"rope_type": kind, "factor": factor}
@@ -275,7 +297,7 @@ def _layers(
         scope, layer = f"decoder/layer_{i}", f"model.layers.{i}"
         own = f"{scope}/self_attention"
         parts = [f"{layer}.self_attn.{part}_proj" for part in "qkv"]
-        names.thirds(parts, f"{own}/linear_0", sizes, has_bias=has_qkv_bias or has_out_bias)
+        names.split_rows(parts, f"{own}/linear_0", sizes, has_bias=has_qkv_bias or has_out_bias)
         names.linear(f"{layer}.self_attn.o_proj", f"{own}/linear_1", has_bias=has_out_bias)
         for parameter, linear in (
             ("gate_proj", "linear_0"), ("up_proj", "linear_0_noact"), ("down_proj", "linear_1"),

@@ -1,4 +1,4 @@
-"""A folder of CTranslate2: its config, its vocabularies, and the model as transformers would say it.
+"""A folder of CTranslate2: its config, its vocabularies, and its model in transformers' terms.
 
 Nothing here needs transformers: a ``Source`` says with which config the model is made there, and
 gives its parameters one by one.

@@ -135,12 +135,8 @@ def whisper_generation_of(
         languages = _integers(folder, settings, "lang_ids", size)
         if languages is None:  # they stand between the start and the tasks
             languages = list(range(start + 1, ids.get("<|translate|>", start + 1)))
-        generation["lang_to_id"] = {
-            vocabulary[i]: i for i in languages if i < len(vocabulary)
-        }
+        generation["lang_to_id"] = {vocabulary[i]: i for i in languages if i < len(vocabulary)}
         generation["task_to_id"] = {
-            task: ids[f"<|{task}|>"]
-            for task in ("transcribe", "translate")
-            if f"<|{task}|>" in ids
+            task: ids[f"<|{task}|>"] for task in ("transcribe", "translate") if f"<|{task}|>" in ids
         }
     return generation

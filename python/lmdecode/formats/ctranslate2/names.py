@@ -29,6 +29,8 @@ class Part:
         Rows behind these, and what they are filled with.
     is_transposed
         The parameter is [in, out].
+    plus
+        Added to all of it, in float32.
     """
 
     variable: str | None
@@ -38,6 +40,7 @@ class Part:
     more: int = 0
     fill: float = 0.0
     is_transposed: bool = False
+    plus: float = 0.0
 
     def read(self, file: ModelFile) -> Tensor:
         """Return the parameter, in the dtype of the file's floats, or float32 of its integers."""
@@ -50,8 +53,8 @@ class Part:
         if self.more:
             parts.append(rows.new_full((self.more, *rows.shape[1:]), self.fill))
         whole = torch.cat(parts) if len(parts) > 1 else rows
+        whole = whole.float() + self.plus if self.plus else whole
         return whole.T.contiguous() if self.is_transposed else whole
-
 
     def empty(self, file: ModelFile) -> Tensor:
         """Return what ``read`` does, without memory: its shape."""
@@ -189,7 +192,7 @@ class Names:
             rows = self.file.shape(weight)[0] if end is None else end
             self.zeros(f"{parameter}.bias", rows - begin)
 
-    def thirds(
+    def split_rows(
         self, parameters: list[str], scope: str, sizes: list[int], *, has_bias: bool = True
     ) -> None:
         """Name linear layers whose rows lie one behind the other, and are all that there are."""

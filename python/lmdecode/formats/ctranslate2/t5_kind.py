@@ -22,10 +22,10 @@ def _attention(names: Names, parameter: str, scope: str, size: int) -> None:
     parts = [f"{parameter}.{part}" for part in ("q", "k", "v")]
     last = "linear_1" if parameter.endswith("SelfAttention") else "linear_2"
     if last == "linear_1":
-        names.thirds(parts, f"{scope}/linear_0", [size] * 3, has_bias=False)
+        names.split_rows(parts, f"{scope}/linear_0", [size] * 3, has_bias=False)
     else:
-        names.thirds(parts[:1], f"{scope}/linear_0", [size], has_bias=False)
-        names.thirds(parts[1:], f"{scope}/linear_1", [size] * 2, has_bias=False)
+        names.split_rows(parts[:1], f"{scope}/linear_0", [size], has_bias=False)
+        names.split_rows(parts[1:], f"{scope}/linear_1", [size] * 2, has_bias=False)
     names.linear(f"{parameter}.o", f"{scope}/{last}", has_bias=False)
     names.norm(f"{parameter.rsplit('.', 1)[0]}.layer_norm", f"{scope}/layer_norm", has_beta=False)
     if names.scalar(f"{scope}/queries_scale") != 1.0:

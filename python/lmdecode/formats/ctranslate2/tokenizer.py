@@ -32,8 +32,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
             f"{folder} has no tokenizer.json; expected one, or load_vocabulary for its tokens alone"
         )
     if ModelFile(Path(folder) / MODEL).spec == "WhisperSpec":
-        end = "<|endoftext|>"
-        return WhisperTokenizer.from_pretrained(folder, bos_token=end, eos_token=end, unk_token=end)
+        special = (f"{name}_token" for name in ("bos", "eos", "pad", "unk"))
+        return WhisperTokenizer.from_pretrained(folder, **dict.fromkeys(special, "<|endoftext|>"))
     if (Path(folder) / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(folder)
     settings = Path(folder) / "config.json"

@@ -33,9 +33,10 @@ _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
     "normalizer.json", "preprocessor_config.json", "processor_config.json",
     "sentencepiece.bpe.model", "sentencepiece.model", "shared_vocabulary.json",
-    "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "target_vocabulary.json", "special_tokens_map.json", "spiece.model",
-    "target.spm", "target_vocab.json", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json",
+    "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "source_vocabulary.txt",
+    "special_tokens_map.json", "spiece.model", "target.spm", "target_vocab.json",
+    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
 )  # fmt: skip
 
 
