@@ -37,6 +37,7 @@ WITH_EXAMPLES = (
     "docs/reference/beam_scorers.md",
     "docs/reference/beam_search.md",
     "docs/reference/causal_models.md",
+    "docs/reference/ctranslate2.md",
     "docs/reference/decoder.md",
     "docs/reference/kv_cache.md",
     "docs/reference/linear.md",
@@ -59,6 +60,7 @@ PUBLIC_MODULES = (
     "lmdecode.integrations.vllm",
     "lmdecode.compat.ascend",
     "lmdecode.compat.faster_transformer",
+    "lmdecode.formats.ctranslate2",
 )
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -128,8 +128,8 @@ class Decoding:
         model
             A causal language model of an architecture in docs/reference/causal_models.md, or a
             conditional generation model of one in docs/reference/decoder.md; or the folder or name
-            of one. Of a causal model in a folder of safetensors, one weight after the other is read
-            and packed.
+            of one. A folder may be one of CTranslate2, too. Of a causal model in a folder of
+            safetensors, or of CTranslate2, one weight after the other is read and packed.
         dtype : {"float32", "bfloat16", "int8", "int4"}
             See the class.
         cache_dtype, use_cuda_graph
@@ -144,7 +144,7 @@ class Decoding:
         Raises
         ------
         ValueError
-            Another model, or another dtype.
+            Another model, or another dtype; or a damaged file, which is named.
         OSError
             There is no model of this name.
         """

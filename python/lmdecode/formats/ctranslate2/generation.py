@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["generation_of", "whisper_generation_of"]
+__all__ = ["END", "generation_of", "whisper_generation_of"]
 
 _MOST_TOKENS = 256  # CTranslate2's own max_decoding_length
 # Vocabularies of this size have languages: CTranslate2's rule.
 _MULTILINGUAL = 51_865
-_END, _START = "<|endoftext|>", "<|startoftranscript|>"
+END, _START = "<|endoftext|>", "<|startoftranscript|>"
 _NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 
 
@@ -106,10 +106,10 @@ def whisper_generation_of(
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     size = config["vocab_size"]
-    missing = [name for name in (_END, _START, "<|notimestamps|>") if name not in ids]
+    missing = [name for name in (END, _START, "<|notimestamps|>") if name not in ids]
     if missing:
         raise ValueError(f"{folder} has a vocabulary without {missing[0]!r}; expected Whisper's")
-    end, start = ids[_END], ids[_START]
+    end, start = ids[END], ids[_START]
     tokens = {
         "bos_token_id": end,
         "eos_token_id": end,

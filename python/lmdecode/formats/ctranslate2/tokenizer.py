@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode.formats.ctranslate2.folder import MODEL, read_json
+from lmdecode.formats.ctranslate2.generation import END
 from lmdecode.formats.ctranslate2.model_file import ModelFile
 
 __all__ = ["load_feature_extractor", "load_tokenizer"]
@@ -23,6 +24,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     ------
     FileNotFoundError
         There is no ``tokenizer.json``.
+    ValueError
+        It is not one, or not a Whisper's.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, WhisperTokenizer
 
@@ -32,15 +35,31 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
             f"{folder} has no tokenizer.json; expected one, or load_vocabulary for its tokens alone"
         )
     if ModelFile(Path(folder) / MODEL).spec == "WhisperSpec":
-        special = (f"{name}_token" for name in ("bos", "eos", "pad", "unk"))
-        return WhisperTokenizer.from_pretrained(folder, **dict.fromkeys(special, "<|endoftext|>"))
+        names = [f"{name}_token" for name in ("bos", "eos", "pad", "unk")]
+        special: dict[str, Any] = dict.fromkeys(names, END)
+        special["extra_special_tokens"] = _special_tokens(path)
+        return WhisperTokenizer.from_pretrained(folder, **special)
     if (Path(folder) / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(folder)
     settings = Path(folder) / "config.json"
     known = read_json(settings, dict) if settings.is_file() else {}
-    special = {name: known.get(name) for name in ("bos_token", "eos_token", "unk_token")}
-    special = {name: token for name, token in special.items() if token}
+    names = [name for name in ("bos_token", "eos_token", "unk_token") if known.get(name)]
+    special = {name: known[name] for name in names}
     return PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+
+
+def _special_tokens(path: Path) -> list[str]:
+    """Return the special tokens that a Whisper's ``tokenizer.json`` adds to its words.
+
+    Timestamps are those that follow the last of them.
+    """
+    try:
+        added = [(token["id"], token["content"]) for token in read_json(path, dict)["added_tokens"]]
+        numbers = {str(name): int(i) for i, name in added}
+        last = numbers["<|notimestamps|>"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no tokenizer of a Whisper ({error!r})") from error
+    return sorted((name for name, i in numbers.items() if i <= last), key=numbers.__getitem__)
 
 
 def load_feature_extractor(folder: str | os.PathLike[str]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import LayerNorm, Parameter
+from torch.nn import Embedding, LayerNorm, Parameter
 from transformers import AutoConfig, GenerationConfig
 
 from lmdecode.formats.ctranslate2 import Source
@@ -92,3 +92,7 @@ def _fill(model: Any, source: Source) -> None:
             made[part] = Parameter(value, requires_grad=False)
         _check(source, name, made[part], place)
         setattr(module, own, made[part])
+        if isinstance(module, Embedding):
+            module.num_embeddings = rows = len(made[part])
+            if module.padding_idx is not None and module.padding_idx >= rows:
+                module.padding_idx = None  # it is the other vocabulary's
