@@ -38,6 +38,7 @@ WITH_EXAMPLES = (
     "docs/reference/beam_scorers.md",
     "docs/reference/beam_search.md",
     "docs/reference/causal_models.md",
+    "docs/reference/ctranslate2.md",
     "docs/reference/decoder.md",
     "docs/reference/formats.md",
     "docs/reference/kv_cache.md",
@@ -62,6 +63,7 @@ PUBLIC_MODULES = (
     "lmdecode.integrations.vllm",
     "lmdecode.compat.ascend",
     "lmdecode.compat.faster_transformer",
+    "lmdecode.formats.ctranslate2",
 )
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -14,7 +14,7 @@ POSITIONS = 256
 # Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
 SEED = 5
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
     "max_position_embeddings": POSITIONS, "hidden_size": 32, "intermediate_size": 44,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -141,7 +141,7 @@ CASES = [(kind, variant) for kind, variants in VARIANTS.items() for variant in v
 def _config(architecture: str, arguments: dict[str, Any]) -> Any:
     if architecture == "gpt2":
         return transformers.GPT2Config(**{**_GPT2, **arguments})
-    arguments = {**_SIZES, **arguments}
+    arguments = {**SIZES, **arguments}
     if architecture == "gemma3":
         vision = {
             "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

@@ -129,7 +129,8 @@ class Decoding:
             A causal language model of an architecture in docs/reference/causal_models.md, or a
             conditional generation model of one in docs/reference/decoder.md; or the folder or name
             of one. Of a causal model in a folder of safetensors, one weight after the other is read
-            and packed. Or a GGUF file of llama.cpp: see docs/reference/formats.md.
+            and packed. Or a GGUF file of llama.cpp: see docs/reference/formats.md; or a folder of
+            CTranslate2: see docs/reference/ctranslate2.md.
         dtype : {"float32", "bfloat16", "int8", "int4"} or None
             See the class. None, for a GGUF file: every weight keeps the values that the file has.
         cache_dtype, use_cuda_graph
@@ -144,7 +145,7 @@ class Decoding:
         Raises
         ------
         ValueError
-            Another model, or another dtype.
+            Another model, or another dtype; or a damaged file, which is named.
         OSError
             There is no model of this name.
         """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.formats.ctranslate2 import is_ctranslate2
 from lmdecode.formats.gguf import is_gguf, tokenizer_files
 
 __all__ = ["files_of", "load_parts"]
@@ -20,7 +21,8 @@ def load_parts(
     Parameters
     ----------
     source
-        The path of a GGUF file, or the folder or the name of a model of transformers.
+        The path of a GGUF file, a folder of CTranslate2, or the folder or the name of a model of
+        transformers.
     keeps_blocks : bool
         Whether the linear weights of a GGUF file stay in their blocks.
 
@@ -33,6 +35,10 @@ def load_parts(
         from lmdecode.formats.gguf.model import load_parts as load_gguf
 
         return load_gguf(source, keeps_blocks=keeps_blocks)
+    if is_ctranslate2(Path(source)):
+        from lmdecode.formats.ctranslate2.model import load_parts as load_ctranslate2
+
+        return load_ctranslate2(source)
     from lmdecode.integrations.transformers.decoding.models import load_parts as load_folder
 
     try:

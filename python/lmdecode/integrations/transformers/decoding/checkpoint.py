@@ -24,16 +24,19 @@ from transformers import (
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
 __all__ = [
-    "Checkpoint", "auto_class_of", "files_of", "skeleton", "skeleton_of", "without_weights",
+    "Checkpoint", "auto_class_of", "empty_model", "files_of", "skeleton", "skeleton_of",
+    "without_weights",
 ]  # fmt: skip
 
 # What tokenizers and processors are made of.
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
     "normalizer.json", "preprocessor_config.json", "processor_config.json",
-    "sentencepiece.bpe.model", "source.spm", "special_tokens_map.json", "spiece.model",
-    "target.spm", "target_vocab.json", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json",
+    "sentencepiece.bpe.model", "sentencepiece.model", "shared_vocabulary.json",
+    "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "source_vocabulary.txt",
+    "special_tokens_map.json", "spiece.model", "target.spm", "target_vocab.json",
+    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
 )  # fmt: skip
 
 
@@ -79,17 +82,22 @@ def auto_class_of(config: Any) -> Any:
     return speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
 
 
-def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
-    """Return the model of a config, whose parameters have no memory.
-
-    ``generate()`` of it does all but run the model.
-    """
+def empty_model(config: Any) -> Any:
+    """Return the model of a config, whose parameters have no values yet; its buffers have."""
     kind = auto_class_of(config)
     with _EmptyOnMeta():
         model = kind.from_config(config, dtype=torch.float32)
     if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
         model = kind.from_config(config, dtype=torch.float32)
-    without_weights(model.eval())
+    return model.eval()
+
+
+def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
+    """Return the model of a config, whose parameters have no memory.
+
+    ``generate()`` of it does all but run the model.
+    """
+    model = without_weights(empty_model(config))
     if generation_config is not None:
         model.generation_config = generation_config
     return model

@@ -1,0 +1,14 @@
+"""Folders of CTranslate2: ``model.bin``, ``config.json`` and vocabularies, as they are.
+
+``lmdecode.Decoding.from_pretrained`` takes such a folder. What tokenises its texts is here.
+"""
+
+from lmdecode.formats.ctranslate2.folder import Source, is_ctranslate2, open_folder
+from lmdecode.formats.ctranslate2.model_file import ModelFile, Variable
+from lmdecode.formats.ctranslate2.tokenizer import load_feature_extractor, load_tokenizer
+from lmdecode.formats.ctranslate2.vocabulary import load_vocabulary
+
+__all__ = [
+    "ModelFile", "Source", "Variable", "is_ctranslate2", "load_feature_extractor",
+    "load_tokenizer", "load_vocabulary", "open_folder",
+]  # fmt: skip

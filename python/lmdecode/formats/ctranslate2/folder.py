@@ -1,0 +1,129 @@
+"""A folder of CTranslate2: its config, its vocabularies, and its model in transformers' terms.
+
+Nothing here needs transformers: a ``Source`` says with which config the model is made there, and
+gives its parameters one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lmdecode.formats.ctranslate2.bart_kind import seq2seq_of, whisper_of
+from lmdecode.formats.ctranslate2.decoder_only import causal_of
+from lmdecode.formats.ctranslate2.generation import generation_of, whisper_generation_of
+from lmdecode.formats.ctranslate2.model_file import ModelFile
+from lmdecode.formats.ctranslate2.names import Names, Part
+from lmdecode.formats.ctranslate2.t5_kind import BIAS, t5_of
+from lmdecode.formats.ctranslate2.vocabulary import load_vocabulary
+
+__all__ = ["Source", "is_ctranslate2", "open_folder", "read_json"]
+
+MODEL = "model.bin"
+_KINDS = {
+    "WhisperSpec": "a Whisper",
+    "TransformerSpec": "a model of BART's or T5's kind, as CTranslate2's converters write them",
+    "TransformerDecoderSpec": "a decoder-only model of GPT-2's, Llama's or Gemma's kind",
+}
+
+
+@dataclass
+class Source:
+    """A model that is not yet one of transformers.
+
+    Attributes
+    ----------
+    folder
+        Where its files are.
+    config, generation
+        What makes its config, ``model_type`` included, and its generation config.
+    parts
+        Of each parameter of the model, and of some buffers, what it is made of. Those with equal
+        parts are tied.
+    norm_epsilon
+        Of layer norms, where transformers' config has no entry for it; else None.
+    """
+
+    folder: Path
+    file: ModelFile
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    parts: dict[str, Part] = field(repr=False)
+    norm_epsilon: float | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter: in the dtype of the file's floats, or float32 of its integers."""
+        return self.parts[name].read(self.file)
+
+
+def is_ctranslate2(folder: Path) -> bool:
+    """Whether a folder holds a model of CTranslate2, and none of safetensors."""
+    return (folder / MODEL).is_file() and not any(folder.glob("model*.safetensors*"))
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """Return what a file of JSON has, which must be of a type; raise ValueError with its name."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} has a {type(found).__name__}; expected a {kind.__name__}")
+    return found
+
+
+def _norm_epsilon(folder: Path, settings: dict[str, Any]) -> float | None:
+    epsilon = settings.get("layer_norm_epsilon")
+    if epsilon is not None and not (isinstance(epsilon, (int, float)) and 0.0 < epsilon < 1.0):
+        raise ValueError(
+            f"{folder / 'config.json'} has {epsilon!r} for layer_norm_epsilon; expected a number "
+            "between 0 and 1"
+        )
+    return epsilon
+
+
+def open_folder(folder: Path) -> Source:
+    """Return the model of a folder.
+
+    Raises
+    ------
+    OSError
+        A file is not there.
+    ValueError
+        One is damaged, or the model is of a kind that there is not: the error names the file.
+    """
+    file = ModelFile(folder / MODEL)
+    if file.spec not in _KINDS:
+        raise ValueError(f"{file.path} is a {file.spec!r}; expected one of {', '.join(_KINDS)}")
+    path = folder / "config.json"  # files before version 6 have none
+    settings = read_json(path, dict) if path.is_file() else {}
+    if settings.get("quantization_type"):
+        raise ValueError(f"{folder} has weights of AWQ; expected floats, int8 or int16")
+    names = Names(file, _KINDS[file.spec])
+    epsilon = _norm_epsilon(folder, settings)
+    is_t5 = f"decoder/layer_0/{BIAS}" in names
+    if file.spec == "WhisperSpec":
+        config = whisper_of(names)
+    elif file.spec == "TransformerDecoderSpec":
+        config, epsilon = causal_of(names, epsilon), None
+    elif is_t5:
+        config = t5_of(names)
+        config["layer_norm_epsilon"], epsilon = epsilon or config["layer_norm_epsilon"], None
+    else:
+        config = seq2seq_of(names)
+    if file.spec == "WhisperSpec":
+        vocabulary = load_vocabulary(folder)
+        generation = whisper_generation_of(folder, settings, vocabulary, config)
+    else:
+        vocabulary = load_vocabulary(folder, "target")
+        generation = generation_of(folder, settings, vocabulary, config)
+    rows = config.get("decoder_vocab_size", config["vocab_size"])
+    if len(vocabulary) > rows:
+        raise ValueError(
+            f"{folder} has a vocabulary of {len(vocabulary)} tokens for {rows} rows of embeddings"
+        )
+    return Source(folder, file, config, generation, names.parts, epsilon)

@@ -1,0 +1,142 @@
+"""What transformers' generation config says, out of a folder's ``config.json`` and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["END", "generation_of", "whisper_generation_of"]
+
+_MOST_TOKENS = 256  # CTranslate2's own max_decoding_length
+# Vocabularies of this size have languages: CTranslate2's rule.
+_MULTILINGUAL = 51_865
+END, _START = "<|endoftext|>", "<|startoftranscript|>"
+_NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
+
+
+def _token(folder: Path, settings: dict[str, Any], name: str, ids: dict[str, int]) -> int | None:
+    """Return the number of a token that ``config.json`` names; None where it has none."""
+    token = settings.get(name)
+    if token is None or token == "":
+        return None
+    if not isinstance(token, str):
+        raise ValueError(f"{folder / 'config.json'} has {token!r} for {name}; expected a token")
+    return ids.get(token)
+
+
+def generation_of(
+    folder: Path, settings: dict[str, Any], vocabulary: Sequence[str], config: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the generation config of a model that is no Whisper; its config gets the same tokens.
+
+    Parameters
+    ----------
+    settings
+        What ``config.json`` has; where it names no tokens they are "<s>" and "</s>".
+    vocabulary
+        Of the target's tokens.
+    config
+        Of transformers; special tokens are written into it.
+    """
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", **settings}
+    begin, end = (_token(folder, settings, name, ids) for name in ("bos_token", "eos_token"))
+    padding = ids.get("<pad>", ids.get("<blank>", end))
+    tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": padding}
+    is_seq2seq = "encoder_layers" in config or "num_decoder_layers" in config
+    if is_seq2seq:
+        settings = {"decoder_start_token": settings["bos_token"], **settings}
+        start = _token(folder, settings, "decoder_start_token", ids)
+        if config["model_type"] == "marian":
+            rows = config["decoder_vocab_size"]
+            if rows > len(vocabulary):  # the token whose embedding is zeros, behind all others
+                start = tokens["pad_token_id"] = rows - 1
+        tokens["decoder_start_token_id"] = start
+    config |= tokens
+    generation: dict[str, Any] = dict(tokens)
+    if is_seq2seq:
+        generation["max_length"] = min(
+            _MOST_TOKENS, config.get("max_position_embeddings", _MOST_TOKENS)
+        )
+    return generation
+
+
+def _integers(folder: Path, settings: dict[str, Any], name: str, size: int) -> list[int] | None:
+    """Return a list of tokens, None for none."""
+    found = settings.get(name)
+    if found is None or found == []:
+        return None
+    is_fine = isinstance(found, list) and all(type(i) is int and -1 <= i < size for i in found)
+    if not is_fine:
+        raise ValueError(
+            f"{folder / 'config.json'} has {str(found)[:80]} for {name}; expected a list of tokens "
+            f"below {size}"
+        )
+    return [i for i in found if i >= 0]  # OpenAI's -1 stands for a list of its own
+
+
+def _heads(folder: Path, settings: dict[str, Any], config: dict[str, Any]) -> list[list[int]]:
+    """Return the heads that tell when a word was said; by default those of the later layers."""
+    layers, heads = config["decoder_layers"], config["decoder_attention_heads"]
+    found = settings.get("alignment_heads")
+    if found is None:
+        return [[i, j] for i in range(layers // 2, layers) for j in range(heads)]
+    pairs = [
+        pair if isinstance(pair, list) and [type(i) for i in pair] == [int, int] else [-1, -1]
+        for pair in (found if isinstance(found, list) else [None])
+    ]
+    if not all(0 <= i < layers and 0 <= j < heads for i, j in pairs):
+        raise ValueError(
+            f"{folder / 'config.json'} has {str(found)[:80]} for alignment_heads; expected pairs "
+            f"of a layer below {layers} and a head below {heads}"
+        )
+    return pairs
+
+
+def whisper_generation_of(
+    folder: Path, settings: dict[str, Any], vocabulary: Sequence[str], config: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the generation config of a Whisper, as OpenAI's folders for transformers have it.
+
+    Raises
+    ------
+    ValueError
+        ``config.json`` is damaged, or the vocabulary has not the tokens of a Whisper.
+    """
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    size = config["vocab_size"]
+    missing = [name for name in (END, _START, "<|notimestamps|>") if name not in ids]
+    if missing:
+        raise ValueError(f"{folder} has a vocabulary without {missing[0]!r}; expected Whisper's")
+    end, start = ids[END], ids[_START]
+    tokens = {
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "decoder_start_token_id": start,
+    }
+    config |= tokens
+    is_multilingual = size >= _MULTILINGUAL
+    begin = _integers(folder, settings, "suppress_ids_begin", size)
+    generation: dict[str, Any] = {
+        **tokens,
+        "alignment_heads": _heads(folder, settings, config),
+        "begin_suppress_tokens": begin,
+        "suppress_tokens": _integers(folder, settings, "suppress_ids", size),
+        "is_multilingual": is_multilingual,
+        "max_initial_timestamp_index": 50,
+        "max_length": config["max_target_positions"],
+        "no_timestamps_token_id": ids["<|notimestamps|>"],
+        "prev_sot_token_id": ids.get("<|startofprev|>"),
+        "return_timestamps": False,
+    }
+    if is_multilingual:
+        languages = _integers(folder, settings, "lang_ids", size)
+        if languages is None:  # they stand between the start and the tasks
+            languages = list(range(start + 1, ids.get("<|translate|>", start + 1)))
+        generation["lang_to_id"] = {vocabulary[i]: i for i in languages if i < len(vocabulary)}
+        generation["task_to_id"] = {
+            task: ids[f"<|{task}|>"] for task in ("transcribe", "translate") if f"<|{task}|>" in ids
+        }
+    return generation
