@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-gguf = __import__("pytest").importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 
 __all__ = [
     "ARCHITECTURES", "quantized", "tensors_of", "write_file", "write_model", "write_word_model",

@@ -32,7 +32,7 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "phi-2"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("refact", "smollm", "starcoder"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("dbrx", "llama-bpe", "llama-v3", "llama3", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("deepseek-r1-qwen", "qwen2"), (_QWEN2,)),
