@@ -148,6 +148,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number.
     // The packed tensor is in the order of the CPU capability in use.
     {"pack_linear(Tensor weight, int format) -> Tensor", Devices::kCpuOnly},
+    // Into bytes of that size, aligned to 64.
+    {"pack_linear.out(Tensor weight, int format, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
     // From the order of any CPU capability to that of the one in use.
     {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     // int4 that is there: weight uint8 [out_features, in_features], scales float16 and zeros uint8
@@ -160,6 +162,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     // To a packed weight, whose format follows from the type, or to float32 [out_features,
     // in_features].
     {"pack_gguf_linear(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
+    {"pack_gguf_linear.out(Tensor blocks, int type, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
     {"dequantize_gguf(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
     // residual [rows, out_features].

@@ -78,7 +78,34 @@ Tensor new_packed(size_t bytes) {
                                   ScalarType::Byte, &std::free);
 }
 
-Tensor pack(const Tensor& weight, int64_t format) {
+// Throws where the two tensors have bytes in common, as far as their spans tell.
+void check_apart(const char* op, const char* name, const Tensor& tensor, const Tensor& out) {
+  if (tensor.numel() == 0 || out.numel() == 0) return;
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return (last + 1) * static_cast<int64_t>(t.element_size());
+  };
+  const char* a = static_cast<const char*>(tensor.const_data_ptr());
+  const char* b = static_cast<const char*>(out.const_data_ptr());
+  if (a < b + span(out) && b < a + span(tensor)) {
+    fail(op, "out shares memory with ", name, "; expected a tensor of its own");
+  }
+}
+
+// Throws unless a packed weight of this shape may be written to it.
+void check_packed_out(const char* op, const Tensor& out, const PackedLinearShape& shape) {
+  const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(shape));
+  check_dtype(op, "out", out, ScalarType::Byte);
+  if (out.dim() == 1 && out.size(0) == bytes && out.is_cpu() && out.is_contiguous() &&
+      reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0) {
+    return;
+  }
+  fail(op, "out has shape ", shape_text(out), " on ", device_name(out), "; expected [", bytes,
+       "], contiguous, on cpu, aligned to 64");
+}
+
+PackedLinearShape checked_floats(const Tensor& weight, int64_t format) {
   check_rank(kPackOp, "weight", weight, 2, "[out_features, in_features]");
   check_float(kPackOp, "weight", weight);
   const PackedLinearShape shape = checked_shape(kPackOp, weight.size(1), weight.size(0), format);
@@ -86,10 +113,26 @@ Tensor pack(const Tensor& weight, int64_t format) {
     fail(kPackOp, "format is ", format, " (", format_name(shape.format),
          "), of which a weight is packed as it is; expected one that floats are rounded to");
   }
-  Tensor packed = new_packed(packed_linear_bytes(shape));
+  return shape;
+}
+
+void write_packed(const Tensor& weight, const PackedLinearShape& shape, const Tensor& out) {
   pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
-              weight.stride(1), packed.mutable_data_ptr());
+              weight.stride(1), out.mutable_data_ptr());
+}
+
+Tensor pack(const Tensor& weight, int64_t format) {
+  const PackedLinearShape shape = checked_floats(weight, format);
+  Tensor packed = new_packed(packed_linear_bytes(shape));
+  write_packed(weight, shape, packed);
   return packed;
+}
+
+void pack_out(const Tensor& weight, int64_t format, const Tensor& out) {
+  const PackedLinearShape shape = checked_floats(weight, format);
+  check_packed_out(kPackOp, out, shape);
+  check_apart(kPackOp, "weight", weight, out);
+  write_packed(weight, shape, out);
 }
 
 // Rows of whole blocks.
@@ -112,16 +155,32 @@ GgufBlock checked_blocks(const char* op, const Tensor& blocks, int64_t type) {
   return block;
 }
 
-Tensor pack_gguf(const Tensor& blocks, int64_t type) {
+PackedLinearShape checked_block_rows(const Tensor& blocks, int64_t type) {
   const GgufBlock block = checked_blocks(kPackGgufOp, blocks, type);
   const int64_t in_features = blocks.size(1) / block.bytes * grouped_format(block.format).step();
-  const PackedLinearShape shape =
-      checked_shape(kPackGgufOp, in_features, blocks.size(0), static_cast<int64_t>(block.format));
-  Tensor packed = new_packed(packed_linear_bytes(shape));
+  return checked_shape(kPackGgufOp, in_features, blocks.size(0),
+                       static_cast<int64_t>(block.format));
+}
+
+void write_packed_blocks(const Tensor& blocks, int64_t type, const PackedLinearShape& shape,
+                         const Tensor& out) {
   pack_gguf_linear(shape, static_cast<GgufType>(type),
                    static_cast<const uint8_t*>(blocks.const_data_ptr()), blocks.stride(0),
-                   packed.mutable_data_ptr());
+                   out.mutable_data_ptr());
+}
+
+Tensor pack_gguf(const Tensor& blocks, int64_t type) {
+  const PackedLinearShape shape = checked_block_rows(blocks, type);
+  Tensor packed = new_packed(packed_linear_bytes(shape));
+  write_packed_blocks(blocks, type, shape, packed);
   return packed;
+}
+
+void pack_gguf_out(const Tensor& blocks, int64_t type, const Tensor& out) {
+  const PackedLinearShape shape = checked_block_rows(blocks, type);
+  check_packed_out(kPackGgufOp, out, shape);
+  check_apart(kPackGgufOp, "blocks", blocks, out);
+  write_packed_blocks(blocks, type, shape, out);
 }
 
 Tensor dequantize(const Tensor& blocks, int64_t type) {
@@ -254,21 +313,6 @@ const float* checked_matrix(const char* name, const OptionalTensor& tensor, int6
   return static_cast<const float*>(copy->const_data_ptr());
 }
 
-// Throws where the two tensors have bytes in common, as far as their spans tell.
-void check_apart(const char* name, const Tensor& tensor, const Tensor& out) {
-  if (tensor.numel() == 0 || out.numel() == 0) return;
-  const auto span = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return (last + 1) * static_cast<int64_t>(t.element_size());
-  };
-  const char* a = static_cast<const char*>(tensor.const_data_ptr());
-  const char* b = static_cast<const char*>(out.const_data_ptr());
-  if (a < b + span(out) && b < a + span(tensor)) {
-    fail(kLinearOp, "out shares memory with ", name, "; expected a tensor of its own");
-  }
-}
-
 struct LinearArguments {
   const Tensor& x;
   const Tensor& packed;
@@ -347,11 +391,11 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
                fail(kLinearOp, "out has rows that overlap; expected a row stride of at least ",
                     columns);
              }
-             check_apart("x", x, out);
-             check_apart("packed", packed, out);
-             if (bias) check_apart("bias", *bias, out);
-             if (multiplier) check_apart("multiplier", *multiplier, out);
-             if (residual) check_apart("residual", *residual, out);
+             check_apart(kLinearOp, "x", x, out);
+             check_apart(kLinearOp, "packed", packed, out);
+             if (bias) check_apart(kLinearOp, "bias", *bias, out);
+             if (multiplier) check_apart(kLinearOp, "multiplier", *multiplier, out);
+             if (residual) check_apart(kLinearOp, "residual", *residual, out);
              return out;
            });
 }
@@ -363,7 +407,9 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
   m.impl("repack_linear", TORCH_BOX(&lmdecode::linear::repack));
   m.impl("pack_quantized_linear", TORCH_BOX(&lmdecode::linear::pack_quantized));
+  m.impl("pack_linear.out", TORCH_BOX(&lmdecode::linear::pack_out));
   m.impl("pack_gguf_linear", TORCH_BOX(&lmdecode::linear::pack_gguf));
+  m.impl("pack_gguf_linear.out", TORCH_BOX(&lmdecode::linear::pack_gguf_out));
   m.impl("dequantize_gguf", TORCH_BOX(&lmdecode::linear::dequantize));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));

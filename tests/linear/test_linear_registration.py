@@ -21,6 +21,10 @@ RESIDUAL = torch.randn(5, 20, generator=GENERATOR)
 def test_opcheck(number: int) -> None:
     opcheck(OPS.pack_linear.default, (WEIGHT, number))
     packed = OPS.pack_linear(WEIGHT, number)
+    out = torch.empty_like(packed)
+    opcheck(OPS.pack_linear.out, (WEIGHT, number), {"out": out})
+    OPS.pack_linear(WEIGHT, number, out=out)
+    assert torch.equal(out, packed)
     for after in ((None, 0, None, None), (BIAS, 2, RESIDUAL, RESIDUAL)):
         opcheck(OPS.packed_linear.default, (X, packed, 20, number, *after))
         opcheck(OPS.packed_linear.out, (X, packed, 20, number, *after), {"out": torch.empty(5, 20)})
@@ -74,5 +78,7 @@ def test_opcheck_of_gguf_blocks(kind: str) -> None:
     number, size = KINDS[kind].number, 3 * KINDS[kind].block_bytes
     blocks = torch.randint(60, (5, size), generator=GENERATOR, dtype=torch.uint8)
     opcheck(OPS.pack_gguf_linear.default, (blocks, number))
+    out = torch.empty_like(OPS.pack_gguf_linear(blocks, number))
+    opcheck(OPS.pack_gguf_linear.out, (blocks, number), {"out": out})
     opcheck(OPS.dequantize_gguf.default, (blocks, number))
     opcheck(OPS.repack_linear.default, (OPS.pack_gguf_linear(blocks, number),))

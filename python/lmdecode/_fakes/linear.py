@@ -50,6 +50,16 @@ def _dequantize_gguf(blocks, type):
     return blocks.new_empty((blocks.shape[0], in_features), dtype=torch.float32)
 
 
+@fake("pack_linear.out")
+def _pack_linear_out(weight, format, *, out):
+    check_devices("pack_linear", "weight", weight, dict(out=out))
+
+
+@fake("pack_gguf_linear.out")
+def _pack_gguf_linear_out(blocks, type, *, out):
+    check_devices("pack_gguf_linear", "blocks", blocks, dict(out=out))
+
+
 @fake("repack_linear")
 def _repack_linear(packed):
     return torch.empty_like(packed)

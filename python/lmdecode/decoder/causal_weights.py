@@ -17,7 +17,7 @@ from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
     most_packed_bytes,
-    pack_weight,
+    pack_weight_into,
     parts_of_packed,
 )
 from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
@@ -366,12 +366,9 @@ class PackedCausalModel:
             nonlocal used
             layout[row, column] = used
             if name in linear or (name == "embedding" and embedding_format == _IS_PACKED):
-                of_model = name in ("embedding", "logits")
-                packed = pack_weight(
-                    value, format_of_head(self.weight_format) if of_model else self.weight_format
-                )
-                memory[used : used + packed.numel()].copy_(packed)
-                size = packed.numel()
+                is_table = name in ("embedding", "logits")
+                kind = format_of_head(self.weight_format) if is_table else self.weight_format
+                size = pack_weight_into(value, kind, memory[used:])
             else:
                 assert isinstance(value, Tensor)
                 is_half = name == "embedding" and embedding_format == _IS_BFLOAT16

@@ -20,6 +20,8 @@ __all__ = [
     "format_of_packed",
     "most_packed_bytes",
     "pack_weight",
+    "pack_weight_into",
+    "packed_bytes",
     "parts_of_packed",
 ]
 
@@ -75,13 +77,13 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
 
     And the size of its groups. Of other bytes it is the number of the name, which the ops refuse.
     """
-    of_name = {
-        "int8": {FORMATS["int8"]: None, _INT8_UNROTATED: None},
-        "int4": {INT4_WITH_MIDDLE: 32}
-        | {number: size for size, number in FORMATS_WITH_ZEROS.items()}
-        | {number: size for size, number in _INT4_ROTATED.items()}
-        | {number: size for size, number in _INT4_UNROTATED.items()},
-    }.get(name, {FORMATS[name]: None})
+    of_name: dict[int, int | None] = {FORMATS[name]: None}
+    if name == "int8":
+        of_name[_INT8_UNROTATED] = None
+    elif name == "int4":
+        of_name = {INT4_WITH_MIDDLE: 32}
+        for numbers in (FORMATS_WITH_ZEROS, _INT4_ROTATED, _INT4_UNROTATED):
+            of_name |= {number: size for size, number in numbers.items()}
     number = FORMATS[name]
     if packed.dtype == torch.uint8 and packed.dim() == 1:
         number = int.from_bytes(bytes(packed[_HEADER_FIELDS[0]].tolist()), "little")
@@ -104,7 +106,15 @@ def format_of_head(name: str) -> str:
 
 
 def pack_weight(weight: LinearWeight, name: str) -> Tensor:
-    """Return a weight as the ops take it, uint8 [bytes].
+    """Return a weight as the ops take it, uint8 [bytes]: see ``pack_weight_into``."""
+    with torch.inference_mode(False):
+        packed = torch.empty(packed_bytes(weight, name), dtype=torch.uint8)
+    pack_weight_into(weight, name, packed)
+    return packed
+
+
+def pack_weight_into(weight: LinearWeight, name: str, memory: Tensor) -> int:
+    """Write a weight to the beginning of a memory, and return how many bytes it takes.
 
     Parameters
     ----------
@@ -113,16 +123,39 @@ def pack_weight(weight: LinearWeight, name: str) -> Tensor:
     name
         A format that floats are rounded to; or "file": blocks are packed as they are, floats as
         bfloat16 where they are bfloat16, else as float32.
+    memory
+        uint8, ``packed_bytes(weight, name)`` of it at least, aligned to 64 bytes.
     """
     if isinstance(weight, JoinedWeight):
-        return torch.cat([pack_weight(part, name) for part in weight.parts])
+        used = 0
+        for part in weight.parts:
+            used += pack_weight_into(part, name, memory[used:])
+        return used
+    size = packed_bytes(weight, name)
+    number = _format_of(weight, name)
     if isinstance(weight, QuantizedWeight):
         if name == AS_IT_IS:
-            return ops.pack_gguf_linear(weight.data, KINDS[weight.kind].number)
+            ops.pack_gguf_linear(weight.data, KINDS[weight.kind].number, out=memory[:size])
+            return size
         weight = weight.dequantize()
-    if name == AS_IT_IS:
-        name = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
-    return ops.pack_linear(weight.detach().float(), FORMATS[name])
+    ops.pack_linear(weight.detach().float(), number, out=memory[:size])
+    return size
+
+
+def packed_bytes(weight: LinearWeight, name: str) -> int:
+    """Return how many bytes ``pack_weight`` makes of a weight."""
+    if isinstance(weight, JoinedWeight):
+        return sum(packed_bytes(part, name) for part in weight.parts)
+    outputs, inputs = weight.shape
+    return _packed_bytes((outputs, inputs), _format_of(weight, name))
+
+
+def _format_of(weight: Tensor | QuantizedWeight, name: str) -> int:
+    if name != AS_IT_IS:
+        return FORMATS[name]
+    if isinstance(weight, QuantizedWeight):
+        return format_of_kind(weight.kind)
+    return FORMATS["bfloat16" if weight.dtype == torch.bfloat16 else "float32"]
 
 
 def _packed_bytes(shape: tuple[int, int], number: int) -> int:

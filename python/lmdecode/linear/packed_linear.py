@@ -83,9 +83,10 @@ class PackedLinear:
     group_size : {32, 64, 128}, optional
         Of ``"int4"``, 32 by default.
     rotate : bool, optional
-        Of ``"int8"`` and ``"int4"``, True by default: the weight and each row of ``x`` are multiplied by blocks of
-        Hadamard matrices before they are rounded, which leaves the product as it is. Features that
-        stand out, as trained models have them, are spread so that little is lost.
+        Of ``"int8"`` and ``"int4"``, True by default: the weight and each row of ``x`` are
+        multiplied by blocks of Hadamard matrices before they are rounded, which leaves the product
+        as it is. Features that stand out, as trained models have them, are spread so that little is
+        lost.
 
     Attributes
     ----------
