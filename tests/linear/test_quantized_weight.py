@@ -33,7 +33,7 @@ def _bits(values: Any) -> Any:
 def test_values_are_those_of_llama_cpp(kind: str) -> None:
     weight = _random(kind, 3000)
     number = gguf.GGMLQuantizationType[kind]
-    assert gguf.GGML_QUANT_SIZES[number] == KINDS[kind]
+    assert (*gguf.GGML_QUANT_SIZES[number], number.value) == KINDS[kind]
     expected = gguf.quants.dequantize(weight.data.numpy(), number)
     assert np.array_equal(_bits(weight.dequantize().numpy()), _bits(expected))
     assert weight.shape == expected.shape

@@ -54,7 +54,8 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor
     bits = total.view(torch.int64)
     away = (lost > 0) == (total > 0)  # the exact sum lies further from zero than the rounded one
     odd = torch.where(away, bits + 1, bits - 1)
-    return torch.where((lost != 0) & (bits & 1 == 0), odd, bits).view(torch.float64).float()
+    is_rounded = (lost != 0) & (bits & 1 == 0) & total.isfinite()  # inf is what it is
+    return torch.where(is_rounded, odd, bits).view(torch.float64).float()
 
 
 def scaled_weight(x: torch.Tensor, x_max: float, factor: float, scale: int) -> torch.Tensor:
