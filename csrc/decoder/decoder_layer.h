@@ -35,9 +35,16 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
 // Scratch of apply_linear() with weights of this many inputs.
 size_t input_bytes(const DecoderConfig& config, int64_t in_features, int64_t rows);
 
+// Rows of x in scratch, as products of a format read them.
+struct PreparedRows {
+  std::optional<linear::LinearFormat> format;
+  linear::LinearInput input;
+};
+
 // y = activation(x W^T + bias) and so on, x [rows, in_features] contiguous; scratch: input_bytes().
+// kept: what the scratch holds of the same x, before and afterwards.
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
-                  linear::LinearOutput output);
+                  linear::LinearOutput output, PreparedRows* kept = nullptr);
 
 // to [rows, model_size] = norm of from, which may be `to` itself.
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,

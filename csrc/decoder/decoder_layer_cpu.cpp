@@ -32,15 +32,20 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
 }
 
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
-                  linear::LinearOutput output) {
+                  linear::LinearOutput output, PreparedRows* kept) {
+  PreparedRows own;
+  if (kept == nullptr) kept = &own;
   output.y_stride = output.y_stride > 0 ? output.y_stride : weights.out_features;
   output.bias = weights.bias;
   for (int64_t part = 0; part < weights.num_parts; ++part) {
     const linear::PackedLinear& matrix = weights.parts[part];
     const linear::PackedLinearShape& shape = matrix.shape;
-    const linear::LinearInput input =
-        prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
-    packed_linear(matrix, input, output);
+    if (kept->format != shape.format) {
+      kept->format = shape.format;
+      kept->input = prepare_linear_input(shape.format, x, shape.in_features, rows,
+                                         shape.in_features, scratch);
+    }
+    packed_linear(matrix, kept->input, output);
     output = output.from_column(shape.out_features);
   }
 }
@@ -95,13 +100,13 @@ class Layer {
 
   void project(const LinearWeights& weights, const float* from, float* to,
                linear::Activation activation = linear::Activation::kNone,
-               const float* multiplier = nullptr) const {
+               const float* multiplier = nullptr, PreparedRows* kept = nullptr) const {
     linear::LinearOutput output;
     output.y = to;
     output.activation = activation;
     output.multiplier = multiplier;
     output.multiplier_stride = weights.out_features;
-    apply_linear(weights, from, rows_, buffers_.linear_input, output);
+    apply_linear(weights, from, rows_, buffers_.linear_input, output, kept);
   }
 
  private:
@@ -132,8 +137,9 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
 
   const float* const input = layer.input(weights.ffn_norm);
   if (config.gated) {
-    layer.project(weights.ffn_up, input, buffers.ffn);
-    layer.project(weights.ffn_gate, input, buffers.ffn, config.activation, buffers.ffn);
+    PreparedRows kept;
+    layer.project(weights.ffn_up, input, buffers.ffn, linear::Activation::kNone, nullptr, &kept);
+    layer.project(weights.ffn_gate, input, buffers.ffn, config.activation, buffers.ffn, &kept);
   } else {
     layer.project(weights.ffn_up, input, buffers.ffn, config.activation);
   }

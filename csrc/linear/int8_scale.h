@@ -35,6 +35,24 @@ inline uint32_t largest_magnitude_bits(const float* values, int64_t count, int64
   return largest;
 }
 
+// Each lane the larger of `largest`, bits of a magnitude, and of value's.
+inline U32 larger_magnitude_bits(U32 largest, F32 value) {
+  const U32 bits = bit_cast_u32(value) & splat_u32(0x7fffffffu);
+  return select(bits >= largest, bits, largest);
+}
+
+inline uint32_t largest_lane(U32 v) {
+#if defined(LMD_SIMD_AVX512)
+  return _mm512_reduce_max_epu32(v.v);
+#else
+  alignas(64) uint32_t lane[kLanes];
+  store(lane, v);
+  uint32_t result = 0;
+  for (const uint32_t bits : lane) result = bits > result ? bits : result;
+  return result;
+#endif
+}
+
 inline int32_t to_int8(float value, float factor) {
   if (factor == 0.0f) return 0;  // 0 times inf would be NaN
   const float product = value * factor;

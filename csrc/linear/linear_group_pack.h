@@ -40,15 +40,23 @@ inline F32 minimum_code(F32 value, F32 minimum, F32 factor) {
 
 // Of some ways to cut the distance from the least to the largest number that with the least squared
 // error: each gives codes, a line through them by least squares, rounded to float16, and new codes
-// by that line. Sums go from the first element on.
+// by that line. An error counts as much as its number is large, and as the numbers are on average.
+// Sums go from the first element on.
 inline void choose_minimums(const F32* values, int count, MinimumGroups* groups) {
   const F32 zero = splat(0.0f), one = splat(1.0f), size = splat(static_cast<float>(count));
-  F32 least = values[0], most = values[0], sum = zero, checked = zero;
+  F32 least = values[0], most = values[0], magnitudes = zero, checked = zero;
   for (int i = 0; i < count; ++i) {
     least = at_most(values[i], least);
     most = max(values[i], most);
-    sum = sum + values[i];
+    magnitudes = magnitudes + abs(values[i]);
     checked = checked + values[i] * zero;  // NaN where one is not finite
+  }
+  const F32 average = magnitudes / size;
+  const auto count_of = [&](int i) { return average + abs(values[i]); };
+  F32 counts = zero, sum = zero;
+  for (int i = 0; i < count; ++i) {
+    counts = counts + count_of(i);
+    sum = sum + count_of(i) * values[i];
   }
   const F32 range = most - least;
   const Mask has_range = range >= splat(kLeastRange);
@@ -61,7 +69,7 @@ inline void choose_minimums(const F32* values, int count, MinimumGroups* groups)
     F32 error = zero;
     for (int i = 0; i < count; ++i) {
       const F32 off = scale * minimum_code(values[i], minimum, factor) + minimum - values[i];
-      error = error + off * off;
+      error = error + count_of(i) * (off * off);
     }
     const Mask is_better = best > error;
     best = select(is_better, error, best);
@@ -74,13 +82,14 @@ inline void choose_minimums(const F32* values, int count, MinimumGroups* groups)
     F32 codes = zero, squares = zero, products = zero;
     for (int i = 0; i < count; ++i) {
       const F32 code = minimum_code(values[i], least, factor);
-      codes = codes + code;
-      squares = squares + code * code;
-      products = products + code * values[i];
+      const F32 counted = count_of(i) * code;
+      codes = codes + counted;
+      squares = squares + counted * code;
+      products = products + counted * values[i];
     }
-    const F32 determinant = size * squares - codes * codes;
+    const F32 determinant = counts * squares - codes * codes;
     const Mask is_line = determinant > zero;
-    const F32 scale = (size * products - codes * sum) / select(is_line, determinant, one);
+    const F32 scale = (counts * products - codes * sum) / select(is_line, determinant, one);
     const F32 minimum = (squares * sum - codes * products) / select(is_line, determinant, one);
     consider(select(is_line, scale, zero), select(is_line, minimum, least));
   }

@@ -76,24 +76,6 @@ inline F32 round_to_bfloat16(F32 value) {
   return bit_cast_f32(select(is_nan(value, value), quiet, rounded));
 }
 
-// Each lane the larger of `largest`, bits of a magnitude, and of value's.
-inline U32 larger_magnitude_bits(U32 largest, F32 value) {
-  const U32 bits = bit_cast_u32(value) & splat_u32(0x7fffffffu);
-  return select(bits >= largest, bits, largest);
-}
-
-inline uint32_t largest_lane(U32 v) {
-#if defined(LMD_SIMD_AVX512)
-  return _mm512_reduce_max_epu32(v.v);
-#else
-  alignas(64) uint32_t lane[kLanes];
-  store(lane, v);
-  uint32_t result = 0;
-  for (const uint32_t bits : lane) result = bits > result ? bits : result;
-  return result;
-#endif
-}
-
 inline uint32_t largest_magnitude_bits(const LinearInputRows& input, int64_t row) {
   U32 largest = splat_u32(0);
   for (int64_t at = 0; at < input.in_features; at += kLanes) {
@@ -121,11 +103,13 @@ inline void store_quantised(char* row, int64_t at, F32 value, float factor) {
 #endif
 }
 
+// largest: where it is known, the bits of the row's largest magnitude.
 template <class Dot>
-void prepare_row(const LinearInputRows& input, int64_t row) {
+void prepare_row(const LinearInputRows& input, int64_t row, const uint32_t* largest) {
   char* const to = input.rows + row * input.row_bytes;
   if constexpr (kIsInt8<Dot>) {
-    const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(input, row));
+    const Int8Scale scale =
+        Int8Scale::of(largest != nullptr ? *largest : largest_magnitude_bits(input, row));
     input.scales[row] = scale.scale;
     for (int64_t at = 0; at < input.in_features; at += kLanes) {
       const F32 value = scale.factor == 0.0f ? splat(0.0f) : load_input(input, row, at);

@@ -87,9 +87,9 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
 }
 
 // The same rows, of which one is rotated in scratch.
-LinearInputRows rotated_row(const LinearInputRows& input, int64_t row) {
-  rotate_input(input.x + row * input.row_stride, input.element_stride, input.in_features,
-               input.rotated);
+LinearInputRows rotated_row(const LinearInputRows& input, int64_t row, uint32_t* largest) {
+  *largest = rotate_input(input.x + row * input.row_stride, input.element_stride, input.in_features,
+                          input.rotated);
   LinearInputRows rotated = input;
   rotated.x = input.rotated;
   rotated.row_stride = 0;
@@ -100,11 +100,13 @@ LinearInputRows rotated_row(const LinearInputRows& input, int64_t row) {
 void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   with_products(input.format, [&]<class Dot>(Dot) {
     for (int64_t row = begin; row < end; ++row) {
-      const LinearInputRows& rows = is_rotated(input.format) ? rotated_row(input, row) : input;
+      uint32_t largest = 0;
+      const bool is_turned = is_rotated(input.format);
+      const LinearInputRows& rows = is_turned ? rotated_row(input, row, &largest) : input;
       if constexpr (kIsGrouped<Dot>) {
         prepare_grouped_row<Dot>(rows, row);
       } else {
-        prepare_row<Dot>(rows, row);
+        prepare_row<Dot>(rows, row, is_turned ? &largest : nullptr);
       }
     }
   });

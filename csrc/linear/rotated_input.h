@@ -1,8 +1,8 @@
 // A row of x, rotated as linear/rotation.h says, by vectors.
 #pragma once
 
+#include "linear/int8_scale.h"
 #include "linear/rotation.h"
-#include "simd/vec_math.h"
 
 namespace lmdecode::LMD_SIMD::linear {
 
@@ -53,7 +53,7 @@ inline F32 butterfly_lanes(F32 x) {
 
 // rotate_block() of `block` elements, at least kLanes.
 template <int kBlock>
-inline void rotate_block_by_vectors(const float* from, float* to) {
+inline void rotate_block_by_vectors(const float* from, float* to, U32* largest) {
   constexpr int kVectors = kBlock / kLanes;
   F32 v[kVectors];
 #pragma GCC unroll 16
@@ -75,10 +75,15 @@ inline void rotate_block_by_vectors(const float* from, float* to) {
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kVectors; ++i) store(to + i * kLanes, v[i]);
+  for (int i = 0; i < kVectors; ++i) {
+    store(to + i * kLanes, v[i]);
+    *largest = larger_magnitude_bits(*largest, v[i]);
+  }
 }
 
-inline void rotate_input(const float* x, int64_t stride, int64_t size, float* to) {
+// Returns the bits of the largest magnitude.
+inline uint32_t rotate_input(const float* x, int64_t stride, int64_t size, float* to) {
+  U32 of_blocks = splat_u32(0);
   if (stride != 1) {
     for (int64_t i = 0; i < size; ++i) to[i] = x[i * stride];
     x = to;
@@ -87,23 +92,25 @@ inline void rotate_input(const float* x, int64_t stride, int64_t size, float* to
   for (int64_t block; (block = rotated_block(at, size)) > 0; at += block) {
     switch (block) {
       case 256:
-        rotate_block_by_vectors<256>(x + at, to + at);
+        rotate_block_by_vectors<256>(x + at, to + at, &of_blocks);
         break;
       case 128:
-        rotate_block_by_vectors<128>(x + at, to + at);
+        rotate_block_by_vectors<128>(x + at, to + at, &of_blocks);
         break;
       case 64:
-        rotate_block_by_vectors<64>(x + at, to + at);
+        rotate_block_by_vectors<64>(x + at, to + at, &of_blocks);
         break;
       case 32:
-        rotate_block_by_vectors<32>(x + at, to + at);
+        rotate_block_by_vectors<32>(x + at, to + at, &of_blocks);
         break;
       default:
-        rotate_block_by_vectors<16>(x + at, to + at);
+        rotate_block_by_vectors<16>(x + at, to + at, &of_blocks);
     }
   }
-  if (x == to) return;
+  const uint32_t of_rest = largest_magnitude_bits(x + at, size - at, 1);
   for (; at < size; ++at) to[at] = x[at];
+  const uint32_t largest = largest_lane(of_blocks);
+  return largest > of_rest ? largest : of_rest;
 }
 
 }  // namespace lmdecode::LMD_SIMD::linear

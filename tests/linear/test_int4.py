@@ -62,7 +62,7 @@ def test_the_error_is_that_of_the_quantised_model(group: int | None) -> None:
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_search_is_better_than_least_and_largest(group: int) -> None:
-    """A fifth of the squared error less; and never worse, but for the rounding of the error."""
+    """A tenth of the error less; and never worse, but for the rounding of the error."""
     weight = normal(200, 4 * group)
     q, scales, minimums = (part.double() for part in quantize_groups(weight, group))
     groups = weight.double().view(200, 4, group)
@@ -70,7 +70,8 @@ def test_the_search_is_better_than_least_and_largest(group: int) -> None:
     least = groups.amin(2, keepdim=True)
     step = ((groups.amax(2, keepdim=True) - least) / 15).half().double()
     plain = ((groups - least.half()) / step).round().clamp(0, 15) * step + least.half()
-    error, of_plain = ((other - groups).square().sum(2) for other in (held, plain))
+    counts = groups.abs().mean(2, keepdim=True) + groups.abs()
+    error, of_plain = (((other - groups).square() * counts).sum(2) for other in (held, plain))
     assert (error <= of_plain * 1.0001).all()
     assert error.sum() < 0.9 * of_plain.sum()
 

@@ -95,7 +95,8 @@ def quantize_groups(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tenso
     Of some ways to cut the distance from the least to the largest number of a group, 15 steps and
     14 to 17 steps in 17 ways, that with the least squared error. Each of the 17 gives codes, and a
     line through them by least squares; scales and minimums are rounded to float16, and codes are
-    made anew by them. Sums are those of float32, from the first element on.
+    made anew by them. The error of a number counts as much as its magnitude and the group's average
+    magnitude together. Sums are those of float32, from the first element on.
 
     Parameters
     ----------
@@ -133,10 +134,14 @@ def _minimum_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     each = values.unbind(2)
     zero, one = torch.zeros(values.shape[:2]), torch.ones(values.shape[:2])
     size = torch.full_like(zero, len(each))
-    least, most, total = each[0], each[0], zero
+    least, most, magnitudes = each[0], each[0], zero
     for value in each:
         least, most = torch.minimum(least, value), torch.maximum(most, value)
-        total = total + value
+        magnitudes = magnitudes + value.abs()
+    counts = [magnitudes / size + value.abs() for value in each]
+    all_counts = total = zero
+    for count, value in zip(counts, each, strict=True):
+        all_counts, total = all_counts + count, total + count * value
     distance = most - least
     has_distance = distance >= _LEAST_SCALED_MAGNITUDE
     unit = torch.where(has_distance, one / distance, zero)
@@ -148,9 +153,9 @@ def _minimum_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, minimum = scale.half().float(), minimum.half().float()
         factor = torch.where(scale.abs() > 0, one / scale, zero)
         error = zero
-        for value in each:
+        for count, value in zip(counts, each, strict=True):
             off = scale * _minimum_codes(value, minimum, factor) + minimum - value
-            error = error + off * off
+            error = error + count * (off * off)
         is_better = error < best
         best = torch.where(is_better, error, best)
         scales = torch.where(is_better, scale, scales)
@@ -161,14 +166,15 @@ def _minimum_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for way in range(17):
         factor = unit * (14 + 0.1875 * way)
         codes = squares = products = zero
-        for value in each:
+        for count, value in zip(counts, each, strict=True):
             code = _minimum_codes(value, least, factor)
-            codes, squares = codes + code, squares + code * code
-            products = products + code * value
-        determinant = size * squares - codes * codes
+            counted = count * code
+            codes, squares = codes + counted, squares + counted * code
+            products = products + counted * value
+        determinant = all_counts * squares - codes * codes
         is_line = determinant > 0
         divisor = torch.where(is_line, determinant, one)
-        scale = (size * products - codes * total) / divisor
+        scale = (all_counts * products - codes * total) / divisor
         minimum = (squares * total - codes * products) / divisor
         consider(torch.where(is_line, scale, zero), torch.where(is_line, minimum, least))
     is_finite = values.isfinite().all(2)
