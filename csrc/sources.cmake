@@ -53,6 +53,7 @@ set(CPU_SOURCES
   kv_cache/reorder_cache_cpu.cpp
   kv_cache/ring_cache_append_cpu.cpp
   kv_cache/update_beam_indirection_cpu.cpp
+  linear/gguf_blocks.cpp
   linear/norms_cpu.cpp
   linear/packed_linear_cpu.cpp
   linear/repack_linear.cpp

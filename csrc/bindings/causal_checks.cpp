@@ -34,18 +34,21 @@ class WeightParts {
     return norm;
   }
 
-  LinearWeights linear(const char* name, const char* bias, linear::LinearFormat format,
-                       int64_t in_features, int64_t out_features) {
+  // One matrix, without a bias.
+  linear::PackedLinear matrix(const char* name, std::optional<linear::LinearFormat> format,
+                              int64_t in_features, int64_t out_features) {
+    linear::PackedLinear parts[1];
+    read(name, format, in_features, out_features, parts, 1);
+    return parts[0];
+  }
+
+  LinearWeights linear(const char* name, const char* bias,
+                       std::optional<linear::LinearFormat> format, int64_t in_features,
+                       int64_t out_features) {
     LinearWeights weights;
-    weights.matrix.shape = {in_features, out_features, format};
-    // A weight takes half a byte at least: what cannot be there is not counted, which may overflow.
-    const bool fits = in_features <= 2 * bytes_ / out_features;
-    const int64_t bytes =
-        fits ? static_cast<int64_t>(packed_linear_bytes(weights.matrix.shape)) : bytes_ + 1;
-    weights.matrix.packed = take(name, bytes);
-    if (weights.matrix.packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
-    check_packed_weight(op_, std::string("weights.") + name, weights.matrix.packed, bytes,
-                        weights.matrix.shape, ", from config");
+    weights.out_features = out_features;
+    weights.num_parts =
+        read(name, format, in_features, out_features, weights.parts, kMaxLinearParts);
     weights.bias = next<float>(bias, out_features);
     return weights;
   }
@@ -53,6 +56,16 @@ class WeightParts {
   void skip() { ++row_; }
 
  private:
+  int64_t read(const char* name, std::optional<linear::LinearFormat> format, int64_t in_features,
+               int64_t out_features, linear::PackedLinear* parts, int64_t most) {
+    const char* const packed = static_cast<const char*>(take(name, sizeof(linear::PackedHeader)));
+    if (packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
+    int64_t used = 0;
+    return check_packed_parts(op_, std::string("weights.") + name, packed,
+                              memory_ + bytes_ - packed, in_features, out_features, format,
+                              ", from config", parts, most, &used);
+  }
+
   const void* take(const char* name, int64_t bytes) {
     const int64_t at = *row_++;
     if (at == -1) return nullptr;
@@ -100,8 +113,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 1, 4));
-  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, linear::kMaxLinearFormat));
-  m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 2));
+  c.format = list.next_format();
+  m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 3));
   c.norm_first = true;
   if (c.heads % c.kv_heads != 0) {
     fail(op, "config.num_kv_heads is ", c.kv_heads, "; expected a divisor of num_heads, ", c.heads);
@@ -146,11 +159,6 @@ CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, con
   WeightParts parts(op, memory, rows);
   switch (model.embedding_format) {
     case EmbeddingFormat::kLogits:
-      if (c.format != linear::LinearFormat::kFloat32 &&
-          c.format != linear::LinearFormat::kBFloat16) {
-        fail(op, "config.embedding_format is 0 with format ", linear::format_name(c.format),
-             "; expected float32 or bfloat16, of which a row of the projection can be read");
-      }
       parts.skip();
       break;
     case EmbeddingFormat::kFloat32:
@@ -159,8 +167,12 @@ CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, con
     case EmbeddingFormat::kBFloat16:
       model.embedding = parts.next<BFloat16>("embedding", c.vocab * c.model_size);
       break;
+    case EmbeddingFormat::kPacked:
+      model.rows = parts.matrix("embedding", std::nullopt, c.model_size, c.vocab);
+      break;
   }
-  if (model.embedding == nullptr && model.embedding_format != EmbeddingFormat::kLogits) {
+  if (model.embedding == nullptr && (model.embedding_format == EmbeddingFormat::kFloat32 ||
+                                     model.embedding_format == EmbeddingFormat::kBFloat16)) {
     fail(op, "weights have no embedding; expected it");
   }
   model.weights.positions =
@@ -175,6 +187,13 @@ CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, con
   }
   model.weights.final_norm = parts.norm("final_norm_gamma", "final_norm_beta", c.model_size);
   model.weights.logits = parts.linear("logits", "logits_bias", c.format, c.model_size, c.vocab);
+  if (model.embedding_format == EmbeddingFormat::kLogits) {
+    if (model.weights.logits.num_parts != 1) {
+      fail(op, "weights.logits has ", model.weights.logits.num_parts,
+           " parts; expected one, as it is the embedding");
+    }
+    model.rows = model.weights.logits.parts[0];
+  }
 
   const int64_t head = model.norms_all_heads ? c.attention_size() : c.head_size;
   const int64_t key_head = model.norms_all_heads ? c.key_size() : c.head_size;

@@ -15,19 +15,25 @@ NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, 
 namespace {
 
 LinearWeights linear_weights(const char* op, TensorList& list, const char* name, const char* bias,
-                             linear::LinearFormat format, int64_t in_features,
+                             std::optional<linear::LinearFormat> format, int64_t in_features,
                              int64_t out_features) {
-  LinearWeights linear;
-  linear.matrix.shape = {in_features, out_features, format};
-  const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(linear.matrix.shape));
-  linear.matrix.packed = list.next<const uint8_t>(name, ScalarType::Byte, {bytes});
-  if (reinterpret_cast<uintptr_t>(linear.matrix.packed) % 64 != 0) {
+  LinearWeights weights;
+  weights.out_features = out_features;
+  const int64_t bytes = list.next_tensor().numel();
+  const uint8_t* const packed = list.next<const uint8_t>(name, ScalarType::Byte, {-1});
+  if (reinterpret_cast<uintptr_t>(packed) % 64 != 0) {
     fail(op, "weights.", name, " is not aligned to 64 bytes; expected what pack_linear returned");
   }
-  check_packed_weight(op, std::string("weights.") + name, linear.matrix.packed, bytes,
-                      linear.matrix.shape, ", from config");
-  linear.bias = list.next_or_null<const float>(bias, ScalarType::Float, {out_features});
-  return linear;
+  int64_t used = 0;
+  const std::string full_name = std::string("weights.") + name;
+  weights.num_parts =
+      check_packed_parts(op, full_name, packed, bytes, in_features, out_features, format,
+                         ", from config", weights.parts, kMaxLinearParts, &used);
+  if (used != bytes) {
+    fail(op, full_name, " has shape [", bytes, "]; expected [", used, "], from config");
+  }
+  weights.bias = list.next_or_null<const float>(bias, ScalarType::Float, {out_features});
+  return weights;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // python/lmdecode/decoder/state.py make the lists of tensors and numbers that come here.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "bindings/beam_search_checks.h"
@@ -40,6 +41,12 @@ class IntegerList {
     return value;
   }
   bool next_flag(const char* field) { return next(field, 0, 1) != 0; }
+  // Of linear weights; -1: each has its own.
+  std::optional<linear::LinearFormat> next_format() {
+    const int64_t format = next("format", -1, linear::kMaxLinearFormat);
+    if (format < 0) return std::nullopt;
+    return static_cast<linear::LinearFormat>(format);
+  }
 
  private:
   const char* op_;
@@ -65,7 +72,7 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.norm_first = list.next_flag("norm_first");
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 0, 4));
-  c.format = static_cast<linear::LinearFormat>(list.next("format", 0, linear::kMaxLinearFormat));
+  c.format = list.next_format();
   if (c.heads * c.head_size >= kMaxDecoderSize) {
     fail(op, "config has ", c.heads, " heads of ", c.head_size,
          "; expected fewer than 2^31 in all");

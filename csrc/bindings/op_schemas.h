@@ -155,6 +155,12 @@ inline constexpr OpSchema kOpSchemas[] = {
     // groups of 32 without zeros.
     {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
      Devices::kCpuOnly},
+    // Blocks of a GGUF file: uint8 [out_features, bytes of a row], of the type with the file's
+    // number.
+    // To a packed weight, whose format follows from the type, or to float32 [out_features,
+    // in_features].
+    {"pack_gguf_linear(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
+    {"dequantize_gguf(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
     // residual [rows, out_features].
     {"packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "

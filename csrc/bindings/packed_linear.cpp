@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <new>
 
 #include "bindings/linear_checks.h"
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
 #include "common/parallel_workspace.h"
+#include "linear/gguf_blocks.h"
 #include "linear/repack_linear.h"
 
 namespace lmdecode::linear {
@@ -16,14 +18,31 @@ namespace {
 
 constexpr char kPackOp[] = "pack_linear";
 constexpr char kPackQuantizedOp[] = "pack_quantized_linear";
+constexpr char kPackGgufOp[] = "pack_gguf_linear";
+constexpr char kDequantizeGgufOp[] = "dequantize_gguf";
 constexpr char kRepackOp[] = "repack_linear";
 constexpr char kLinearOp[] = "packed_linear";
 
+// Whether floats are rounded to a format when they are packed.
+bool rounds_floats(LinearFormat format) {
+  switch (format) {
+    case LinearFormat::kFloat32:
+    case LinearFormat::kBFloat16:
+    case LinearFormat::kInt8:
+    case LinearFormat::kInt8Rotated:
+    case LinearFormat::kInt4Minimums32:
+    case LinearFormat::kInt4Minimums64:
+    case LinearFormat::kInt4Minimums128:
+      return true;
+    default:
+      return false;
+  }
+}
+
 LinearFormat checked_format(const char* op, int64_t format) {
   if (format < 0 || format > kMaxLinearFormat) {
-    fail(op, "format is ", format,
-         "; expected 0 (float32), 1 (bfloat16), 2 (int8), 3 (int4), or 4, 5 or 6 (int4 with zeros "
-         "of groups of 32, 64 or 128)");
+    fail(op, "format is ", format, "; expected 0 to ", kMaxLinearFormat,
+         ", a number of csrc/linear/packed_linear.h");
   }
   return static_cast<LinearFormat>(format);
 }
@@ -35,7 +54,7 @@ PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out
     fail(op, "the weight has shape [", out_features, ", ", in_features,
          "]; expected no negative size");
   }
-  if (checked == LinearFormat::kInt8 && in_features > kMaxInt8Features) {
+  if (is_int8_row(checked) && in_features > kMaxInt8Features) {
     fail(op, "weight has ", in_features, " input features; expected at most ", kMaxInt8Features,
          " for int8");
   }
@@ -60,10 +79,58 @@ Tensor pack(const Tensor& weight, int64_t format) {
   check_rank(kPackOp, "weight", weight, 2, "[out_features, in_features]");
   check_float(kPackOp, "weight", weight);
   const PackedLinearShape shape = checked_shape(kPackOp, weight.size(1), weight.size(0), format);
+  if (!rounds_floats(shape.format)) {
+    fail(kPackOp, "format is ", format, " (", format_name(shape.format),
+         "), of which a weight is packed as it is; expected one that floats are rounded to");
+  }
   Tensor packed = new_packed(packed_linear_bytes(shape));
   pack_linear(shape, static_cast<const float*>(weight.const_data_ptr()), weight.stride(0),
               weight.stride(1), packed.mutable_data_ptr());
   return packed;
+}
+
+// Rows of whole blocks.
+GgufBlock checked_blocks(const char* op, const Tensor& blocks, int64_t type) {
+  check_rank(op, "blocks", blocks, 2, "[out_features, bytes of a row]");
+  check_dtype(op, "blocks", blocks, ScalarType::Byte);
+  if (!blocks.is_cpu() || (blocks.size(1) > 1 && blocks.stride(1) != 1)) {
+    fail(op, "blocks is on ", device_name(blocks),
+         ", or has strides within a row; expected bytes "
+         "side by side on cpu");
+  }
+  const bool fits = type >= 0 && type <= std::numeric_limits<int32_t>::max();
+  const GgufBlock block = fits ? gguf_block(static_cast<GgufType>(type)) : GgufBlock{};
+  if (block.bytes == 0) {
+    fail(op, "type is ", type, "; expected the number of a quantised type of GGUF that there is");
+  }
+  if (blocks.size(1) % block.bytes != 0) {
+    fail(op, "blocks has rows of ", blocks.size(1), " bytes; expected a multiple of ", block.bytes);
+  }
+  return block;
+}
+
+Tensor pack_gguf(const Tensor& blocks, int64_t type) {
+  const GgufBlock block = checked_blocks(kPackGgufOp, blocks, type);
+  const int64_t in_features = blocks.size(1) / block.bytes * grouped_format(block.format).step();
+  const PackedLinearShape shape =
+      checked_shape(kPackGgufOp, in_features, blocks.size(0), static_cast<int64_t>(block.format));
+  Tensor packed = new_packed(packed_linear_bytes(shape));
+  pack_gguf_linear(shape, static_cast<GgufType>(type),
+                   static_cast<const uint8_t*>(blocks.const_data_ptr()), blocks.stride(0),
+                   packed.mutable_data_ptr());
+  return packed;
+}
+
+Tensor dequantize(const Tensor& blocks, int64_t type) {
+  const GgufBlock block = checked_blocks(kDequantizeGgufOp, blocks, type);
+  const int64_t row_blocks = blocks.size(1) / block.bytes;
+  Tensor values =
+      new_tensor(blocks, {blocks.size(0), row_blocks * grouped_format(block.format).step()},
+                 ScalarType::Float);
+  dequantize_gguf(static_cast<GgufType>(type), static_cast<const uint8_t*>(blocks.const_data_ptr()),
+                  blocks.stride(0), blocks.size(0), row_blocks,
+                  static_cast<float*>(values.mutable_data_ptr()));
+  return values;
 }
 
 // Anything but a weight packed at some level, of the size that its header says, is refused.
@@ -87,7 +154,7 @@ Tensor repack(const Tensor& packed) {
   const PackedLinearShape shape = checked_shape(kRepackOp, header.in_features, header.out_features,
                                                 static_cast<int64_t>(header.format));
   const LinearTile tile = header.tile;
-  const int64_t group = int4_group(shape.format);
+  const int64_t group = grouped_format(shape.format).step();
   const bool is_tile = tile.width > 0 && kMaxPanelWidth % tile.width == 0 && tile.values > 0 &&
                        (group > 0 ? tile.values == group : kMaxValues % tile.values == 0);
   const int64_t most = int64_t{1} << 40;
@@ -106,8 +173,9 @@ Tensor repack(const Tensor& packed) {
 LinearFormat checked_int4_format(int64_t in_features, int64_t groups, bool has_zeros) {
   for (LinearFormat format :
        {LinearFormat::kInt4Zeros32, LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
-    if (int4_group(format) * groups != in_features) continue;
-    return has_zeros || int4_group(format) > 32 ? format : LinearFormat::kInt4;
+    const int64_t size = grouped_format(format).group;
+    if (size * groups != in_features) continue;
+    return has_zeros || size > 32 ? format : LinearFormat::kInt4;
   }
   fail(kPackQuantizedOp, "weight has ", in_features, " input features and scales has ", groups,
        " groups; expected groups of 32, 64 or 128");
@@ -292,6 +360,8 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&lmdecode::linear::pack));
   m.impl("repack_linear", TORCH_BOX(&lmdecode::linear::repack));
   m.impl("pack_quantized_linear", TORCH_BOX(&lmdecode::linear::pack_quantized));
+  m.impl("pack_gguf_linear", TORCH_BOX(&lmdecode::linear::pack_gguf));
+  m.impl("dequantize_gguf", TORCH_BOX(&lmdecode::linear::dequantize));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
 }

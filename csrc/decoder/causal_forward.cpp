@@ -254,8 +254,8 @@ class CausalForward {
 
   void embed_row(int64_t row, float* x) const {
     const int64_t size = c_.model_size, token = w_.tokens[row];
-    if (m_.embedding_format == EmbeddingFormat::kLogits) {
-      read_packed_row(m_.weights.logits.matrix, token, x);
+    if (m_.rows.packed != nullptr) {
+      read_packed_row(m_.rows, token, x);
     } else if (m_.embedding_format == EmbeddingFormat::kFloat32) {
       std::copy_n(static_cast<const float*>(m_.embedding) + token * size, size, x);
     } else {

@@ -26,13 +26,14 @@ struct CausalLayer {
 };
 
 // How the embedding is held.
-enum class EmbeddingFormat : int32_t { kLogits = 0, kFloat32 = 1, kBFloat16 = 2 };
+enum class EmbeddingFormat : int32_t { kLogits = 0, kFloat32 = 1, kBFloat16 = 2, kPacked = 3 };
 
 struct CausalModel {
   DecoderConfig config;
   DecoderWeights weights;  // embedding and layers are these instead:
   EmbeddingFormat embedding_format = EmbeddingFormat::kFloat32;
-  const void* embedding = nullptr;      // [vocab, model_size]; kLogits: read from weights.logits
+  const void* embedding = nullptr;      // [vocab, model_size] of kFloat32 and kBFloat16
+  linear::PackedLinear rows;            // whose rows are the embedding: kLogits and kPacked
   const CausalLayer* layers = nullptr;  // [config.layers]
   int64_t rotary_size = 0;              // features of a head that are turned
   int64_t num_rotary = 0;

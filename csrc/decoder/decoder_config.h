@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "linear/packed_linear.h"
 
@@ -24,7 +25,8 @@ struct DecoderConfig {
   bool norm_first = false;  // before each sublayer, or behind its residual
   bool gated = false;
   linear::Activation activation = linear::Activation::kRelu;
-  linear::LinearFormat format = linear::LinearFormat::kFloat32;
+  // Of every linear weight; without it each has its own.
+  std::optional<linear::LinearFormat> format = linear::LinearFormat::kFloat32;
   float norm_epsilon = 0.0f;
   float attention_scale = 1.0f;
   float denominator_epsilon = 0.0f;  // added to the sum that softmax divides by
@@ -40,8 +42,14 @@ struct NormWeights {
   const float* beta = nullptr;   // [model_size] or null
 };
 
+// Queries, keys and values may have a format each: their weights are parts then, outputs one behind
+// the other.
+constexpr int64_t kMaxLinearParts = 3;
+
 struct LinearWeights {
-  linear::PackedLinear matrix;
+  linear::PackedLinear parts[kMaxLinearParts];
+  int64_t num_parts = 1;
+  int64_t out_features = 0;     // of all parts
   const float* bias = nullptr;  // [out_features] or null
 };
 

@@ -32,8 +32,10 @@ struct LayerBuffers {
 size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memory,
                            LayerBuffers* buffers);
 
-// y = activation(x W^T + bias) and so on, x [rows, in_features] contiguous; scratch: that of
-// linear_input_bytes().
+// Scratch of apply_linear() with weights of this many inputs.
+size_t input_bytes(const DecoderConfig& config, int64_t in_features, int64_t rows);
+
+// y = activation(x W^T + bias) and so on, x [rows, in_features] contiguous; scratch: input_bytes().
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
                   linear::LinearOutput output);
 

@@ -9,6 +9,11 @@
 
 namespace lmdecode::decoder {
 
+size_t input_bytes(const DecoderConfig& config, int64_t in_features, int64_t rows) {
+  return config.format.has_value() ? linear_input_bytes(*config.format, in_features, rows)
+                                   : linear::most_linear_input_bytes(in_features, rows);
+}
+
 size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memory,
                            LayerBuffers* buffers) {
   SplitMemory split(memory);
@@ -18,7 +23,7 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
   split.take(&buffers->ffn, rows * config.ffn_size);
   size_t bytes = 0;
   for (const int64_t size : {config.model_size, config.attention_size(), config.ffn_size}) {
-    bytes = std::max(bytes, linear_input_bytes(config.format, size, rows));
+    bytes = std::max(bytes, input_bytes(config, size, rows));
   }
   unsigned char* input = nullptr;
   split.take(&input, static_cast<int64_t>(bytes));
@@ -28,12 +33,16 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
 
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
                   linear::LinearOutput output) {
-  const linear::PackedLinearShape& shape = weights.matrix.shape;
-  output.y_stride = output.y_stride > 0 ? output.y_stride : shape.out_features;
+  output.y_stride = output.y_stride > 0 ? output.y_stride : weights.out_features;
   output.bias = weights.bias;
-  const linear::LinearInput input =
-      prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
-  packed_linear(weights.matrix, input, output);
+  for (int64_t part = 0; part < weights.num_parts; ++part) {
+    const linear::PackedLinear& matrix = weights.parts[part];
+    const linear::PackedLinearShape& shape = matrix.shape;
+    const linear::LinearInput input =
+        prepare_linear_input(shape.format, x, shape.in_features, rows, shape.in_features, scratch);
+    packed_linear(matrix, input, output);
+    output = output.from_column(shape.out_features);
+  }
 }
 
 void apply_norm(const DecoderConfig& config, const NormWeights& weights, const float* from,
@@ -91,7 +100,7 @@ class Layer {
     output.y = to;
     output.activation = activation;
     output.multiplier = multiplier;
-    output.multiplier_stride = weights.matrix.shape.out_features;
+    output.multiplier_stride = weights.out_features;
     apply_linear(weights, from, rows_, buffers_.linear_input, output);
   }
 

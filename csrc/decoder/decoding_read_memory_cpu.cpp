@@ -31,8 +31,7 @@ struct Workspace {
     SplitMemory parts(block);
     parts.take(&memory, rows * p.config.memory_size);
     parts.take(&key_value, rows * 2 * shape_of(p.config).size());
-    parts.take(&linear, static_cast<int64_t>(
-                            linear_input_bytes(p.config.format, p.config.memory_size, rows)));
+    parts.take(&linear, static_cast<int64_t>(input_bytes(p.config, p.config.memory_size, rows)));
     return parts.used();
   }
 };

@@ -1,7 +1,7 @@
 // Which products a format has at the level of this build.
 #pragma once
 
-#include "linear/linear_int4_products.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_products.h"
 
 namespace lmdecode::LMD_SIMD::linear {
@@ -12,12 +12,12 @@ template <class Dot>
 constexpr bool kIsInt8 = requires { Dot::kInputOffset; };
 
 template <class Dot>
-constexpr bool kIsInt4 = requires { Dot::kHasZeros; };
+constexpr bool kIsGrouped = requires { Dot::kGrouped; };
 
 template <class Dot>
 constexpr LinearTile tile_of() {
-  if constexpr (kIsInt4<Dot>)
-    return {Dot::kWidth, Dot::kGroup, Dot::kInputBytes};
+  if constexpr (kIsGrouped<Dot>)
+    return {Dot::kWidth, Dot::kGrouped.step(), Dot::kInputBytes};
   else
     return {kPanelVectors * Dot::kLanes, Dot::kValues,
             Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
@@ -36,6 +36,7 @@ inline void with_products([[maybe_unused]] LinearFormat format, const Body& body
     case LinearFormat::kBFloat16:
       return;
     case LinearFormat::kInt8:
+    case LinearFormat::kInt8Rotated:
       return body(Int8Quads{});
 #else
     case LinearFormat::kFloat32:
@@ -43,16 +44,43 @@ inline void with_products([[maybe_unused]] LinearFormat format, const Body& body
     case LinearFormat::kBFloat16:
       return body(WidenedPairs{});
     case LinearFormat::kInt8:
+    case LinearFormat::kInt8Rotated:
       return body(Int8Pairs{});
 #endif
     case LinearFormat::kInt4:
-      return body(Int4Groups<32, false>{});
+      return body(GroupProducts<LinearFormat::kInt4>{});
     case LinearFormat::kInt4Zeros32:
-      return body(Int4Groups<32, true>{});
+      return body(GroupProducts<LinearFormat::kInt4Zeros32>{});
     case LinearFormat::kInt4Zeros64:
-      return body(Int4Groups<64, true>{});
+      return body(GroupProducts<LinearFormat::kInt4Zeros64>{});
     case LinearFormat::kInt4Zeros128:
-      return body(Int4Groups<128, true>{});
+      return body(GroupProducts<LinearFormat::kInt4Zeros128>{});
+    case LinearFormat::kInt4Minimums32:
+      return body(GroupProducts<LinearFormat::kInt4Minimums32>{});
+    case LinearFormat::kInt4Minimums64:
+      return body(GroupProducts<LinearFormat::kInt4Minimums64>{});
+    case LinearFormat::kInt4Minimums128:
+      return body(GroupProducts<LinearFormat::kInt4Minimums128>{});
+    case LinearFormat::kInt8Groups:
+      return body(GroupProducts<LinearFormat::kInt8Groups>{});
+    case LinearFormat::kInt8Minimums:
+      return body(GroupProducts<LinearFormat::kInt8Minimums>{});
+    case LinearFormat::kNonlinear:
+      return body(GroupProducts<LinearFormat::kNonlinear>{});
+    case LinearFormat::kMicroscaled:
+      return body(GroupProducts<LinearFormat::kMicroscaled>{});
+    case LinearFormat::kInt4SuperMinimums32:
+      return body(GroupProducts<LinearFormat::kInt4SuperMinimums32>{});
+    case LinearFormat::kInt8SuperMinimums32:
+      return body(GroupProducts<LinearFormat::kInt8SuperMinimums32>{});
+    case LinearFormat::kInt8Super16:
+      return body(GroupProducts<LinearFormat::kInt8Super16>{});
+    case LinearFormat::kInt4SuperMinimums16:
+      return body(GroupProducts<LinearFormat::kInt4SuperMinimums16>{});
+    case LinearFormat::kInt4Super16:
+      return body(GroupProducts<LinearFormat::kInt4Super16>{});
+    case LinearFormat::kNonlinearSuper:
+      return body(GroupProducts<LinearFormat::kNonlinearSuper>{});
   }
 #endif
 }

@@ -4,10 +4,31 @@
 #include "linear/int8_scale.h"
 #include "linear/linear_formats.h"
 #include "linear/packed_linear_kernels.h"
+#include "linear/rotated_input.h"
 
 namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
+
+// Elements of an output's row, rotated or as they are.
+struct RowValues {
+  const float* values;
+  int64_t stride, size;
+  bool is_rotated;
+
+  // body(i, value), in their order.
+  template <class Body>
+  void for_each(const Body& body) const {
+    int64_t at = 0;
+    for (int64_t block; is_rotated && (block = rotated_block(at, size)) > 0; at += block) {
+      float rotated[kRotatedBlock];
+      for (int64_t i = 0; i < block; ++i) rotated[i] = values[(at + i) * stride];
+      rotate_block(rotated, block);
+      for (int64_t i = 0; i < block; ++i) body(at + i, rotated[i]);
+    }
+    for (; at < size; ++at) body(at, values[at * stride]);
+  }
+};
 
 // The weights of one output: element(i) reads W, put(i, ...) writes the panel.
 template <class Dot>
@@ -37,21 +58,35 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
     case LinearFormat::kBFloat16:
       return each(reinterpret_cast<uint16_t*>(panel),
                   [](float value) { return bfloat16_bits(value); });
-    case LinearFormat::kInt8: {
-      const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(weight, size, in_stride));
+    case LinearFormat::kInt8:
+    case LinearFormat::kInt8Rotated: {
+      const RowValues values = {weight, in_stride, size,
+                                shape.format == LinearFormat::kInt8Rotated};
+      uint32_t largest = 0;
+      values.for_each([&](int64_t, float value) {
+        const uint32_t bits = magnitude_bits(value);
+        largest = bits > largest ? bits : largest;
+      });
+      const Int8Scale scale = Int8Scale::of(largest);
+      int8_t* const first = reinterpret_cast<int8_t*>(panel) + column * Dot::kValues;
+      const auto put = [&](int64_t i, int32_t value) {
+        first[i / Dot::kValues * kWidth * Dot::kValues + i % Dot::kValues] =
+            static_cast<int8_t>(value);
+      };
       int32_t sum = 0;
-      each(reinterpret_cast<int8_t*>(panel), [&](float value) {
+      values.for_each([&](int64_t i, float value) {
         const int32_t rounded = to_int8(value, scale.factor);
         sum += rounded;
-        return static_cast<int8_t>(rounded);
+        put(i, rounded);
       });
+      for (int64_t i = size; i < layout.depth * Dot::kValues; ++i) put(i, 0);
       if constexpr (kIsInt8<Dot>) {
         reinterpret_cast<float*>(base + layout.scales_at)[output] = scale.scale;
         reinterpret_cast<int32_t*>(base + layout.offsets_at)[output] = Dot::kInputOffset * sum;
       }
       return;
     }
-    default:  // int4: linear_int4_pack.h
+    default:  // with groups: linear_group_pack.h
       return;
   }
 }
@@ -121,15 +156,29 @@ inline void store_quantised(char* row, int64_t at, F32 value, float factor) {
 }
 
 template <class Dot>
+void quantise_row(const LinearInputRows& input, int64_t row, char* to) {
+  const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(input, row));
+  input.scales[row] = scale.scale;
+  for (int64_t at = 0; at < input.in_features; at += kLanes) {
+    const F32 value = scale.factor == 0.0f ? splat(0.0f) : load_input(input, row, at);
+    store_quantised<Dot>(to, at, value, scale.factor);
+  }
+}
+
+template <class Dot>
 void prepare_row(const LinearInputRows& input, int64_t row) {
   char* const to = input.rows + row * input.row_bytes;
   if constexpr (kIsInt8<Dot>) {
-    const Int8Scale scale = Int8Scale::of(largest_magnitude_bits(input, row));
-    input.scales[row] = scale.scale;
-    for (int64_t at = 0; at < input.in_features; at += kLanes) {
-      const F32 value = scale.factor == 0.0f ? splat(0.0f) : load_input(input, row, at);
-      store_quantised<Dot>(to, at, value, scale.factor);
+    if (input.format == LinearFormat::kInt8Rotated) {
+      const float* const x = input.x + row * input.row_stride;
+      rotate_input(x, input.element_stride, input.in_features, input.rotated);
+      LinearInputRows rotated = input;
+      rotated.x = input.rotated;
+      rotated.element_stride = 1;
+      rotated.row_stride = 0;
+      return quantise_row<Dot>(rotated, row, to);
     }
+    quantise_row<Dot>(input, row, to);
   } else {
     for (int64_t at = 0; at < input.in_features; at += kLanes) {
       const F32 value = load_input(input, row, at);

@@ -11,9 +11,9 @@ constexpr int64_t kRowBlock = 144;
 
 // Of int4, rows of a tile, whose sums are kept in registers, and elements of in_features that
 // all rows pass over before the next.
-constexpr int kInt4TileRows = 4;
-constexpr int64_t kInt4ChainElements = 2048;
-constexpr int64_t kInt4PrefetchBytes = 12288;
+constexpr int kGroupTileRows = 4;
+constexpr int64_t kGroupChainElements = 2048;
+constexpr int64_t kGroupPrefetchBytes = 12288;
 
 // No task for another thread takes less. Rough estimates of what a panel and a row take, with
 // vectors of AVX-512: they only keep small work on one thread.

@@ -3,22 +3,22 @@
 //   PackedHeader                             64 bytes: tells a packed weight from other bytes
 //   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
 //                                            depth groups of `values` elements of in_features,
-//                                            padded with 0. int4: see
-//                                            linear_int4_products.h
-//   scales   [panels * width] f32            kInt8: of the outputs; NaN where the row of W was not
-//                                            finite
-//   offsets  [panels * width] int32          kInt8: what the sums are too large by (Int8Quads)
+//                                            padded with 0. With scales of groups: see
+//                                            grouped_format.h
+//   scales   [panels * width] f32            int8 without groups: of the outputs; NaN where the row
+//                                            of W was not finite
+//   offsets  [panels * width] int32          likewise: what the sums are too large by (Int8Quads)
 //
 // Each part has the room that the widest panels and groups need: sizes are the same at every level.
 #pragma once
 
-#include "linear/packed_linear.h"
+#include "linear/grouped_format.h"
 
 namespace lmdecode::linear {
 
 constexpr uint32_t kPackedMagic = 0x4c444d4c;  // "LMDL"
 constexpr int64_t kMaxPanelWidth = 64;
-constexpr int64_t kMaxValues = 4;  // but for int4, whose steps are groups
+constexpr int64_t kMaxValues = 4;  // but for formats with groups
 
 // How a level multiplies a format.
 struct LinearTile {
@@ -50,13 +50,14 @@ struct PackedLayout {
 
   static constexpr PackedLayout of(const PackedLinearShape& shape, LinearTile tile) {
     PackedLayout layout = {};
-    const bool is_int8 = shape.format == LinearFormat::kInt8;
+    const bool is_int8 = is_int8_row(shape.format);
     layout.panels = rounded_up(shape.out_features, tile.width) / tile.width;
     layout.depth = rounded_up(shape.in_features, tile.values) / tile.values;
     layout.row_bytes = tile.width * bytes_of(shape.format, tile.values);
     layout.panel_bytes = layout.depth * layout.row_bytes;
     const int64_t outputs = rounded_up(shape.out_features, kMaxPanelWidth);
-    const int64_t unit = is_int4(shape.format) ? int4_group(shape.format) : kMaxValues;
+    const int64_t unit =
+        is_grouped(shape.format) ? grouped_format(shape.format).step() : kMaxValues;
     layout.scales_at =
         static_cast<int64_t>(sizeof(PackedHeader)) +
         outputs * (rounded_up(shape.in_features, unit) / unit) * bytes_of(shape.format, unit);
@@ -66,10 +67,10 @@ struct PackedLayout {
   }
 
  private:
-  // Of so many values of one output; of a group, with its scale and zero, where there are groups.
+  // Of so many values of one output: of a step, where there are groups.
   static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
-    if (is_int4(format)) return values / 2 + (format == LinearFormat::kInt4 ? 2 : 3);
-    return values * (format == LinearFormat::kInt8 ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);
+    if (is_grouped(format)) return grouped_format(format).step_bytes();
+    return values * (is_int8_row(format) ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);
   }
 
   static constexpr int64_t rounded_up(int64_t size, int64_t unit) {

@@ -1,23 +1,25 @@
 // packed_linear: y = activation(x W^T + bias) * multiplier + residual, with W packed once.
 //
 // Rows of x and y are f32; W is held as f32, as bfloat16, as int8 with a scale for each output, or
-// as int4 with a scale for each group along in_features:
+// as four or eight bits with a scale for each group along in_features:
 //   kFloat32   products and sums in f32.
 //   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. Where
 //              the processor multiplies pairs, subnormal numbers count as 0.
 //   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
 //              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
 //              output's row of W, that holds NaN or inf gives NaN.
-//   kInt4      W is scale * (q - 8), q from 0 to 15, in groups of 32 with a float16 scale; in the
-//              formats with zeros scale * (q - zero), in groups of 32, 64 or 128. x is rounded
-//              group by group, as kInt8 rounds rows. The products of a group are summed exactly;
-//              the groups are added in their order, each by a fused multiplication and addition.
-//              NaN and inf as for kInt8.
+//   kInt8Rotated  likewise, behind the rotation of linear/rotation.h, of W once and of each x.
+//   others     W is scale * number, or scale * number + minimum, with a scale and a minimum for
+//   each
+//              group of elements. x is rounded group by group, as kInt8 rounds rows. The products
+//              of a group are summed exactly; the groups are added in their order, each by a fused
+//              multiplication and addition, and so is minimum * sum of x behind it. NaN and inf as
+//              for kInt8.
 //
 // A row of y depends on its row of x alone: not on the rows beside it, their number, the threads or
 // the panels that a call computes. Sums go along in_features, in chains of kChainLength elements,
 // each from 0; the sums of the chains are added in their order. f32 and bfloat16 have the same bits
-// wherever the same level runs; int8 and int4, up to their activation function, at every level.
+// wherever the same level runs; the others, up to their activation function, at every level.
 #pragma once
 
 #include <cstddef>
@@ -27,35 +29,41 @@
 
 namespace lmdecode::linear {
 
+enum class GgufType : int32_t;  // linear/gguf_blocks.h
+
+// linear/grouped_format.h has what formats with groups consist of. llama.cpp's types behind them:
+// they hold such a weight as it is.
 enum class LinearFormat : int32_t {
   kFloat32 = 0,
   kBFloat16 = 1,
   kInt8 = 2,
-  kInt4 = 3,
+  kInt4 = 3,  // Q4_0
   kInt4Zeros32 = 4,
   kInt4Zeros64 = 5,
   kInt4Zeros128 = 6,
+  kInt8Rotated = 7,
+  kInt4Minimums32 = 8,  // Q4_1
+  kInt4Minimums64 = 9,
+  kInt4Minimums128 = 10,
+  kInt8Groups = 11,           // Q8_0, Q5_0
+  kInt8Minimums = 12,         // Q5_1
+  kNonlinear = 13,            // IQ4_NL
+  kMicroscaled = 14,          // MXFP4
+  kInt4SuperMinimums32 = 15,  // Q4_K
+  kInt8SuperMinimums32 = 16,  // Q5_K
+  kInt8Super16 = 17,          // Q6_K
+  kInt4SuperMinimums16 = 18,  // Q2_K
+  kInt4Super16 = 19,          // Q3_K
+  kNonlinearSuper = 20,       // IQ4_XS
 };
 
-constexpr int64_t kMaxLinearFormat = 6;
-constexpr int64_t kMaxInt4Group = 128;
+constexpr int64_t kMaxLinearFormat = 20;
+constexpr int64_t kMaxGroup = 128;
 
-// Elements of in_features that have a scale of their own; 0 where the format has no groups.
-constexpr int64_t int4_group(LinearFormat format) {
-  switch (format) {
-    case LinearFormat::kInt4:
-    case LinearFormat::kInt4Zeros32:
-      return 32;
-    case LinearFormat::kInt4Zeros64:
-      return 64;
-    case LinearFormat::kInt4Zeros128:
-      return kMaxInt4Group;
-    default:
-      return 0;
-  }
+// Weights an output, a row of x at a time, in whole numbers up to 127.
+constexpr bool is_int8_row(LinearFormat format) {
+  return format == LinearFormat::kInt8 || format == LinearFormat::kInt8Rotated;
 }
-
-constexpr bool is_int4(LinearFormat format) { return int4_group(format) > 0; }
 
 // gelu(x) = x Phi(x); its tanh form; silu(x) = x / (1 + exp(-x)).
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
@@ -88,8 +96,8 @@ size_t packed_linear_bytes(const PackedLinearShape& shape);
 void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                  int64_t in_stride, void* packed);
 
-// row [in_features] = row `output` of W as it is held, kFloat32 or kBFloat16: for an embedding that
-// is the projection to the vocabulary as well.
+// row [in_features] = row `output` of W as it is held: for an embedding that is the projection to
+// the vocabulary as well.
 void read_packed_row(const PackedLinear& linear, int64_t output, float* row);
 
 // W that is int4 already, contiguous.
@@ -99,15 +107,25 @@ struct QuantizedWeight {
   const uint8_t* zeros = nullptr;   // [out_features, groups]; null: 8
 };
 
-// Packs it as it is, in an int4 format with groups of its size; kInt4 reads no zeros.
+// Packs it as it is: shape.format is kInt4, or with zeros, with groups of its size, which
+// in_features consists of. kInt4 reads no zeros.
 void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
                            void* packed);
+
+// Packs rows of blocks of a GGUF file, row_stride bytes apart, as they are. shape.format:
+// gguf_block(type).format, of whose steps in_features consists.
+void pack_gguf_linear(const PackedLinearShape& shape, GgufType type, const uint8_t* blocks,
+                      int64_t row_stride, void* packed);
+
+// values [rows, row_blocks * elements of a block] = what the blocks stand for.
+void dequantize_gguf(GgufType type, const uint8_t* blocks, int64_t row_stride, int64_t rows,
+                     int64_t row_blocks, float* values);
 
 // Rows of x in the form that the products of a format read, made once for every weight of the same
 // format and in_features that they meet, such as those of queries, keys and values.
 struct LinearInput {
   const void* rows = nullptr;     // [count, row_bytes]
-  const float* scales = nullptr;  // kInt8: [count]
+  const float* scales = nullptr;  // int8 without groups: [count]
   int64_t row_bytes = 0;
   int64_t count = 0;
 
@@ -121,6 +139,9 @@ struct LinearInput {
 // where they are, if elements of a row lie side by side.
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride = 1);
+
+// The largest of any format, elements of a row side by side.
+size_t most_linear_input_bytes(int64_t in_features, int64_t rows);
 
 // x[row * row_stride + i * element_stride], i < in_features. memory: linear_input_bytes(), aligned
 // to 64; it must live as long as the result, and so must x. Serial: for use inside parallel
@@ -140,6 +161,16 @@ struct LinearOutput {
   int64_t multiplier_stride = 0;
   const float* residual = nullptr;  // [rows, out_features]
   int64_t residual_stride = 0;
+
+  // What is left behind the first columns, for other weights.
+  LinearOutput from_column(int64_t column) const {
+    LinearOutput rest = *this;
+    rest.y += column;
+    if (bias != nullptr) rest.bias += column;
+    if (multiplier != nullptr) rest.multiplier += column;
+    if (residual != nullptr) rest.residual += column;
+    return rest;
+  }
 };
 
 // Panels of outputs that a weight consists of: the units of work, fixed by shape and level.

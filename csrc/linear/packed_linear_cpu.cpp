@@ -5,8 +5,10 @@
 #include "common/float_mode.h"
 #include "common/half.h"
 #include "common/parallel.h"
+#include "linear/gguf_blocks.h"
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
+#include "linear/rotation.h"
 
 namespace lmdecode::linear {
 namespace {
@@ -85,37 +87,128 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
   });
 }
 
-void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
-                           void* packed) {
+namespace {
+
+// read_step(output, step, to) gives the steps of a weight that is packed as it is.
+template <class ReadStep>
+void pack_steps(const PackedLinearShape& shape, void* packed, const ReadStep& read_step) {
+  const GroupedFormat format = grouped_format(shape.format);
+  const PackedLayout layout = layout_of(shape);
   pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
-    kernels.pack_quantized(shape, weight, packed, begin, end);
+    const int64_t width = kernels.tile(shape.format).width;
+    char* const panels = static_cast<char*>(packed) + sizeof(PackedHeader);
+    for (int64_t output = begin * width; output < end * width; ++output) {
+      char* step = panels + output / width * layout.panel_bytes;
+      for (int64_t i = 0; i < layout.depth; ++i, step += layout.row_bytes) {
+        GroupedStep values;
+        if (output < shape.out_features) read_step(output, i, &values);
+        write_step(format, values, StepCursor(step, width, output % width));
+      }
+    }
   });
 }
+
+}  // namespace
+
+constexpr uint8_t kMiddleOfNibbles = 8;
+
+void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
+                           void* packed) {
+  const int64_t size = grouped_format(shape.format).group;
+  const int64_t groups = (shape.in_features + size - 1) / size;
+  pack_steps(shape, packed, [&](int64_t output, int64_t i, GroupedStep* step) {
+    const int64_t at = output * groups + i;
+    step->groups[0].scale = weight.scales[at].bits;
+    step->groups[0].offset = weight.zeros == nullptr ? kMiddleOfNibbles : weight.zeros[at];
+    std::memcpy(step->codes, weight.values + output * shape.in_features + i * size,
+                static_cast<size_t>(size));
+  });
+}
+
+void pack_gguf_linear(const PackedLinearShape& shape, GgufType type, const uint8_t* blocks,
+                      int64_t row_stride, void* packed) {
+  const int64_t bytes = gguf_block(type).bytes;
+  pack_steps(shape, packed, [&](int64_t output, int64_t i, GroupedStep* step) {
+    read_gguf_block(type, blocks + output * row_stride + i * bytes, step);
+  });
+}
+
+void dequantize_gguf(GgufType type, const uint8_t* blocks, int64_t row_stride, int64_t rows,
+                     int64_t row_blocks, float* values) {
+  const GroupedFormat format = grouped_format(gguf_block(type).format);
+  const int64_t size = format.step(), bytes = gguf_block(type).bytes;
+  parallel_for(rows, 1 + (1 << 14) / (row_blocks * size + 1), [&](int64_t begin, int64_t end) {
+    const ScopedIeeeMode ieee;
+    GroupedStep step;
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t i = 0; i < row_blocks; ++i) {
+        read_gguf_block(type, blocks + row * row_stride + i * bytes, &step);
+        float* const to = values + (row * row_blocks + i) * size;
+        for (int e = 0; e < size; ++e) to[e] = grouped_value(format, step, e);
+      }
+    }
+  });
+}
+
+namespace {
+
+void read_grouped_row(const PackedLinear& linear, const LinearTile& tile, const char* panel,
+                      int64_t column, float* row) {
+  const GroupedFormat format = grouped_format(linear.shape.format);
+  const PackedLayout layout = PackedLayout::of(linear.shape, tile);
+  GroupedStep step;
+  for (int64_t i = 0; i < layout.depth; ++i, panel += layout.row_bytes) {
+    read_step(format, StepCursor(panel, tile.width, column), &step);
+    const int64_t first = i * format.step();
+    const int64_t count = std::min<int64_t>(format.step(), linear.shape.in_features - first);
+    for (int e = 0; e < count; ++e) row[first + e] = grouped_value(format, step, e);
+  }
+}
+
+}  // namespace
 
 void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
   const LinearFormat format = linear.shape.format;
   const LinearTile tile = linear_kernels_of(format).tile(format);
   const PackedLayout layout = PackedLayout::of(linear.shape, tile);
-  const char* const panel = static_cast<const char*>(linear.packed) + sizeof(PackedHeader) +
-                            output / tile.width * layout.panel_bytes;
+  const char* const base = static_cast<const char*>(linear.packed);
+  const char* const panel = base + sizeof(PackedHeader) + output / tile.width * layout.panel_bytes;
+  if (is_grouped(format)) {
+    return read_grouped_row(linear, tile, panel, output % tile.width, row);
+  }
   const int64_t first = output % tile.width * tile.values, step = tile.width * tile.values;
-  const auto read = [&](const auto* values) {
+  const auto read = [&](const auto* values, const auto& value_of) {
     for (int64_t i = 0; i < linear.shape.in_features; ++i) {
-      row[i] = to_float(values[i / tile.values * step + first + i % tile.values]);
+      row[i] = value_of(values[i / tile.values * step + first + i % tile.values]);
     }
   };
   if (format == LinearFormat::kFloat32) {
-    read(reinterpret_cast<const float*>(panel));
+    read(reinterpret_cast<const float*>(panel), [](float value) { return value; });
+  } else if (format == LinearFormat::kBFloat16) {
+    read(reinterpret_cast<const BFloat16*>(panel), [](BFloat16 value) { return to_float(value); });
   } else {
-    read(reinterpret_cast<const BFloat16*>(panel));
+    const float scale = reinterpret_cast<const float*>(base + layout.scales_at)[output];
+    read(reinterpret_cast<const int8_t*>(panel),
+         [&](int8_t value) { return static_cast<float>(value) * scale; });
+    if (format == LinearFormat::kInt8Rotated) rotate_row(row, linear.shape.in_features);
   }
 }
 
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride) {
   if (format == LinearFormat::kFloat32 && element_stride == 1) return 0;
-  const size_t scales = format == LinearFormat::kInt8 ? rounded_up(4 * rows) : 0;
-  return scales + static_cast<size_t>(rows * input_row_bytes(format, in_features));
+  const size_t scales = is_int8_row(format) ? rounded_up(4 * rows) : 0;
+  const size_t rotated = format == LinearFormat::kInt8Rotated ? rounded_up(4 * in_features) : 0;
+  return scales + rotated + static_cast<size_t>(rows * input_row_bytes(format, in_features));
+}
+
+size_t most_linear_input_bytes(int64_t in_features, int64_t rows) {
+  size_t most = 0;
+  for (int64_t format = 0; format <= kMaxLinearFormat; ++format) {
+    most =
+        std::max(most, linear_input_bytes(static_cast<LinearFormat>(format), in_features, rows, 1));
+  }
+  return most;
 }
 
 LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t row_stride,
@@ -133,9 +226,13 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
   input.in_features = in_features;
   input.row_bytes = input_row_bytes(format, in_features);
   input.rows = static_cast<char*>(memory);
-  if (format == LinearFormat::kInt8) {
+  if (is_int8_row(format)) {
     input.scales = static_cast<float*>(memory);
     input.rows += rounded_up(4 * rows);
+  }
+  if (format == LinearFormat::kInt8Rotated) {
+    input.rotated = reinterpret_cast<float*>(input.rows);
+    input.rows += rounded_up(4 * in_features);
   }
   linear_kernels_of(format).prepare(input, 0, rows);
   return {input.rows, input.scales, input.row_bytes, rows};

@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "linear/linear_epilogue.h"
-#include "linear/linear_int4_pack.h"
-#include "linear/linear_int4_tiles.h"
+#include "linear/linear_group_pack.h"
+#include "linear/linear_group_tiles.h"
 #include "linear/linear_pack.h"
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
@@ -15,7 +15,7 @@ namespace {
 // Steps along the depth that all rows pass over before the next.
 template <class Dot>
 constexpr int64_t kChainSteps = [] {
-  if constexpr (kIsInt4<Dot>) return tuning::kInt4ChainElements / Dot::kGroup;
+  if constexpr (kIsGrouped<Dot>) return tuning::kGroupChainElements / Dot::kGrouped.step();
   return kChainLength;
 }();
 
@@ -36,7 +36,7 @@ void multiply_panels(const PackedLinear& linear, const LinearInput& input,
       const int64_t depth = left < kChainSteps<Dot> ? left : kChainSteps<Dot>;
       const int64_t input_at = at * tile_of<Dot>().input_bytes;
       const char* const part = weights + at * layout.row_bytes;
-      if constexpr (kIsInt4<Dot>) {
+      if constexpr (kIsGrouped<Dot>) {
         add_groups_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
       } else {
         add_chain_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
@@ -70,24 +70,14 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
   with_products(shape.format, [&]<class Dot>(Dot) {
     constexpr LinearTile kTile = tile_of<Dot>();
     const PackedLayout layout = PackedLayout::of(shape, kTile);
-    for (int64_t output = begin * kTile.width; output < end * kTile.width; ++output) {
-      const float* const row = weight + output * out_stride;
-      if constexpr (kIsInt4<Dot>) {
-        pack_int4_output<Dot>(shape, row, in_stride, layout, packed, output);
-      } else {
-        pack_output<Dot>(shape, row, in_stride, layout, packed, output);
+    const int64_t first = begin * kTile.width, last = end * kTile.width;
+    if constexpr (!kIsGrouped<Dot>) {
+      for (int64_t output = first; output < last; ++output) {
+        pack_output<Dot>(shape, weight + output * out_stride, in_stride, layout, packed, output);
       }
-    }
-  });
-}
-
-void pack_quantized(const PackedLinearShape& shape, const QuantizedWeight& weight, void* packed,
-                    int64_t begin, int64_t end) {
-  with_products(shape.format, [&]<class Dot>(Dot) {
-    if constexpr (kIsInt4<Dot>) {
-      const PackedLayout layout = PackedLayout::of(shape, tile_of<Dot>());
-      for (int64_t output = begin * Dot::kWidth; output < end * Dot::kWidth; ++output) {
-        pack_quantized_output<Dot>(shape, weight, layout, packed, output);
+    } else if constexpr (kRoundsFloats<Dot>) {
+      for (int64_t output = first; output < last; output += kLanes) {
+        pack_minimum_outputs<Dot>(shape, weight, out_stride, in_stride, layout, packed, output);
       }
     }
   });
@@ -96,8 +86,8 @@ void pack_quantized(const PackedLinearShape& shape, const QuantizedWeight& weigh
 void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   with_products(input.format, [&]<class Dot>(Dot) {
     for (int64_t row = begin; row < end; ++row) {
-      if constexpr (kIsInt4<Dot>) {
-        prepare_int4_row<Dot>(input, row);
+      if constexpr (kIsGrouped<Dot>) {
+        prepare_grouped_row<Dot>(input, row);
       } else {
         prepare_row<Dot>(input, row);
       }
@@ -114,6 +104,6 @@ void multiply(const PackedLinear& linear, const LinearInput& input, const Linear
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {tile, pack, pack_quantized, prepare, multiply};
+const LinearKernels linear_kernels = {tile, pack, prepare, multiply};
 
 }  // namespace lmdecode::LMD_SIMD::linear

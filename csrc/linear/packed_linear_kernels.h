@@ -15,16 +15,16 @@ struct LinearInputRows {
   int64_t in_features;
   char* rows;  // [rows, row_bytes], aligned to 64
   int64_t row_bytes;
-  float* scales;  // kInt8: [rows]
+  float* scales;   // int8 without groups: [rows]
+  float* rotated;  // kInt8Rotated: [in_features], scratch
 };
 
 struct LinearKernels {
   LinearTile (*tile)(LinearFormat format);
-  // Panels [begin, end) with their scales and offsets.
+  // Panels [begin, end) with their scales and offsets. Not of formats that floats are not rounded
+  // to.
   void (*pack)(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                int64_t in_stride, void* packed, int64_t begin, int64_t end);
-  void (*pack_quantized)(const PackedLinearShape& shape, const QuantizedWeight& weight,
-                         void* packed, int64_t begin, int64_t end);
   void (*prepare)(const LinearInputRows& input, int64_t begin, int64_t end);
   // Panels [begin, end), at most kRowBlock rows.
   void (*multiply)(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,

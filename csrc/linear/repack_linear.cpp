@@ -29,24 +29,17 @@ struct PackedPlaces {
   }
 };
 
-// The groups of an output: scale, zero, nibbles by fours of bytes.
-void copy_groups(const PackedPlaces& source, const PackedPlaces& target, int64_t output,
-                 const char* from, char* to) {
-  const bool has_zeros = source.shape.format != LinearFormat::kInt4;
-  const int64_t group = int4_group(source.shape.format);
-  const auto copy = [&](int64_t step, int64_t at_source, int64_t at_target, size_t bytes) {
-    std::memcpy(to + target.panel(output) + step * target.layout.row_bytes + at_target,
-                from + source.panel(output) + step * source.layout.row_bytes + at_source, bytes);
+void copy_steps(const PackedPlaces& source, const PackedPlaces& target, int64_t output,
+                const char* from, char* to) {
+  const GroupedFormat format = grouped_format(source.shape.format);
+  const auto cursor = [&](const PackedPlaces& places, auto* bytes, int64_t step) {
+    return StepCursor(bytes + places.panel(output) + step * places.layout.row_bytes,
+                      places.tile.width, places.column(output));
   };
-  const int64_t a = source.column(output), b = target.column(output);
-  const int64_t width = source.tile.width, to_width = target.tile.width;
-  for (int64_t step = 0; step < source.layout.depth; ++step) {
-    copy(step, 2 * a, 2 * b, 2);
-    if (has_zeros) copy(step, 2 * width + a, 2 * to_width + b, 1);
-    const int64_t first = (has_zeros ? 3 : 2) * width, to_first = (has_zeros ? 3 : 2) * to_width;
-    for (int64_t s = 0; s < group / 8; ++s) {
-      copy(step, first + (s * width + a) * 4, to_first + (s * to_width + b) * 4, 4);
-    }
+  GroupedStep step;
+  for (int64_t i = 0; i < source.layout.depth; ++i) {
+    read_step(format, cursor(source, from, i), &step);
+    write_step(format, step, cursor(target, to, i));
   }
 }
 
@@ -60,7 +53,7 @@ void copy_values(const PackedPlaces& source, const PackedPlaces& target, int64_t
     std::memcpy(to + target.value(output, i), value, bytes);
     if (bytes == 1) sum += static_cast<int8_t>(*value);
   }
-  if (source.shape.format != LinearFormat::kInt8) return;
+  if (!is_int8_row(source.shape.format)) return;
   std::memcpy(to + target.layout.scales_at + 4 * output,
               from + source.layout.scales_at + 4 * output, 4);
   const int32_t offset = int8_input_offset(target.tile.values) * sum;
@@ -82,8 +75,8 @@ void repack_linear(const PackedLinearShape& shape, LinearTile tile, const void* 
   parallel_for(shape.out_features, 1 + (1 << 12) / (shape.in_features + 1),
                [&](int64_t begin, int64_t end) {
                  for (int64_t output = begin; output < end; ++output) {
-                   if (is_int4(shape.format)) {
-                     copy_groups(source, target, output, bytes, result);
+                   if (is_grouped(shape.format)) {
+                     copy_steps(source, target, output, bytes, result);
                    } else {
                      copy_values(source, target, output, bytes, result);
                    }

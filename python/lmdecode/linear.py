@@ -9,25 +9,30 @@ from torch import Tensor
 
 from lmdecode._checks import (
     check_dense_tensors,
-    check_format,
     check_int,
     check_no_gradient,
     check_number,
     type_error,
 )
 from lmdecode._ops import ops
+from lmdecode.linear_formats import (
+    FORMATS_WITH_ZEROS,
+    INT4_WITH_MIDDLE,
+    check_linear_format,
+    format_of_kind,
+    format_of_packed,
+)
+from lmdecode.quantized_weight import KINDS, QuantizedWeight
 
 __all__ = ["PackedLinear", "layer_norm", "rms_norm"]
 
 _pack_linear = ops.pack_linear.default
 _pack_quantized_linear = ops.pack_quantized_linear.default
+_pack_gguf_linear = ops.pack_gguf_linear.default
 _packed_linear = ops.packed_linear.default
 _packed_linear_out = ops.packed_linear.out
 _layer_norm = ops.layer_norm.default
 _rms_norm = ops.rms_norm.default
-# The ops' numbers, as in csrc/linear/packed_linear.h.
-FORMATS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-_FORMATS_WITH_ZEROS = {32: 4, 64: 5, 128: 6}  # by the size of the groups
 ACTIVATIONS: dict[str, int] = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
@@ -40,21 +45,6 @@ def _activation(op: str, name: object) -> int:
         expected = ", ".join(map(repr, (None, *ACTIVATIONS)))
         raise ValueError(f"{op}: activation is {name!r}; expected one of {expected}")
     return ACTIVATIONS[name]
-
-
-def check_linear_format(
-    op: str, dtype: object, group_size: object = None
-) -> tuple[str, int, int | None]:
-    """Return the name of a format, its number in the ops, and the size of its groups."""
-    name = check_format(op, dtype, FORMATS)
-    if group_size is None:
-        return name, FORMATS[name], 32 if name == "int4" else None
-    size = check_int(op, "group_size", group_size)
-    if name != "int4":
-        raise ValueError(f"{op}: group_size is {size}; expected None with {name}")
-    if size not in _FORMATS_WITH_ZEROS:
-        raise ValueError(f"{op}: group_size is {size}; expected 32, 64 or 128")
-    return name, _FORMATS_WITH_ZEROS[size], size
 
 
 def _rows(op: str, name: str, value: object, size: int) -> Tensor:
@@ -86,21 +76,25 @@ class PackedLinear:
         sums are in float32. ``"int8"``: each output's weights and each row of ``x`` are rounded to
         whole multiples of a 127th of their largest magnitude, and their products are summed
         exactly; ``in_features`` up to 131072. ``"int4"``: the weights of an output are
-        ``scale * (q - 8)``, ``q`` from 0 to 15, in groups of 32 along the inputs with a float16
-        scale each, as llama.cpp's Q4_0 has them; each row of ``x`` is rounded to int8 in the same
-        groups, and the products of a group are summed exactly.
+        ``scale * q + minimum``, ``q`` from 0 to 15, in groups of 32 along the inputs with a float16
+        scale and a float16 minimum each, those with the least squared error of some that are tried;
+        each row of ``x`` is rounded to int8 in the same groups, and the products of a group are
+        summed exactly.
     group_size : {32, 64, 128}, optional
-        With ``"int4"``: weights are ``scale * (q - zero)``, and each group of so many has a zero of
-        its own.
+        Of ``"int4"``, 32 by default.
+    rotate : bool, optional
+        Of ``"int8"``, True by default: the weight and each row of ``x`` are multiplied by blocks of
+        Hadamard matrices before they are rounded, which leaves the product as it is. Features that
+        stand out, as trained models have them, are spread so that little is lost.
 
     Attributes
     ----------
     in_features, out_features : int
         Sizes.
     dtype : str
-        One of these names.
+        One of these names, or a type of GGUF, where ``from_gguf`` made the layer.
     group_size : int or None
-        Of ``"int4"``: weights that share a scale.
+        Weights that share a scale, where not all of an output's do.
     input_order : Tensor or None
         int64 ``[in_features]``: the elements of ``x`` in the order of the weight's columns, where
         :meth:`from_quantized` was given one.
@@ -133,10 +127,13 @@ class PackedLinear:
         *,
         dtype: str | torch.dtype = "float32",
         group_size: int | None = None,
+        rotate: bool | None = None,
     ) -> None:
         op = "PackedLinear"
         check_dense_tensors(op, weight=weight)
-        self.dtype, self._format, self.group_size = check_linear_format(op, dtype, group_size)
+        self.dtype, self._format, self.group_size = check_linear_format(
+            op, dtype, group_size, rotate
+        )
         self._check_weight(op, "weight", weight, 2, "[out_features, in_features]")
         self.out_features, self.in_features = weight.shape
         self.bias = self._checked_bias(op, bias)
@@ -206,13 +203,50 @@ class PackedLinear:
         if times > 1:
             scales = scales.repeat_interleave(times, 1)
             zeros = None if zeros is None else zeros.repeat_interleave(times, 1)
-        layer._format = _FORMATS_WITH_ZEROS[layer.group_size]
+        layer._format = FORMATS_WITH_ZEROS[layer.group_size]
         if zeros is None and layer.group_size == 32:
-            layer._format = FORMATS["int4"]
+            layer._format = INT4_WITH_MIDDLE
         layer.bias = layer._checked_bias(op, bias)
         if input_order is not None:
             layer.input_order = cls._checked_order(op, input_order, layer.in_features)
         layer.packed = _pack_quantized_linear(weight, scales, zeros)
+        return layer
+
+    @classmethod
+    def from_gguf(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        """Pack blocks of a GGUF file as they are, without loss.
+
+        Each row of ``x`` is rounded to int8 in groups of as many elements as share a scale in the
+        blocks, and the products of a group are summed exactly.
+
+        Parameters
+        ----------
+        weight : QuantizedWeight
+            Its ``kind`` is the layer's ``dtype``.
+        bias : Tensor, optional
+            ``[out_features]``, float32, bfloat16 or float16. It is copied.
+
+        Returns
+        -------
+        PackedLinear
+            ``layer.dtype`` is the kind, such as ``"Q4_K"``.
+
+        Raises
+        ------
+        TypeError
+            An argument of another type.
+        ValueError
+            A bias of another dtype, shape or device than expected.
+        """
+        op = "PackedLinear.from_gguf"
+        if not isinstance(weight, QuantizedWeight):
+            raise type_error(op, "weight", weight, "a QuantizedWeight")
+        layer = cls.__new__(cls)
+        layer.dtype, layer._format = weight.kind, format_of_kind(weight.kind)
+        layer.group_size = 16 if weight.kind in ("Q2_K", "Q3_K", "Q6_K") else 32
+        layer.out_features, layer.in_features = weight.shape
+        layer.bias = layer._checked_bias(op, bias)
+        layer.packed = _pack_gguf_linear(weight.data, KINDS[weight.kind].number)
         return layer
 
     @classmethod
@@ -230,7 +264,7 @@ class PackedLinear:
         Parameters
         ----------
         packed : Tensor
-            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` and zeros are None.
+            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` is None.
         bias : Tensor, optional
             ``[out_features]``, float32, bfloat16 or float16. It is copied.
         in_features, out_features, dtype
@@ -252,7 +286,8 @@ class PackedLinear:
         op = "PackedLinear.from_packed"
         check_dense_tensors(op, packed=packed)
         layer = cls.__new__(cls)
-        layer.dtype, layer._format, layer.group_size = check_linear_format(op, dtype)
+        layer.dtype, _, _ = check_linear_format(op, dtype)
+        layer._format, layer.group_size = format_of_packed(packed, layer.dtype)
         layer.in_features = check_int(op, "in_features", in_features, 0, limits="at least 0")
         layer.out_features = check_int(op, "out_features", out_features, 0, limits="at least 0")
         layer.bias, layer.packed = layer._checked_bias(op, bias), packed

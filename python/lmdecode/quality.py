@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, is_int, type_error
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_weights import PackedCausalModel, linear_shapes
+from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import Decoding
 
 __all__ = ["Perplexity", "bits_per_weight", "perplexity"]
@@ -155,7 +155,8 @@ def perplexity(
 def bits_per_weight(decoding: Decoding) -> float:
     """Return the bits that a weight of a linear layer takes, packed: scales and padding counted.
 
-    The head is among the layers; embeddings that are held apart from it, and norms, are not.
+    The head is among the layers, and an embedding that is packed as it; other embeddings and norms
+    are not.
 
     Parameters
     ----------
@@ -163,9 +164,4 @@ def bits_per_weight(decoding: Decoding) -> float:
         Of a decoder-only model.
     """
     model = _causal("bits_per_weight", decoding)
-    shapes = linear_shapes(model.config)
-    head = math.prod(shapes.pop("logits"))
-    if not model.config.gated:
-        del shapes["ffn_gate"]
-    weights = head + model.config.num_layers * sum(map(math.prod, shapes.values()))
-    return 8 * sum(size for _, size in model.packed_parts()) / weights
+    return 8 * sum(size for _, size in model.packed_parts(model.memory)) / model.packed_numel

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from lmdecode._checks import check_format, install_hint
 from lmdecode._tables import aligned_table
-from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.decoding import Decoding
 from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.formats.gguf import is_gguf, load_tokenizer
+from lmdecode.linear_formats import AS_IT_IS, FORMATS
 from lmdecode.quality import Perplexity, bits_per_weight, perplexity
 
 __all__ = ["add_command"]
 
-FILE = "file"  # the format of a GGUF file's own values, dtype=None
 _HEAD = ["format", "bits a weight", "perplexity", "+-", "to the first", "tokens a second"]
 
 
@@ -49,7 +49,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--dtype",
         nargs="+",
         metavar="FORMAT",
-        help=f"{', '.join(FORMATS)}, or {FILE}: a GGUF file's own values. Default: all; of a saved "
+        help=f"{', '.join(FORMATS)}, or {AS_IT_IS}: a GGUF file's own values. Default: all; of a saved "
         "model the one that it has",
     )
     parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens (default 512)")
@@ -69,15 +69,15 @@ def _formats(model: Path, chosen: list[str] | None) -> list[str | None]:
             )
         return [None]
     if chosen is None:
-        return [*([FILE] if model.suffix == ".gguf" else []), *FORMATS]
-    of = {name: name for name in (*FORMATS, FILE)}
+        return [*([AS_IT_IS] if is_gguf(model) else []), *FORMATS]
+    of = {name: name for name in (*FORMATS, AS_IT_IS)}
     return [check_format("--dtype", name, of, name="a format") for name in chosen]
 
 
 def _load(model: Path, kind: str | None, cache_dtype: str | None) -> Decoding:
     if kind is None:
         return Decoding.load(model, cache_dtype=cache_dtype)
-    dtype: Any = None if kind == FILE else kind
+    dtype: Any = None if kind == AS_IT_IS else kind
     return Decoding.from_pretrained(model, dtype, cache_dtype=cache_dtype, keep_model=False)
 
 
@@ -88,10 +88,7 @@ def _read(model: Path, text: Path, limit: int | None) -> tuple[Tensor, int | Non
     except ImportError as error:
         raise _CommandError(f"needs transformers: {install_hint('transformers')}") from error
     written = text.read_text(encoding="utf-8")
-    if model.suffix == ".gguf":
-        tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model) if is_gguf(model) else AutoTokenizer.from_pretrained(model)
     bos = tokenizer.bos_token_id
     if bos is not None and tokenizer("a").input_ids[0] != bos:
         bos = None

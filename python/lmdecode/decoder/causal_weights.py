@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,10 +11,17 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format
-from lmdecode._ops import ops
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS
+from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
 from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.linear_formats import (
+    AS_IT_IS,
+    format_of_head,
+    most_packed_bytes,
+    pack_weight,
+    parts_of_packed,
+)
+from lmdecode.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 
 __all__ = ["PackedCausalModel"]
 
@@ -22,18 +30,25 @@ _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
-_NUM_MODEL_PARTS, _LOGITS = 7, 5  # in the layout's row of the model
+_NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 7, 0, 5  # in the layout's row of the model
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
-_IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16 = 0, 1, 2
+_IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16, _IS_PACKED = 0, 1, 2, 3
+_EMBEDDINGS = {"float32": _IS_FLOAT32, "bfloat16": _IS_BFLOAT16}  # others are packed
 
 
-def _shape_error(name: str, tensor: Tensor, expected: Iterable[int]) -> ValueError:
+def _shape_error(name: str, tensor: LinearWeight, expected: Iterable[int]) -> ValueError:
     return ValueError(
         f"Decoding: weights.{name} has shape {list(tensor.shape)}; expected {list(expected)}"
     )
 
 
-def _check(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], optional: bool) -> None:
+def _check(
+    name: str, tensor: LinearWeight | None, *shapes: tuple[int, ...], optional: bool
+) -> None:
+    if isinstance(tensor, (QuantizedWeight, JoinedWeight)):
+        if tensor.shape not in shapes:
+            raise _shape_error(name, tensor, shapes[0])
+        return
     if tensor is None:
         if optional:
             return
@@ -83,6 +98,13 @@ def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> 
         )
 
 
+def _checked_format(weight_format: object) -> str:
+    """Return the name of a format; None: each weight has that in which it came."""
+    if weight_format is None or weight_format == AS_IT_IS:
+        return AS_IT_IS
+    return check_format("Decoding", weight_format, FORMATS)
+
+
 def _norms_all_heads(config: CausalConfig, layer: CausalLayerWeights) -> bool | None:
     """Whether norms of queries and keys are of all heads as one row; None: either is right."""
     for gamma, heads in (
@@ -103,8 +125,9 @@ class PackedCausalModel:
         Of the model.
     weights : CausalWeights
         See there; not kept.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
+    weight_format : {"float32", "bfloat16", "int8", "int4"}, optional
+        What linear weights and the embedding are held as; of "int4" the head and the embedding are
+        int8. None, or "file": as they come, blocks of a GGUF file as they are.
 
     Attributes
     ----------
@@ -130,16 +153,14 @@ class PackedCausalModel:
         self,
         config: CausalConfig,
         weights: CausalWeights,
-        weight_format: str | torch.dtype = "float32",
+        weight_format: str | torch.dtype | None = "float32",
     ) -> None:
-        weight_format = check_format("Decoding", weight_format, FORMATS)
-        self.config, self.weight_format = config, weight_format
+        self.config, self.weight_format = config, _checked_format(weight_format)
         self._check(weights)
         is_tied = weights.logits is None
-        if is_tied and weight_format in ("float32", "bfloat16"):
-            embedding_format = _IS_LOGITS
-        else:
-            embedding_format = _IS_FLOAT32 if weight_format == "float32" else _IS_BFLOAT16
+        embedding_format = (
+            _IS_LOGITS if is_tied else _EMBEDDINGS.get(self.weight_format, _IS_PACKED)
+        )
         self.max_positions = None if weights.positions is None else weights.positions.shape[0]
         self._set_numbers(embedding_format)
         self._set_caches()
@@ -164,7 +185,7 @@ class PackedCausalModel:
         """
         model = cls.__new__(cls)
         model.config = CausalConfig(**config)
-        model.weight_format = check_format("Decoding", weight_format, FORMATS)
+        model.weight_format = _checked_format(weight_format)
         model.max_positions = facts["max_positions"]
         model._set_numbers(facts["embedding_format"])
         model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
@@ -206,19 +227,30 @@ class PackedCausalModel:
             "layer_offsets": self.layout[1:, 4:],
         }
 
-    def packed_parts(self) -> list[tuple[int, int]]:
+    def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes; first the head."""
-        sizes = self._packed_sizes()
-        of_layer = [
-            (column, sizes[name])
-            for column, name in enumerate(CausalLayerWeights._fields, start=4)
-            if name in sizes
+        return [
+            part
+            for at, shape in self._packed_places()
+            for part in parts_of_packed(memory, at, shape[0])
         ]
-        head = (int(self.layout[0, _LOGITS]), sizes["logits"])
-        of_layers = [
-            (int(row[column]), size) for row in self.layout[1:] for column, size in of_layer
-        ]
-        return [head] + [(at, size) for at, size in of_layers if at != _NONE]
+
+    @property
+    def packed_numel(self) -> int:
+        """How many weights there are in what ``packed_parts`` returns."""
+        return sum(math.prod(shape) for _, shape in self._packed_places())
+
+    def _packed_places(self) -> list[tuple[int, tuple[int, int]]]:
+        """Return where each packed weight begins in the memory, and its shape."""
+        shapes = linear_shapes(self.config)
+        places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
+        if self.sizes[_EMBEDDING_FORMAT] == _IS_PACKED:
+            places.append((int(self.layout[0, _EMBEDDING]), shapes["logits"]))
+        for row in self.layout[1:]:
+            for column, name in enumerate(CausalLayerWeights._fields, start=4):
+                if name in shapes and int(row[column]) != _NONE:
+                    places.append((int(row[column]), shapes[name]))
+        return places
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config
@@ -263,7 +295,7 @@ class PackedCausalModel:
             NORMS[c.norm],
             int(c.gated),
             ACTIVATIONS[c.activation],
-            FORMATS[self.weight_format],
+            format_number(self.weight_format),
             embedding_format,
         ]
         self.numbers = [
@@ -303,7 +335,7 @@ class PackedCausalModel:
 
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, LinearWeight | None]:
         is_read_from_logits = embedding_format == _IS_LOGITS
         rotary = torch.stack([r.float().cpu() for r in weights.rotary]) if weights.rotary else None
         return {
@@ -332,10 +364,9 @@ class PackedCausalModel:
         return of_model + c.num_layers * layer + _NUM_COLUMNS * _ALIGNMENT
 
     def _packed_sizes(self) -> dict[str, int]:
-        """Return the bytes of each linear weight."""
-        number = FORMATS[self.weight_format]
+        """Return the bytes that each linear weight takes at most."""
         return {
-            name: int(ops.pack_linear(torch.empty(shape, device="meta"), number).numel())
+            name: most_packed_bytes(shape, self.weight_format)
             for name, shape in linear_shapes(self.config).items()
         }
 
@@ -345,14 +376,18 @@ class PackedCausalModel:
         memory, used = new_memory(self._most_bytes(weights)), 0
         linear = linear_shapes(c)
 
-        def put(row: int, column: int, name: str, value: Tensor) -> None:
+        def put(row: int, column: int, name: str, value: LinearWeight) -> None:
             nonlocal used
             layout[row, column] = used
-            if name in linear:
-                packed = ops.pack_linear(value.detach().float(), FORMATS[self.weight_format])
+            if name in linear or (name == "embedding" and embedding_format == _IS_PACKED):
+                of_model = name in ("embedding", "logits")
+                packed = pack_weight(
+                    value, format_of_head(self.weight_format) if of_model else self.weight_format
+                )
                 memory[used : used + packed.numel()].copy_(packed)
                 size = packed.numel()
             else:
+                assert isinstance(value, Tensor)
                 is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
                 dtype = torch.bfloat16 if is_half else torch.float32
                 size = value.numel() * dtype.itemsize

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_bool, check_int, check_number
-from lmdecode.linear import ACTIVATIONS, FORMATS
+from lmdecode.linear import ACTIVATIONS
+from lmdecode.linear_formats import FORMATS, OWN_FORMATS
 
 __all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
 
@@ -67,8 +68,17 @@ def op_sizes(config: Any, memory_size: int, weight_format: str) -> list[int]:
         int(config.norm_first),
         int(config.gated),
         ACTIVATIONS[config.activation],
-        FORMATS[weight_format],
+        format_number(weight_format),
     ]
+
+
+def format_number(weight_format: str) -> int:
+    """Return the format of a model's linear weights as its ops take it.
+
+    Whole numbers come in several formats, those of models that were saved before among them: each
+    weight says itself which it has.
+    """
+    return FORMATS[weight_format] if weight_format in ("float32", "bfloat16") else OWN_FORMATS
 
 
 def check_switches(op: str, config: Any) -> None:

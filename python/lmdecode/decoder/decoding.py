@@ -22,7 +22,6 @@ from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.saved_model import (
-    MANIFEST,
     check_unchanged,
     damaged,
     load_packed,
@@ -79,11 +78,12 @@ class Decoding:
         config: DecoderConfig | CausalConfig,
         weights: DecoderWeights | CausalWeights,
         *,
-        dtype: str | torch.dtype = "float32",
+        dtype: str | torch.dtype | None = "float32",
         cache_dtype: str | torch.dtype | None = None,
         use_cuda_graph: bool = False,
     ) -> None:
         self.decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
+        held_as: Any = dtype  # None is one to refuse, but for blocks
         self.model: Any = None
         self.encoder: Any = None
         if isinstance(config, CausalConfig):
@@ -96,26 +96,26 @@ class Decoding:
                 raise type_error("Decoding", "weights", weights, "CausalWeights, as config is")
             kind = "float32" if cache_dtype is None else cache_dtype
             self.cache_dtype = check_format("Decoding", kind, CACHE_DTYPES, name="cache_dtype")
-            self.decoder = PackedCausalModel(config, weights, dtype)
+            self.decoder = PackedCausalModel(config, weights, held_as)
             return
         _refuse_cache_dtype(cache_dtype)
         weights = cast(DecoderWeights, weights)
         check_weights(config, weights)
         device = weights.embedding.device
         if device.type == "cuda":
-            self.decoder = DeviceDecoder(config, weights, dtype, use_cuda_graph=use_cuda_graph)
+            self.decoder = DeviceDecoder(config, weights, held_as, use_cuda_graph=use_cuda_graph)
         elif use_cuda_graph:
             raise ValueError(
                 f"Decoding: use_cuda_graph is True with weights on {device}; expected them on cuda"
             )
         else:
-            self.decoder = PackedDecoder(config, weights, dtype)
+            self.decoder = PackedDecoder(config, weights, held_as)
 
     @classmethod
     def from_pretrained(
         cls,
         model: Any,
-        dtype: str | torch.dtype = "float32",
+        dtype: str | torch.dtype | None = "float32",
         *,
         cache_dtype: str | torch.dtype | None = None,
         keep_model: bool = True,
@@ -129,9 +129,9 @@ class Decoding:
             A causal language model of an architecture in docs/reference/causal_models.md, or a
             conditional generation model of one in docs/reference/decoder.md; or the folder or name
             of one. Of a causal model in a folder of safetensors, one weight after the other is read
-            and packed.
-        dtype : {"float32", "bfloat16", "int8", "int4"}
-            See the class.
+            and packed. Or a GGUF file of llama.cpp: see docs/reference/formats.md.
+        dtype : {"float32", "bfloat16", "int8", "int4"} or None
+            See the class. None, for a GGUF file: every weight keeps the values that the file has.
         cache_dtype, use_cuda_graph
             See the class.
         keep_model : bool
@@ -148,23 +148,16 @@ class Decoding:
         OSError
             There is no model of this name.
         """
+        from lmdecode.formats.loading import load_parts
         from lmdecode.integrations.transformers.decoding.checkpoint import (
             skeleton,
             without_weights,
         )
-        from lmdecode.integrations.transformers.decoding.models import load_parts, parts_of
+        from lmdecode.integrations.transformers.decoding.models import parts_of
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
         if is_loaded_here:
-            try:
-                model, config, weights = load_parts(model)
-            except OSError as error:
-                if not (Path(model) / MANIFEST).is_file():
-                    raise
-                raise OSError(
-                    f"Decoding.from_pretrained: {model} was written by Decoding.save; expected "
-                    "Decoding.load, or the folder of a model of transformers"
-                ) from error
+            model, config, weights = load_parts(model, keeps_blocks=dtype is None)
         elif not hasattr(model, "config"):
             raise ValueError(
                 f"Decoding.from_pretrained: model is a {type(model).__name__} of type "
@@ -219,7 +212,7 @@ class Decoding:
             packed, more = PackedEncoderDecoder({"decoder": self.decoder, **of_encoder}), {}
         files: dict[str, bytes] = {}
         if self.model is not None:
-            from lmdecode.integrations.transformers.decoding.checkpoint import files_of
+            from lmdecode.formats.loading import files_of
 
             files = files_of(self.model)
         save_packed(Path(folder), packed, files, **more)

@@ -174,7 +174,7 @@ class PackedEncoderDecoder:
         """Return what tells, beside config and format, how the memory is to be read."""
         return {"tensors": self._tensors}
 
-    def packed_parts(self) -> list[tuple[int, int]]:
+    def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
         return [
             (at, math.prod(shape))

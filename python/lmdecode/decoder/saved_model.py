@@ -22,7 +22,6 @@ from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
 
@@ -41,7 +40,8 @@ _ERRORS_OF_FACTS = (
     ValueError,
 )
 _CONFIGS = ("config.json", "generation_config.json")
-_TILE = slice(8, 20)  # bytes of a packed weight, in PackedHeader of csrc/linear/packed_layout.h
+# In PackedHeader of csrc/linear/packed_layout.h.
+_HEADER_BYTES, _SIZES = 64, slice(24, 40)
 
 PackedModel = PackedCausalModel | PackedEncoderDecoder
 _KINDS: dict[str, type[PackedModel]] = {
@@ -52,9 +52,10 @@ _KINDS: dict[str, type[PackedModel]] = {
 
 def _is_cut_as_here(model: PackedModel, memory: Tensor) -> bool:
     """Whether this process's kernels read weights that are cut as those in the memory are."""
-    own = ops.pack_linear(torch.zeros(1, 1), FORMATS[model.weight_format])
-    at, _ = model.packed_parts()[0]
-    return torch.equal(own[_TILE], memory[at:][_TILE])
+    at, _ = model.packed_parts(memory)[0]
+    header = memory[at : at + _HEADER_BYTES].clone()
+    header[_SIZES] = 0  # of a weight without elements, which is nothing else
+    return torch.equal(ops.repack_linear(header), header)
 
 
 def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
@@ -163,7 +164,7 @@ def _packed_again(model: PackedModel, memory: Tensor) -> Tensor:
     """Return a model's weights in the order of this process's kernels; sizes are the same."""
     again = new_memory(memory.numel())
     again.copy_(memory)
-    for at, size in model.packed_parts():
+    for at, size in model.packed_parts(memory):
         again[at : at + size].copy_(ops.repack_linear(memory[at : at + size]))
     return again
 

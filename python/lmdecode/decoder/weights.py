@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format
-from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_layer, check_weights
 from lmdecode.decoder.config import (
     FORMATS,
@@ -18,6 +17,7 @@ from lmdecode.decoder.config import (
     float32,
 )
 from lmdecode.decoder.huge_memory import SpareMemory, gather
+from lmdecode.linear_formats import format_of_head, pack_weight
 
 __all__ = ["PackedDecoder", "PackedStack", "pack_layer"]
 
@@ -27,7 +27,7 @@ _FIRST_OF_LAYERS = 9  # of a decoder's tensors
 def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
     if weight is None:
         return torch.empty(0, dtype=torch.uint8)
-    return ops.pack_linear(float32(weight), FORMATS[weight_format])
+    return pack_weight(weight, weight_format)
 
 
 def _norm_gamma(config: Any, gamma: Tensor | None) -> Tensor | None:
@@ -155,7 +155,7 @@ class PackedDecoder(PackedStack):
             float32(weights.embedding_norm_beta),
             float32(weights.final_norm_gamma),
             float32(weights.final_norm_beta),
-            _pack(weights.logits, weight_format),
+            _pack(weights.logits, format_of_head(weight_format)),
             float32(weights.logits_bias),
         ]
         for layer in weights.layers:

@@ -14,6 +14,7 @@ __all__ = [
     "packed_quantized_linear",
     "quantize_groups",
     "quantize_rows",
+    "rotate_rows",
     "rms_norm",
 ]
 
@@ -52,60 +53,155 @@ def _grouped(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, groups * size - x.shape[1])).view(x.shape[0], groups, size)
 
 
-def quantize_groups(weight: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round weights to four bits, in groups: ``scale * (q - zero)``.
+def rotate_rows(x: Tensor) -> Tensor:
+    """Multiply rows by blocks of Hadamard matrices / sqrt(size), in Sylvester's order.
+
+    Blocks of 256 features, of what is left one each of 128, 64, 32 and 16; the rest stays. Elements
+    are multiplied by 1 / sqrt(size), then (a, b) become (a + b, a - b), for those 1, 2, 4, ...
+    apart.
+
+    Parameters
+    ----------
+    x : Tensor
+        float32 ``[rows, size]``.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[rows, size]``. Rotated again they are ``x``, but for roundings.
+    """
+    parts, at = [], 0
+    for block in (256, 128, 64, 32, 16):
+        while x.shape[1] - at >= block:
+            part = x[:, at : at + block] * torch.tensor(block**-0.5)
+            apart = 1
+            while apart < block:
+                a, b = part.view(x.shape[0], -1, 2, apart).unbind(2)
+                part = torch.stack((a + b, a - b), 2).view(x.shape[0], block)
+                apart *= 2
+            parts.append(part)
+            at += block
+    return torch.cat([*parts, x[:, at:]], 1)
+
+
+def _minimum_codes(values: Tensor, minimums: Tensor, factors: Tensor) -> Tensor:
+    """Round (values - minimums) * factors to whole numbers from 0 to 15."""
+    return torch.round(((values - minimums) * factors).clamp(0, 15))
+
+
+def quantize_groups(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """Round weights to four bits, in groups: ``scale * q + minimum``.
+
+    Of some ways to cut the distance from the least to the largest number of a group, 15 steps and
+    14 to 17 steps in 17 ways, that with the least squared error. Each of the 17 gives codes, and a
+    line through them by least squares; scales and minimums are rounded to float16, and codes are
+    made anew by them. Sums are those of float32, from the first element on.
 
     Parameters
     ----------
     weight : Tensor
         float32 ``[out_features, in_features]``.
-    group_size : {32, 64, 128}, optional
-        None: groups of 32 whose zero is 8. The scale is -1/8 of the number of the largest
-        magnitude, the first of them. Else the scale is a 15th of the distance from the least
-        number to the largest, 0 among them, and the zero is a number from 0 to 15.
+    group_size : {32, 64, 128}
+        Weights that share a scale and a minimum.
 
     Returns
     -------
     tuple of Tensor
-        ``q`` uint8 ``[out_features, in_features]``, the scales float16 and the zeros uint8, both
-        ``[out_features, groups]``. A scale is NaN where its group holds NaN or inf, or where it
-        is too large for float16.
+        ``q`` uint8 ``[out_features, in_features]``, and scales and minimums, float16
+        ``[out_features, groups]``: NaN where the group holds NaN or inf, or numbers that are too
+        large for float16.
     """
-    groups = _grouped(weight, group_size or 32)
-    finite = groups.isfinite().all(2)
-    if group_size is None:
-        first = groups.abs().argmax(2, keepdim=True) if groups.numel() else groups[:, :, :1].long()
-        step = groups.gather(2, first)[:, :, 0] / torch.full((), -8.0)
-    else:
-        zero = torch.zeros(())
-        least, most = (
-            torch.minimum(groups.amin(2), zero) if groups.numel() else groups.sum(2),
-            torch.maximum(groups.amax(2), zero) if groups.numel() else groups.sum(2),
-        )
-        step = (most * 0.5 - least * 0.5) / torch.full_like(most, 7.5)
-    scales = step.half()
-    scales = torch.where(finite & scales.isfinite(), scales, torch.nan)
-    wide = scales.float()
-    usable = (wide != 0) & ~wide.isnan()
-    factor = torch.where(usable, torch.ones(()) / wide, 0.0)
-    if group_size is None:
-        zeros = torch.full_like(wide, 8.0)
-    else:
-        zeros = torch.where(usable, torch.round(-least * factor), 0.0).clamp(0, 15)
-    q = torch.where(usable[:, :, None], torch.round(groups * factor[:, :, None]), 0.0)
-    q = (q + zeros[:, :, None]).clamp(0, 15).view(weight.shape[0], -1)
-    return q[:, : weight.shape[1]].to(torch.uint8), scales, zeros.to(torch.uint8)
+    rows, features = weight.shape
+    groups = -(-features // group_size)
+    codes = torch.zeros(rows, groups * group_size)
+    scales, minimums = torch.zeros(2, rows, groups, dtype=torch.float16)
+    for sizes in {group_size, features % group_size or group_size}:
+        # Groups of the same size: all but the last one, which may be smaller.
+        first = 0 if sizes == group_size else groups - 1
+        last = groups if features % group_size == 0 else groups - 1
+        last = last if sizes == group_size else groups
+        values = weight[:, first * group_size : first * group_size + (last - first) * sizes]
+        q, scale, minimum = _minimum_groups(values.reshape(rows, last - first, sizes))
+        scales[:, first:last], minimums[:, first:last] = scale.half(), minimum.half()
+        flat = q.reshape(rows, (last - first) * sizes)
+        codes[:, first * group_size : first * group_size + flat.shape[1]] = flat
+    return codes[:, :features].to(torch.uint8), scales, minimums
 
 
-def _group_sums(x: Tensor, q: Tensor, scales: Tensor, zeros: Tensor, size: int) -> Tensor:
-    """Multiply by scales * (q - zeros), the rows of x rounded to int8 in groups, as the op does."""
+def _minimum_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and minimums of ``[rows, groups, size]``, floats."""
+    each = values.unbind(2)
+    zero, one = torch.zeros(values.shape[:2]), torch.ones(values.shape[:2])
+    size = torch.full_like(zero, len(each))
+    least, most, total = each[0], each[0], zero
+    for value in each:
+        least, most = torch.minimum(least, value), torch.maximum(most, value)
+        total = total + value
+    distance = most - least
+    has_distance = distance >= _LEAST_SCALED_MAGNITUDE
+    unit = torch.where(has_distance, one / distance, zero)
+    best = torch.full_like(zero, torch.inf)
+    scales = minimums = torch.full_like(zero, torch.nan)
+
+    def consider(scale: Tensor, minimum: Tensor) -> None:
+        nonlocal best, scales, minimums
+        scale, minimum = scale.half().float(), minimum.half().float()
+        factor = torch.where(scale.abs() > 0, one / scale, zero)
+        error = zero
+        for value in each:
+            off = scale * _minimum_codes(value, minimum, factor) + minimum - value
+            error = error + off * off
+        is_better = error < best
+        best = torch.where(is_better, error, best)
+        scales = torch.where(is_better, scale, scales)
+        minimums = torch.where(is_better, minimum, minimums)
+
+    fifteen = torch.full_like(zero, 15.0)  # torch divides by a number by multiplying
+    consider(torch.where(has_distance, distance / fifteen, zero), least)
+    for way in range(17):
+        factor = unit * (14 + 0.1875 * way)
+        codes = squares = products = zero
+        for value in each:
+            code = _minimum_codes(value, least, factor)
+            codes, squares = codes + code, squares + code * code
+            products = products + code * value
+        determinant = size * squares - codes * codes
+        is_line = determinant > 0
+        divisor = torch.where(is_line, determinant, one)
+        scale = (size * products - codes * total) / divisor
+        minimum = (squares * total - codes * products) / divisor
+        consider(torch.where(is_line, scale, zero), torch.where(is_line, minimum, least))
+    is_finite = values.isfinite().all(2)
+    scales = torch.where(is_finite, scales, torch.nan)
+    minimums = torch.where(is_finite, minimums, torch.nan)
+    factor = torch.where(scales.abs() > 0, one / scales, zero)
+    q = _minimum_codes(values, minimums[:, :, None], factor[:, :, None])
+    q = torch.where((scales.abs() > 0)[:, :, None], q, 0.0)
+    return q, scales, minimums
+
+
+def _group_sums(
+    x: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    size: int,
+    zeros: Tensor | None = None,
+    minimums: Tensor | None = None,
+) -> Tensor:
+    """Multiply by scales * (q - zeros) + minimums, x rounded to int8 in groups, as the op does."""
     left, right = _grouped(x, size), _grouped(q, size).long()
     y = torch.zeros(x.shape[0], q.shape[0])
     for group in range(left.shape[1]):
         rows, row_scales = quantize_rows(left[:, group])
-        sums = rows.long() @ (right[:, group] - zeros[:, group, None].long()).mT
+        numbers = right[:, group]
+        if zeros is not None:
+            numbers = numbers - zeros[:, group, None].long()
+        sums = rows.long() @ numbers.mT
         factors = row_scales[:, None] * scales[:, group].float()
         y = fused_multiply_add(sums.float(), factors, y)
+        if minimums is not None:
+            row_sums = row_scales * rows.long().sum(1).float()
+            y = fused_multiply_add(minimums[:, group].float().expand_as(y), row_sums[:, None], y)
     return y
 
 
@@ -129,7 +225,7 @@ def packed_quantized_linear(
     if zeros is None:
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
     size = weight.shape[1] // max(scales.shape[1], 1)
-    return _group_sums(x, weight, scales, zeros, max(size, 1))
+    return _group_sums(x, weight, scales, max(size, 1), zeros)
 
 
 def _activate(x: Tensor, activation: str | None) -> Tensor:
@@ -152,6 +248,7 @@ def packed_linear(
     *,
     dtype: str = "float32",
     group_size: int | None = None,
+    rotate: bool = True,
     activation: str | None = None,
     multiplier: Tensor | None = None,
     residual: Tensor | None = None,
@@ -162,7 +259,7 @@ def packed_linear(
 
     Parameters
     ----------
-    x, weight, bias, dtype, group_size, activation, multiplier, residual
+    x, weight, bias, dtype, group_size, rotate, activation, multiplier, residual
         Those of ``lmdecode.PackedLinear``; ``x`` is ``[rows, in_features]``.
 
     Returns
@@ -171,12 +268,14 @@ def packed_linear(
         float32 ``[rows, out_features]``.
     """
     if dtype == "int8":
-        left, left_scale = quantize_rows(x)
-        right, right_scale = quantize_rows(weight)
+        left, left_scale = quantize_rows(rotate_rows(x) if rotate else x)
+        right, right_scale = quantize_rows(rotate_rows(weight) if rotate else weight)
         sums = left.long() @ right.long().mT
         y = sums.float() * (left_scale[:, None] * right_scale[None])
     elif dtype == "int4":
-        y = _group_sums(x, *quantize_groups(weight, group_size), group_size or 32)
+        size = group_size or 32
+        q, scales, minimums = quantize_groups(weight, size)
+        y = _group_sums(x, q, scales, size, minimums=minimums)
     else:
         held = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         y = x.to(held).double() @ weight.to(held).double().mT

@@ -70,7 +70,7 @@ class Model {
   float* floats(int64_t count, float scale) { return random_.floats(count, scale); }
   NormWeights norm() { return {floats(model.config.model_size, 1.0f), nullptr}; }
   LinearWeights linear(int64_t in, int64_t out) {
-    return random_.linear(in, out, model.config.format);
+    return random_.linear(in, out, *model.config.format);
   }
 
   RandomWeights random_;

@@ -79,7 +79,7 @@ class Model {
  private:
   float* floats(int64_t count, float scale) { return random_.floats(count, scale); }
   NormWeights norm() { return {floats(config.model_size, 1.0f), floats(config.model_size, 0.1f)}; }
-  LinearWeights linear(int64_t in, int64_t out) { return random_.linear(in, out, config.format); }
+  LinearWeights linear(int64_t in, int64_t out) { return random_.linear(in, out, *config.format); }
 
   RandomWeights random_;
   std::vector<LayerWeights> layers_;

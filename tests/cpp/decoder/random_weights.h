@@ -23,7 +23,11 @@ class RandomWeights {
     packed_.push_back(
         std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(packed_linear_bytes(shape))));
     pack_linear(shape, floats(in * out, 1.0f), in, 1, packed_.back()->get());
-    return {{shape, packed_.back()->get()}, floats(out, 0.3f)};
+    LinearWeights weights;
+    weights.parts[0] = {shape, packed_.back()->get()};
+    weights.out_features = out;
+    weights.bias = floats(out, 0.3f);
+    return weights;
   }
 
  private:

@@ -249,7 +249,7 @@ TEST(ints_have_the_same_bits_at_every_level) {
 TEST(quantized_weights_are_packed_as_they_are) {
   for (const LinearFormat format : {LinearFormat::kInt4, LinearFormat::kInt4Zeros32,
                                     LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
-    const int64_t group = int4_group(format), groups = 2, inputs = group * groups, outputs = 70;
+    const int64_t group = group_of(format), groups = 2, inputs = group * groups, outputs = 70;
     const Memory<uint8_t> values(outputs * inputs), zeros(outputs * groups);
     const Memory<Half> scales(outputs * groups);
     std::mt19937 random(7);

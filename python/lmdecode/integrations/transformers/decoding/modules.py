@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.config import ActivationName
+from lmdecode.quantized_weight import join_rows
 
 __all__ = [
     "ACTIVATIONS", "T5_DISTANCES", "activation", "bart_parts", "embedding_scale", "joined",
@@ -28,15 +29,19 @@ ACTIVATIONS: dict[str, ActivationName] = {
 }
 
 
-def joined(linears: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Return [out, in] weights and biases of several, one behind the other; of one, its own."""
+def joined(linears: Sequence[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | None]:
+    """Return [out, in] weights and biases of several, one behind the other; of one, its own.
+
+    Weights may be in blocks: see ``join_rows``.
+    """
     if len(linears) == 1:
         return linears[0]
-    weight = torch.cat([weight for weight, _ in linears])
-    if all(bias is None for _, bias in linears):
+    weight = join_rows([weight for weight, _ in linears])
+    known = [bias for _, bias in linears if bias is not None]
+    if not known:
         return weight, None
     biases = [
-        weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in linears
+        known[0].new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in linears
     ]
     return weight, torch.cat(biases)
 

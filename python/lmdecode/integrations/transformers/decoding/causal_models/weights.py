@@ -21,6 +21,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architectures imp
     CAUSAL_MODEL_TYPES,
 )
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+from lmdecode.quantized_weight import LinearWeight, QuantizedWeight
 
 __all__ = ["causal_model_of"]
 
@@ -32,7 +33,7 @@ _NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn
 
 
 def causal_model_of(
-    model: Any, read: Callable[[str], Tensor] | None = None
+    model: Any, read: Callable[[str], Any] | None = None
 ) -> tuple[CausalConfig, CausalWeights]:
     """Return the config and the weights of a decoder-only model.
 
@@ -45,7 +46,9 @@ def causal_model_of(
     model
         A causal language model of transformers, of a type that is in ``CAUSAL_MODEL_TYPES``.
     read : callable, optional
-        Gives the parameter of a name, where the model's own are without values.
+        Gives the parameter of a name, where the model's own are without values. A linear weight or
+        an embedding may be a ``QuantizedWeight``, which is [out, in] for a ``Conv1D``, too; so are
+        those of the result then, but for what a factor is folded into.
 
     Raises
     ------
@@ -100,7 +103,7 @@ class _Reader:
         model: Any,
         head: Any,
         architecture: Architecture,
-        read: Callable[[str], Tensor] | None,
+        read: Callable[[str], Any] | None,
     ) -> None:
         self.config = model.config.get_text_config()
         self.read_parameter = read
@@ -134,7 +137,7 @@ class _Reader:
         final_gamma, final_beta = self._norm(trunk.final_norm)
         weights = CausalWeights(
             embedding=embedding,
-            positions=None if trunk.positions is None else self._weight(trunk.positions),
+            positions=None if trunk.positions is None else _floats(self._weight(trunk.positions)),
             rotary=rotary.frequencies,
             final_norm_gamma=final_gamma,
             final_norm_beta=final_beta,
@@ -246,16 +249,17 @@ class _Reader:
             return parameter
         return self.read_parameter(f"{self.names[module]}.{name}")
 
-    def _weight(self, module: Any) -> Tensor:
+    def _weight(self, module: Any) -> Any:
         weight = self._parameter(module, "weight")
         assert weight is not None
         return weight
 
-    def _linear(self, module: Any) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, module: Any) -> tuple[Any, Tensor | None]:
         """Return [out, in] weights, and a bias; subclasses may be more than a product."""
-        if type(module) is Conv1D:
-            return self._weight(module).T, self._parameter(module, "bias")
-        return self._weight(module), self._parameter(module, "bias")
+        weight, bias = self._weight(module), self._parameter(module, "bias")
+        if type(module) is Conv1D and isinstance(weight, Tensor):
+            weight = weight.T
+        return weight, bias
 
     def _ffn_size(self) -> int:
         up = self.layers[0].ffn_up
@@ -276,7 +280,8 @@ class _Reader:
         # Layers whose scores have another scale than the first's have it in their queries.
         ratio = modules.attention.scaling / self.layers[0].attention.scaling
         if ratio != 1.0:
-            factors = torch.ones(qkv.shape[0], dtype=_wide(qkv).dtype, device=qkv.device)
+            qkv = _wide(qkv)
+            factors = torch.ones(qkv.shape[0], dtype=qkv.dtype, device=qkv.device)
             factors[: self.config.num_attention_heads * modules.attention.head_dim] = ratio
             qkv = qkv * factors[:, None]
             qkv_bias = None if qkv_bias is None else qkv_bias * factors
@@ -286,7 +291,7 @@ class _Reader:
         up, up_bias = self._linear(modules.ffn_up)
         gate, gate_bias = None, None
         if modules.ffn_gate is modules.ffn_up:
-            gate, up = up.chunk(2)
+            gate, up = _chunks(up)
             if up_bias is not None:
                 gate_bias, up_bias = up_bias.chunk(2)
         elif modules.ffn_gate is not None:
@@ -350,12 +355,25 @@ class _Reader:
             )
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _floats(weight: LinearWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+def _chunks(weight: Any) -> Any:
+    """Return the upper and the lower half of the rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight.chunk(2)
+    rows = weight.shape[0]
+    return weight.rows(0, rows // 2), weight.rows(rows // 2, rows)
+
+
+def _wide(weight: LinearWeight) -> Tensor:
     """Float32 at least: a factor that is folded in is rounded no more than it would be there."""
+    tensor = _floats(weight)
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _times(factor: float, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
     if factor == 1.0:
         return weight, bias
     return _wide(weight) * factor, None if bias is None else _wide(bias) * factor

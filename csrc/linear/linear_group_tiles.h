@@ -1,27 +1,29 @@
-// Sums of a block of rows and a panel of int4: tiles of rows, all groups of a chain one after
+// Sums of a block of rows and a panel with groups: tiles of rows, all groups of a chain one after
 // another.
 #pragma once
 
-#include "linear/linear_int4_products.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_tuning.h"
 
 namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
-// sums [kRows, width] += `groups` groups, the weights of which begin at `weights`, and the inputs
+// sums [kRows, width] += `steps` steps, the weights of which begin at `weights`, and the inputs
 // of the rows at `input`; from 0, if first. Meanwhile lines [first_line, last_line) of each step
 // from `ahead` on are fetched. One tile of up to two rows, kIsAlone, reads in the
 // order of the memory, as fast as memory is: fetching ahead would slow it down.
 template <class Dot, int kRows, bool kIsAlone>
-inline void add_groups(const char* input, int64_t row_bytes, const char* weights, int64_t groups,
+inline void add_groups(const char* input, int64_t row_bytes, const char* weights, int64_t steps,
                        const char* ahead, int first_line, int last_line, bool is_first,
                        float* sums) {
   // Vectors of the panel that are multiplied side by side: as many as there are registers for.
   constexpr int kTogether = kRows <= 2 ? kPanelVectors : kPanelVectors / 2;
   // Parts of a step, over which the fetching is spread.
-  constexpr int kSlots = Dot::kGroup / 8 * (kPanelVectors / kTogether);
+  constexpr int kSlots = Dot::kStepGroups * Dot::kGroup / 8 * (kPanelVectors / kTogether);
   constexpr bool kFetches = !kIsAlone || kTogether < kPanelVectors;
+  constexpr int kPartSize = Dot::kGroup < kGroupPart ? Dot::kGroup : kGroupPart;
+  using Products = typename Dot::Products;
   typename Dot::Floats total[kRows][kPanelVectors];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
@@ -31,11 +33,9 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
                              : Dot::load_floats(sums + (r * kPanelVectors + j) * Dot::kLanes);
     }
   }
-  for (int64_t g = 0; g < groups; ++g) {
-    const char* const group = weights + g * Dot::kStepBytes;
-    const char* const x = input + g * Dot::kInputBytes;
-    const char* const next = ahead + g * Dot::kStepBytes;
-    Int4Input rows[kRows];
+  const auto add_group = [&](const char* step, const char* group, const char* x, const char* next,
+                             int group_slot) __attribute__((always_inline)) {
+    GroupInput rows[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) __builtin_memcpy(&rows[r], x + r * row_bytes, sizeof(rows[r]));
 #pragma GCC unroll 4
@@ -45,25 +45,21 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (int j = 0; j < kTogether; ++j) {
-          if constexpr (Dot::kHasZeros) {
-            sum[r][j] =
-                Dot::offset(rows[r].offset, group + 2 * Dot::kWidth + (first + j) * Dot::kLanes);
-          } else {
-            sum[r][j] = Dot::offset(rows[r].offset);
-          }
+          sum[r][j] = Dot::offset_of(rows[r].offset, group, first + j);
         }
       }
-      for (int part = 0; part < Dot::kGroup; part += kGroupPart) {
+      for (int part = 0; part < Dot::kGroup; part += kPartSize) {
         typename Dot::Part c[kRows][kTogether];
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::begin(sum[r][j]);
+          for (int j = 0; j < kTogether; ++j) c[r][j] = Products::begin(sum[r][j]);
         }
 #pragma GCC unroll 4
-        for (int at = part; at < part + kGroupPart; at += 8) {
+        for (int at = part; at < part + kPartSize; at += 8) {
           if constexpr (kFetches) {
-            const int slot = at / 8 * (kPanelVectors / kTogether) + first / kTogether;
+            const int slot =
+                (group_slot + at / 8) * (kPanelVectors / kTogether) + first / kTogether;
             for (int i = first_line + slot; i < last_line; i += kSlots) {
               __builtin_prefetch(next + i * 64, 0, 2);
             }
@@ -71,36 +67,50 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
           typename Dot::Bytes low[kTogether], high[kTogether];
 #pragma GCC unroll 4
           for (int j = 0; j < kTogether; ++j) {
-            const auto bytes = Dot::load_bytes(group + Dot::kNibblesAt + Dot::kWidth * at / 2 +
-                                               (first + j) * Dot::kLanes * 4);
-            low[j] = Dot::low(bytes);
-            high[j] = Dot::high(bytes);
+            Dot::load_codes(group, at, first + j, &low[j], &high[j]);
           }
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r) {
-            const char* const quad = x + r * row_bytes + sizeof(Int4Input) + at;
+            const char* const quad = x + r * row_bytes + sizeof(GroupInput) + at;
 #pragma GCC unroll 4
-            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], low[j], quad);
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Products::add(c[r][j], low[j], quad);
 #pragma GCC unroll 4
-            for (int j = 0; j < kTogether; ++j) c[r][j] = Dot::add(c[r][j], high[j], quad + 4);
+            for (int j = 0; j < kTogether; ++j) c[r][j] = Products::add(c[r][j], high[j], quad + 4);
           }
         }
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < kTogether; ++j) sum[r][j] = Dot::end(c[r][j], sum[r][j]);
+          for (int j = 0; j < kTogether; ++j) sum[r][j] = Products::end(c[r][j], sum[r][j]);
         }
       }
 #pragma GCC unroll 4
       for (int j = 0; j < kTogether; ++j) {
-        const auto scales = Dot::load_scales(group + (first + j) * Dot::kLanes * 2);
+        const auto scales = Dot::load_scales(step, group, first + j);
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
           const auto factors = Dot::times(scales, Dot::same(rows[r].scale));
           const auto values = Dot::to_floats(sum[r][j]);
           total[r][first + j] = Dot::add_product(values, factors, total[r][first + j]);
         }
+        if constexpr (Dot::kHasMinimums) {
+          const auto minimums = Dot::load_minimums(step, group, first + j);
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const auto scaled_sum = Dot::same(rows[r].scaled_sum);
+            total[r][first + j] = Dot::add_product(minimums, scaled_sum, total[r][first + j]);
+          }
+        }
       }
+    }
+  };
+  for (int64_t s = 0; s < steps; ++s) {
+    const char* const step = weights + s * Dot::kStepBytes;
+    const char* const x = input + s * Dot::kInputBytes;
+    const char* const next = ahead + s * Dot::kStepBytes;
+    for (int g = 0; g < Dot::kStepGroups; ++g) {
+      add_group(step, step + Dot::kSuperBytes + g * Dot::kGroupBytes, x + g * Dot::kGroupInputBytes,
+                next, g * (Dot::kGroup / 8));
     }
   }
 #pragma GCC unroll 6
@@ -112,12 +122,12 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
   }
 }
 
-// `groups` groups for all rows of the input, in tiles of about the same height, which share the
+// `steps` steps for all rows of the input, in tiles of about the same height, which share the
 // fetching of the weights that follow.
 template <class Dot>
 void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
-                        int64_t groups, bool is_first, float* sums) {
-  constexpr int kTileRows = tuning::kInt4TileRows;
+                        int64_t steps, bool is_first, float* sums) {
+  constexpr int kTileRows = tuning::kGroupTileRows;
   constexpr int kLines = (Dot::kStepBytes + 63) / 64;
   const int64_t rows = input.count;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -128,11 +138,12 @@ void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* 
     float* const to = sums + row * Dot::kWidth;
     const auto run = [&]<int kRows>() {
       if (tiles == 1) {
-        add_groups<Dot, kRows, true>(x, input.row_bytes, weights, groups,
-                                     weights + tuning::kInt4PrefetchBytes, 0, kLines, is_first, to);
+        add_groups<Dot, kRows, true>(x, input.row_bytes, weights, steps,
+                                     weights + tuning::kGroupPrefetchBytes, 0, kLines, is_first,
+                                     to);
       } else {
-        add_groups<Dot, kRows, false>(x, input.row_bytes, weights, groups,
-                                      weights + groups * Dot::kStepBytes,
+        add_groups<Dot, kRows, false>(x, input.row_bytes, weights, steps,
+                                      weights + steps * Dot::kStepBytes,
                                       static_cast<int>(kLines * t / tiles),
                                       static_cast<int>(kLines * (t + 1) / tiles), is_first, to);
       }

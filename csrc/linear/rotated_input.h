@@ -1,0 +1,109 @@
+// A row of x, rotated as linear/rotation.h says, by vectors.
+#pragma once
+
+#include "linear/rotation.h"
+#include "simd/vec_math.h"
+
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
+
+// (a, b) -> (a + b, a - b) of lanes kApart apart.
+template <int kApart>
+inline F32 butterfly_lanes(F32 x) {
+#if defined(LMD_SIMD_AVX512)
+  __m512 other;
+  if constexpr (kApart == 1) {
+    other = _mm512_permute_ps(x.v, 0xb1);
+  } else if constexpr (kApart == 2) {
+    other = _mm512_permute_ps(x.v, 0x4e);
+  } else if constexpr (kApart == 4) {
+    other = _mm512_shuffle_f32x4(x.v, x.v, 0xb1);
+  } else {
+    other = _mm512_shuffle_f32x4(x.v, x.v, 0x4e);
+  }
+  constexpr __mmask16 kSecond = kApart == 1   ? 0xaaaa
+                                : kApart == 2 ? 0xcccc
+                                : kApart == 4 ? 0xf0f0
+                                              : 0xff00;
+  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), kSecond, other, x.v)};
+#elif defined(LMD_SIMD_AVX2)
+  __m256 other;
+  constexpr int kSecond = kApart == 1 ? 0xaa : kApart == 2 ? 0xcc : 0xf0;
+  if constexpr (kApart == 1) {
+    other = _mm256_permute_ps(x.v, 0xb1);
+  } else if constexpr (kApart == 2) {
+    other = _mm256_permute_ps(x.v, 0x4e);
+  } else {
+    other = _mm256_permute2f128_ps(x.v, x.v, 1);
+  }
+  return {_mm256_blend_ps(_mm256_add_ps(x.v, other), _mm256_sub_ps(other, x.v), kSecond)};
+#else
+  float lane[kLanes];
+  store(lane, x);
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & kApart) != 0) continue;
+    const float a = lane[i], b = lane[i + kApart];
+    lane[i] = a + b;
+    lane[i + kApart] = a - b;
+  }
+  return load(lane);
+#endif
+}
+
+// rotate_block() of `block` elements, at least kLanes.
+template <int kBlock>
+inline void rotate_block_by_vectors(const float* from, float* to) {
+  constexpr int kVectors = kBlock / kLanes;
+  F32 v[kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = load(from + i * kLanes) * splat(rotation_scale(kBlock));
+    v[i] = butterfly_lanes<1>(v[i]);
+    v[i] = butterfly_lanes<2>(v[i]);
+    v[i] = butterfly_lanes<4>(v[i]);
+    if constexpr (kLanes == 16) v[i] = butterfly_lanes<8>(v[i]);
+  }
+#pragma GCC unroll 5
+  for (int apart = 1; apart < kVectors; apart *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      if ((i & apart) != 0) continue;
+      const F32 a = v[i], b = v[i + apart];
+      v[i] = a + b;
+      v[i + apart] = a - b;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) store(to + i * kLanes, v[i]);
+}
+
+inline void rotate_input(const float* x, int64_t stride, int64_t size, float* to) {
+  if (stride != 1) {
+    for (int64_t i = 0; i < size; ++i) to[i] = x[i * stride];
+    x = to;
+  }
+  int64_t at = 0;
+  for (int64_t block; (block = rotated_block(at, size)) > 0; at += block) {
+    switch (block) {
+      case 256:
+        rotate_block_by_vectors<256>(x + at, to + at);
+        break;
+      case 128:
+        rotate_block_by_vectors<128>(x + at, to + at);
+        break;
+      case 64:
+        rotate_block_by_vectors<64>(x + at, to + at);
+        break;
+      case 32:
+        rotate_block_by_vectors<32>(x + at, to + at);
+        break;
+      default:
+        rotate_block_by_vectors<16>(x + at, to + at);
+    }
+  }
+  if (x == to) return;
+  for (; at < size; ++at) to[at] = x[at];
+}
+
+}  // namespace lmdecode::LMD_SIMD::linear

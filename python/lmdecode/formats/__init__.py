@@ -1,0 +1,1 @@
+"""Model files that are not transformers' own: GGUF."""

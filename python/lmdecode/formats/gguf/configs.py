@@ -1,0 +1,293 @@
+"""The configs of transformers that a GGUF file's metadata stand for, by its architecture.
+
+Defaults are those of llama.cpp where a file may leave something out: an entry that transformers has
+another default for is always given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmdecode.formats.gguf.facts import Facts, refused
+
+__all__ = ["CONFIGS", "config_entries"]
+
+
+def _special_tokens(facts: Facts, vocab_size: int) -> dict[str, int | None]:
+    names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    return {name: facts.token(f"{key}_token_id", vocab_size) for key, name in names.items()}
+
+
+def _head_sizes(facts: Facts) -> dict[str, int]:
+    """Heads and their size, which must be those of the first layer's queries."""
+    size, heads = facts.count("embedding_length"), facts.count("attention.head_count")
+    head_size = facts.count("attention.key_length", max(1, size // heads))
+    if (values := facts.count("attention.value_length", head_size)) != head_size:
+        raise refused(facts.file, f"has values of {values} features; expected keys', {head_size}")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
+        "head_dim": head_size,
+    }
+
+
+def _common(facts: Facts) -> dict[str, Any]:
+    """Return what models of Llama's kind have in common, but for their rotary embedding."""
+    vocab_size, size = facts.shape("token_embd.weight")
+    heads = _head_sizes(facts)
+    if "blk.0.attn_q.weight" in facts.file.tensors:
+        rows = facts.shape("blk.0.attn_q.weight")[0]
+    else:
+        rows = facts.shape("blk.0.attn_qkv.weight")[0]
+        rows -= 2 * heads["num_key_value_heads"] * heads["head_dim"]
+    if rows != heads["num_attention_heads"] * heads["head_dim"]:
+        raise refused(
+            facts.file,
+            f"has {rows} query features; expected {heads['num_attention_heads']} heads of "
+            f"{heads['head_dim']}",
+        )
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": size,
+        "num_hidden_layers": facts.count("block_count"),
+        "intermediate_size": facts.count("feed_forward_length"),
+        "max_position_embeddings": facts.count("context_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in facts.file.tensors,
+        **heads,
+        **_special_tokens(facts, vocab_size),
+    }
+
+
+def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
+    """Return the rotary embedding of all of a head; Llama 3's factors are a tensor: see model."""
+    size = facts.count("rope.dimension_count", head_size)
+    if size != head_size:
+        raise refused(
+            facts.file, f"turns {size} of {head_size} features of a head; expected all of them"
+        )
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": facts.number("rope.freq_base", 1e4),
+    }
+    kind = facts.text("rope.scaling.type", "none")
+    if "rope_factors_long.weight" in facts.file.tensors or kind not in ("none", "linear", "yarn"):
+        kind = "longrope" if kind in ("none", "linear", "yarn") else kind
+        raise refused(
+            facts.file,
+            f"has a rotary embedding of the type {kind!r}; expected none, linear or yarn, whose "
+            "frequencies do not depend on the length of the text",
+        )
+    if kind == "none":
+        return rope
+    rope |= {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+    if kind == "yarn":
+        for key in ("yarn_attn_factor", "yarn_ext_factor", "attn_factor"):
+            if facts.number(f"rope.scaling.{key}", 1.0) != 1.0:
+                raise refused(facts.file, f"has a rope.scaling.{key} other than 1; expected 1")
+        length = facts.count("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = length
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            rope[name] = facts.number(f"rope.scaling.yarn_{name}", default)
+    return rope
+
+
+def _with_rope(facts: Facts) -> dict[str, Any]:
+    entries = _common(facts)
+    return {**entries, "rope_parameters": _rope(facts, entries["head_dim"])}
+
+
+def _biases(facts: Facts) -> dict[str, Any]:
+    tensors = facts.file.tensors
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def _llama(facts: Facts) -> dict[str, Any]:
+    entries = {**_with_rope(facts), **_biases(facts)}
+    if facts.has("attention.sliding_window"):  # llama.cpp's name of Mistral is llama
+        window = facts.count("attention.sliding_window", least=0)
+        if window:
+            return {**entries, "model_type": "mistral", "sliding_window": window}
+    return {**entries, "model_type": "llama"}
+
+
+def _granite(facts: Facts) -> dict[str, Any]:
+    entries = {**_with_rope(facts), **_biases(facts)}
+    return {
+        **entries,
+        "model_type": "granite",
+        "attention_multiplier": facts.number("attention.scale", entries["head_dim"] ** -0.5),
+        "embedding_multiplier": facts.number("embedding_scale", 1.0),
+        "residual_multiplier": facts.number("residual_scale", 1.0),
+        "logits_scaling": facts.number("logit_scale", 1.0),
+    }
+
+
+def _smollm3(facts: Facts) -> dict[str, Any]:
+    return {
+        **_with_rope(facts),
+        **_biases(facts),
+        "model_type": "smollm3",
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,  # in llama.cpp, too, whatever the file
+    }
+
+
+def _olmo2(facts: Facts) -> dict[str, Any]:
+    if facts.has("attention.sliding_window"):
+        raise refused(facts.file, "is of the architecture 'olmo2' with a window, OLMo 3; "
+                                  "expected OLMo 2")  # fmt: skip
+    return {
+        **_with_rope(facts),
+        "model_type": "olmo2",
+        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+    }
+
+
+def _qwen2(facts: Facts) -> dict[str, Any]:
+    return {**_with_rope(facts), "model_type": "qwen2", "use_sliding_window": False}
+
+
+def _qwen3(facts: Facts) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in facts.file.tensors
+    return {**_qwen2(facts), "model_type": "qwen3", "attention_bias": bias}
+
+
+def _phi3(facts: Facts) -> dict[str, Any]:
+    entries = _common(facts)
+    head_size = entries.pop("head_dim")
+    size = facts.count("rope.dimension_count", head_size)
+    if size > head_size or size % 2:
+        raise refused(facts.file, f"turns {size} of {head_size} features of a head; expected fewer")
+    rope = _rope(facts, size)
+    if rope["rope_type"] != "default":
+        raise refused(facts.file, f"has a rope.scaling.type {rope['rope_type']!r}; expected none")
+    return {
+        **entries,
+        "model_type": "phi3",
+        "sliding_window": facts.count("attention.sliding_window", 0, least=0) or None,
+        "original_max_position_embeddings": entries["max_position_embeddings"],
+        "rope_parameters": {**rope, "partial_rotary_factor": size / head_size},
+    }
+
+
+def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[str, Any]:
+    """Return what Gemma 2 and 3 have in common; every ``period``-th layer has no window.
+
+    Files do not say what scores are multiplied by: the models of 27 billion weights have another
+    factor than the others, and are known by their layers, as in llama.cpp.
+    """
+    entries = _common(facts)
+    layers, heads = entries["num_hidden_layers"], entries["num_attention_heads"]
+    scalar = entries["hidden_size"] / heads if layers == layers_of_27b else entries["head_dim"]
+    if facts.has("attention.scale"):
+        scalar = facts.number("attention.scale") ** -2
+    window = facts.count("attention.sliding_window", window, least=0)
+    is_full = [window == 0 or (i + 1) % period == 0 for i in range(layers)]
+    return {
+        **entries,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": window or None,
+        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
+        "use_bidirectional_attention": False,
+        "final_logit_softcapping": facts.number("final_logit_softcapping")
+        if facts.has("final_logit_softcapping")
+        else None,
+    }
+
+
+def _gemma2(facts: Facts) -> dict[str, Any]:
+    entries = _gemma(facts, 46, 2, 4096)
+    return {
+        **entries,
+        "model_type": "gemma2",
+        "final_logit_softcapping": entries["final_logit_softcapping"] or 30.0,
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+        "rope_parameters": _rope(facts, entries["head_dim"]),
+    }
+
+
+def _gemma3(facts: Facts) -> dict[str, Any]:
+    entries = _gemma(facts, 62, 6, 0)
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 1e4)}
+    return {
+        **entries,
+        "model_type": "gemma3_text",
+        "rope_parameters": {
+            "full_attention": _rope(facts, entries["head_dim"]),
+            "sliding_attention": local,
+        },
+    }
+
+
+def _gpt2(facts: Facts) -> dict[str, Any]:
+    vocab_size, size = facts.shape("token_embd.weight")
+    length = facts.shape("position_embd.weight")[0]
+    if (stated := facts.count("context_length")) != length:
+        raise refused(facts.file, f"has {length} positions; expected its context_length, {stated}")
+    return {
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_embd": size,
+        "n_positions": length,
+        "n_layer": facts.count("block_count"),
+        "n_head": facts.count("attention.head_count"),
+        "n_inner": facts.count("feed_forward_length"),
+        "layer_norm_epsilon": facts.number("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": "output.weight" not in facts.file.tensors,
+        **_special_tokens(facts, vocab_size),
+    }
+
+
+CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+    "granite": _granite,
+    "llama": _llama,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "smollm3": _smollm3,
+}
+
+
+def config_entries(facts: Facts) -> dict[str, Any]:
+    """Return a config's entries, its ``model_type`` too.
+
+    Raises
+    ------
+    ValueError
+        Another architecture, an entry that is missing or makes no sense, or what there is not.
+    """
+    file = facts.file
+    if facts.architecture not in CONFIGS:
+        raise refused(
+            file,
+            f"is of the architecture {facts.architecture!r}; expected one of {', '.join(CONFIGS)}",
+        )
+    split = file.metadata.get("split.count", 0)
+    if split not in (0, 1):
+        raise refused(
+            file, f"is one of {split!r} files of a model; expected one file, as "
+            "llama-gguf-split --merge makes of them"
+        )  # fmt: skip
+    if facts.count("expert_count", 0, least=0):
+        raise refused(file, "is a mixture of experts; expected a dense model")
+    layers = facts.count("block_count")
+    names = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if names != {str(i) for i in range(min(layers, len(names) + 1))}:
+        raise refused(file, f"has tensors of {len(names)} layers; expected {layers}")
+    embedding = facts.shape("token_embd.weight")
+    if len(embedding) != 2 or embedding[1] != facts.count("embedding_length"):
+        raise refused(
+            file,
+            f"has token_embd.weight of shape {list(embedding)}; expected [tokens, "
+            f"{facts.count('embedding_length')}]",
+        )
+    return CONFIGS[facts.architecture](facts)

@@ -1,0 +1,95 @@
+"""The metadata of a GGUF file as typed facts: each is checked where it is asked for."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Any
+
+from lmdecode.formats.gguf.reader import GgufFile
+
+__all__ = ["Facts", "refused"]
+
+_MAX_COUNT = (1 << 31) - 1
+
+
+def refused(file: GgufFile, what: str) -> ValueError:
+    """Return the error of a file that is read, but is no model that there is."""
+    return ValueError(f"Decoding.from_pretrained: {file.path} {what}")
+
+
+class Facts:
+    """What a file says about its model; keys are those behind the architecture's name.
+
+    Attributes
+    ----------
+    architecture : str
+        Its ``general.architecture``.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture: str = self._whole("general.architecture", str, "a name")
+
+    def _whole(self, key: str, kind: type, expected: str) -> Any:
+        value = self.file.metadata.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise refused(self.file, f"has {value!r} for {key}; expected {expected}")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry."""
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an int; a list of one for each layer must have the same for all."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name, default)
+        if isinstance(value, array) and len(set(value)) == 1:
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_COUNT:
+            raise refused(
+                self.file, f"has {_shown(value)} for {name}; expected one int of at least {least}"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0."""
+        name = f"{self.architecture}.{key}"
+        value: Any = self.file.metadata.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise refused(self.file, f"has {_shown(value)} for {name}; expected a number above 0")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a string."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name, default)
+        if not isinstance(value, str):
+            raise refused(self.file, f"has {_shown(value)} for {name}; expected a name")
+        return value
+
+    def token(self, key: str, vocab_size: int) -> int | None:
+        """Return the token of ``tokenizer.ggml``'s entry, None where there is none."""
+        name = f"tokenizer.ggml.{key}"
+        value = self.file.metadata.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+            raise refused(
+                self.file, f"has {_shown(value)} for {name}; expected a token below {vocab_size}"
+            )
+        return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        if name not in self.file.tensors:
+            raise refused(self.file, f"has no tensor {name!r}; expected one")
+        return self.file.tensors[name].shape
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it: the beginning of a long one."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,182 @@
+"""A GGUF file as a model of transformers without its weights, and the weights one by one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.formats.gguf.configs import config_entries
+from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
+from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.quantized_weight import QuantizedWeight
+
+__all__ = ["end_tokens", "load_parts"]
+
+# What ends a text beside the file's own end, as llama.cpp has it.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+         "<EOT>", "<|end_of_text|>")  # fmt: skip
+_CONTROL = 3  # of tokenizer.ggml.token_type
+
+
+class _Weights:
+    """A file's tensors by the names and in the shapes of a model's parameters.
+
+    Parameters
+    ----------
+    file, facts
+        Of the file.
+    model
+        The skeleton, whose parameters say what is expected.
+    keeps_blocks : bool
+        Whether matrices in blocks stay what they are.
+    """
+
+    def __init__(self, file: GgufFile, facts: Facts, model: Any, keeps_blocks: bool) -> None:
+        self._file, self._architecture, self._keeps_blocks = file, facts.architecture, keeps_blocks
+        config = model.config
+        self._heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        }
+        self._check(model)
+
+    def _name(self, parameter: str) -> str:
+        return tensor_name(parameter, self._architecture)
+
+    def _is_transposed(self, parameter: str) -> bool:
+        """Whether a parameter is [in, out], of the module ``Conv1D``."""
+        return self._architecture == "gpt2" and ".c_" in parameter and parameter.endswith("weight")
+
+    def _check(self, model: Any) -> None:
+        """Raise for what is missing, is left over, or has another shape."""
+        left = set(self._file.tensors) - set(IGNORED)
+        for parameter, value in model.named_parameters():
+            name, shape = self._name(parameter), tuple(value.shape)
+            if self._is_transposed(parameter):
+                shape = shape[::-1]
+            if name not in self._file.tensors:
+                raise refused(self._file, f"has no tensor {name!r}; expected one")
+            if self._file.tensors[name].shape != shape:
+                raise refused(
+                    self._file,
+                    f"has {name} of shape {list(self._file.tensors[name].shape)}; expected "
+                    f"{list(shape)}",
+                )
+            if isinstance(self._file.tensors[name].kind, str) and len(shape) != 2:
+                raise refused(self._file, f"has {name} in blocks; expected floats")
+            left.discard(name)
+        if left:
+            raise refused(
+                self._file,
+                f"has {len(left)} tensors that its architecture does not have, {min(left)!r} one "
+                "of them; expected none",
+            )
+
+    def read(self, parameter: str) -> Any:
+        """Return a parameter's values: floats, or a ``QuantizedWeight``, which is [out, in]."""
+        tensor = self._file.tensor(self._name(parameter))
+        module = parameter.split(".")[-2]
+        if self._architecture in PERMUTED and module in self._heads:
+            tensor = _in_halves(tensor, self._heads[module])
+        if isinstance(tensor, QuantizedWeight):
+            if self._keeps_blocks:
+                return tensor
+            tensor = tensor.dequantize()
+        if tensor.dtype == torch.float16:
+            tensor = tensor.float()
+        if self._architecture.startswith("gemma") and module.endswith("norm"):
+            tensor = tensor.float() - 1.0  # the file has 1 + weight
+        return tensor.T if self._is_transposed(parameter) else tensor
+
+
+def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | QuantizedWeight:
+    """Undo what llama.cpp does to rows: in a head it has pairs of those that turn as neighbours."""
+    index = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
+
+
+def end_tokens(facts: Facts, vocab_size: int) -> list[int]:
+    """Return the tokens that end a text: those of the file's entries, and those known by name."""
+    ends = [facts.token(f"{key}_token_id", vocab_size) for key in ("eos", "eot", "eom")]
+    tokens = facts.file.metadata.get("tokenizer.ggml.tokens", ())
+    kinds = facts.file.metadata.get("tokenizer.ggml.token_type", ())
+    known = set(_ENDS)
+    ends += [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and token in known and i < vocab_size
+    ]
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def _divide_frequencies(facts: Facts, model: Any) -> None:
+    """Take the factors of Llama 3's frequencies, which the file has as a tensor."""
+    if "rope_freqs.weight" not in facts.file.tensors:
+        return
+    factors = facts.file.tensor("rope_freqs.weight")
+    frequencies = getattr(
+        getattr(getattr(model, "model", None), "rotary_emb", None), "inv_freq", None
+    )
+    if frequencies is None or factors.shape != frequencies.shape:
+        raise refused(
+            facts.file,
+            f"has rope_freqs.weight of shape {list(factors.shape)}; expected one factor for each "
+            "pair of features that turns",
+        )
+    assert isinstance(factors, Tensor)
+    frequencies.div_(factors.float())
+
+
+def load_parts(path: str | os.PathLike[str], *, keeps_blocks: bool = False) -> tuple[Any, Any, Any]:
+    """Return the model of a file without its weights, and its config and weights for ``Decoding``.
+
+    The weights are read, and dequantized, one by one as they are asked for.
+
+    Parameters
+    ----------
+    path
+        Of the file, which is mapped.
+    keeps_blocks : bool
+        Whether linear weights and the embedding stay in the blocks of the file: they are
+        ``QuantizedWeight``, or ``JoinedWeight`` for queries, keys and values that are not of one
+        kind. Where a factor is folded into a weight, it is floats all the same.
+
+    Raises
+    ------
+    OSError
+        There is no such file.
+    ValueError
+        It is damaged, or holds no model that there is.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
+    from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+
+    file = GgufFile(path)
+    facts = Facts(file)
+    entries = config_entries(facts)
+    try:
+        config = AutoConfig.for_model(**entries)
+        config._name_or_path = str(path)
+        ends = end_tokens(facts, config.vocab_size)
+        specials = {name: entries[name] for name in ("bos_token_id", "pad_token_id")}
+        model = skeleton(config, GenerationConfig(**specials, eos_token_id=ends or None))
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise refused(
+            file, f"has metadata that make no {facts.architecture} model: {error}"
+        ) from error
+    weights = _Weights(file, facts, model, keeps_blocks)
+    _divide_frequencies(facts, model)
+    return model, *causal_model_of(model, weights.read)

@@ -1,0 +1,68 @@
+"""Where transformers' parameters are in a GGUF file: names, and what llama.cpp does to values."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["IGNORED", "PERMUTED", "tensor_name"]
+
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+_OF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+# Architectures whose layers have a norm behind the attention, too.
+_NORM_BEHIND = ("gemma2", "gemma3", "olmo2")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
+
+#: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
+PERMUTED = ("granite", "llama", "smollm3")
+#: Tensors that are no parameters.
+IGNORED = ("rope_freqs.weight",)
+
+
+def tensor_name(parameter: str, architecture: str) -> str:
+    """Return the name of a parameter's tensor.
+
+    Parameters
+    ----------
+    parameter
+        Its name in a model of transformers that one of ``CONFIGS`` gives.
+    architecture
+        That of the file.
+    """
+    found = _LAYER.fullmatch(parameter)
+    if found is None:
+        module, _, field = parameter.rpartition(".")
+        return f"{_WHOLE[module]}.{field}"
+    layer, module, field = found.groups()
+    name = _OF_LAYER[module]
+    if module == "post_attention_layernorm" and architecture in _NORM_BEHIND:
+        name = "post_attention_norm"
+    return f"blk.{layer}.{name}.{field}"

@@ -1,0 +1,296 @@
+"""What a GGUF file says and holds: its metadata, its table of tensors, and their bytes.
+
+A reader of our own, as files come from anywhere. The package ``gguf`` takes seconds for a
+vocabulary of 262 144 tokens, and believes every count and length. transformers' reader is as fast
+as this one, but allocates what a count says, and of offsets outside of the file makes short
+tensors. Here each count, length and offset is compared with what is left of the file before
+anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._memory import bytes_of
+from lmdecode.quantized_weight import KINDS, QuantizedWeight
+
+__all__ = ["GgufFile", "TensorInfo", "is_gguf"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_MAX_DEPTH = 4  # of arrays within arrays; no known file has any
+_MAX_ALIGNMENT = 1 << 20
+# Of metadata: the number of a type, and what struct and array call it. Strings and arrays differ.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+            12: "d"}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_LEAST_BYTES = {_STRING: 8, _ARRAY: 12}  # of an element
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
+           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is that of a file which ends in .gguf, or begins as one."""
+    path = Path(path)
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return path.suffix == ".gguf" or file.read(4) == _MAGIC
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        As torch has it: the last is what is contiguous.
+    kind : torch.dtype or str
+        Of its floats, or one of ``KINDS``.
+    begin, end : int
+        Bytes of the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: torch.dtype | str
+    begin: int
+    end: int
+
+
+class _Cursor:
+    """A place in a file's bytes that moves on; it never leaves them."""
+
+    def __init__(self, data: memoryview, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+
+    def error(self, what: str) -> ValueError:
+        return _damaged(self.path, what)
+
+    def skip(self, size: int, what: str) -> int:
+        """Go on by so many bytes; return where they begin."""
+        if size > len(self.data) - self.at:
+            raise self.error(
+                f"{what} takes {size} bytes at byte {self.at}; expected at most the "
+                f"{len(self.data) - self.at} that are left"
+            )
+        begin, self.at = self.at, self.at + size
+        return begin
+
+    def numbers(self, code: str, what: str) -> tuple[Any, ...]:
+        begin = self.skip(struct.calcsize(code), what)
+        return struct.unpack_from(code, self.data, begin)
+
+    def number(self, code: str, what: str) -> Any:
+        return self.numbers(f"<{code}", what)[0]
+
+    def count(self, count: int, least: int, what: str) -> int:
+        """Return a count of things of ``least`` bytes each, if so many may follow."""
+        left = len(self.data) - self.at
+        if count * least > left:
+            raise self.error(
+                f"{what} has {count} entries at byte {self.at}; expected what fits the {left} "
+                "bytes that are left"
+            )
+        return count
+
+    def text(self, what: str) -> str:
+        size = self.number("Q", what)
+        begin = self.skip(size, what)
+        try:
+            return str(self.data[begin : begin + size], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} at byte {begin} is no UTF-8 ({error})") from error
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        """Return a value of the metadata: arrays of numbers are an ``array``, others a list."""
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind != _ARRAY:
+            expected = f"one of 0 to {max(_NUMBERS)}"
+            raise self.error(f"{what} has the type {kind}; expected {expected}")
+        if depth == _MAX_DEPTH:
+            raise self.error(f"{what} has arrays within arrays; expected at most {_MAX_DEPTH}")
+        of, count = self.numbers("<IQ", what)
+        if of in _NUMBERS:
+            code = _NUMBERS[of].replace("?", "B")
+            size = self.count(count, struct.calcsize(code), what) * struct.calcsize(code)
+            begin = self.skip(size, what)
+            return array(code, bytes(self.data[begin : begin + size]))
+        if of not in _LEAST_BYTES:
+            raise self.error(f"{what} is an array of the type {of}; expected 0 to {max(_NUMBERS)}")
+        self.count(count, _LEAST_BYTES[of], what)
+        return [self.value(of, what, depth + 1) for _ in range(count)]
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} is no GGUF file that can be read: {what}")
+
+
+class GgufFile:
+    """A GGUF file, mapped: its tensors are the file's own memory until they are computed with.
+
+    Parameters
+    ----------
+    path : str or path
+        Must stay as it is while the file, or a tensor of it, is in use.
+
+    Attributes
+    ----------
+    path : Path
+        See there.
+    metadata : dict
+        Numbers, strings, lists of strings, and ``array.array`` of numbers, by key.
+    tensors : dict of str to TensorInfo
+        By name.
+
+    Raises
+    ------
+    OSError
+        There is no such file.
+    ValueError
+        It is damaged, of another version, or has types that there are not; what is wrong is named.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+        if size < 24:
+            raise _damaged(self.path, f"it has {size} bytes; expected 24 at least")
+        self._memory = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        cursor = _Cursor(bytes_of(self._memory), self.path)
+        num_tensors, num_entries = self._read_beginning(cursor)
+        self.metadata = self._read_metadata(cursor, num_entries)
+        self.tensors = self._read_table(cursor, num_tensors)
+        self._check_overlaps()
+
+    def _read_beginning(self, cursor: _Cursor) -> tuple[int, int]:
+        magic, version, num_tensors, num_entries = cursor.numbers("<4sIQQ", "the beginning")
+        if magic != _MAGIC:
+            raise cursor.error(f"it begins with {magic!r}; expected {_MAGIC!r}")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            big = ", big-endian" if swapped in _VERSIONS else ""
+            raise cursor.error(
+                f"it is of version {swapped if big else version}{big}; expected version 2 or 3, "
+                "little-endian"
+            )
+        # A key, a type and a number; a name, a dimension, a type and an offset.
+        cursor.count(num_entries, 8 + 4 + 1, "metadata")
+        cursor.count(num_tensors, 8 + 4 + 8 + 4 + 8, "the table of tensors")
+        return num_tensors, num_entries
+
+    def _read_metadata(self, cursor: _Cursor, num_entries: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for i in range(num_entries):
+            key = cursor.text(f"key {i} of the metadata")
+            if key in metadata:
+                raise cursor.error(f"its metadata has {key!r} twice; expected it once")
+            metadata[key] = cursor.value(cursor.number("I", f"the type of {key!r}"), repr(key))
+        return metadata
+
+    def _alignment(self, cursor: _Cursor) -> int:
+        alignment = self.metadata.get("general.alignment", 32)
+        is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if not is_number or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise cursor.error(
+                f"its general.alignment is {alignment!r}; expected a power of 2 up to "
+                f"{_MAX_ALIGNMENT}"
+            )
+        return alignment
+
+    def _read_table(self, cursor: _Cursor, num_tensors: int) -> dict[str, TensorInfo]:
+        alignment = self._alignment(cursor)
+        entries: dict[str, tuple[tuple[int, ...], torch.dtype | str, int, int]] = {}
+        for i in range(num_tensors):
+            name = cursor.text(f"the name of tensor {i}")
+            if name in entries:
+                raise cursor.error(f"it has two tensors {name!r}; expected one")
+            num_dims = cursor.number("I", f"tensor {name!r}")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise cursor.error(f"tensor {name!r} has {num_dims} dimensions; expected 1 to 4")
+            shape = cursor.numbers(f"<{num_dims}Q", f"tensor {name!r}")[::-1]
+            kind, offset = cursor.numbers("<IQ", f"tensor {name!r}")
+            if offset % alignment:
+                raise cursor.error(
+                    f"tensor {name!r} is at {offset}; expected a multiple of {alignment}"
+                )
+            entries[name] = shape, *self._size_of(cursor, name, shape, kind), offset
+        begin = -(-cursor.at // alignment) * alignment
+        tensors = {}
+        for name, (shape, kind, size, offset) in entries.items():
+            cursor.at = min(begin + offset, len(cursor.data))
+            at = cursor.skip(size, f"tensor {name!r} of shape {list(shape)}")
+            tensors[name] = TensorInfo(shape, kind, at, at + size)
+        return tensors
+
+    def _size_of(
+        self, cursor: _Cursor, name: str, shape: tuple[int, ...], number: int
+    ) -> tuple[torch.dtype | str, int]:
+        """Return the kind of a tensor, and its bytes."""
+        if min(shape) < 1 or math.prod(shape) >= 1 << 62:
+            raise cursor.error(
+                f"tensor {name!r} has shape {list(shape)}; expected numbers of at least 1, and "
+                "fewer than 2^62 elements"
+            )
+        if number in _FLOATS:
+            return _FLOATS[number], math.prod(shape) * _FLOATS[number].itemsize
+        if number not in _BLOCKS:
+            expected = ", ".join(("F32", "F16", "BF16", *_BLOCKS.values()))
+            raise cursor.error(
+                f"tensor {name!r} is of the type of number {number}; expected one of {expected}"
+            )
+        kind = _BLOCKS[number]
+        block_size, block_bytes = KINDS[kind]
+        if shape[-1] % block_size:
+            raise cursor.error(
+                f"tensor {name!r} has rows of {shape[-1]} elements; expected a multiple of "
+                f"{block_size}, as its type is {kind}"
+            )
+        return kind, math.prod(shape) // block_size * block_bytes
+
+    def _check_overlaps(self) -> None:
+        end, before = 0, ""
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].begin):
+            if info.begin < end:
+                raise _damaged(self.path, f"tensors {before!r} and {name!r} overlap; expected none")
+            end, before = info.end, name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def tensor(self, name: str) -> Tensor | QuantizedWeight:
+        """Return a tensor as the file has it, without a copy: floats, or a matrix in blocks.
+
+        Raises
+        ------
+        KeyError
+            There is none of this name.
+        ValueError
+            It is in blocks, and no matrix.
+        """
+        info = self.tensors[name]
+        data = self._memory[info.begin : info.end]
+        if isinstance(info.kind, torch.dtype):
+            if data.storage_offset() % info.kind.itemsize:
+                data = data.clone()  # an alignment of less than an element
+            return data.view(info.kind).view(info.shape)
+        if len(info.shape) != 2:
+            raise _damaged(
+                self.path,
+                f"tensor {name!r} in blocks has shape {list(info.shape)}; expected a matrix",
+            )
+        return QuantizedWeight(data.view(info.shape[0], -1), info.kind)

@@ -1,0 +1,248 @@
+"""The tokenizer inside a GGUF file, as one of transformers; its tokens are those of llama.cpp.
+
+transformers' own converter knows fewer of the ways in which llama.cpp cuts a text into words, and
+takes another way for those that it does not know: this one refuses them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmdecode.formats.gguf.facts import Facts
+from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
+
+__all__ = ["load_tokenizer", "tokenizer_files"]
+
+_KINDS = ("gpt2", "llama")
+# Of tokenizer.ggml.token_type.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_SPACE = "\u2581"
+# Phi 3's special tokens take the spaces behind them, but for these.
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+
+
+class _Vocabulary:
+    """What a file says about its tokens, checked.
+
+    Attributes
+    ----------
+    kind : str
+        "gpt2", whose tokens are of bytes, or "llama", sentencepiece.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self.kind = self.entry("model", str, "")
+        if self.kind not in _KINDS:
+            raise self.error(f"has a tokenizer {self.kind!r}; expected one of {', '.join(_KINDS)}")
+        self.tokens: list[str] = self._strings("tokens", True)
+        self.merges: list[str] = self._strings("merges", self.kind == "gpt2")
+        self.kinds: Sequence[int] = self._numbers("token_type", _NORMAL)
+        self.scores: Sequence[float] = self._numbers("scores", 0.0)
+
+    def error(self, what: str) -> ValueError:
+        return ValueError(f"load_tokenizer: {self._file.path} {what}")
+
+    def entry(self, key: str, kind: type, default: Any) -> Any:
+        """Return an entry of ``tokenizer.ggml``, of this type."""
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}", default)
+        if not isinstance(value, kind):
+            raise self.error(
+                f"has a {type(value).__name__} for tokenizer.ggml.{key}; expected a {kind.__name__}"
+            )
+        return value
+
+    def _strings(self, key: str, is_needed: bool) -> list[str]:
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}", None if is_needed else [])
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.error(f"has no list of strings for tokenizer.ggml.{key}; expected one")
+        return value
+
+    def _numbers(self, key: str, default: float) -> Sequence[Any]:
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return [default] * len(self.tokens)
+        if len(value) != len(self.tokens) or isinstance(value, (str, list)):
+            raise self.error(
+                f"has no list of {len(self.tokens)} numbers for tokenizer.ggml.{key}; expected one "
+                "for each token"
+            )
+        return list(value)
+
+    def ids(self) -> dict[str, int]:
+        """Return the number of each token, of two the first."""
+        ids: dict[str, int] = {}
+        for i, token in enumerate(self.tokens):
+            ids.setdefault(token, i)
+        return ids
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the merges that the file has, first the one that goes first."""
+        found = []
+        for merge in self.merges:
+            at = merge.find(" ", 1)
+            if at < 0:
+                raise self.error(f"has a merge {merge!r}; expected two tokens and a space between")
+            found.append((merge[:at], merge[at + 1 :]))
+        return found
+
+    def scored_pairs(self, ids: dict[str, int]) -> list[tuple[str, str]]:
+        """Return what merges into each token, by its score: two neighbours do that make a token."""
+        found = []
+        for token, kind, score in zip(self.tokens, self.kinds, self.scores, strict=True):
+            if kind in (_CONTROL, _BYTE, _UNKNOWN):
+                continue
+            found += [
+                (score, token[:i], token[i:])
+                for i in range(1, len(token))
+                if token[:i] in ids and token[i:] in ids
+            ]
+        found.sort(key=lambda pair: -pair[0])
+        return [(left, right) for _, left, right in found]
+
+
+def _bytes_tokenizer(vocabulary: _Vocabulary) -> Any:
+    """Return a tokenizer whose tokens are of bytes, after words are cut as ``pre`` says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = vocabulary.entry("pre", str, "default")
+    if pre not in SPLITS:
+        raise vocabulary.error(
+            f"cuts words as {pre!r} (tokenizer.ggml.pre); expected one of {', '.join(SPLITS)}"
+        )
+    model = models.BPE(
+        vocab=vocabulary.ids(), merges=vocabulary.pairs(), ignore_merges=pre in WHOLE_WORDS
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in SPLITS[pre]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece_tokenizer(vocabulary: _Vocabulary) -> Any:
+    """Return a tokenizer of sentencepiece's kind; by default a space is put before a text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids = vocabulary.ids()
+    unknown = vocabulary.entry("unknown_token_id", int, 0)
+    if not 0 <= unknown < len(vocabulary.tokens):
+        raise vocabulary.error(
+            f"has {unknown} for tokenizer.ggml.unknown_token_id; expected a token below "
+            f"{len(vocabulary.tokens)}"
+        )
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=vocabulary.pairs() or vocabulary.scored_pairs(ids),
+            unk_token=vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    has_prefix = vocabulary.entry("add_space_prefix", bool, True)
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if has_prefix else []),
+        ]
+    )
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, vocabulary: _Vocabulary, takes_spaces: bool) -> None:
+    """Make those whole words that are in no case cut: control tokens, and the user's."""
+    from tokenizers import AddedToken
+
+    special, others = [], []
+    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
+        if not token:
+            continue
+        if kind in (_CONTROL, _UNKNOWN):
+            rstrip = takes_spaces and token not in _KEEP_SPACES
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
+        elif kind == _USER_DEFINED:
+            others.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(others)
+
+
+def _tokenizer_of(file: GgufFile) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    facts, vocabulary = Facts(file), _Vocabulary(file)
+    is_bytes = vocabulary.kind == "gpt2"
+    try:
+        build = _bytes_tokenizer if is_bytes else _sentencepiece_tokenizer
+        tokenizer = build(vocabulary)
+        _add_tokens(tokenizer, vocabulary, facts.architecture == "phi3" and not is_bytes)
+    except ValueError:
+        raise
+    except Exception as error:  # that of tokenizers is of no type of its own
+        raise vocabulary.error(f"has a vocabulary that makes no tokenizer ({error})") from error
+    specials = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = facts.token(f"{key}_token_id", len(vocabulary.tokens))
+        if token is not None:
+            specials[f"{name}_token"] = vocabulary.tokens[token]
+    begins = not is_bytes or vocabulary.entry("pre", str, "default") in BEGIN_BY_DEFAULT
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise vocabulary.error("has a tokenizer.chat_template that is no string; expected one")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **specials,
+        add_bos_token=vocabulary.entry("add_bos_token", bool, begins),
+        add_eos_token=vocabulary.entry("add_eos_token", bool, False),
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """Return the tokenizer of a GGUF file, with its chat template.
+
+    Parameters
+    ----------
+    path : str or path
+        Of the file.
+
+    Returns
+    -------
+    transformers.PreTrainedTokenizerFast
+        It puts the begin and the end of a text where the file says so.
+
+    Raises
+    ------
+    OSError
+        There is no such file.
+    ValueError
+        It is damaged, or has no tokenizer, or one of a kind that there is not.
+    """
+    return _tokenizer_of(GgufFile(path))
+
+
+def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the tokenizer of a GGUF file as the files that transformers has of one, by name.
+
+    There are none where the file has no tokenizer of a kind that there is.
+    """
+    file = GgufFile(path)
+    if file.metadata.get("tokenizer.ggml.model") not in _KINDS:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        _tokenizer_of(file).save_pretrained(folder)
+        return {found.name: found.read_bytes() for found in Path(folder).iterdir()}

@@ -1,0 +1,138 @@
+"""Linear weights in the blocks of a GGUF file, as it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import type_error
+from lmdecode._ops import ops
+from lmdecode.quantized_kinds import KINDS, Kind
+
+__all__ = ["KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "join_rows"]
+
+
+class QuantizedWeight:
+    """A linear weight in blocks along its inputs; a row is one output's.
+
+    Parameters
+    ----------
+    data : Tensor
+        uint8 [out_features, bytes], rows of whole blocks one behind the other. It is not copied: it
+        may be a file's own memory.
+    kind : str
+        The blocks' type, one of ``KINDS``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Another kind, or data of another dtype, shape or strides.
+
+    Examples
+    --------
+    >>> weight = QuantizedWeight(torch.zeros(2, 36, dtype=torch.uint8), "Q4_0")
+    >>> weight.shape, weight.dequantize().abs().max()
+    ((2, 64), tensor(0.))
+    """
+
+    def __init__(self, data: Tensor, kind: str) -> None:
+        if not isinstance(data, Tensor):
+            raise type_error("QuantizedWeight", "data", data, "a tensor")
+        if kind not in KINDS:
+            expected = ", ".join(KINDS)
+            raise ValueError(f"QuantizedWeight: kind is {kind!r}; expected one of {expected}")
+        if data.dtype != torch.uint8 or data.dim() != 2 or not data.is_contiguous():
+            raise ValueError(
+                f"QuantizedWeight: data is {data.dtype} {list(data.shape)} with strides "
+                f"{list(data.stride())}; expected contiguous uint8 [out_features, bytes]"
+            )
+        if data.shape[1] % KINDS[kind].block_bytes:
+            raise ValueError(
+                f"QuantizedWeight: data has rows of {data.shape[1]} bytes; expected a multiple of "
+                f"{KINDS[kind].block_bytes}, as kind is {kind}"
+            )
+        self.data, self.kind = data, kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return outputs and inputs."""
+        kind = KINDS[self.kind]
+        return self.data.shape[0], self.data.shape[1] // kind.block_bytes * kind.block_size
+
+    def index_rows(self, index: Tensor) -> QuantizedWeight:
+        """Return the rows of these numbers, int64 [rows], in their order, as they are."""
+        return QuantizedWeight(self.data[index], self.kind)
+
+    def rows(self, begin: int, end: int) -> QuantizedWeight:
+        """Return the rows from one number to before another, without a copy."""
+        return QuantizedWeight(self.data[begin:end], self.kind)
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32 [out_features, in_features]."""
+        return ops.dequantize_gguf(self.data, KINDS[self.kind].number)
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight({list(self.shape)}, {self.kind})"
+
+
+@dataclass(frozen=True)
+class JoinedWeight:
+    """Weights one under the other, as rows of one, that are not of one kind.
+
+    Parameters
+    ----------
+    parts : tuple of QuantizedWeight or Tensor
+        Two or more, of the same inputs; tensors are floats.
+    """
+
+    parts: tuple[QuantizedWeight | Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return outputs and inputs."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32 [out_features, in_features]."""
+        return torch.cat([_floats(part).float() for part in self.parts])
+
+
+LinearWeight = Tensor | QuantizedWeight | JoinedWeight
+
+
+def _floats(part: LinearWeight) -> Tensor:
+    return part if isinstance(part, Tensor) else part.dequantize()
+
+
+def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """Return weights of the same inputs one under the other, [sum of outputs, inputs].
+
+    Floats are one tensor, blocks of one kind one ``QuantizedWeight``; others a ``JoinedWeight``.
+
+    Raises
+    ------
+    ValueError
+        There are none, or they have other inputs than the first.
+    """
+    flat: list[Tensor | QuantizedWeight] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, JoinedWeight) else (part,)
+    if not flat:
+        raise ValueError("join_rows: parts has no weight; expected one at least")
+    for part in flat:
+        if part.shape[1:] != flat[0].shape[1:]:
+            raise ValueError(
+                f"join_rows: parts have shapes {[list(part.shape) for part in flat]}; expected the "
+                "same inputs"
+            )
+    if len(flat) == 1:
+        return flat[0]
+    quantized = [part for part in flat if isinstance(part, QuantizedWeight)]
+    if not quantized:
+        return torch.cat([part for part in flat if isinstance(part, Tensor)])
+    if len(quantized) == len(flat) and len({part.kind for part in quantized}) == 1:
+        return QuantizedWeight(torch.cat([part.data for part in quantized]), quantized[0].kind)
+    return JoinedWeight(tuple(flat))
