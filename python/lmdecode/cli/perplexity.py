@@ -49,8 +49,8 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--dtype",
         nargs="+",
         metavar="FORMAT",
-        help=f"{', '.join(FORMATS)}, or {AS_IT_IS}: a GGUF file's own values. Default: all; of a saved "
-        "model the one that it has",
+        help=f"{', '.join(FORMATS)}, or {AS_IT_IS}: a GGUF file's own values. Default: all; of a "
+        "saved model the one that it has",
     )
     parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens (default 512)")
     parser.add_argument("--tokens", type=int, metavar="N", help="read so many of the text at most")
