@@ -113,14 +113,19 @@ def gguf_table(path: Path, most_tokens: int, threads: int) -> tuple[str, list[st
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "text.txt"
         written.write_text(text, encoding="utf-8")
-        files = {"the file": path}
+        kinds = ["the file"]
         if llama_cpp.program("llama-quantize") is not None:
-            for kind in _LLAMA_KINDS:
-                files[kind] = llama_cpp.quantized(path, kind, Path(folder))
-        for name, file in files.items():
-            theirs = llama_cpp.perplexity(
-                file, written, window=WINDOW, chunks=len(ids) // WINDOW, threads=threads
-            )
+            kinds += _LLAMA_KINDS
+        for kind in kinds:
+            try:
+                is_own = kind == "the file"
+                file = path if is_own else llama_cpp.quantized(path, kind, Path(folder))
+                theirs = llama_cpp.perplexity(
+                    file, written, window=WINDOW, chunks=len(ids) // WINDOW, threads=threads
+                )
+            except (RuntimeError, ValueError) as error:
+                notes.append(f"llama.cpp, {kind}: not measured: {' '.join(str(error).split())}.")
+                continue
             speed = theirs.tokens_per_second
-            rows.append(_row(f"llama.cpp, {name}", None, theirs.perplexity, base, speed))
+            rows.append(_row(f"llama.cpp, {kind}", None, theirs.perplexity, base, speed))
     return markdown_table(HEAD, rows, 1), notes

@@ -1,4 +1,4 @@
-"""Whisper of real folders of CTranslate2: texts of transformers, and how many change in a format."""
+"""Whisper, from real folders of CTranslate2: transformers' texts, and those a format changes."""
 
 from __future__ import annotations
 

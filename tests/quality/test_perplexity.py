@@ -91,5 +91,5 @@ def test_an_encoder_decoder_model_is_refused() -> None:
     decoding = lmdecode.Decoding.from_pretrained(make_model("marian"))
     with pytest.raises(ValueError, match="expected a decoder-only model"):
         perplexity(decoding, random_tokens(16), 8)
-    with pytest.raises(ValueError, match="bits_per_weight: .* expected a decoder-only model"):
+    with pytest.raises(ValueError, match=r"bits_per_weight: .* expected a decoder-only model"):
         bits_per_weight(decoding)
