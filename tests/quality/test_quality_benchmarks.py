@@ -38,12 +38,12 @@ def test_what_llama_perplexity_prints() -> None:
     from benchmarks.quality.llama_cpp import parse
 
     printed = (
-        "[1]19.8,[2]13.0\n0.1 I Final estimate: PPL = 12.0799 +/- 0.53743\n"
-        "llama_perf_context_print: prompt eval time = 10.0 ms / 512 tokens ( 1.0 ms per token, "
-        "  512.50 tokens per second)\n"
+        "0.3 I perplexity: calculating perplexity over 2 chunks, n_ctx=512, batch_size=2048, n_seq=4\n"
+        "0.6 I perplexity: 6.40 seconds per pass - ETA 0.05 minutes\n[1]19.8,[2]13.0\n"
+        "0.7 I Final estimate: PPL = 12.0799 +/- 0.53743\n"
     )
-    assert parse(printed) == (12.0799, 512.5)
-    assert parse(printed.splitlines()[1]) == (12.0799, None)
+    assert parse(printed) == (12.0799, 160.0)
+    assert parse(printed.splitlines()[-1]) == (12.0799, None)
     with pytest.raises(ValueError, match="no estimate: 'error: no model'"):
         parse("error: no model\n")
 
