@@ -38,7 +38,7 @@ def test_what_llama_perplexity_prints() -> None:
     from benchmarks.quality.llama_cpp import parse
 
     printed = (
-        "0.3 I perplexity: calculating perplexity over 2 chunks, n_ctx=512, batch_size=2048, n_seq=4\n"
+        "0.3 I calculating perplexity over 2 chunks, n_ctx=512, batch_size=64, n_seq=4\n"
         "0.6 I perplexity: 6.40 seconds per pass - ETA 0.05 minutes\n[1]19.8,[2]13.0\n"
         "0.7 I Final estimate: PPL = 12.0799 +/- 0.53743\n"
     )
