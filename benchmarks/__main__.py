@@ -1,4 +1,7 @@
-"""``python -m benchmarks``: run benchmarks, print and write their tables."""
+"""``python -m benchmarks``: run benchmarks, print and write their tables.
+
+``python -m benchmarks quality`` measures what formats of weights cost a model's texts.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,10 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run what the command line asks for."""
+    if sys.argv[1:2] == ["quality"]:
+        from benchmarks.quality.__main__ import main as measure_quality
+
+        return measure_quality(sys.argv[2:])
     arguments = _arguments()
     found = discover()
     by_benchmark = {b.name: chosen(b.cases(arguments.quick), arguments.names) for b in found}

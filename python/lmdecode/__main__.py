@@ -1,25 +1,50 @@
-"""``python -m lmdecode``: versions, CPU capability, CUDA and the ops that are loaded."""
+"""``python -m lmdecode``: what is installed, or one of the commands of ``lmdecode.cli``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import sys
+from collections.abc import Sequence
 
 import torch
 
 import lmdecode
+from lmdecode.cli import perplexity
 
 
-def main() -> None:
-    """Print the report."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, or print versions, CPU capability, CUDA and the ops that are loaded.
+
+    Parameters
+    ----------
+    arguments
+        Of the command line; None: those of the process.
+
+    Returns
+    -------
+    int
+        The exit status.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m lmdecode",
-        description="Print versions, CPU capability, CUDA and the ops that are loaded.",
+        description="Run a command; without one, print versions, CPU capability, CUDA and the ops "
+        "that are loaded.",
         epilog="python -m lmdecode.demo shows what the library does on a small model.",
     )
     parser.add_argument("--version", action="version", version=lmdecode.__version__)
-    parser.parse_args()
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    perplexity.add_command(commands)
+    given = parser.parse_args(arguments)
+    if "run" in given:
+        status: int = given.run(given)
+        return status
+    _report()
+    return 0
+
+
+def _report() -> None:
     print(f"lmdecode        {lmdecode.__version__}")
     print(f"torch           {torch.__version__}")
     print(f"python          {platform.python_version()} on {platform.machine()}")
@@ -39,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -228,6 +229,19 @@ class PackedCausalModel:
 
     def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes; first the head."""
+        return [
+            part
+            for at, shape in self._packed_places()
+            for part in parts_of_packed(memory, at, shape[0])
+        ]
+
+    @property
+    def packed_numel(self) -> int:
+        """How many weights there are in what ``packed_parts`` returns."""
+        return sum(math.prod(shape) for _, shape in self._packed_places())
+
+    def _packed_places(self) -> list[tuple[int, tuple[int, int]]]:
+        """Return where each packed weight begins in the memory, and its shape."""
         shapes = linear_shapes(self.config)
         places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
         if self.sizes[_EMBEDDING_FORMAT] == _IS_PACKED:
@@ -236,7 +250,7 @@ class PackedCausalModel:
             for column, name in enumerate(CausalLayerWeights._fields, start=4):
                 if name in shapes and int(row[column]) != _NONE:
                     places.append((int(row[column]), shapes[name]))
-        return [part for at, shape in places for part in parts_of_packed(memory, at, shape[0])]
+        return places
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config

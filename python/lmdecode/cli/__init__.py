@@ -1,0 +1,1 @@
+"""Commands of ``python -m lmdecode``: a module each, with ``add_command(commands)``."""

@@ -1,0 +1,167 @@
+"""What a format of weights costs: perplexity by llama.cpp's rule, and bits a weight."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_int, is_int, type_error
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.decoding import Decoding
+
+__all__ = ["Perplexity", "bits_per_weight", "perplexity"]
+
+_MOST_LOGITS = 1 << 24  # that are held at a time: 64 MB
+
+
+class Perplexity(NamedTuple):
+    """How well a model foretells a text.
+
+    Attributes
+    ----------
+    perplexity : float
+        e to the mean loss of the scored tokens.
+    standard_error : float
+        Of ``perplexity``, were the scored tokens independent.
+    scored, read : int
+        Tokens that were scored, and that were read.
+    tokens_per_second : float
+        Of reading, the logits of the scored tokens counted, and without the first of several
+        windows.
+    """
+
+    perplexity: float
+    standard_error: float
+    scored: int
+    read: int
+    tokens_per_second: float
+
+
+def _causal(op: str, decoding: Decoding) -> PackedCausalModel:
+    if not isinstance(decoding, Decoding):
+        raise type_error(op, "decoding", decoding, "a Decoding")
+    if not isinstance(decoding.decoder, PackedCausalModel):
+        raise ValueError(
+            f"{op}: decoding has a {type(decoding.decoder).__name__}; expected a decoder-only "
+            "model, which foretells a text"
+        )
+    return decoding.decoder
+
+
+def _window_losses(caches: CausalCaches, ids: Tensor) -> tuple[Tensor, float]:
+    """Return the losses of a window's second half, in float64, and the seconds of reading."""
+    window, seconds, losses = len(ids), 0.0, []
+    middle, rows = window // 2, max(1, _MOST_LOGITS // caches.model.config.vocab_size)
+    caches.truncate([0], [0])
+    # The token behind the middle one is the first that is scored, by the logits at the middle.
+    at = 0
+    for end in [middle, *range(middle + rows, window - 1, rows), window - 1]:
+        wanted = end - at if at else 0
+        start = time.perf_counter()
+        logits = caches.forward(ids[at:end], torch.tensor([[0, end - at, 1, wanted]]), wanted)
+        seconds += time.perf_counter() - start
+        if wanted:
+            targets = ids[at + 1 : end + 1]
+            losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+        at = end
+    return torch.cat(losses).double(), seconds
+
+
+@torch.no_grad()
+def perplexity(
+    decoding: Decoding,
+    ids: Tensor,
+    window: int = 512,
+    *,
+    bos: int | None = None,
+    on_tokens: Callable[[int], object] | None = None,
+) -> Perplexity:
+    """Return the perplexity of a text, as ``llama-perplexity`` has it.
+
+    The text is cut into windows, each of which is read by itself; what is left at its end is not
+    read. Of a window the tokens of the second half are scored, which have at least half a window
+    before them: those from position ``window // 2 + 1`` on.
+
+    Parameters
+    ----------
+    decoding : Decoding
+        Of a decoder-only model.
+    ids : Tensor
+        [n] integers, a window at least: the text's tokens, with the token that the tokenizer puts
+        in front, if it does.
+    window : int
+        Tokens, at least 4.
+    bos : int, optional
+        What each window's first token is replaced by: the token that the tokenizer puts in front
+        of a text. None: nothing.
+    on_tokens : callable, optional
+        Called with the number of tokens of each window that has been read.
+
+    Returns
+    -------
+    Perplexity
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+    op = "perplexity"
+    model = _causal(op, decoding)
+    most = model.max_positions or 1 << 30
+    window = check_int(op, "window", window, 4, most, limits=f"4 to {most}")
+    vocab = model.config.vocab_size
+    if not isinstance(ids, Tensor):
+        raise type_error(op, "ids", ids, "a tensor")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{op}: ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected [n] of integers"
+        )
+    if len(ids) < window:
+        raise ValueError(f"{op}: ids has {len(ids)} tokens; expected at least {window}, a window")
+    ids = ids.to("cpu", torch.int64)
+    if bos is not None and not (is_int(bos) and 0 <= bos < vocab):
+        raise ValueError(f"{op}: bos is {bos!r}; expected None or a token, 0 to {vocab - 1}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{op}: ids are {low} to {high}; expected 0 to {vocab - 1}")
+    windows = ids[: len(ids) // window * window].view(-1, window)
+    if bos is not None:
+        windows = windows.clone()
+        windows[:, 0] = bos
+    caches = CausalCaches(model, 1, window, dtype=decoding.cache_dtype, max_rows=window)
+    losses, seconds = [], []
+    for tokens in windows:
+        of_window, took = _window_losses(caches, tokens)
+        losses.append(of_window)
+        seconds.append(took)
+        if on_tokens is not None:
+            on_tokens(window)
+    timed = seconds[1:] or seconds
+    every = torch.cat(losses)
+    value = math.exp(every.mean())
+    error = value * float(every.std()) / math.sqrt(len(every)) if len(every) > 1 else math.nan
+    # The last token of a window is scored, and never read.
+    rate = (window - 1) * len(timed) / sum(timed)
+    return Perplexity(value, error, len(every), windows.numel(), rate)
+
+
+def bits_per_weight(decoding: Decoding) -> float:
+    """Return the bits that a weight of a linear layer takes, packed: scales and padding counted.
+
+    The head is among the layers, and an embedding that is packed as it; other embeddings and norms
+    are not.
+
+    Parameters
+    ----------
+    decoding : Decoding
+        Of a decoder-only model.
+    """
+    model = _causal("bits_per_weight", decoding)
+    return 8 * sum(size for _, size in model.packed_parts(model.memory)) / model.packed_numel

@@ -1,0 +1,39 @@
+"""Real models of packages: where they lie, and a skip where they are not installed."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.quality.language import manual
+from benchmarks.quality.real_models import GGUF_MODELS, WHISPER_MODELS, find
+from lmdecode.formats.gguf import load_tokenizer
+
+__all__ = ["GGUF_NAMES", "WHISPER_NAMES", "model_file", "tokens_of"]
+
+_CACHE = Path(__file__).resolve().parents[2] / "build" / "models"
+_MODELS = {model.name: model for model in (*GGUF_MODELS, *WHISPER_MODELS)}
+GGUF_NAMES = [model.name for model in GGUF_MODELS]
+WHISPER_NAMES = [model.name for model in WHISPER_MODELS]
+
+
+def model_file(name: str) -> Path:
+    """Return where a model's file lies; skip the test where it is not installed."""
+    found = find(_MODELS[name], _CACHE)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@functools.cache
+def tokens_of(path: Path, count: int) -> tuple[Tensor, int | None]:
+    """Return tokens of a manual, and what stands in front of each window."""
+    tokenizer = load_tokenizer(path)
+    bos = tokenizer.bos_token_id if tokenizer.add_bos_token else None
+    text = manual()[: 16 * count]
+    found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return torch.tensor([*([] if bos is None else [bos]), *found][:count]), bos
