@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "linear/packed_linear_kernels.h"
+#include "linear/rotation.h"
 
 namespace lmdecode::linear {
 namespace {
@@ -112,17 +113,30 @@ class Call {
     const LinearTile tile = kernels.tile(format);
     const PackedLayout layout = PackedLayout::of(shape, tile);
     const Memory<char> packed(layout.bytes);
-    kernels.pack(shape, weight_.get(), out_stride_, shape_.in_stride, packed.get(), 0, split);
-    kernels.pack(shape, weight_.get() + split * tile.width * out_stride_, out_stride_,
-                 shape_.in_stride, packed.get(), split, layout.panels);
+    int64_t out_stride = out_stride_, in_stride = shape_.in_stride;
+    const float* weight = weight_.get();
+    const Memory<float> turned(is_rotated(format) ? shape_.outputs * shape_.inputs : 0);
+    if (is_rotated(format)) {
+      for (int64_t o = 0; o < shape_.outputs; ++o) {
+        float* const row = turned.get() + o * shape_.inputs;
+        for (int64_t i = 0; i < shape_.inputs; ++i) row[i] = weight[o * out_stride + i * in_stride];
+        rotate_row(row, shape_.inputs);
+      }
+      weight = turned.get();
+      out_stride = shape_.inputs;
+      in_stride = 1;
+    }
+    kernels.pack(shape, weight, out_stride, in_stride, packed.get(), 0, split);
+    kernels.pack(shape, weight + split * tile.width * out_stride, out_stride, in_stride,
+                 packed.get(), split, layout.panels);
     const int64_t row_stride = shape_.inputs * shape_.element_stride;
     LinearInput input = {x_.get(), nullptr, 4 * row_stride, shape_.rows};
     const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
     const Memory<char> prepared(shape_.rows * row_bytes);
-    const Memory<float> scales(shape_.rows);
+    const Memory<float> scales(shape_.rows), rotated(shape_.inputs);
     if (format != LinearFormat::kFloat32 || shape_.element_stride != 1) {
       kernels.prepare({format, x_.get(), row_stride, shape_.element_stride, shape_.inputs,
-                       prepared.get(), row_bytes, scales.get()},
+                       prepared.get(), row_bytes, scales.get(), rotated.get()},
                       0, shape_.rows);
       input = {prepared.get(), scales.get(), row_bytes, shape_.rows};
     }
@@ -210,6 +224,18 @@ const Case kCases[] = {
     {9, 50, 70, 0, 1, 1, Activation::kRelu},
 };
 
+// That weights are rounded to from floats.
+const LinearFormat kRounded[] = {
+    LinearFormat::kInt8,
+    LinearFormat::kInt8Rotated,
+    LinearFormat::kInt4Minimums32,
+    LinearFormat::kInt4Minimums64,
+    LinearFormat::kInt4Minimums128,
+    LinearFormat::kInt4RotatedMinimums32,
+    LinearFormat::kInt4RotatedMinimums64,
+    LinearFormat::kInt4RotatedMinimums128,
+};
+
 TEST(every_level_multiplies) {
   unsigned seed = 0;
   for (const Case& shape : kCases) {
@@ -226,12 +252,10 @@ TEST(every_level_multiplies) {
 }
 
 TEST(ints_have_the_same_bits_at_every_level) {
-  for (int64_t number = static_cast<int64_t>(LinearFormat::kInt8); number <= kMaxLinearFormat;
-       ++number) {
-    const LinearFormat format = static_cast<LinearFormat>(number);
+  for (const LinearFormat format : kRounded) {
     // Two roundings: to a 127th of the largest magnitude, some 4 of which make a normal row; of
-    // int4's weights to an 8th of the largest of a group.
-    const double most = (format == LinearFormat::kInt8 ? 0.05 : 0.3) / 1e-6;
+    // int4's weights to a 15th of what lies between the least and the largest of a group.
+    const double most = (is_int8_row(format) ? 0.05 : 0.3) / 1e-6;
     unsigned seed = 100;
     for (const Case& shape : kCases) {
       const Call call(shape, ++seed);
@@ -244,49 +268,71 @@ TEST(ints_have_the_same_bits_at_every_level) {
   }
 }
 
-// Weights of four bits that are there already: what packing makes of them, unpacked by rows of x
-// with one element, and that nothing behind them is read.
-TEST(quantized_weights_are_packed_as_they_are) {
-  for (const LinearFormat format : {LinearFormat::kInt4, LinearFormat::kInt4Zeros32,
-                                    LinearFormat::kInt4Zeros64, LinearFormat::kInt4Zeros128}) {
-    const int64_t group = group_of(format), groups = 2, inputs = group * groups, outputs = 70;
-    const Memory<uint8_t> values(outputs * inputs), zeros(outputs * groups);
-    const Memory<Half> scales(outputs * groups);
+GroupedStep random_step(const GroupedFormat& format, std::mt19937* random) {
+  const auto half = [&] { return static_cast<uint16_t>(0x2800 + (*random)() % 0x800); };
+  GroupedStep step;
+  step.super_scale = half();
+  step.super_minimum = half();
+  for (int g = 0; g < format.step_groups(); ++g) {
+    const bool is_bfloat16 = format.scales == Scales::kBFloat16;
+    step.groups[g].scale = format.is_super() ? static_cast<uint8_t>((*random)() % 256)
+                           : is_bfloat16     ? static_cast<uint16_t>(0x3d00 + (*random)() % 0x200)
+                                             : half();
+    const bool is_half = format.has_minimums() && !format.is_super();
+    step.groups[g].offset = is_half ? half() : static_cast<uint8_t>((*random)() % 17);
+  }
+  const uint32_t codes = format.codes == Codes::kBytes ? 256 : 16;
+  for (int i = 0; i < format.step(); ++i) {
+    step.codes[i] = static_cast<uint8_t>((*random)() % codes);
+  }
+  return step;
+}
+
+// Rows of x with one element tell each weight, of every format with groups, at every level; nothing
+// behind the packed weight is read.
+TEST(weights_with_groups_are_what_their_codes_stand_for) {
+  for (int64_t number = 0; number <= kMaxLinearFormat; ++number) {
+    const LinearFormat kind = static_cast<LinearFormat>(number);
+    const GroupedFormat format = grouped_format(kind);
+    if (format.group == 0 || is_rotated(kind)) continue;
+    const int64_t steps = 2, inputs = steps * format.step(), outputs = 70;
     std::mt19937 random(7);
-    for (int64_t i = 0; i < outputs * inputs; ++i) {
-      values.get()[i] = static_cast<uint8_t>(random() % 16);
-    }
-    for (int64_t i = 0; i < outputs * groups; ++i) {
-      zeros.get()[i] = static_cast<uint8_t>(random() % 17);
-      scales.get()[i] = Half{static_cast<uint16_t>(0x3000 + random() % 0x800)};
-    }
-    const bool has_zeros = format != LinearFormat::kInt4;
-    const PackedLinearShape shape = {inputs, outputs, format};
+    std::vector<GroupedStep> weights;
+    for (int64_t i = 0; i < outputs * steps; ++i) weights.push_back(random_step(format, &random));
+    const PackedLinearShape shape = {inputs, outputs, kind};
     for (const Level& level : levels()) {
-      if (!level.has(format)) continue;
-      const LinearTile tile = level.kernels->tile(format);
+      if (!level.has(kind)) continue;
+      const LinearTile tile = level.kernels->tile(kind);
       const PackedLayout layout = PackedLayout::of(shape, tile);
       const Memory<char> packed(layout.bytes);
-      level.kernels->pack_quantized(shape,
-                                    {values.get(), scales.get(), has_zeros ? zeros.get() : nullptr},
-                                    packed.get(), 0, layout.panels);
+      std::memset(packed.get(), 0, static_cast<size_t>(layout.bytes));
+      for (int64_t o = 0; o < outputs; ++o) {
+        char* const panel =
+            packed.get() + sizeof(PackedHeader) + o / tile.width * layout.panel_bytes;
+        for (int64_t s = 0; s < steps; ++s) {
+          write_step(format, weights[static_cast<size_t>(o * steps + s)],
+                     StepCursor(panel + s * layout.row_bytes, tile.width, o % tile.width));
+        }
+      }
       const Memory<float> x(inputs), y(outputs);
       const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
       const Memory<char> prepared(row_bytes);
       for (int64_t i = 0; i < inputs; ++i) {
         for (int64_t k = 0; k < inputs; ++k) x.get()[k] = k == i ? 127.0f : 0.0f;
         level.kernels->prepare(
-            {format, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr}, 0, 1);
+            {kind, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr, nullptr}, 0, 1);
         LinearOutput output;
         output.y = y.get();
         output.y_stride = outputs;
         level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, 1},
                                 output, 0, layout.panels);
         for (int64_t o = 0; o < outputs; ++o) {
-          const int64_t at = o * groups + i / group;
-          const int zero = has_zeros ? zeros.get()[at] : 8;
-          const float whole = static_cast<float>(127 * (values.get()[o * inputs + i] - zero));
-          CHECK(y.get()[o] == whole * to_float(scales.get()[at]));
+          const GroupedStep& step = weights[static_cast<size_t>(o * steps + i / format.step())];
+          const int at = static_cast<int>(i % format.step()), group = at / format.group;
+          const GroupNumbers numbers = group_numbers(format, step, group);
+          const int zero = format.has_zeros() ? step.groups[group].offset : format.middle();
+          const float whole = static_cast<float>(127 * (format.number(step.codes[at]) - zero));
+          CHECK(y.get()[o] == std::fmaf(numbers.minimum, 127.0f, whole * numbers.scale));
         }
       }
     }
@@ -297,8 +343,9 @@ TEST(a_row_does_not_depend_on_what_is_computed_beside_it) {
   for (const Case& shape : {Case{13, 600, 200}, Case{20, 1100, 150}, Case{7, 30, 90}}) {
     const Call call(shape, static_cast<unsigned>(shape.rows));
     for (const Level& level : levels()) {
-      for (int64_t number = 0; number <= kMaxLinearFormat; ++number) {
-        const LinearFormat format = static_cast<LinearFormat>(number);
+      for (const LinearFormat format :
+           {LinearFormat::kFloat32, LinearFormat::kBFloat16, LinearFormat::kInt8,
+            LinearFormat::kInt8Rotated, LinearFormat::kInt4Minimums64}) {
         if (!level.has(format)) continue;
         const std::vector<float> want = call.run(*level.kernels, format);
         for (const int64_t row_split : {1, 2, 3, 4, 5, 6}) {
