@@ -61,6 +61,12 @@ PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out
     fail(op, "weight has ", in_features, " input features; expected at most ", kMaxInt8Features,
          " for int8");
   }
+  // So that sizes in bytes do not overflow.
+  constexpr int64_t kMostElements = int64_t{1} << 48;
+  if (out_features >= kMostElements || in_features > kMostElements / (out_features + 64)) {
+    fail(op, "the weight has shape [", out_features, ", ", in_features,
+         "]; expected fewer than 2^48 elements");
+  }
   return {in_features, out_features, checked};
 }
 
@@ -219,9 +225,8 @@ Tensor repack(const Tensor& packed) {
   const int64_t group = grouped_format(shape.format).step();
   const bool is_tile = tile.width > 0 && kMaxPanelWidth % tile.width == 0 && tile.values > 0 &&
                        (group > 0 ? tile.values == group : kMaxValues % tile.values == 0);
-  const int64_t most = int64_t{1} << 40;
-  if (!is_tile || shape.in_features > most / (shape.out_features + 1) ||
-      bytes != PackedLayout::of(shape, tile).bytes) {
+  check_steps(kRepackOp, "packed", shape);
+  if (!is_tile || bytes != PackedLayout::of(shape, tile).bytes) {
     fail(kRepackOp, "packed has ", bytes, " bytes, and a header of a weight of shape [",
          shape.out_features, ", ", shape.in_features, "] in panels of ", tile.width, " by ",
          tile.values, "; expected the result of pack_linear");

@@ -81,6 +81,14 @@ inline PackedHeader packed_header(const char* op, const std::string& name, const
   return header;
 }
 
+// Throws where rows do not consist of super-blocks, which are packed as they are.
+inline void check_steps(const char* op, const std::string& name, const PackedLinearShape& shape) {
+  const GroupedFormat format = grouped_format(shape.format);
+  if (!format.is_super() || shape.in_features % format.step() == 0) return;
+  fail(op, name, " has ", shape.in_features, " input features; expected a multiple of ",
+       format.step(), " with ", format_name(shape.format));
+}
+
 // Throws unless these bytes, aligned to 64, are a weight of this shape for the kernels of this
 // process. why: what the shape comes from.
 inline void check_packed_weight(const char* op, const std::string& name, const void* data,
@@ -94,6 +102,7 @@ inline void check_packed_weight(const char* op, const std::string& name, const v
     fail(op, name, " is a weight of shape [", header.out_features, ", ", header.in_features,
          "]; expected [", shape.out_features, ", ", shape.in_features, "]", why);
   }
+  check_steps(op, name, shape);
   const LinearTile tile = linear_kernels_of(shape.format).tile(shape.format);
   if (header.tile.width != tile.width || header.tile.values != tile.values ||
       bytes != static_cast<int64_t>(packed_linear_bytes(shape))) {

@@ -1,5 +1,7 @@
 // The formats whose weights have a scale for each group of elements along in_features.
 //
+// Functions are inlined wherever they are called: kernel files of a level share none with others.
+//
 // A weight is scale * (number of its code - zero) + minimum, of which a format has a zero of each
 // group, or a minimum, or neither: then codes without sign are numbers above a middle. One step
 // along the depth of a panel is a group, or, where groups share a super-block, 256 elements:
@@ -10,8 +12,7 @@
 //   scales          [width] f16; or bf16; or int8 with super-blocks
 //   offsets         [width] zeros, bytes; or minimums, f16, or bytes with super-blocks
 //   codes           nibbles [group / 8, width, 4]: byte b of step s holds element 8 s + b in its
-//   low
-//                   half, element 8 s + 4 + b in its high half; or bytes [group / 4, width, 4]
+//                   low half, element 8 s + 4 + b in its high half; or bytes [group / 4, width, 4]
 //
 // of a row of x, for each group of the same size:
 //
@@ -49,32 +50,42 @@ struct GroupedFormat {
   Scales scales = Scales::kHalf;
   Offsets offsets = Offsets::kNone;
 
-  constexpr bool is_super() const { return scales == Scales::kSuper; }
-  constexpr bool has_zeros() const { return offsets == Offsets::kZeros; }
-  constexpr bool has_minimums() const { return offsets == Offsets::kMinimums; }
-  constexpr int32_t step() const { return is_super() ? kSuperBlock : group; }
-  constexpr int32_t step_groups() const { return step() / group; }
-  constexpr int32_t super_bytes() const { return !is_super() ? 0 : has_minimums() ? 4 : 2; }
-  constexpr int32_t scale_bytes() const { return is_super() ? 1 : 2; }
-  constexpr int32_t offset_bytes() const {
+  [[gnu::always_inline]] constexpr bool is_super() const { return scales == Scales::kSuper; }
+  [[gnu::always_inline]] constexpr bool has_zeros() const { return offsets == Offsets::kZeros; }
+  [[gnu::always_inline]] constexpr bool has_minimums() const {
+    return offsets == Offsets::kMinimums;
+  }
+  [[gnu::always_inline]] constexpr int32_t step() const { return is_super() ? kSuperBlock : group; }
+  [[gnu::always_inline]] constexpr int32_t step_groups() const { return step() / group; }
+  [[gnu::always_inline]] constexpr int32_t super_bytes() const {
+    return !is_super() ? 0 : has_minimums() ? 4 : 2;
+  }
+  [[gnu::always_inline]] constexpr int32_t scale_bytes() const { return is_super() ? 1 : 2; }
+  [[gnu::always_inline]] constexpr int32_t offset_bytes() const {
     return offsets == Offsets::kNone ? 0 : has_minimums() && !is_super() ? 2 : 1;
   }
-  constexpr int32_t codes_bytes() const { return codes == Codes::kBytes ? group : group / 2; }
-  constexpr int32_t group_bytes() const { return scale_bytes() + offset_bytes() + codes_bytes(); }
-  constexpr int32_t step_bytes() const { return super_bytes() + step_groups() * group_bytes(); }
+  [[gnu::always_inline]] constexpr int32_t codes_bytes() const {
+    return codes == Codes::kBytes ? group : group / 2;
+  }
+  [[gnu::always_inline]] constexpr int32_t group_bytes() const {
+    return scale_bytes() + offset_bytes() + codes_bytes();
+  }
+  [[gnu::always_inline]] constexpr int32_t step_bytes() const {
+    return super_bytes() + step_groups() * group_bytes();
+  }
   // What the number of a code is larger by than the weight's.
-  constexpr int32_t middle() const {
+  [[gnu::always_inline]] constexpr int32_t middle() const {
     return offsets != Offsets::kNone ? 0 : codes == Codes::kNibbles ? 8 : 128;
   }
   // The number of a code, before any middle or zero is subtracted.
-  constexpr int32_t number(uint8_t code) const {
+  [[gnu::always_inline]] constexpr int32_t number(uint8_t code) const {
     return codes == Codes::kNonlinear     ? kNonlinearNumbers[code] + 128
            : codes == Codes::kMicroscaled ? kMicroscaledNumbers[code] + 128
                                           : code;
   }
 };
 
-constexpr GroupedFormat grouped_format(LinearFormat format) {
+[[gnu::always_inline]] constexpr GroupedFormat grouped_format(LinearFormat format) {
   switch (format) {
     case LinearFormat::kFloat32:
     case LinearFormat::kBFloat16:
@@ -122,7 +133,9 @@ constexpr GroupedFormat grouped_format(LinearFormat format) {
   return {};
 }
 
-constexpr bool is_grouped(LinearFormat format) { return grouped_format(format).group > 0; }
+[[gnu::always_inline]] constexpr bool is_grouped(LinearFormat format) {
+  return grouped_format(format).group > 0;
+}
 
 // What a step of one output consists of: numbers as they are stored, elements as codes.
 struct GroupedStep {
@@ -167,11 +180,11 @@ inline float grouped_value(const GroupedFormat& format, const GroupedStep& step,
 template <class Byte>  // char or const char
 class StepCursor {
  public:
-  StepCursor(Byte* step, int64_t width, int64_t column)
+  [[gnu::always_inline]] StepCursor(Byte* step, int64_t width, int64_t column)
       : step_(step), width_(width), column_(column) {}
 
   // Of the next field, of so many bytes.
-  Byte* next(int64_t bytes) {
+  [[gnu::always_inline]] Byte* next(int64_t bytes) {
     Byte* const place = step_ + width_ * before_ + column_ * bytes;
     before_ += bytes;
     return place;
@@ -185,7 +198,8 @@ class StepCursor {
 // Calls field(value, bytes) for the numbers of a step and quad(codes) for four bytes of codes each,
 // in their order in memory: value is a uint16_t& of the step, codes point to 8 or 4 elements.
 template <class Step, class Field, class Quad>
-void for_fields(const GroupedFormat& format, Step* step, const Field& field, const Quad& quad) {
+[[gnu::always_inline]] inline void for_fields(const GroupedFormat& format, Step* step,
+                                              const Field& field, const Quad& quad) {
   if (format.is_super()) {
     field(step->super_scale, 2);
     if (format.has_minimums()) field(step->super_minimum, 2);
@@ -198,14 +212,14 @@ void for_fields(const GroupedFormat& format, Step* step, const Field& field, con
   }
 }
 
-inline void write_step(const GroupedFormat& format, const GroupedStep& step,
-                       StepCursor<char> cursor) {
+[[gnu::always_inline]] inline void write_step(const GroupedFormat& format, const GroupedStep& step,
+                                              StepCursor<char> cursor) {
   for_fields(
       format, &step,
-      [&](const uint16_t& value, int64_t bytes) {
+      [&](const uint16_t& value, int64_t bytes) __attribute__((always_inline)) {
         __builtin_memcpy(cursor.next(bytes), &value, static_cast<size_t>(bytes));
       },
-      [&](const uint8_t* codes) {
+      [&](const uint8_t* codes) __attribute__((always_inline)) {
         char* const to = cursor.next(4);
         const bool are_bytes = format.codes == Codes::kBytes;
         for (int b = 0; b < 4; ++b) {

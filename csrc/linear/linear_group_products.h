@@ -259,6 +259,15 @@ struct GroupVectors {
 };
 #endif
 
+// What precedes the elements of a group of x.
+struct GroupInput {
+  float scale;
+  union {
+    int32_t offset;
+    float scaled_sum;  // with minimums
+  };
+};
+
 template <LinearFormat kFormat>
 struct GroupProducts : GroupVectors {
   using Scalar = float;
@@ -316,22 +325,17 @@ struct GroupProducts : GroupVectors {
     }
   }
 
-  static Sum offset_of(int32_t x, [[maybe_unused]] const char* group, [[maybe_unused]] int j) {
-    if constexpr (kHasZeros) {
-      return offset(x, group + kOffsetsAt + j * kLanes);
+  // What the sum of a group starts from.
+  static Sum offset_of([[maybe_unused]] const GroupInput& x, [[maybe_unused]] const char* group,
+                       [[maybe_unused]] int j) {
+    if constexpr (kHasMinimums) {
+      return offset(0);
+    } else if constexpr (kHasZeros) {
+      return offset(x.offset, group + kOffsetsAt + j * kLanes);
     } else {
-      return offset(kHasMinimums ? 0 : x);
+      return offset(x.offset);
     }
   }
-};
-
-// What precedes the elements of a group of x.
-struct GroupInput {
-  float scale;
-  union {
-    int32_t offset;
-    float scaled_sum;  // with minimums
-  };
 };
 
 }  // namespace lmdecode::LMD_SIMD::linear

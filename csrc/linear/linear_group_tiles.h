@@ -45,7 +45,7 @@ inline void add_groups(const char* input, int64_t row_bytes, const char* weights
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (int j = 0; j < kTogether; ++j) {
-          sum[r][j] = Dot::offset_of(rows[r].offset, group, first + j);
+          sum[r][j] = Dot::offset_of(rows[r], group, first + j);
         }
       }
       for (int part = 0; part < Dot::kGroup; part += kPartSize) {

@@ -9,8 +9,8 @@ namespace lmdecode::linear::tuning {
 // the part fetched ahead, their inputs stay in 1 MB of L2.
 constexpr int64_t kRowBlock = 144;
 
-// Of int4, rows of a tile, whose sums are kept in registers, and elements of in_features that
-// all rows pass over before the next.
+// Where weights have groups, rows of a tile, whose sums are kept in registers, and elements of
+// in_features that all rows pass over before the next.
 constexpr int kGroupTileRows = 4;
 constexpr int64_t kGroupChainElements = 2048;
 constexpr int64_t kGroupPrefetchBytes = 12288;

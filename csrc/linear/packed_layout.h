@@ -48,7 +48,8 @@ struct PackedLayout {
   int64_t offsets_at;
   int64_t bytes;  // a multiple of 64
 
-  static constexpr PackedLayout of(const PackedLinearShape& shape, LinearTile tile) {
+  [[gnu::always_inline]] static constexpr PackedLayout of(const PackedLinearShape& shape,
+                                                          LinearTile tile) {
     PackedLayout layout = {};
     const bool is_int8 = is_int8_row(shape.format);
     layout.panels = rounded_up(shape.out_features, tile.width) / tile.width;
@@ -68,7 +69,7 @@ struct PackedLayout {
 
  private:
   // Of so many values of one output: of a step, where there are groups.
-  static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
+  [[gnu::always_inline]] static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
     if (is_grouped(format)) return grouped_format(format).step_bytes();
     return values * (is_int8_row(format) ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);
   }

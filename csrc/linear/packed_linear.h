@@ -9,11 +9,11 @@
 //              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
 //              output's row of W, that holds NaN or inf gives NaN.
 //   others     W is scale * number, or scale * number + minimum, with a scale and a minimum for
-//   each
-//              group of elements. x is rounded group by group, as kInt8 rounds rows. The products
-//              of a group are summed exactly; the groups are added in their order, each by a fused
-//              multiplication and addition, and so is minimum * sum of x behind it. NaN and inf as
-//              for kInt8.
+//              each group of elements. x is rounded group by group, as kInt8 rounds rows. The
+//              products of a group are summed exactly; the groups are added in their order, each by
+//              a fused multiplication and addition, and so is minimum * sum of x behind it. NaN and
+//              inf as for kInt8.
+//
 // Where the name says rotated, likewise behind the rotation of linear/rotation.h, of W once and of
 // each x.
 //

@@ -1,11 +1,11 @@
 // Panels and blocks of rows to threads.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "common/float_mode.h"
 #include "common/half.h"
 #include "common/parallel.h"
+#include "common/parallel_workspace.h"
 #include "linear/gguf_blocks.h"
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
@@ -55,28 +55,34 @@ size_t packed_linear_bytes(const PackedLinearShape& shape) {
 
 namespace {
 
-// pack_panels(kernels, begin, end) packs the panels of that range.
-template <class PackPanels>
-void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& pack_panels) {
-  const LinearKernels& kernels = linear_kernels_of(shape.format);
+// The header, and 0 where no panel lies: the same weight gives the same bytes.
+void write_header(const PackedLinearShape& shape, void* packed) {
   const PackedLayout layout = layout_of(shape);
-  // What no panel fills is 0: the same weight gives the same bytes.
   char* const base = static_cast<char*>(packed);
   std::memset(base, 0, sizeof(PackedHeader));
   PackedHeader* const header = static_cast<PackedHeader*>(packed);
   header->magic = kPackedMagic;
   header->format = shape.format;
-  header->tile = kernels.tile(shape.format);
+  header->tile = linear_kernels_of(shape.format).tile(shape.format);
   header->in_features = shape.in_features;
   header->out_features = shape.out_features;
   const int64_t panels_end =
       static_cast<int64_t>(sizeof(PackedHeader)) + layout.panels * layout.panel_bytes;
   std::memset(base + panels_end, 0, static_cast<size_t>(layout.bytes - panels_end));
-  parallel_for(layout.panels, 1 + (1 << 16) / (layout.panel_bytes + 1),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 pack_panels(kernels, begin, end);
-               });
+}
+
+int64_t panel_grain(const PackedLayout& layout) { return 1 + (1 << 16) / (layout.panel_bytes + 1); }
+
+// pack_panels(kernels, begin, end) packs the panels of that range.
+template <class PackPanels>
+void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& pack_panels) {
+  write_header(shape, packed);
+  const LinearKernels& kernels = linear_kernels_of(shape.format);
+  const PackedLayout layout = layout_of(shape);
+  parallel_for(layout.panels, panel_grain(layout), [&](int64_t begin, int64_t end) {
+    const ScopedIeeeMode ieee;
+    pack_panels(kernels, begin, end);
+  });
 }
 
 }  // namespace
@@ -84,23 +90,31 @@ void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& p
 void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                  int64_t in_stride, void* packed) {
   const int64_t width = linear_kernels_of(shape.format).tile(shape.format).width;
-  pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
-    if (!is_rotated(shape.format)) {
+  const int64_t size = shape.in_features;
+  if (!is_rotated(shape.format)) {
+    return pack_with(shape, packed, [&](const LinearKernels& kernels, int64_t begin, int64_t end) {
       const float* const first = weight + begin * width * out_stride;
-      return kernels.pack(shape, first, out_stride, in_stride, packed, begin, end);
-    }
-    const int64_t size = shape.in_features;
-    std::vector<float> rows(static_cast<size_t>(width * size));
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t i = 0; i < width && panel * width + i < shape.out_features; ++i) {
-        const float* const from = weight + (panel * width + i) * out_stride;
-        float* const row = rows.data() + i * size;
-        for (int64_t e = 0; e < size; ++e) row[e] = from[e * in_stride];
-        rotate_row(row, size);
-      }
-      kernels.pack(shape, rows.data(), size, 1, packed, panel, panel + 1);
-    }
-  });
+      kernels.pack(shape, first, out_stride, in_stride, packed, begin, end);
+    });
+  }
+  write_header(shape, packed);
+  const LinearKernels& kernels = linear_kernels_of(shape.format);
+  const PackedLayout layout = layout_of(shape);
+  parallel_with_workspace(
+      "pack_linear", layout.panels, panel_grain(layout), static_cast<size_t>(4 * width * size + 64),
+      [&](int64_t begin, int64_t end, void* memory) {
+        float* const rows = static_cast<float*>(memory);
+        for (int64_t panel = begin; panel < end; ++panel) {
+          for (int64_t i = 0; i < width && panel * width + i < shape.out_features; ++i) {
+            const float* const from = weight + (panel * width + i) * out_stride;
+            float* const row = rows + i * size;
+            for (int64_t e = 0; e < size; ++e) row[e] = from[e * in_stride];
+            rotate_row(row, size);
+          }
+          kernels.pack(shape, rows, size, 1, packed, panel, panel + 1);
+        }
+      },
+      [] { return std::string(); });
 }
 
 namespace {
@@ -126,16 +140,15 @@ void pack_steps(const PackedLinearShape& shape, void* packed, const ReadStep& re
 
 }  // namespace
 
-constexpr uint8_t kMiddleOfNibbles = 8;
-
 void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
                            void* packed) {
   const int64_t size = grouped_format(shape.format).group;
+  const uint8_t middle = static_cast<uint8_t>(grouped_format(LinearFormat::kInt4).middle());
   const int64_t groups = (shape.in_features + size - 1) / size;
   pack_steps(shape, packed, [&](int64_t output, int64_t i, GroupedStep* step) {
     const int64_t at = output * groups + i;
     step->groups[0].scale = weight.scales[at].bits;
-    step->groups[0].offset = weight.zeros == nullptr ? kMiddleOfNibbles : weight.zeros[at];
+    step->groups[0].offset = weight.zeros == nullptr ? middle : weight.zeros[at];
     std::memcpy(step->codes, weight.values + output * shape.in_features + i * size,
                 static_cast<size_t>(size));
   });

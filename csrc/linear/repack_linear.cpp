@@ -72,6 +72,7 @@ void repack_linear(const PackedLinearShape& shape, LinearTile tile, const void* 
   std::memcpy(&header, bytes, sizeof(header));
   header.tile = target.tile;
   std::memcpy(result, &header, sizeof(header));
+  if (shape.in_features == 0) return;
   parallel_for(shape.out_features, 1 + (1 << 12) / (shape.in_features + 1),
                [&](int64_t begin, int64_t end) {
                  for (int64_t output = begin; output < end; ++output) {

@@ -91,12 +91,6 @@ inline uint32_t rotate_input(const float* x, int64_t stride, int64_t size, float
   int64_t at = 0;
   for (int64_t block; (block = rotated_block(at, size)) > 0; at += block) {
     switch (block) {
-      case 256:
-        rotate_block_by_vectors<256>(x + at, to + at, &of_blocks);
-        break;
-      case 128:
-        rotate_block_by_vectors<128>(x + at, to + at, &of_blocks);
-        break;
       case 64:
         rotate_block_by_vectors<64>(x + at, to + at, &of_blocks);
         break;

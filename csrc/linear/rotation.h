@@ -1,10 +1,9 @@
 // Rotated features, by which rows with few large elements are rounded well: x' = x R, and W' = W R
 // gives x' W'^T = x W^T. R is blocks of Hadamard matrices / sqrt(size) in Sylvester's order, each
-// its own inverse: blocks of 256 features, of what is left one each of 128, 64, 32 and 16; the rest
-// stays.
+// its own inverse: blocks of 64 features, of what is left one each of 32 and 16; the rest stays.
 //
 // One order at every level: a block is multiplied by 1 / sqrt(size), then (a, b) -> (a + b, a - b)
-// of elements 1, 2, 4, ... apart. An element of a rotated row may be up to 16 times the largest of
+// of elements 1, 2, 4, ... apart. An element of a rotated row may be up to 8 times the largest of
 // the row: beyond float32's range it is inf.
 #pragma once
 
@@ -12,7 +11,7 @@
 
 namespace lmdecode::linear {
 
-constexpr int64_t kRotatedBlock = 256, kLeastRotatedBlock = 16;
+constexpr int64_t kRotatedBlock = 64, kLeastRotatedBlock = 16;
 
 // Size of the block at `at`; 0: what is left stays.
 constexpr int64_t rotated_block(int64_t at, int64_t size) {
@@ -24,11 +23,7 @@ constexpr int64_t rotated_block(int64_t at, int64_t size) {
 
 // 1 / sqrt(block), rounded.
 constexpr float rotation_scale(int64_t block) {
-  return block == 256   ? 0.0625f
-         : block == 128 ? 0x1.6a09e6p-4f
-         : block == 64  ? 0.125f
-         : block == 32  ? 0x1.6a09e6p-3f
-                        : 0.25f;
+  return block == 64 ? 0.125f : block == 32 ? 0x1.6a09e6p-3f : 0.25f;
 }
 
 inline void rotate_block(float* values, int64_t block) {

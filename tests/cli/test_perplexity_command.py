@@ -35,7 +35,9 @@ def test_a_row_a_format(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["float32"][0] == "32.00" and rows["float32"][3] == "+0.00"
     assert f"{text}: " in printed and "windows of 32 tokens" in printed
     first = float(rows["float32"][1])
-    assert all(abs(float(row[1]) / first - 1) < 0.1 for row in rows.values())
+    near = {"float32": 0.0, "bfloat16": 0.02, "int8": 0.05, "int4": 0.3}
+    for name, row in rows.items():
+        assert abs(float(row[1]) / first - 1) <= near[name]
 
 
 def test_formats_tokens_and_caches(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

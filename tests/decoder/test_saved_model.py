@@ -15,12 +15,13 @@ import torch
 
 import lmdecode
 from lmdecode.decoder.config import FORMATS
-from lmdecode.decoder.saved_model import _TILE
+from lmdecode.decoder.saved_model import _HEADER_BYTES, _SIZES
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
 from tests.support.other_capability import call_elsewhere
 
 ops = torch.ops.lmdecode
+_TILE = slice(8, 20)  # of a packed weight's header
 ROOT = Path(__file__).parents[2]
 MODEL = ("qwen3", "biases, layer types, yarn")
 NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
@@ -214,15 +215,18 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
         ),
         (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
         (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),
-        (lambda m: m.update(version=1), "is of version 1, this is version 3"),
+        (lambda m: m.update(version=1), "is of version 1, this is version 4"),
         (lambda m: m.update(kind="encoder"), r"damaged lmdecode\.json \('encoder'\)"),
         (lambda m: m["weights"].update(bytes=10), "has .* bytes in .* instead of 10 bytes"),
         (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
-        (lambda m: m["facts"].update(embedding_format=3), "other weights .*embedding_format is 3"),
+        (lambda m: m["facts"].update(embedding_format=4), "other weights .*embedding_format is 4"),
         (lambda m: m["facts"].update(max_positions=9), "other weights .*num_positions is 9"),
-        (lambda m: m["facts"]["layer_offsets"][1].__setitem__(2, 1 << 40), "other weights .*qkv"),
-        (_take_qkv_for_logits, r"other weights .*logits is a weight of shape \["),
-        (lambda m: m["facts"]["model_offsets"].__setitem__(5, -1), "other weights .*repack_linear"),
+        (
+            lambda m: m["facts"]["layer_offsets"][1].__setitem__(2, 1 << 40),
+            "other weights .*(qkv|damaged)",
+        ),
+        (_take_qkv_for_logits, r"other weights .*(logits is a weight of shape \[|damaged header)"),
+        (lambda m: m["facts"]["model_offsets"].__setitem__(5, -1), "other weights .*damaged"),
     ],
 )
 def test_manifests_of_other_models(
@@ -253,7 +257,10 @@ def test_where_a_packed_weight_says_how_it_is_cut(dtype: str) -> None:
     packed = ops.pack_linear(torch.ones(3, 70), FORMATS[dtype])
     assert bytes(packed[:4].tolist()) == b"LMDL"
     assert packed[4:8].view(torch.int32).tolist() == [FORMATS[dtype]]
-    assert packed[24:40].view(torch.int64).tolist() == [70, 3]
+    assert packed[_SIZES].view(torch.int64).tolist() == [70, 3]
+    header = packed[:_HEADER_BYTES].clone()
+    header[_SIZES] = 0
+    assert torch.equal(ops.repack_linear(header), header)  # a weight without elements
     width, _, _ = packed[_TILE].view(torch.int32).tolist()
     other = packed.clone()
     other[_TILE].view(torch.int32)[0] = 64 if width != 64 else 32

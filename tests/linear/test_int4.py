@@ -57,7 +57,7 @@ def test_the_error_is_that_of_the_quantised_model(group: int | None) -> None:
     assert (got - exact).abs().max() < 2e-6 * exact.abs().max()
     # And the quantised model is near the model.
     model = x.double() @ weight.double().mT
-    assert (got - model).norm() < 0.1 * model.norm()
+    assert (got - model).norm() < 0.12 * model.norm()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

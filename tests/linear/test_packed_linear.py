@@ -317,7 +317,7 @@ def test_a_rotation_keeps_small_features_beside_large_ones() -> None:
 
 
 def test_rows_that_are_too_large_to_rotate() -> None:
-    """Beyond a 16th of float32's range sums may be inf: the row is NaN, others stay."""
+    """Beyond an eighth of float32's range sums may be inf: the row is NaN, others stay."""
     x, weight = torch.ones(3, 256), normal(5, 256) / 1000
     x[1] = 3e38
     got = PackedLinear(weight, dtype="int8")(x)

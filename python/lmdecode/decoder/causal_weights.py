@@ -26,6 +26,7 @@ from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, Quantiz
 __all__ = ["PackedCausalModel"]
 
 _ALIGNMENT = 64  # bytes
+_MOST_PARTS = 3  # of a linear weight, as in csrc/decoder/decoder_config.h
 _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
@@ -48,6 +49,11 @@ def _check(
     if isinstance(tensor, (QuantizedWeight, JoinedWeight)):
         if tensor.shape not in shapes:
             raise _shape_error(name, tensor, shapes[0])
+        most = 1 if name in ("embedding", "logits") else _MOST_PARTS
+        if isinstance(tensor, JoinedWeight) and len(tensor.parts) > most:
+            raise ValueError(
+                f"Decoding: weights.{name} has {len(tensor.parts)} parts; expected {most} at most"
+            )
         return
     if tensor is None:
         if optional:
@@ -100,7 +106,7 @@ def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> 
 
 def _checked_format(weight_format: object) -> str:
     """Return the name of a format; None: each weight has that in which it came."""
-    if weight_format is None or weight_format == AS_IT_IS:
+    if weight_format is None:
         return AS_IT_IS
     return check_format("Decoding", weight_format, FORMATS)
 
@@ -127,7 +133,8 @@ class PackedCausalModel:
         See there; not kept.
     weight_format : {"float32", "bfloat16", "int8", "int4"}, optional
         What linear weights and the embedding are held as; of "int4" the head and the embedding are
-        int8. None, or "file": as they come, blocks of a GGUF file as they are.
+        int8. None: as they come, blocks of a GGUF file as they are; bfloat16 as bfloat16, other
+        floats as float32.
 
     Attributes
     ----------
@@ -185,7 +192,8 @@ class PackedCausalModel:
         """
         model = cls.__new__(cls)
         model.config = CausalConfig(**config)
-        model.weight_format = _checked_format(weight_format)
+        is_as_it_is = weight_format == AS_IT_IS
+        model.weight_format = AS_IT_IS if is_as_it_is else _checked_format(weight_format)
         model.max_positions = facts["max_positions"]
         model._set_numbers(facts["embedding_format"])
         model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
@@ -360,6 +368,7 @@ class PackedCausalModel:
         positions = 0 if weights.positions is None else weights.positions.numel()
         rotary = sum(frequencies.numel() for frequencies in weights.rotary)
         table = c.vocab_size * size
+        of_model += most_packed_bytes((c.vocab_size, size), format_of_head(self.weight_format))
         of_model += 4 * (table + positions + rotary + 2 * size + c.vocab_size)
         return of_model + c.num_layers * layer + _NUM_COLUMNS * _ALIGNMENT
 
@@ -384,7 +393,7 @@ class PackedCausalModel:
                 kind = format_of_head(self.weight_format) if is_table else self.weight_format
                 size = pack_weight_into(value, kind, memory[used:])
             else:
-                assert isinstance(value, Tensor)
+                value = value if isinstance(value, Tensor) else value.dequantize()
                 is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
                 dtype = torch.bfloat16 if is_half else torch.float32
                 size = value.numel() * dtype.itemsize

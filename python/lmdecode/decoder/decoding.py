@@ -83,7 +83,7 @@ class Decoding:
         use_cuda_graph: bool = False,
     ) -> None:
         self.decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
-        held_as: Any = dtype  # None is one to refuse, but for blocks
+        held_as: Any = dtype
         self.model: Any = None
         self.encoder: Any = None
         if isinstance(config, CausalConfig):

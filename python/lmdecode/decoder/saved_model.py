@@ -28,8 +28,10 @@ from lmdecode.decoder.huge_memory import new_memory
 __all__ = ["MANIFEST", "check_unchanged", "damaged", "load_packed", "save_packed"]
 
 MANIFEST = "lmdecode.json"
-_VERSION = 3
+_VERSION = 4
 _BEFORE_KINDS = 2  # the version whose models are decoder-only ones, all of them
+# Before 4 whole numbers had other formats, which weights say themselves, and are kept.
+_READ = (_BEFORE_KINDS, 3, _VERSION)
 # What reading a manifest raises whose facts are of other types, or infinite.
 _ERRORS_OF_FACTS = (
     AttributeError,
@@ -102,7 +104,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, f"has a damaged {MANIFEST} ({error})") from error
-    if version not in (_BEFORE_KINDS, _VERSION):
+    if version not in _READ:
         raise damaged(folder, f"is of version {version}, this is version {_VERSION}")
     if crc != (expected := _checksum(manifest)):
         raise damaged(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
@@ -207,8 +209,8 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
     memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     if verify and zlib.crc32(bytes_of(memory)) != crc:
         raise damaged(folder, f"has other bytes in {path.name} than were written")
-    is_cut_as_here = _is_cut_as_here(model, memory)
     try:
+        is_cut_as_here = _is_cut_as_here(model, memory)
         _take(model, memory if is_cut_as_here else _packed_again(model, memory))
     except (RuntimeError, TypeError, ValueError) as error:
         raise damaged(folder, f"has other weights than its {MANIFEST} says ({error})") from error

@@ -41,7 +41,7 @@ _FORMATS_OF_KINDS = {
 # In PackedHeader of csrc/linear/packed_layout.h: format, inputs, outputs.
 _HEADER_BYTES = 64
 _HEADER_FIELDS = (slice(4, 8), slice(24, 32), slice(32, 40))
-MAX_FORMAT = 23
+_MAX_FORMAT = 23
 #: The name of a model's format whose weights each have the one that they came in.
 AS_IT_IS = "file"
 #: To the ops of whole models: each weight has its own format.
@@ -168,10 +168,10 @@ def most_packed_bytes(shape: tuple[int, int], name: str) -> int:
 
     A weight may be parts, each of which has a header and outputs that fill it up.
     """
-    number = FORMATS["float32"] if name == AS_IT_IS else FORMATS[name]
-    number = FORMATS["int8"] if name == "int4" else number  # of the head
-    rest = 2 * _packed_bytes((1, shape[1]), number) if name == AS_IT_IS else 0
-    return _packed_bytes(shape, number) + rest
+    if name == AS_IT_IS:
+        number = FORMATS["float32"]
+        return _packed_bytes(shape, number) + 2 * _packed_bytes((1, shape[1]), number)
+    return max(_packed_bytes(shape, FORMATS[kind]) for kind in (name, format_of_head(name)))
 
 
 def parts_of_packed(memory: Tensor, at: int, out_features: int) -> list[tuple[int, int]]:
@@ -182,8 +182,12 @@ def parts_of_packed(memory: Tensor, at: int, out_features: int) -> list[tuple[in
         number, inputs, outputs = (
             int.from_bytes(bytes(header[field]), "little") for field in _HEADER_FIELDS
         )
-        if number > MAX_FORMAT or not 0 < outputs <= left:
+        size = len(memory) + 1
+        # A weight takes two bits at least.
+        if number <= _MAX_FORMAT and 0 < outputs <= left and inputs * outputs <= 4 * len(memory):
+            size = _packed_bytes((outputs, inputs), number)
+        if at < 0 or size > len(memory) - at:
             raise ValueError(f"a packed weight at byte {at} has a damaged header")
-        parts.append((at, _packed_bytes((outputs, inputs), number)))
-        at, left = at + parts[-1][1], left - outputs
+        parts.append((at, size))
+        at, left = at + size, left - outputs
     return parts

@@ -265,7 +265,8 @@ class PackedLinear:
         Parameters
         ----------
         packed : Tensor
-            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` is None.
+            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` is None, and which
+            ``from_gguf`` did not make.
         bias : Tensor, optional
             ``[out_features]``, float32, bfloat16 or float16. It is copied.
         in_features, out_features, dtype

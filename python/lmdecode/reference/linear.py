@@ -56,7 +56,7 @@ def _grouped(x: Tensor, size: int) -> Tensor:
 def rotate_rows(x: Tensor) -> Tensor:
     """Multiply rows by blocks of Hadamard matrices / sqrt(size), in Sylvester's order.
 
-    Blocks of 256 features, of what is left one each of 128, 64, 32 and 16; the rest stays. Elements
+    Blocks of 64 features, of what is left one each of 32 and 16; the rest stays. Elements
     are multiplied by 1 / sqrt(size), then (a, b) become (a + b, a - b), for those 1, 2, 4, ...
     apart.
 
@@ -71,12 +71,12 @@ def rotate_rows(x: Tensor) -> Tensor:
         float32 ``[rows, size]``. Rotated again they are ``x``, but for roundings.
     """
     parts, at = [], 0
-    for block in (256, 128, 64, 32, 16):
+    for block in (64, 32, 16):
         while x.shape[1] - at >= block:
             part = x[:, at : at + block] * torch.tensor(block**-0.5)
             apart = 1
             while apart < block:
-                a, b = part.view(x.shape[0], -1, 2, apart).unbind(2)
+                a, b = part.view(x.shape[0], block // (2 * apart), 2, apart).unbind(2)
                 part = torch.stack((a + b, a - b), 2).view(x.shape[0], block)
                 apart *= 2
             parts.append(part)
@@ -114,6 +114,9 @@ def quantize_groups(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tenso
     """
     rows, features = weight.shape
     groups = -(-features // group_size)
+    if rows == 0 or features == 0:
+        empty = weight.new_empty((rows, groups), dtype=torch.float16)
+        return weight.to(torch.uint8), empty, empty
     codes = torch.zeros(rows, groups * group_size)
     scales, minimums = torch.zeros(2, rows, groups, dtype=torch.float16)
     for sizes in {group_size, features % group_size or group_size}:

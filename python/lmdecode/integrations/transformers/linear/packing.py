@@ -107,7 +107,8 @@ def pack_linears_(
     model : nn.Module
         On the CPU, in float32, bfloat16 or float16. Outputs of layers keep that dtype.
     dtype : {"float32", "bfloat16", "int8", "int4"}
-        What weights are held in, as for ``lmdecode.PackedLinear``.
+        What weights are held in, as for ``lmdecode.PackedLinear``: int8 and int4 are rotated. An
+        output layer of "int4" is int4, too; ``skip`` leaves it as it is.
     skip : sequence of str
         Names of modules that stay as they are, with all that is in them: whole names, or
         neighbouring parts of one, such as ``"lm_head"`` or ``"mlp.gate"``.
