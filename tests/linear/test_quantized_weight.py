@@ -99,3 +99,11 @@ def test_joined_rows() -> None:
 def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_kinds_and_devices_are_checked() -> None:
+    data = torch.zeros(2, 36, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"kind is \['Q4_0'\]; expected one of Q4_0"):
+        QuantizedWeight(data, ["Q4_0"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="data is on meta; expected a tensor on cpu"):
+        QuantizedWeight(data.to("meta"), "Q4_0")

@@ -41,7 +41,7 @@ class QuantizedWeight:
     def __init__(self, data: Tensor, kind: str) -> None:
         if not isinstance(data, Tensor):
             raise type_error("QuantizedWeight", "data", data, "a tensor")
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             expected = ", ".join(KINDS)
             raise ValueError(f"QuantizedWeight: kind is {kind!r}; expected one of {expected}")
         if data.dtype != torch.uint8 or data.dim() != 2 or not data.is_contiguous():
@@ -49,6 +49,8 @@ class QuantizedWeight:
                 f"QuantizedWeight: data is {data.dtype} {list(data.shape)} with strides "
                 f"{list(data.stride())}; expected contiguous uint8 [out_features, bytes]"
             )
+        if data.device.type != "cpu":
+            raise ValueError(f"QuantizedWeight: data is on {data.device}; expected a tensor on cpu")
         if data.shape[1] % KINDS[kind].block_bytes:
             raise ValueError(
                 f"QuantizedWeight: data has rows of {data.shape[1]} bytes; expected a multiple of "
