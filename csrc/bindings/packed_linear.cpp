@@ -23,25 +23,6 @@ constexpr char kDequantizeGgufOp[] = "dequantize_gguf";
 constexpr char kRepackOp[] = "repack_linear";
 constexpr char kLinearOp[] = "packed_linear";
 
-// Whether floats are rounded to a format when they are packed.
-bool rounds_floats(LinearFormat format) {
-  switch (format) {
-    case LinearFormat::kFloat32:
-    case LinearFormat::kBFloat16:
-    case LinearFormat::kInt8:
-    case LinearFormat::kInt8Rotated:
-    case LinearFormat::kInt4Minimums32:
-    case LinearFormat::kInt4Minimums64:
-    case LinearFormat::kInt4Minimums128:
-    case LinearFormat::kInt4RotatedMinimums32:
-    case LinearFormat::kInt4RotatedMinimums64:
-    case LinearFormat::kInt4RotatedMinimums128:
-      return true;
-    default:
-      return false;
-  }
-}
-
 LinearFormat checked_format(const char* op, int64_t format) {
   if (format < 0 || format > kMaxLinearFormat) {
     fail(op, "format is ", format, "; expected 0 to ", kMaxLinearFormat,
@@ -115,7 +96,7 @@ PackedLinearShape checked_floats(const Tensor& weight, int64_t format) {
   check_rank(kPackOp, "weight", weight, 2, "[out_features, in_features]");
   check_float(kPackOp, "weight", weight);
   const PackedLinearShape shape = checked_shape(kPackOp, weight.size(1), weight.size(0), format);
-  if (!rounds_floats(shape.format)) {
+  if (!rounds_floats(grouped_format(shape.format))) {
     fail(kPackOp, "format is ", format, " (", format_name(shape.format),
          "), of which a weight is packed as it is; expected one that floats are rounded to");
   }

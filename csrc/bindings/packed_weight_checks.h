@@ -137,7 +137,7 @@ inline int64_t check_packed_parts(const char* op, const std::string& name, const
     const bool fits = in_features <= 4 * bytes / std::max<int64_t>(shape.out_features, 1);
     const int64_t size = fits ? static_cast<int64_t>(packed_linear_bytes(shape)) : bytes + 1;
     if (size > bytes - *used) {
-      fail(op, name, " has ", bytes, " bytes; expected ", *used + size, why);
+      fail(op, name, " has shape [", bytes, "]; expected [", *used + size, "] at least", why);
     }
     check_packed_weight(op, name, part, size, shape, why);
     parts[count] = {shape, part};

@@ -133,6 +133,12 @@ struct GroupedFormat {
   return {};
 }
 
+// Whether floats are rounded to the format when they are packed; others are packed as they are.
+[[gnu::always_inline]] constexpr bool rounds_floats(const GroupedFormat& format) {
+  return format.group == 0 ||
+         (format.has_minimums() && format.codes == Codes::kNibbles && !format.is_super());
+}
+
 [[gnu::always_inline]] constexpr bool is_grouped(LinearFormat format) {
   return grouped_format(format).group > 0;
 }

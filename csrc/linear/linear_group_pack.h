@@ -8,11 +8,6 @@ namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
-// Formats that floats are rounded to; others are packed as they are.
-template <class Dot>
-constexpr bool kRoundsFloats =
-    Dot::kHasMinimums && Dot::kGrouped.codes == Codes::kNibbles && !Dot::kGrouped.is_super();
-
 // Groups of kLanes outputs, side by side: element i of each in values[i].
 struct MinimumGroups {
   F32 scales, minimums;  // that a float16 holds; NaN where a weight is not finite

@@ -77,7 +77,7 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
         const float* const row = weight + (output - first) * out_stride;
         pack_output<Dot>(shape, row, in_stride, layout, packed, output);
       }
-    } else if constexpr (kRoundsFloats<Dot>) {
+    } else if constexpr (rounds_floats(Dot::kGrouped)) {
       for (int64_t output = first; output < last; output += kLanes) {
         const float* const rows = weight + (output - first) * out_stride;
         pack_minimum_outputs<Dot>(shape, rows, out_stride, in_stride, layout, packed, output);

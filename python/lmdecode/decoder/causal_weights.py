@@ -243,6 +243,10 @@ class PackedCausalModel:
             for part in parts_of_packed(memory, at, shape[0])
         ]
 
+    def first_packed(self) -> int:
+        """Return where the first packed weight, the head, begins in the memory."""
+        return int(self.layout[0, _LOGITS])
+
     @property
     def packed_numel(self) -> int:
         """How many weights there are in what ``packed_parts`` returns."""

@@ -174,8 +174,15 @@ class PackedEncoderDecoder:
         """Return what tells, beside config and format, how the memory is to be read."""
         return {"tensors": self._tensors}
 
+    def first_packed(self) -> int:
+        """Return where the first packed weight begins in the memory."""
+        return self._packed_places()[0][0]
+
     def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
+        return self._packed_places()
+
+    def _packed_places(self) -> list[tuple[int, int]]:
         return [
             (at, math.prod(shape))
             for of in self._tensors.values()

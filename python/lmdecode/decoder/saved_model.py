@@ -24,6 +24,7 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.linear.formats import is_cut_as_here
 
 __all__ = ["MANIFEST", "check_unchanged", "damaged", "load_packed", "save_packed"]
 
@@ -42,22 +43,11 @@ _ERRORS_OF_FACTS = (
     ValueError,
 )
 _CONFIGS = ("config.json", "generation_config.json")
-# In PackedHeader of csrc/linear/packed_layout.h.
-_HEADER_BYTES, _SIZES = 64, slice(24, 40)
-
 PackedModel = PackedCausalModel | PackedEncoderDecoder
 _KINDS: dict[str, type[PackedModel]] = {
     "causal": PackedCausalModel,
     "encoder_decoder": PackedEncoderDecoder,
 }
-
-
-def _is_cut_as_here(model: PackedModel, memory: Tensor) -> bool:
-    """Whether this process's kernels read weights that are cut as those in the memory are."""
-    at, _ = model.packed_parts(memory)[0]
-    header = memory[at : at + _HEADER_BYTES].clone()
-    header[_SIZES] = 0  # of a weight without elements, which is nothing else
-    return torch.equal(ops.repack_linear(header), header)
 
 
 def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
@@ -210,11 +200,11 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
     if verify and zlib.crc32(bytes_of(memory)) != crc:
         raise damaged(folder, f"has other bytes in {path.name} than were written")
     try:
-        is_cut_as_here = _is_cut_as_here(model, memory)
-        _take(model, memory if is_cut_as_here else _packed_again(model, memory))
+        is_own = is_cut_as_here(memory, model.first_packed())
+        _take(model, memory if is_own else _packed_again(model, memory))
     except (RuntimeError, TypeError, ValueError) as error:
         raise damaged(folder, f"has other weights than its {MANIFEST} says ({error})") from error
-    if not is_cut_as_here:
+    if not is_own:
         warnings.warn(
             f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
             "packed again, in memory of this process; save the model to have them mapped",

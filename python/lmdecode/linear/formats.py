@@ -18,6 +18,7 @@ __all__ = [
     "format_of_head",
     "format_of_kind",
     "format_of_packed",
+    "is_cut_as_here",
     "most_packed_bytes",
     "pack_weight",
     "pack_weight_into",
@@ -40,6 +41,7 @@ _FORMATS_OF_KINDS = {
 }  # fmt: skip
 # In PackedHeader of csrc/linear/packed_layout.h: format, inputs, outputs.
 _HEADER_BYTES = 64
+_HEADER_SIZES = slice(24, 40)
 _HEADER_FIELDS = (slice(4, 8), slice(24, 32), slice(32, 40))
 _MAX_FORMAT = 23
 #: The name of a model's format whose weights each have the one that they came in.
@@ -172,6 +174,13 @@ def most_packed_bytes(shape: tuple[int, int], name: str) -> int:
         number = FORMATS["float32"]
         return _packed_bytes(shape, number) + 2 * _packed_bytes((1, shape[1]), number)
     return max(_packed_bytes(shape, FORMATS[kind]) for kind in (name, format_of_head(name)))
+
+
+def is_cut_as_here(memory: Tensor, at: int) -> bool:
+    """Whether this process's kernels read weights that are cut as the packed one at a byte is."""
+    header = memory[at : at + _HEADER_BYTES].clone()
+    header[_HEADER_SIZES] = 0  # of a weight without elements, which is nothing else
+    return torch.equal(ops.repack_linear(header), header)
 
 
 def parts_of_packed(memory: Tensor, at: int, out_features: int) -> list[tuple[int, int]]:
