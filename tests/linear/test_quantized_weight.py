@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmdecode import PackedLinear
 from lmdecode.linear.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
 from lmdecode.reference.gguf import dequantize_blocks
 
@@ -107,3 +108,19 @@ def test_kinds_and_devices_are_checked() -> None:
         QuantizedWeight(data, ["Q4_0"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="data is on meta; expected a tensor on cpu"):
         QuantizedWeight(data.to("meta"), "Q4_0")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_layer_is_taken_again(kind: str) -> None:
+    weight = _random(kind, 20)
+    layer, x = PackedLinear.from_gguf(weight), torch.randn(3, weight.shape[1])
+    again = PackedLinear.from_packed(
+        layer.packed, in_features=layer.in_features, out_features=20, dtype=kind
+    )
+    assert (again.dtype, again.group_size) == (layer.dtype, layer.group_size)
+    assert torch.equal(again(x).nan_to_num(), layer(x).nan_to_num())
+    with pytest.raises(ValueError, match="format"):
+        PackedLinear.from_packed(
+            PackedLinear(torch.ones(20, layer.in_features)).packed,
+            in_features=layer.in_features, out_features=20, dtype=kind,
+        )  # fmt: skip

@@ -6,12 +6,10 @@ import functools
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
-from benchmarks.quality.language import manual
+from benchmarks.quality.language import gguf_tokens, manual
 from benchmarks.quality.real_models import GGUF_MODELS, WHISPER_MODELS, find
-from lmdecode.formats.gguf import load_tokenizer
 
 __all__ = ["GGUF_NAMES", "WHISPER_NAMES", "model_file", "tokens_of"]
 
@@ -32,8 +30,4 @@ def model_file(name: str) -> Path:
 @functools.cache
 def tokens_of(path: Path, count: int) -> tuple[Tensor, int | None]:
     """Return tokens of a manual, and what stands in front of each window."""
-    tokenizer = load_tokenizer(path)
-    bos = tokenizer.bos_token_id if tokenizer.add_bos_token else None
-    text = manual()[: 16 * count]
-    found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return torch.tensor([*([] if bos is None else [bos]), *found][:count]), bos
+    return gguf_tokens(path, manual()[: 16 * count], count)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 
 import lmdecode
-from benchmarks.quality.speech import RATE, WHY_NOT, can_speak, sentences, speak
+from benchmarks.quality.speech import RATE, WHY_NOT, can_speak, sentences, speak, word_error_rate
 from benchmarks.quality.whisper import transcripts
 from tests.models.real_models import WHISPER_NAMES, model_file
 
@@ -49,11 +49,11 @@ def test_float32_has_the_texts_of_transformers(name: str) -> None:
     assert heard(name, "float32", 30)[:6] == want
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "most"),
-    [("whisper-tiny.en", "int8", 2), ("whisper-base", "int8", 1),
-     ("whisper-tiny.en", "int4", 5), ("whisper-base", "int4", 4)],
-)  # fmt: skip
-def test_few_texts_change(name: str, dtype: str, most: int) -> None:
-    pairs = zip(heard(name, dtype, 30), heard(name, "float32", 30), strict=True)
-    assert sum(a != b for a, b in pairs) <= most
+# Words wrong in 100, above those of float32. Texts themselves are not compared: a synthetic voice is
+# hard to hear, and a format changes some for the worse and as many for the better.
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.5), ("int8", 1.5), ("int4", 3.0)])
+@pytest.mark.parametrize("name", WHISPER_NAMES)
+def test_few_words_change(name: str, dtype: str, most: float) -> None:
+    spoken = sentences()[:30]
+    wrong = {kind: word_error_rate(spoken, heard(name, kind, 30)) for kind in (dtype, "float32")}
+    assert 100 * (wrong[dtype] - wrong["float32"]) <= most

@@ -121,8 +121,14 @@ def _row(name: str, bits: float, found: Perplexity, first: float) -> list[str]:
 
 
 def _measure(given: argparse.Namespace) -> None:
+    for name in ("threads", "tokens"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise _CommandError(f"--{name} is {value}; expected at least 1")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
+    if not given.model.exists():
+        raise _CommandError(f"{given.model}: there is no such file or folder")
     kinds = _formats(given.model, given.dtype)
     ids, bos = _read(given.model, given.text, given.tokens)
     rows, first, scored, windows = [], None, 0, 0

@@ -149,7 +149,7 @@ class Decoding:
         OSError
             There is no model of this name.
         """
-        from lmdecode.formats.loading import load_parts
+        from lmdecode.formats.loading import check_as_it_is, load_parts
         from lmdecode.integrations.transformers.decoding.checkpoint import (
             skeleton,
             without_weights,
@@ -157,6 +157,8 @@ class Decoding:
         from lmdecode.integrations.transformers.decoding.models import parts_of
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
+        if dtype is None:
+            check_as_it_is(model)
         if is_loaded_here:
             model, config, weights = load_parts(model, keeps_blocks=dtype is None)
         elif not hasattr(model, "config"):

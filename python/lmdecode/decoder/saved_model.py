@@ -88,7 +88,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         version, crc = manifest["version"], manifest.get("crc32")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"Decoding.load: {folder} has no {MANIFEST}; expected a folder that Decoding.save wrote"
         ) from None

@@ -10,7 +10,28 @@ from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.formats.ctranslate2 import is_ctranslate2
 from lmdecode.formats.gguf import is_gguf, tokenizer_files
 
-__all__ = ["files_of", "load_parts"]
+__all__ = ["check_as_it_is", "files_of", "load_parts"]
+
+
+def check_as_it_is(source: object) -> None:
+    """Raise ValueError where ``dtype=None`` is asked of something else than a GGUF file."""
+    if not isinstance(source, (str, os.PathLike)) or not is_gguf(source):
+        what = source if isinstance(source, (str, os.PathLike)) else f"a {type(source).__name__}"
+        raise ValueError(
+            f"Decoding.from_pretrained: dtype is None for {what}; expected a format, as GGUF files "
+            "alone have weights that are kept as they are"
+        )
+
+
+def _is_path(source: str | os.PathLike[str]) -> bool:
+    """Whether this is written as a path, and cannot be the name of a model on a hub."""
+    name = os.fspath(source)
+    return (
+        isinstance(source, os.PathLike)
+        or name.startswith((".", "~", os.sep))
+        or name.endswith(".gguf")
+        or name.count(os.sep) > 1
+    )
 
 
 def load_parts(
@@ -31,6 +52,10 @@ def load_parts(
     ValueError, OSError
         As ``Decoding.from_pretrained``.
     """
+    if _is_path(source) and not os.path.exists(source):
+        raise FileNotFoundError(
+            f"Decoding.from_pretrained: there is no file or folder {os.fspath(source)!r}"
+        )
     if is_gguf(source):
         from lmdecode.formats.gguf.model import load_parts as load_gguf
 

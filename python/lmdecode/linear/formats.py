@@ -18,6 +18,7 @@ __all__ = [
     "format_of_head",
     "format_of_kind",
     "format_of_packed",
+    "group_size_of_kind",
     "is_cut_as_here",
     "most_packed_bytes",
     "pack_weight",
@@ -79,6 +80,8 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
 
     And the size of its groups. Of other bytes it is the number of the name, which the ops refuse.
     """
+    if name in KINDS:
+        return format_of_kind(name), group_size_of_kind(name)
     of_name: dict[int, int | None] = {FORMATS[name]: None}
     if name == "int8":
         of_name[_INT8_UNROTATED] = None
@@ -97,6 +100,11 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
 def format_of_kind(kind: str) -> int:
     """Return the format that holds blocks of GGUF files as they are."""
     return _FORMATS_OF_KINDS[kind]
+
+
+def group_size_of_kind(kind: str) -> int:
+    """Return how many elements of these blocks share a scale."""
+    return 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
 
 
 def format_of_head(name: str) -> str:

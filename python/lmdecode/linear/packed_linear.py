@@ -21,6 +21,7 @@ from lmdecode.linear.formats import (
     check_linear_format,
     format_of_kind,
     format_of_packed,
+    group_size_of_kind,
 )
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 
@@ -244,7 +245,7 @@ class PackedLinear:
             raise type_error(op, "weight", weight, "a QuantizedWeight")
         layer = cls.__new__(cls)
         layer.dtype, layer._format = weight.kind, format_of_kind(weight.kind)
-        layer.group_size = 16 if weight.kind in ("Q2_K", "Q3_K", "Q6_K") else 32
+        layer.group_size = group_size_of_kind(weight.kind)
         layer.out_features, layer.in_features = weight.shape
         layer.bias = layer._checked_bias(op, bias)
         layer.packed = _pack_gguf_linear(weight.data, KINDS[weight.kind].number)
@@ -265,8 +266,7 @@ class PackedLinear:
         Parameters
         ----------
         packed : Tensor
-            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` is None, and which
-            ``from_gguf`` did not make.
+            uint8 ``[bytes]``: ``packed`` of a layer whose ``input_order`` is None.
         bias : Tensor, optional
             ``[out_features]``, float32, bfloat16 or float16. It is copied.
         in_features, out_features, dtype
@@ -288,7 +288,8 @@ class PackedLinear:
         op = "PackedLinear.from_packed"
         check_dense_tensors(op, packed=packed)
         layer = cls.__new__(cls)
-        layer.dtype, _, _ = check_linear_format(op, dtype)
+        is_kind = isinstance(dtype, str) and dtype in KINDS
+        layer.dtype = dtype if is_kind else check_linear_format(op, dtype)[0]
         layer._format, layer.group_size = format_of_packed(packed, layer.dtype)
         layer.in_features = check_int(op, "in_features", in_features, 0, limits="at least 0")
         layer.out_features = check_int(op, "out_features", out_features, 0, limits="at least 0")

@@ -79,10 +79,23 @@ def test_the_model_stays_the_model(name: str, dtype: str, group: int | None, mos
     assert not any(parameter.requires_grad for parameter in model.parameters())
     got = logits(model)
     assert (got - want).norm() <= most * want.norm()
-    assert {m.layer.dtype for m in packed(model).values()} == {dtype}
+    head = model.get_output_embeddings()
+    assert head.layer.dtype == ("int8" if dtype == "int4" else dtype)
+    assert {m.layer.dtype for m in packed(model).values() if m is not head} == {dtype}
     if dtype == "float32":
         more = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(IDS))
         assert torch.equal(model.generate(IDS, **more), MODELS[name]().generate(IDS, **more))
+
+
+def test_layers_are_rotated_unless_they_are_not() -> None:
+    for rotate in (None, True, False):
+        layer = packed(pack_linears_(llama(), "int8", rotate=rotate))["lm_head"].layer
+        weight = llama().lm_head.weight
+        want = PackedLinear(weight, dtype="int8", rotate=rotate)
+        assert torch.equal(layer.packed, want.packed)
+    assert not torch.equal(want.packed, PackedLinear(weight, dtype="int8").packed)
+    with pytest.raises(ValueError, match=r"^pack_linears_: rotate is True; expected None with fl"):
+        pack_linears_(llama(), "float32", rotate=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

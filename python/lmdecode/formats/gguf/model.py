@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from lmdecode.formats.gguf.configs import config_entries
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
-from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.formats.gguf.reader import GgufFile, Strings
 from lmdecode.linear.quantized_weight import QuantizedWeight
 
 __all__ = ["end_tokens", "load_parts"]
@@ -102,14 +103,13 @@ def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | Quantiz
 def end_tokens(facts: Facts, vocab_size: int) -> list[int]:
     """Return the tokens that end a text: those of the file's entries, and those known by name."""
     ends = [facts.token(f"{key}_token_id", vocab_size) for key in ("eos", "eot", "eom")]
-    tokens = facts.file.metadata.get("tokenizer.ggml.tokens", ())
-    kinds = facts.file.metadata.get("tokenizer.ggml.token_type", ())
-    known = set(_ENDS)
-    ends += [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in known and i < vocab_size
-    ]
+    tokens = facts.file.metadata.get("tokenizer.ggml.tokens")
+    kinds = facts.file.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, Strings) and isinstance(kinds, array):
+        known, count = set(_ENDS), min(len(tokens), vocab_size)
+        ends += [
+            i for i, kind in enumerate(kinds[:count]) if kind == _CONTROL and tokens[i] in known
+        ]
     return list(dict.fromkeys(end for end in ends if end is not None))
 
 

@@ -13,9 +13,9 @@ import math
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from lmdecode._memory import bytes_of
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 
-__all__ = ["GgufFile", "TensorInfo", "is_gguf"]
+__all__ = ["GgufFile", "Strings", "TensorInfo", "is_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -106,14 +106,20 @@ class _Cursor:
 
     def text(self, what: str) -> str:
         size = self.number("Q", what)
-        begin = self.skip(size, what)
+        return self.decoded(self.skip(size, what), size, what)
+
+    def decoded(self, begin: int, size: int, what: str) -> str:
+        """Return the string of these bytes."""
         try:
             return str(self.data[begin : begin + size], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} at byte {begin} is no UTF-8 ({error})") from error
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
-        """Return a value of the metadata: arrays of numbers are an ``array``, others a list."""
+        """Return a value of the metadata.
+
+        Arrays of numbers are an ``array``, those of strings are ``Strings``, and others a list.
+        """
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind], what)
         if kind == _STRING:
@@ -132,7 +138,47 @@ class _Cursor:
         if of not in _LEAST_BYTES:
             raise self.error(f"{what} is an array of the type {of}; expected 0 to {max(_NUMBERS)}")
         self.count(count, _LEAST_BYTES[of], what)
+        if of == _STRING:
+            return Strings(self, count, what)
         return [self.value(of, what, depth + 1) for _ in range(count)]
+
+
+class Strings(Sequence[str]):
+    """An array of strings, each of which is decoded when it is asked for.
+
+    A vocabulary has hundreds of thousands, and a model needs few of them.
+    """
+
+    def __init__(self, cursor: _Cursor, count: int, what: str) -> None:
+        self._cursor, self._what = cursor, what
+        self._begins = array("Q", bytes(8 * count))
+        data, at, end = cursor.data, cursor.at, len(cursor.data)
+        read = struct.Struct("<Q").unpack_from
+        for i in range(count):
+            if at + 8 > end:
+                break
+            self._begins[i] = at
+            at += 8 + read(data, at)[0]
+        if at > end or (count and not self._begins[-1]):
+            raise cursor.error(
+                f"{what} has {count} strings that go on beyond its end; expected what fits the "
+                f"{end - cursor.at} bytes that are left at byte {cursor.at}"
+            )
+        cursor.at = at
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        begin = self._begins[index]
+        (size,) = struct.unpack_from("<Q", self._cursor.data, begin)
+        return self._cursor.decoded(begin + 8, size, self._what)
 
 
 def _damaged(path: Path, what: str) -> ValueError:
@@ -152,7 +198,7 @@ class GgufFile:
     path : Path
         See there.
     metadata : dict
-        Numbers, strings, lists of strings, and ``array.array`` of numbers, by key.
+        Numbers, strings, ``Strings``, and ``array.array`` of numbers, by key.
     tensors : dict of str to TensorInfo
         By name.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lmdecode.formats.gguf.facts import Facts
-from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.formats.gguf.reader import GgufFile, Strings
 from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
 
 __all__ = ["load_tokenizer", "tokenizer_files"]
@@ -58,16 +59,18 @@ class _Vocabulary:
         return value
 
     def _strings(self, key: str, is_needed: bool) -> list[str]:
-        value = self._file.metadata.get(f"tokenizer.ggml.{key}", None if is_needed else [])
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None and not is_needed:
+            return []
+        if not isinstance(value, Strings):
             raise self.error(f"has no list of strings for tokenizer.ggml.{key}; expected one")
-        return value
+        return list(value)
 
     def _numbers(self, key: str, default: float) -> Sequence[Any]:
         value = self._file.metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return [default] * len(self.tokens)
-        if len(value) != len(self.tokens) or isinstance(value, (str, list)):
+        if not isinstance(value, array) or len(value) != len(self.tokens):
             raise self.error(
                 f"has no list of {len(self.tokens)} numbers for tokenizer.ggml.{key}; expected one "
                 "for each token"

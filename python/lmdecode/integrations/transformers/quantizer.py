@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.linear.packing import (
+    LinearFormat,
     check_skip_of_model,
     checked_skip,
     is_linear,
@@ -38,7 +39,7 @@ class LmdecodeConfig(QuantizationConfigMixin):
 
     Parameters
     ----------
-    dtype, skip, group_size
+    dtype, skip, group_size, rotate
         Those of ``pack_linears_``.
 
     Raises
@@ -49,20 +50,30 @@ class LmdecodeConfig(QuantizationConfigMixin):
         An argument of another value than expected.
     """
 
+    rotate: bool | None = None
+
     def __init__(
         self,
         dtype: str | torch.dtype = "int8",
         *,
         skip: Sequence[str] = (),
         group_size: int | None = None,
+        rotate: bool | None = None,
         quant_method: str = _NAME,
     ) -> None:
         op = "LmdecodeConfig"
         if quant_method != _NAME:
             raise ValueError(f"{op}: quant_method is {quant_method!r}; expected {_NAME!r}")
         self.quant_method = _NAME  # type: ignore[assignment]
-        self.dtype, _, _ = check_linear_format(op, dtype, group_size)
+        self.dtype, _, _ = check_linear_format(op, dtype, group_size, rotate)
         self.skip, self.group_size = list(checked_skip(op, skip)), group_size
+        if rotate is not None:  # a config without it is as releases before wrote it
+            self.rotate = rotate
+
+    @property
+    def format_of_layers(self) -> LinearFormat:
+        """What layers are packed in, but for the output layer."""
+        return LinearFormat(self.dtype, self.group_size, self.rotate)
 
 
 class _Pack(ConversionOps):
@@ -91,7 +102,8 @@ class _Pack(ConversionOps):
             if weight.shape != want.shape:
                 left[name] = value  # transformers reports it
                 continue
-            packed = pack_weight(layer, weight, config.dtype, config.group_size)
+            format_ = config.format_of_layers.of_layer(model, layer)
+            packed = pack_weight(layer, weight, format_)
             packed._is_hf_initialized = True  # type: ignore[assignment]
             model.set_submodule(where, packed)
             if missing_keys is not None:
@@ -150,7 +162,7 @@ class LmdecodeQuantizer(HfQuantizer):
             if isinstance(module, PackedLinearModule):
                 module.take_bias()
         config = self.quantization_config
-        return pack_linears_(model, config.dtype, skip=config.skip, group_size=config.group_size)
+        return pack_linears_(model, skip=config.skip, **config.format_of_layers._asdict())
 
     def is_serializable(self) -> bool:
         """Packed weights fit this process alone."""

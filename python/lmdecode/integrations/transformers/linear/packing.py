@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from lmdecode._ops import ops
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
+from lmdecode.linear.formats import format_of_head
 
 __all__ = [
+    "LinearFormat",
     "check_skip_of_model",
     "checked_skip",
     "is_linear",
@@ -61,12 +63,24 @@ def check_skip_of_model(op: str, model: nn.Module, skip: Sequence[str]) -> None:
             )
 
 
-def pack_weight(
-    module: nn.Module, weight: Tensor, dtype: str, group_size: int | None
-) -> PackedLinearModule:
+class LinearFormat(NamedTuple):
+    """What linear layers are packed in: arguments of ``PackedLinear``."""
+
+    dtype: str
+    group_size: int | None = None
+    rotate: bool | None = None
+
+    def of_layer(self, model: nn.Module, layer: nn.Module) -> LinearFormat:
+        """Return the format of one layer of a model: its output layer may have another."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        dtype = format_of_head(self.dtype) if layer is head else self.dtype
+        return self if dtype == self.dtype else LinearFormat(dtype, None, self.rotate)
+
+
+def pack_weight(module: nn.Module, weight: Tensor, format_: LinearFormat) -> PackedLinearModule:
     """Return what takes the place of a linear layer with this weight; its bias is left to it."""
     rows = weight.T if isinstance(module, Conv1D) else weight
-    layer = PackedLinear(rows, dtype=dtype, group_size=group_size)
+    layer = PackedLinear(rows, **format_._asdict())
     packed = PackedLinearModule(layer, weight.dtype)
     packed.train(module.training)
     bias = module.bias
@@ -94,6 +108,7 @@ def pack_linears_(
     *,
     skip: Sequence[str] = (),
     group_size: int | None = None,
+    rotate: bool | None = None,
 ) -> Model:
     """Put a packed weight in the place of every linear layer of a model, in place.
 
@@ -107,13 +122,15 @@ def pack_linears_(
     model : nn.Module
         On the CPU, in float32, bfloat16 or float16. Outputs of layers keep that dtype.
     dtype : {"float32", "bfloat16", "int8", "int4"}
-        What weights are held in, as for ``lmdecode.PackedLinear``: int8 and int4 are rotated. An
-        output layer of "int4" is int4, too; ``skip`` leaves it as it is.
+        What weights are held in, as for ``lmdecode.PackedLinear``. The output layer of a model in
+        "int4" is int8, as four bits would cost there as much as in all other layers.
     skip : sequence of str
         Names of modules that stay as they are, with all that is in them: whole names, or
         neighbouring parts of one, such as ``"lm_head"`` or ``"mlp.gate"``.
     group_size : {32, 64, 128}, optional
         Of ``"int4"``, as for ``lmdecode.PackedLinear``.
+    rotate : bool, optional
+        Of ``"int8"`` and ``"int4"``, as for ``lmdecode.PackedLinear``: True by default.
 
     Returns
     -------
@@ -131,19 +148,20 @@ def pack_linears_(
     if not isinstance(model, nn.Module):
         raise type_error(_OP, "model", model, "an nn.Module")
     refuse_stand_in(_OP, model)
-    name_of_dtype, number, size = check_linear_format(_OP, dtype, group_size)
+    name_of_dtype, _, _ = check_linear_format(_OP, dtype, group_size, rotate)
+    format_ = LinearFormat(name_of_dtype, group_size, rotate)
     names = checked_skip(_OP, skip)
     check_skip_of_model(_OP, model, names)
     places: dict[int, list[str]] = {}  # of each module, all of its names
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module) and not is_skipped(name, names):
-            _check_layer(name, module, number)
+            _check_layer(name, module, format_.of_layer(model, module))
             places.setdefault(id(module), []).append(name)
     for where in places.values():
         module = model.get_submodule(where[0])
         weight = module.weight
         assert isinstance(weight, Tensor)
-        packed = pack_weight(module, weight, name_of_dtype, size if group_size else None)
+        packed = pack_weight(module, weight, format_.of_layer(model, module))
         packed.take_bias()
         for name in where:
             model.set_submodule(name, packed)
@@ -153,7 +171,7 @@ def pack_linears_(
     return model
 
 
-def _check_layer(name: str, module: nn.Module, number: int) -> None:
+def _check_layer(name: str, module: nn.Module, format_: LinearFormat) -> None:
     if name == "":
         raise ValueError(f"{_OP}: model is a linear layer itself; expected a module that holds it")
     weight = module.weight
@@ -166,6 +184,7 @@ def _check_layer(name: str, module: nn.Module, number: int) -> None:
             "float32, bfloat16 or float16"
         )
     try:  # whether this format takes so many inputs, without an output
+        _, number, _ = check_linear_format(_OP, *format_)
         ops.pack_linear(
             torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1]), number
         )
