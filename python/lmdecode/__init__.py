@@ -5,6 +5,7 @@
 ``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
 that come and go. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window of
 keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed once.
+``Decoding`` runs whole models, and its ``Engine`` writes any number of texts at a time.
 ``KVStore`` keeps KV caches on disk, and ``Session`` follows a conversation in it.
 ``lmdecode.reference`` holds every op again in plain torch.
 """
@@ -65,6 +66,14 @@ from lmdecode.decoder import (
     LayerWeights,
     gather_tree,
 )
+from lmdecode.decoder.engine import (
+    Engine,
+    EngineStats,
+    Request,
+    RequestResult,
+    RequestStats,
+    TokenLogprob,
+)
 from lmdecode.kv_cache import (
     BeamIndirection,
     BlockSlots,
@@ -123,12 +132,17 @@ __all__ = [
     "Decoding",
     "DecodingBatch",
     "DisjunctiveConstraint",
+    "Engine",
+    "EngineStats",
     "KVStore",
     "KeptSet",
     "LayerWeights",
     "OutOfBlocksError",
     "PackedLinear",
     "PhrasalConstraint",
+    "Request",
+    "RequestResult",
+    "RequestStats",
     "RingKVCache",
     "RingSnapshot",
     "RowTokens",
@@ -137,6 +151,7 @@ __all__ = [
     "SamplerOutput",
     "Session",
     "StepOutput",
+    "TokenLogprob",
     "Trie",
     "VerifyOutput",
     "beam_finalize",

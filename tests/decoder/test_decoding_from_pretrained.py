@@ -198,14 +198,14 @@ def test_a_model_without_logits_is_refused(name: str) -> None:
 
 def test_what_is_not_there_and_what_has_no_values_of_its_own(tmp_path: Path) -> None:
     for name in (tmp_path / "none", str(tmp_path / "none"), "./none", "none.gguf"):
-        with pytest.raises(FileNotFoundError, match="there is no file or folder '.*none"):
+        with pytest.raises(FileNotFoundError, match=r"there is no file or folder '.*none"):
             lmdecode.Decoding.from_pretrained(name)
     model = make_model("t5")
     model.save_pretrained(tmp_path)
     for source in (model, tmp_path):
-        with pytest.raises(ValueError, match="dtype is None for .*; expected a format, as GGUF"):
+        with pytest.raises(ValueError, match=r"dtype is None for .*; expected a format, as GGUF"):
             lmdecode.Decoding.from_pretrained(source, None)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(FileNotFoundError, match="has no lmdecode.json; expected a folder that"):
+    with pytest.raises(FileNotFoundError, match=r"has no lmdecode\.json; expected a folder that"):
         lmdecode.Decoding.load(file)

@@ -49,8 +49,8 @@ def test_float32_has_the_texts_of_transformers(name: str) -> None:
     assert heard(name, "float32", 30)[:6] == want
 
 
-# Words wrong in 100, above those of float32. Texts themselves are not compared: a synthetic voice is
-# hard to hear, and a format changes some for the worse and as many for the better.
+# Words wrong in 100, above those of float32. Texts are not compared: a synthetic voice is hard to
+# hear, and a format changes some for the worse and as many for the better.
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.5), ("int8", 1.5), ("int4", 3.0)])
 @pytest.mark.parametrize("name", WHISPER_NAMES)
 def test_few_words_change(name: str, dtype: str, most: float) -> None:

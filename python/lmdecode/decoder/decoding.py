@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_format, type_error
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
-from lmdecode.decoder.batch import DecodingBatch
-from lmdecode.decoder.causal_batch import CausalBatch
+from lmdecode.decoder.batches import Batches
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -40,7 +39,7 @@ def _refuse_cache_dtype(cache_dtype: object) -> None:
         )
 
 
-class Decoding:
+class Decoding(Batches):
     """A decoder-only model, or the decoder of an encoder-decoder one, in C++.
 
     Of an encoder-decoder model embedding, layers, projection to the vocabulary, logits processors,
@@ -286,74 +285,6 @@ class Decoding:
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
             self.encoder = Encoder.of_parts(self.model, packed.parts)
-
-    def batch(
-        self,
-        *,
-        max_requests: int,
-        capacity: int,
-        num_beams: int | None = None,
-        source: int | None = None,
-        max_end_tokens: int = 4,
-        max_suppressed: int = 64,
-        generation_config: Any = None,
-        max_step_tokens: int = 512,
-    ) -> DecodingBatch | CausalBatch:
-        """Return a batch that requests come to and leave between steps.
-
-        Of an encoder-decoder model a ``DecodingBatch``, whose requests search by themselves; of a
-        decoder-only model a ``CausalBatch``, which gives logits and takes tokens.
-
-        Parameters
-        ----------
-        max_requests, capacity : int
-            Places; the most tokens of a sequence, prompt and new ones.
-        num_beams, source : int
-            Of an encoder-decoder model: the most beams of a request; the most positions of a
-            memory, which is what the encoder gives.
-        max_end_tokens, max_suppressed : int
-            Of an encoder-decoder model: the longest lists that a request may have of these.
-        generation_config : transformers.GenerationConfig, optional
-            Of an encoder-decoder model: how requests search that ``add`` is given as prompts.
-        max_step_tokens : int
-            Of a decoder-only model: the most tokens of a step.
-
-        Raises
-        ------
-        ValueError
-            The decoder is on a device: batches are of the CPU; or what the other kind takes.
-        """
-        if isinstance(self.decoder, DeviceDecoder):
-            raise ValueError(
-                f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
-            )
-        others: dict[str, Any] = {"num_beams": num_beams, "source": source}
-        if isinstance(self.decoder, PackedCausalModel):
-            for name, value in (*others.items(), ("generation_config", generation_config)):
-                if value is not None:
-                    raise ValueError(
-                        f"Decoding.batch: {name} is given; expected None for a decoder-only model"
-                    )
-            return CausalBatch(
-                self.decoder,
-                max_requests=max_requests,
-                capacity=capacity,
-                max_step_tokens=max_step_tokens,
-                cache_dtype=self.cache_dtype,
-            )
-        for name, value in others.items():
-            if value is None:
-                raise TypeError(f"Decoding.batch: {name} is missing; expected an int")
-        return DecodingBatch(
-            self.decoder,
-            max_requests=max_requests,
-            capacity=capacity,
-            **others,
-            max_end_tokens=max_end_tokens,
-            max_suppressed=max_suppressed,
-            generation_config=generation_config,
-            request_of_config=self._request_of_config,
-        )
 
     def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
         from lmdecode.integrations.transformers.decoding.requests import request_of_config

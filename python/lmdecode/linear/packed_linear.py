@@ -288,8 +288,10 @@ class PackedLinear:
         op = "PackedLinear.from_packed"
         check_dense_tensors(op, packed=packed)
         layer = cls.__new__(cls)
-        is_kind = isinstance(dtype, str) and dtype in KINDS
-        layer.dtype = dtype if is_kind else check_linear_format(op, dtype)[0]
+        if isinstance(dtype, str) and dtype in KINDS:
+            layer.dtype = dtype
+        else:
+            layer.dtype, _, _ = check_linear_format(op, dtype)
         layer._format, layer.group_size = format_of_packed(packed, layer.dtype)
         layer.in_features = check_int(op, "in_features", in_features, 0, limits="at least 0")
         layer.out_features = check_int(op, "out_features", out_features, 0, limits="at least 0")

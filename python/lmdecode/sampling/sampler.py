@@ -355,9 +355,7 @@ class Sampler:
             check_bool(f"{_OP}.sample", "accept", accept)
         if accept:
             flags |= _ACCEPT
-            if self._steps >= self._most_steps:
-                self._make_room(self._longest() + 1, 0)
-                self._count_steps()
+            self._room_for_steps(1)
         if type(logits) is not Tensor or logits.requires_grad:
             logits = _plain_logits(logits)
         if bitmask is not None and not isinstance(bitmask, Tensor):
@@ -385,10 +383,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op of ``verify_draft``: tokens, path, num_accepted, status."""
         drafts = draft.shape[1]
-        # As if all were accepted: how many are is not looked at.
-        if self._steps + drafts + 1 > self._most_steps:
-            self._make_room(self._longest() + drafts + 1, 0)
-            self._count_steps()
+        self._room_for_steps(drafts + 1)  # as if all were accepted
         results, device = new_results(self.batch, -1, False, self.device), self.device
         tokens = new_memory(self.batch, drafts + 1, dtype=torch.int64, device=device)
         path = new_memory(self.batch, drafts, dtype=torch.int64, device=device)
@@ -459,6 +454,11 @@ class Sampler:
         keeps_text = self.batch > 0 and bool((fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any())
         self._steps = 0
         self._most_steps = self._text_capacity - self._longest() if keeps_text else MAX_INT
+
+    def _room_for_steps(self, steps: int) -> None:
+        if self._steps + steps > self._most_steps:
+            self._make_room(self._longest() + steps, 0)
+            self._count_steps()
 
     def _make_room(self, text: int, rules: int) -> None:
         """Let texts have so many tokens at least, and rules so many numbers."""

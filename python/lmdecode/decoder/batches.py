@@ -1,0 +1,143 @@
+"""What of a ``Decoding`` takes requests that come and go: batches, and the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.decoder.batch import DecodingBatch
+from lmdecode.decoder.causal_batch import CausalBatch
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.engine import Engine
+from lmdecode.decoder.weights import PackedDecoder
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """Base of ``Decoding``, whose attributes these are.
+
+    Attributes
+    ----------
+    decoder
+        The packed model.
+    model
+        The transformers model, its stand-in, or None.
+    cache_dtype : str
+        Of a decoder-only model.
+    """
+
+    decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
+    model: Any
+    cache_dtype: str
+
+    def batch(
+        self,
+        *,
+        max_requests: int,
+        capacity: int,
+        num_beams: int | None = None,
+        source: int | None = None,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
+        generation_config: Any = None,
+        max_step_tokens: int = 512,
+    ) -> DecodingBatch | CausalBatch:
+        """Return a batch that requests come to and leave between steps.
+
+        Of an encoder-decoder model a ``DecodingBatch``, whose requests search by themselves; of a
+        decoder-only model a ``CausalBatch``, which gives logits and takes tokens.
+
+        Parameters
+        ----------
+        max_requests, capacity : int
+            Places; the most tokens of a sequence, prompt and new ones.
+        num_beams, source : int
+            Of an encoder-decoder model: the most beams of a request; the most positions of a
+            memory, which is what the encoder gives.
+        max_end_tokens, max_suppressed : int
+            Of an encoder-decoder model: the longest lists that a request may have of these.
+        generation_config : transformers.GenerationConfig, optional
+            Of an encoder-decoder model: how requests search that ``add`` is given as prompts.
+        max_step_tokens : int
+            Of a decoder-only model: the most tokens of a step.
+
+        Raises
+        ------
+        ValueError
+            The decoder is on a device: batches are of the CPU; or what the other kind takes.
+        """
+        if isinstance(self.decoder, DeviceDecoder):
+            raise ValueError(
+                f"Decoding.batch: the decoder is on {self.decoder.device}; expected cpu"
+            )
+        others: dict[str, Any] = {"num_beams": num_beams, "source": source}
+        if isinstance(self.decoder, PackedCausalModel):
+            for name, value in (*others.items(), ("generation_config", generation_config)):
+                if value is not None:
+                    raise ValueError(
+                        f"Decoding.batch: {name} is given; expected None for a decoder-only model"
+                    )
+            return CausalBatch(
+                self.decoder,
+                max_requests=max_requests,
+                capacity=capacity,
+                max_step_tokens=max_step_tokens,
+                cache_dtype=self.cache_dtype,
+            )
+        for name, value in others.items():
+            if value is None:
+                raise TypeError(f"Decoding.batch: {name} is missing; expected an int")
+        return DecodingBatch(
+            self.decoder,
+            max_requests=max_requests,
+            capacity=capacity,
+            **others,
+            max_end_tokens=max_end_tokens,
+            max_suppressed=max_suppressed,
+            generation_config=generation_config,
+            request_of_config=self._request_of_config,
+        )
+
+    def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
+        raise NotImplementedError
+
+    def engine(
+        self,
+        *,
+        max_requests: int,
+        capacity: int,
+        max_step_tokens: int = 512,
+        order: str = "transformers",
+    ) -> Engine:
+        """Return an engine: requests in, texts out, of a decoder-only model.
+
+        Parameters
+        ----------
+        max_requests, capacity, max_step_tokens, order
+            See ``Engine``. What ends a text is what ends it for ``generate``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names the argument, what came and what was expected; or the model is not a decoder-only
+            one, which ``batch`` serves.
+        """
+        if not isinstance(self.decoder, PackedCausalModel):
+            raise ValueError(
+                "Decoding.engine: the model is an encoder-decoder one; expected a decoder-only "
+                "model: see Decoding.batch"
+            )
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if ends is None:
+            ends = ()
+        return Engine(
+            self.decoder,
+            max_requests=max_requests,
+            capacity=capacity,
+            max_step_tokens=max_step_tokens,
+            cache_dtype=self.cache_dtype,
+            order=order,
+            eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends),
+        )

@@ -1,0 +1,22 @@
+"""``Engine``: continuous batching from prompts to texts."""
+
+from lmdecode.decoder.engine.engine import Engine, EngineStats
+from lmdecode.decoder.engine.request import (
+    FinishReason,
+    Request,
+    RequestResult,
+    RequestStats,
+    TokenLogprob,
+)
+from lmdecode.decoder.engine.rows import Grammar
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "Grammar",
+    "Request",
+    "RequestResult",
+    "RequestStats",
+    "TokenLogprob",
+]

@@ -1,0 +1,114 @@
+"""Places of an ``Engine``'s caches: what sequences hold, and prompts that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
+
+__all__ = ["Places", "common_length"]
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # equal up to low, and slices are compared in C
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Places:
+    """Who has which place of the caches, and what of a prompt each place holds.
+
+    Keys and values are shared of what was read as a prompt alone: those of tokens that were written
+    have other bits. A place that is given back keeps its prompt until it is needed; the one that
+    was given back first goes first.
+
+    Parameters
+    ----------
+    caches : CausalCaches
+        Whose places they are.
+    """
+
+    def __init__(self, caches: CausalCaches) -> None:
+        self._caches = caches
+        self._prompts: dict[int, tuple[int, ...]] = {}  # of places in use and of kept ones
+        # An ordered set; the last of the empty ones goes first.
+        self._free = dict.fromkeys(range(caches.sequences - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """How many can be taken."""
+        return len(self._free)
+
+    def take(self, prompt: tuple[int, ...], count: int = 1, like: int = -1) -> list[int]:
+        """Take places; the first is for this prompt, the others hold nothing.
+
+        Place ``like``, which holds the beginning of the prompt, is taken last, and is the first one
+        then: with what it holds.
+        """
+        empty = [place for place in reversed(self._free) if place not in self._prompts]
+        kept = [place for place in self._free if place in self._prompts and place != like]
+        taken = [*empty, *kept][:count]
+        if len(taken) < count:
+            taken.insert(0, like)
+        for place in taken:
+            if place != like:
+                self._forget(place)
+            del self._free[place]
+        self._prompts[taken[0]] = prompt
+        return taken
+
+    def give_back(self, place: int, *, keep: int = 0) -> None:
+        """Let a place be taken; what it holds of the first ``keep`` tokens of its prompt stays."""
+        if keep >= BLOCK_SIZE and place in self._prompts:
+            try:
+                self._caches.truncate([place], [keep])
+            except ValueError:  # a layer's window has gone on
+                self._forget(place)
+            else:
+                self._prompts[place] = self._prompts[place][:keep]
+        else:
+            self._forget(place)
+        self._free[place] = None
+
+    def longest_common(self, prompt: tuple[int, ...]) -> tuple[int, int]:
+        """Return the place whose prompt begins as this one for longest, and for how long.
+
+        The last token of a prompt is read in any case: its logits are wanted. Less than a block is
+        nothing: (-1, 0).
+        """
+        best, longest = -1, BLOCK_SIZE - 1
+        for place, other in self._prompts.items():
+            if len(other) > longest and other[: longest + 1] == prompt[: longest + 1]:
+                best, longest = place, common_length(other, prompt)
+        longest = min(longest, len(prompt) - 1)
+        return (best, longest) if best >= 0 and longest >= BLOCK_SIZE else (-1, 0)
+
+    def share(self, place: int, of: int, length: int) -> bool:
+        """Let a place begin with the first tokens of another, or go back to them if it is its own.
+
+        Returns
+        -------
+        bool
+            Whether it could; it is empty if not.
+        """
+        parents = torch.arange(self._caches.sequences)
+        parents[place] = of
+        self._caches.reorder(parents)
+        try:
+            self._caches.truncate([place], [length])
+        except ValueError:  # a layer's window has gone on
+            self._caches.truncate([place], [0])
+            return False
+        return True
+
+    def _forget(self, place: int) -> None:
+        if self._prompts.pop(place, None) is not None or int(self._caches.lengths[place]):
+            self._caches.truncate([place], [0])

@@ -1,0 +1,258 @@
+"""``Request``: what a user holds of a text that an ``Engine`` writes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Literal, NamedTuple, Protocol
+
+from lmdecode.beam.engine.request import BeamResult
+
+__all__ = ["Driver", "FinishReason", "Request", "RequestResult", "RequestStats", "TokenLogprob"]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class TokenLogprob(NamedTuple):
+    """A token of a request that asked for log-probabilities.
+
+    Attributes
+    ----------
+    token : int
+        What was chosen.
+    logprob : float
+        Of the token, by the model's logits, before penalties, filters and temperature.
+    top : tuple of (int, float)
+        The most probable tokens, as many as were asked for, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class RequestStats(NamedTuple):
+    """Counts and times of one request.
+
+    Attributes
+    ----------
+    prompt_tokens, cached_tokens, new_tokens : int
+        Of the prompt; those of it that were not computed, as another request's keys and values
+        served; and tokens that were written.
+    queued, first_token, total : float or None
+        Seconds from ``submit`` until it had a place, until its first token, and until it ended.
+        None: not yet.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    queued: float | None
+    first_token: float | None
+    total: float | None
+
+
+class RequestResult(NamedTuple):
+    """What a request has become.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The new ones, with the end token where one was written. Of a search those of its best
+        sequence.
+    finish_reason : {"stop", "length", "cancelled"}
+        An end token or the end of a search; ``max_new_tokens``; or ``cancel()``.
+    logprobs : list of TokenLogprob or None
+        Of each token, where they were asked for.
+    beams : BeamResult or None
+        Of a search: all of its sequences.
+    """
+
+    tokens: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None
+    beams: BeamResult | None
+
+
+class Driver(Protocol):
+    """Whose steps a request waits for."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a thread does them."""
+
+    def step(self) -> object:
+        """Do one."""
+
+    def drop_cancelled(self) -> None:
+        """Let the next step look for requests that were cancelled."""
+
+
+class Request:
+    """A text that is being written: an iterator of its tokens, from one thread or coroutine.
+
+    ``for token in request`` gives each token as soon as it is chosen, an int, or a
+    ``TokenLogprob`` where ``logprobs`` were asked for; ``async for`` does too. Where no thread of
+    the engine runs, the iterator does the engine's steps itself. A search's tokens come when it has
+    ended. The error of a request that failed is raised behind its last token.
+
+    Attributes
+    ----------
+    prompt_ids : tuple of int
+        What was submitted.
+    """
+
+    def __init__(self, prompt_ids: tuple[int, ...], driver: Driver) -> None:
+        self.prompt_ids = prompt_ids
+        self._driver = driver
+        self._changed = threading.Condition()
+        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self._beams: BeamResult | None = None
+        self._reason: FinishReason | None = None
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+        self._is_heard = False  # whether anybody has ever waited for a thread's steps
+        self._cached_tokens = 0
+        self._begun = time.perf_counter()
+        self._times: dict[str, float] = {}
+
+    # ---- the user's side
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended: see ``RequestResult``, or "error". None: it has not."""
+        return self._reason
+
+    @property
+    def stats(self) -> RequestStats:
+        """Counts and times so far."""
+        return RequestStats(
+            len(self.prompt_ids),
+            self._cached_tokens,
+            len(self._tokens),
+            *(self._times.get(name) for name in ("queued", "first_token", "total")),
+        )
+
+    def cancel(self) -> None:
+        """Let the request end before the next step; what was written stays. Any thread may call."""
+        self._is_cancelled = True
+        self._driver.drop_cancelled()
+
+    def result(self, timeout: float | None = None) -> RequestResult:
+        """Wait for the end.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most.
+
+        Raises
+        ------
+        TimeoutError
+            It has not ended by then; it goes on.
+        RuntimeError
+            No token could be chosen, as of NaN in the logits, or the engine failed.
+        """
+        end = None if timeout is None else time.perf_counter() + timeout
+        while not self._wait(len(self._tokens), end, until_end=True):
+            pass
+        if self._error is not None:
+            raise self._error
+        assert self._reason is not None
+        return RequestResult(list(self._tokens), self._reason, self._logprobs, self._beams)
+
+    def __iter__(self) -> Iterator[int | TokenLogprob]:
+        done = 0
+        while True:
+            has_ended = self._reason is not None  # before its tokens are counted
+            while done < len(self._tokens):
+                yield self._item(done)
+                done += 1
+            if has_ended:
+                break
+            self._wait(done, None)
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[int | TokenLogprob]:
+        done, changed = 0, asyncio.Event()
+        watcher = asyncio.get_running_loop(), changed
+        with self._changed:
+            self._watchers.add(watcher)
+            self._is_heard = True
+        try:
+            while True:
+                changed.clear()
+                has_ended = self._reason is not None
+                while done < len(self._tokens):
+                    yield self._item(done)
+                    done += 1
+                if has_ended:
+                    break
+                if self._driver.is_started:
+                    await changed.wait()
+                else:
+                    await asyncio.to_thread(self._driver.step)
+        finally:
+            with self._changed:
+                self._watchers.discard(watcher)
+        if self._error is not None:
+            raise self._error
+
+    def _item(self, i: int) -> int | TokenLogprob:
+        return self._tokens[i] if self._logprobs is None else self._logprobs[i]
+
+    def _wait(self, seen: int, end: float | None, *, until_end: bool = False) -> bool:
+        """Wait for more tokens than were seen, or for the end; whether it has come."""
+        if self._reason is not None:
+            return True
+        left = None if end is None else end - time.perf_counter()
+        if left is not None and left <= 0:
+            raise TimeoutError(f"Request.result: {len(self._tokens)} tokens, and it goes on")
+        if not self._driver.is_started:
+            self._driver.step()
+            return False
+
+        def is_due() -> bool:
+            has_more = not until_end and len(self._tokens) > seen
+            return has_more or self._reason is not None or not self._driver.is_started
+
+        with self._changed:
+            self._is_heard = True
+            self._changed.wait_for(is_due, timeout=left)
+        return self._reason is not None
+
+    # ---- the engine's side
+
+    def _placed(self) -> None:
+        self._times["queued"] = time.perf_counter() - self._begun
+
+    def _put_first(self) -> None:
+        """Note that the first token is there."""
+        self._times["first_token"] = time.perf_counter() - self._begun
+
+    def _end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        self._times["total"] = time.perf_counter() - self._begun
+        self._error, self._reason = error, reason
+
+    def _tell(self) -> None:
+        """Let those know who wait for tokens or for the end."""
+        if not self._is_heard:
+            return
+        with self._changed:
+            self._changed.notify_all()
+            watchers = tuple(self._watchers)
+        for loop, changed in watchers:
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # the loop is closed: nobody waits
+                self._watchers.discard((loop, changed))

@@ -1,0 +1,319 @@
+"""How an ``Engine`` chooses tokens: rows that draw, and rows that search."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.engine.search import BeamSearch
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
+from lmdecode.sampling.compact import CompactSampler, Results
+
+__all__ = [
+    "DrawnRows",
+    "DrawnSequence",
+    "Ended",
+    "Grammar",
+    "SearchedRows",
+    "SearchedSequence",
+    "WrittenSequence",
+]
+
+_FAILED = {1: "NaN in its logits", 2: "no logit above -inf"}
+
+
+class Grammar(Protocol):
+    """What limits the tokens of one request, such as a matcher of xgrammar or llguidance.
+
+    An error that it raises ends its request, and is the request's.
+    """
+
+    def fill_bitmask(self, bitmask: Tensor) -> None:
+        """Write which tokens may come next to [ceil(V / 32)] int32: see ``Sampler.sample``."""
+
+    def accept_token(self, token: int) -> object:
+        """Go on with a token."""
+
+
+class WrittenSequence:
+    """A request that has a place, or waits for one.
+
+    Attributes
+    ----------
+    request : Request
+        Whose it is.
+    places : list of int
+        Of the caches; the first is the prompt's.
+    read : int
+        Tokens of the prompt that have been read.
+    follows : tuple of (WrittenSequence, int) or None
+        Another sequence that reads the same first tokens: this one takes them when they are there.
+    stops : set of int
+        Lengths at which a part of the prompt ends, as others share them.
+    """
+
+    def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
+        self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
+        self.prompt = list(request.prompt_ids)
+        self.places: list[int] = []
+        self.read = 0
+        self.follows: tuple[WrittenSequence, int] | None = None
+        self.stops: set[int] = set()
+
+    @property
+    def num_places(self) -> int:
+        """Places that it needs."""
+        return 1
+
+    def next_part(self, room: int) -> int:
+        """Return how many tokens of the prompt to read, of at most so many."""
+        end = min(len(self.prompt), self.read + room)
+        return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
+
+
+class DrawnSequence(WrittenSequence):
+    """One that draws its tokens, or takes the largest logit.
+
+    Attributes
+    ----------
+    parameters : dict
+        Of the ``Sampler``.
+    num_logprobs : int
+        -1: none.
+    last : int
+        The token that is to be read next.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        max_new_tokens: int,
+        end_tokens: tuple[int, ...],
+        parameters: dict[str, Any],
+        num_logprobs: int,
+        grammar: Grammar | None,
+    ) -> None:
+        super().__init__(request, max_new_tokens, end_tokens)
+        self.parameters, self.num_logprobs, self.grammar = parameters, num_logprobs, grammar
+        self.last = -1
+        if num_logprobs >= 0:
+            request._logprobs = []
+
+
+class SearchedSequence(WrittenSequence):
+    """One that searches; ``search`` is its request to ``BeamSearch``."""
+
+    def __init__(self, request: Request, search: BeamRequest) -> None:
+        super().__init__(request, search.max_new_tokens, tuple(search.eos_token_id))
+        self.search = search
+        self.id: Hashable = None
+
+    @property
+    def num_places(self) -> int:
+        """Places that it needs: one a beam."""
+        return self.search.num_beams
+
+
+class Ended(NamedTuple):
+    """A sequence that has ended, why, and its error."""
+
+    sequence: WrittenSequence
+    reason: FinishReason
+    error: BaseException | None = None
+
+
+class DrawnRows:
+    """The sequences that draw, by their rows in a ``CompactSampler``.
+
+    Attributes
+    ----------
+    running : list of DrawnSequence
+        By rows.
+    tokens : Tensor or None
+        [rows] int64, what each row reads next. None: rows have changed since they were chosen.
+    """
+
+    def __init__(self, rows: int, vocab: int, order: str) -> None:
+        self._sampler, self._vocab = CompactSampler(rows, vocab, order), vocab
+        self.running: list[DrawnSequence] = []
+        self.tokens: Tensor | None = None
+        self._asks = False  # whether a row has a grammar or asks for log-probabilities
+
+    @property
+    def count(self) -> int:
+        """Rows that are in use."""
+        return self._sampler.count
+
+    def begin(self, sequence: DrawnSequence) -> None:
+        """Take a sequence whose prompt has been read: its logits come last in the next step."""
+        self._sampler.begin(torch.tensor(sequence.prompt), sequence.parameters)
+        self.running.append(sequence)
+        self._changed()
+
+    def end(self, sequence: DrawnSequence) -> None:
+        """Let a sequence go."""
+        row = self.running.index(sequence)
+        self._sampler.end(row)
+        self.running[row] = self.running[-1]
+        self.running.pop()
+        self._changed()
+
+    def _changed(self) -> None:
+        self.tokens = None
+        self._asks = any(s.grammar is not None or s.num_logprobs >= 0 for s in self.running)
+
+    def step(self, logits: Tensor) -> list[Ended]:
+        """Choose a token for each sequence; return those that have ended by it, still running."""
+        if self._asks:
+            return self._step_asked(logits)
+        results = self._sampler.step(logits, None, -1)
+        self.tokens = results.index
+        status = results.status.tolist()
+        ended = []
+        for row, token in enumerate(results.index.tolist()):
+            end = self._take(self.running[row], token, status[row])
+            if end is not None:
+                ended.append(end)
+        return ended
+
+    def _step_asked(self, logits: Tensor) -> list[Ended]:
+        """Do a step of which grammars or log-probabilities are a part."""
+        bitmask, failed = self._bitmask()
+        most = max(sequence.num_logprobs for sequence in self.running)
+        results = self._sampler.step(logits, bitmask, most)
+        self.tokens = results.index
+        tokens, status = results.index.tolist(), results.status.tolist()
+        logprobs = _logprobs(results, tokens) if most >= 0 else None
+        ended = []
+        for row, (sequence, token) in enumerate(zip(self.running, tokens, strict=True)):
+            end = failed.get(row)
+            if end is None:
+                if logprobs is not None and sequence.num_logprobs >= 0 and not status[row]:
+                    of_token = logprobs[row]
+                    top = of_token.top[: sequence.num_logprobs]
+                    assert sequence.request._logprobs is not None
+                    sequence.request._logprobs.append(of_token._replace(top=top))
+                end = self._take(sequence, token, status[row])
+            if end is None and sequence.grammar is not None:
+                try:
+                    sequence.grammar.accept_token(token)
+                except Exception as error:
+                    end = Ended(sequence, "error", error)
+            if end is not None:
+                ended.append(end)
+        return ended
+
+    def _bitmask(self) -> tuple[Tensor | None, dict[int, Ended]]:
+        """Return the bitmask of a step, and the rows whose grammar failed."""
+        failed: dict[int, Ended] = {}
+        if all(sequence.grammar is None for sequence in self.running):
+            return None, failed
+        bitmask = torch.full((len(self.running), -(-self._vocab // 32)), -1, dtype=torch.int32)
+        for row, sequence in enumerate(self.running):
+            if sequence.grammar is not None:
+                try:
+                    sequence.grammar.fill_bitmask(bitmask[row])
+                except Exception as error:
+                    bitmask[row] = -1
+                    failed[row] = Ended(sequence, "error", error)
+        return bitmask, failed
+
+    @staticmethod
+    def _take(sequence: DrawnSequence, token: int, status: int) -> Ended | None:
+        """Give a token to its request; return the end that it is."""
+        if status:
+            why = _FAILED.get(status, f"status {status}")
+            error = RuntimeError(f"Engine: no token can be chosen: the request has {why}")
+            return Ended(sequence, "error", error)
+        sequence.last = token
+        tokens = sequence.request._tokens
+        tokens.append(token)
+        if len(tokens) == 1:
+            sequence.request._put_first()
+        if token in sequence.end_tokens:
+            return Ended(sequence, "stop")
+        return Ended(sequence, "length") if len(tokens) >= sequence.max_new_tokens else None
+
+
+def _logprobs(results: Results, tokens: list[int]) -> list[TokenLogprob]:
+    assert results.logprob is not None
+    assert results.top_ids is not None and results.top_logprobs is not None
+    of_rows = zip(
+        tokens,
+        results.logprob.tolist(),
+        results.top_ids.tolist(),
+        results.top_logprobs.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, best, strict=True)))
+        for token, logprob, ids, best in of_rows
+    ]
+
+
+class SearchedRows:
+    """The sequences that search: their beams are rows of a ``BeamSearch``, each with a place.
+
+    Attributes
+    ----------
+    running : dict of Hashable to SearchedSequence
+        By the ids of ``BeamSearch``, in the order of rows.
+    places : list of int
+        Of each row of the next step.
+    tokens : Tensor
+        [rows] int64, what each row reads next. New prompts have none yet; they come last.
+    """
+
+    def __init__(self, caches: CausalCaches, vocab: int) -> None:
+        self._caches, self._search = caches, BeamSearch(vocab)
+        self.running: dict[Hashable, SearchedSequence] = {}
+        self.places: list[int] = []
+        self.tokens: Tensor = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, sequence: SearchedSequence) -> None:
+        """Take a sequence whose prompt has been read: its logits come last in the next step."""
+        sequence.id = self._search.insert(sequence.search)
+        self.running[sequence.id] = sequence
+        self.places.append(sequence.places[0])
+
+    def end(self, sequence: SearchedSequence) -> None:
+        """Let a sequence that has not ended go."""
+        kept = self._search.cancel(sequence.id)
+        self.places = [self.places[row] for row in kept.tolist()]
+        self.tokens = self.tokens[kept]
+        del self.running[sequence.id]
+
+    def step(self, logits: Tensor) -> list[Ended]:
+        """Choose the next beams; return the sequences that have ended, which run no more."""
+        output = self._search.step(logits)
+        before, parents = self.places, output.parents.tolist()
+        self.tokens, self.places = output.tokens, []
+        for id_, rows in self._search.row_ranges().items():
+            self.places += self.running[id_].places[: len(rows)]
+        sources = torch.arange(self._caches.sequences)
+        for place, parent in zip(self.places, parents, strict=True):
+            sources[place] = before[parent]
+        self._caches.reorder(sources)
+        return [
+            self._ended(self.running.pop(result.request_id), result)
+            for result in self._search.pop_finished()
+        ]
+
+    @staticmethod
+    def _ended(sequence: SearchedSequence, result: Any) -> Ended:
+        request = sequence.request
+        request._beams, tokens = result, result.new_tokens()
+        request._tokens += tokens
+        request._put_first()
+        if result.status & 1:
+            error = RuntimeError(
+                "Engine: no token can be chosen: the request has NaN in its logits"
+            )
+            return Ended(sequence, "error", error)
+        is_whole = bool(tokens) and tokens[-1] in sequence.end_tokens
+        return Ended(sequence, "stop" if is_whole or sequence.search.trie else "length")

@@ -1,0 +1,179 @@
+"""What ``Engine.submit`` takes: checked, and made a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import check_bool, check_int, is_int, type_error
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.decoder.engine.request import Driver, Request
+from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
+from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
+
+__all__ = ["Submission"]
+
+_OP = "Engine.submit"
+_SEARCHES = ("num_beams", "trie")  # either of them makes a search
+_OF_SEARCHES = frozenset(
+    ("num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups",
+     "diversity_penalty", "patience", "forced_bos_token_id", "forced_eos_token_id", "pad_token_id")
+)  # fmt: skip
+# Any of these asks for tokens that are drawn; where none are drawn they have no meaning.
+_DRAWS = frozenset(
+    ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+     "top_n_sigma", "top_h", "xtc_probability", "mirostat_tau", "adaptive_target",
+     "dynamic_temperature_range")
+)  # fmt: skip
+_MOST_LOGPROBS = 64
+
+
+def _tokens(name: str, tokens: Any, vocab: int) -> tuple[int, ...]:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+        raise type_error(_OP, name, tokens, "a sequence of int, or a tensor")
+    for token in tokens:
+        if not is_int(token):
+            raise type_error(_OP, f"a token of {name}", token, "an int")
+        if not 0 <= token < vocab:
+            raise ValueError(f"{_OP}: {name} has the token {token}; expected 0 to {vocab - 1}")
+    return tuple(int(token) for token in tokens)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What an engine's requests are checked by; attributes are those of the ``Engine``."""
+
+    vocab: int
+    capacity: int
+    max_requests: int
+    order: str
+    eos_token_id: tuple[int, ...]
+
+    def sequence_of(
+        self,
+        driver: Driver,
+        prompt_ids: Any,
+        *,
+        max_new_tokens: int,
+        min_tokens: int,
+        eos_token_id: Any,
+        **options: Any,
+    ) -> WrittenSequence:
+        """Return the sequence that is to be written; arguments are those of ``submit``."""
+        prompt = self._prompt(prompt_ids)
+        new = check_int(_OP, "max_new_tokens", max_new_tokens, 1)
+        least = check_int(_OP, "min_tokens", min_tokens, 0)
+        if len(prompt) + new > self.capacity + 1:  # the last token is never read
+            raise ValueError(
+                f"{_OP}: prompt_ids has {len(prompt)} tokens and max_new_tokens is {new}; expected "
+                f"at most {self.capacity + 1} together, the capacity and the last token"
+            )
+        ends = self.eos_token_id
+        if eos_token_id is not None:
+            given = (eos_token_id,) if is_int(eos_token_id) else eos_token_id
+            ends = _tokens("eos_token_id", given, self.vocab)
+        request = Request(prompt, driver)
+        if options.get("num_beams", 1) != 1 or options.get("trie") is not None:
+            return self._searched(request, new, least, ends, **options)
+        return self._drawn(request, new, least, ends, **options)
+
+    def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
+        if isinstance(prompt_ids, Tensor):
+            if prompt_ids.dim() != 1 or prompt_ids.is_floating_point() or prompt_ids.is_complex():
+                raise ValueError(
+                    f"{_OP}: prompt_ids is a tensor of shape {list(prompt_ids.shape)} and dtype "
+                    f"{prompt_ids.dtype}; expected [length] of integers"
+                )
+            prompt_ids = prompt_ids.tolist()
+        prompt = _tokens("prompt_ids", prompt_ids, self.vocab)
+        if not prompt:
+            raise ValueError(f"{_OP}: prompt_ids is empty; expected at least one token")
+        return prompt
+
+    def _searched(
+        self,
+        request: Request,
+        new: int,
+        least: int,
+        ends: tuple[int, ...],
+        *,
+        do_sample: bool | None,
+        seed: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        **parameters: Any,
+    ) -> SearchedSequence:
+        of_draws = {"do_sample": do_sample or None, "seed": seed, "logprobs": logprobs}
+        for name, value in {**of_draws, "grammar": grammar}.items():
+            if value is not None:
+                raise ValueError(f"{_OP}: {name} is {value!r}; expected None for a search")
+        search = BeamRequest(
+            request.prompt_ids,
+            max_new_tokens=new,
+            eos_token_id=ends,
+            min_new_tokens=least,
+            **parameters,
+        )
+        if search.num_beams > self.max_requests:
+            raise ValueError(
+                f"{_OP}: num_beams is {search.num_beams}; expected at most {self.max_requests}, "
+                "max_requests of the engine"
+            )
+        if search.coverage_penalty:
+            raise ValueError(
+                f"{_OP}: coverage_penalty is {search.coverage_penalty}; expected 0, as the engine "
+                "gives no attention"
+            )
+        if search.trie is not None:
+            search.trie.check_vocab(_OP, self.vocab)
+        return SearchedSequence(request, search)
+
+    def _drawn(
+        self,
+        request: Request,
+        new: int,
+        least: int,
+        ends: tuple[int, ...],
+        *,
+        do_sample: bool | None,
+        seed: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        **parameters: Any,
+    ) -> DrawnSequence:
+        given = {
+            name: value
+            for name, value in parameters.items()
+            if value is not None and name not in _SEARCHES
+        }
+        of_searches = sorted(_OF_SEARCHES & given.keys())
+        if of_searches:
+            raise ValueError(
+                f"{_OP}: {of_searches[0]} is given; expected none without num_beams above 1"
+            )
+        draws = seed is not None or bool(_DRAWS & given.keys())
+        if do_sample is not None:
+            draws = check_bool(_OP, "do_sample", do_sample, kind="a bool or None")
+        if seed is not None:
+            seed = check_int(_OP, "seed", seed, 0)
+        if not draws:
+            given = {name: value for name, value in given.items() if name not in _DRAWS}
+            given["temperature"], seed = 0.0, 0
+        elif seed is None:
+            seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
+        given = {"temperature": 1.0, **given, "seed": seed}
+        if least and ends:
+            given.update(min_tokens=least, eos_token_id=list(ends))
+        # For their errors: a row gets them when its prompt has been read.
+        rules_of_row(check_parameters(given, self.vocab), self.order, seed)
+        most = -1
+        if logprobs is not None:
+            most = check_int(_OP, "logprobs", logprobs, 0, min(_MOST_LOGPROBS, self.vocab))
+        for name in ("fill_bitmask", "accept_token"):
+            if grammar is not None and not callable(getattr(grammar, name, None)):
+                raise type_error(_OP, "grammar", grammar, f"an object with {name}()")
+        return DrawnSequence(request, new, ends, given, most, grammar)

@@ -1,0 +1,77 @@
+"""Sequences of a ``Sampler`` in its first rows, without gaps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.sampling._results import Results, new_results
+from lmdecode.sampling.sampler import Sampler
+
+__all__ = ["CompactSampler", "Results"]
+
+_ACCEPT, _RAW = 1, 2  # flags of the op
+_step = ops.sampler_step_.default
+
+
+class CompactSampler:
+    """A ``Sampler`` whose sequences take its first rows, so that a step is of these alone.
+
+    Parameters
+    ----------
+    rows, vocab, order
+        As ``batch``, ``vocab`` and ``order`` of ``Sampler``: the most sequences at a time.
+    """
+
+    def __init__(self, rows: int, vocab: int, order: str) -> None:
+        self._sampler = Sampler(rows, vocab, order=order, temperature=0.0, seed=0)
+        for row in range(rows):
+            self._sampler.remove(row)
+        self._results: dict[tuple[int, int], Results] = {}
+        self.count = 0
+
+    def begin(self, prompt: Tensor, parameters: dict[str, Any]) -> None:
+        """Begin a sequence in the row behind the others; see ``Sampler.insert``."""
+        self._sampler.insert(self.count, prompt, **parameters)
+        self.count += 1
+
+    def end(self, row: int) -> None:
+        """End the sequence of a row; the last one moves there."""
+        sampler = self._sampler
+        last = self.count - 1
+        if row < last:
+            sampler._state[row] = sampler._state[last]
+        sampler.remove(last)
+        self.count = last
+
+    def step(self, logits: Tensor, bitmask: Tensor | None, num_logprobs: int) -> Results:
+        """Choose a token for each sequence, and let it go on with it.
+
+        Parameters
+        ----------
+        logits : Tensor
+            [count, V] float32, contiguous rows.
+        bitmask : Tensor or None
+            [count, ceil(V / 32)] int32, see ``Sampler.sample``.
+        num_logprobs : int
+            -1: none; else as of ``Sampler``, of the logits as they came.
+
+        Returns
+        -------
+        Results
+            Of ``count`` rows; the next step of as many rows overwrites them.
+        """
+        sampler, key = self._sampler, (self.count, num_logprobs)
+        results = self._results.get(key)
+        if results is None:
+            results = new_results(self.count, num_logprobs, False, sampler.device)
+            self._results[key] = results
+        sampler._room_for_steps(1)
+        _step(
+            sampler._state[: self.count], logits, bitmask, results.memory, None, None, None,
+            *sampler._sizes, num_logprobs, _ACCEPT | _RAW,
+        )  # fmt: skip
+        sampler._steps += 1
+        return results

@@ -1,0 +1,99 @@
+"""Requests of every kind to an ``Engine``, and what there is of its caches."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lmdecode
+from lmdecode import Engine, Request
+from tests.decoder.causal_steps import free_blocks
+from tests.support.causal_models import EOS, VOCAB
+
+CAPACITY = 120
+
+
+class OddTokens:
+    """A grammar: of tokens with the oddness of the one before, another one; some have no way on."""
+
+    def __init__(self, *, ends_after: int | None = None, breaks_after: int | None = None) -> None:
+        self.count, self.ends, self.breaks = 0, ends_after, breaks_after
+
+    def fill_bitmask(self, bitmask: Tensor) -> None:
+        if self.count == self.breaks:
+            raise LookupError("no such state")
+        allowed = -0x55555556 if self.count % 2 else 0x55555555
+        bitmask.fill_(0 if self.count == self.ends else allowed)
+
+    def accept_token(self, token: int) -> None:
+        assert self.count != self.ends and token % 2 == self.count % 2
+        self.count += 1
+
+
+def options_of(rng: random.Random) -> dict[str, Any]:
+    """Return the arguments of a request, of any kind, that say all: they may be given twice."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"seed": rng.randrange(1 << 40), "temperature": 1.5, "top_k": 20},
+        {"seed": rng.randrange(100), "top_p": 0.8, "repetition_penalty": 1.3},
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_tokens": 5},
+        {"seed": 3, "logprobs": rng.randrange(4), "frequency_penalty": 0.5},
+        {"num_beams": 3, "length_penalty": 0.6, "num_return_sequences": 2},
+        {"num_beams": 2, "early_stopping": True, "no_repeat_ngram_size": 3},
+    ]
+    options = rng.choice(kinds)
+    return {**options, "max_new_tokens": rng.randrange(1, 24), "eos_token_id": [EOS, 5, 9]}
+
+
+def prompt_of(rng: random.Random, shared: list[list[int]]) -> list[int]:
+    """Return a prompt, which often begins as others."""
+    begin = rng.choice([*shared, [], []])
+    return begin + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))]
+
+
+def alone(decoding: lmdecode.Decoding, prompt: list[int], **options: Any) -> Any:
+    """Return the result of a request with nothing else in an engine of its own."""
+    engine = decoding.engine(max_requests=4, capacity=CAPACITY)
+    return engine.submit(prompt, **options).result()
+
+
+def outcome(result: Any) -> tuple[Any, ...]:
+    """Return what two equal results have in common, as something that compares."""
+    beams = result.beams
+    lists = None if beams is None else (beams.sequences.tolist(), beams.scores.tolist())
+    return result.tokens, result.finish_reason, result.logprobs, lists
+
+
+def is_whole(engine: Engine) -> bool:
+    """Whether nothing of an engine without requests is in use: no place, no row, no block."""
+    places, caches = engine._places, engine._caches
+    for place in list(places._prompts):
+        places._forget(place)
+    pools = [pool.shape[3] for pool in caches._tensors[::6]]
+    return (
+        engine.stats.free_places == engine.max_requests
+        and not engine.has_work
+        and free_blocks(caches) == pools
+        and engine._drawn.count == 0
+        and not engine._searched.places
+        and bool((caches.lengths == 0).all())
+    )
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    """Do steps by hand until these have ended."""
+    while not all(request.finished for request in requests):
+        engine.step()
+
+
+def greedy(decoding: lmdecode.Decoding, prompt: list[int], new: int) -> list[int]:
+    """Return the text of a ``CausalBatch``, which knows nothing of engines."""
+    batch, tokens = decoding.batch(max_requests=1, capacity=CAPACITY), list[int]()
+    request = batch.add(prompt)
+    for _ in range(new):
+        logits = batch.step({request: tokens[-1]} if tokens else {})[request]
+        tokens.append(int(torch.argmax(logits)))
+    return tokens

@@ -1,0 +1,239 @@
+"""``Engine``: texts of ``generate()``, in any company; prompts that begin alike; what fails."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import lmdecode
+from lmdecode.decoder.causal_caches import CausalCaches
+from tests.engine.engine_cases import (
+    CAPACITY,
+    OddTokens,
+    alone,
+    greedy,
+    is_whole,
+    options_of,
+    outcome,
+    prompt_of,
+    run,
+)
+from tests.support.causal_models import EOS, PAD, VOCAB, random_model, random_tokens
+
+MODELS = [("llama", "plain"), ("gemma2", "plain"), ("mistral", "window")]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model[0])
+def decoding(request: pytest.FixtureRequest) -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(random_model(*request.param))
+
+
+@pytest.fixture(scope="module")
+def llama() -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+
+
+@pytest.mark.parametrize(
+    ("options", "of_generate"),
+    [
+        ({}, {"do_sample": False}),
+        ({"seed": 7}, {"do_sample": True, "top_k": 0, "seed": 7}),
+        (
+            {"seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+            {
+                "do_sample": True, "seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9,
+                "min_p": 0.01,
+            },
+        ),
+        (
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_tokens": 9},
+            {
+                "do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2,
+                "min_new_tokens": 9,
+            },
+        ),
+        ({"num_beams": 4}, {"num_beams": 4, "do_sample": False}),
+        (
+            {"num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "min_tokens": 4},
+            {
+                "num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "do_sample": False,
+                "min_new_tokens": 4,
+            },
+        ),
+    ],
+    ids=["greedy", "drawn", "filters", "rules", "beams", "beams that stop"],
+)  # fmt: skip
+def test_the_text_of_generate(
+    decoding: lmdecode.Decoding, options: dict[str, Any], of_generate: dict[str, Any]
+) -> None:
+    engine = decoding.engine(max_requests=6, capacity=CAPACITY, max_step_tokens=7)
+    for length in (1, 12, 40):
+        prompt = random_tokens(length, length)
+        want = decoding.generate(
+            prompt[None], attention_mask=torch.ones(1, length), max_new_tokens=20,
+            eos_token_id=[EOS, 5], pad_token_id=PAD, **of_generate,
+        )[0, length:].tolist()  # fmt: skip
+        request = engine.submit(prompt, max_new_tokens=20, eos_token_id=[EOS, 5], **options)
+        assert list(request) == want
+        assert request.finish_reason == ("stop" if want[-1] in (EOS, 5) else "length")
+        assert request.result().tokens == want
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lives_of_an_engine(decoding: lmdecode.Decoding, seed: int) -> None:
+    """Requests come and are cancelled at any time; each text is the one alone."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (33, 50, 64)]
+    engine = decoding.engine(
+        max_requests=rng.choice([4, 7]), capacity=CAPACITY, max_step_tokens=rng.choice([8, 50])
+    )
+    left, running = 16, list[tuple[Any, list[int], dict[str, Any]]]()
+    while left or engine.has_work:
+        if left and rng.random() < 0.4:
+            prompt, options = prompt_of(rng, shared), options_of(rng)
+            running.append((engine.submit(prompt, **options), prompt, options))
+            left -= 1
+        if running and rng.random() < 0.06:
+            rng.choice(running)[0].cancel()
+        engine.step()
+    reasons = set()
+    for request, prompt, options in running:
+        got, want = request.result(), alone(decoding, prompt, **options)
+        reasons.add(got.finish_reason)
+        if got.finish_reason == "cancelled":
+            assert got.tokens == want.tokens[: len(got.tokens)]
+        else:
+            assert outcome(got) == outcome(want)
+    assert len(reasons) > 1 and is_whole(engine)
+
+
+def test_the_texts_of_a_batch_without_an_engine(decoding: lmdecode.Decoding) -> None:
+    prompts = [random_tokens(n, n).tolist() for n in (3, 50, 33)]
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, max_step_tokens=16)
+    requests = [engine.submit(p, max_new_tokens=15, eos_token_id=()) for p in prompts]
+    assert [list(r) for r in requests] == [greedy(decoding, p, 15) for p in prompts]
+
+
+def test_prompts_that_begin_alike_are_computed_once(decoding: lmdecode.Decoding) -> None:
+    system = random_tokens(70, 0).tolist()
+    prompts = [[*system, i] for i in range(20, 28)]
+    engine = decoding.engine(max_requests=8, capacity=CAPACITY, max_step_tokens=32)
+    requests = [engine.submit(p, max_new_tokens=6, eos_token_id=()) for p in prompts]
+    run(engine, *requests)
+    assert engine.stats.prompt_tokens == 70 + 8 and engine.stats.cached_tokens == 7 * 70
+    assert [r.stats.cached_tokens for r in requests] == [0] + [70] * 7
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.result().tokens == greedy(decoding, prompt, 6)
+
+
+def test_a_prompt_of_one_that_has_ended_is_shared(llama: lmdecode.Decoding) -> None:
+    system = random_tokens(70, 0).tolist()
+    engine = llama.engine(max_requests=2, capacity=CAPACITY)
+    for i in range(4):  # more than places: what is kept makes room
+        request = engine.submit([*system, 30 + i], max_new_tokens=4, eos_token_id=())
+        assert request.result().tokens == greedy(llama, [*system, 30 + i], 4)
+        assert request.stats.cached_tokens == (70 if i else 0)
+    other = engine.submit(random_tokens(60, 3), max_new_tokens=4)
+    third = engine.submit(random_tokens(60, 4), max_new_tokens=4)
+    run(engine, other, third)
+    again = engine.submit([*system, 31], max_new_tokens=4, eos_token_id=())
+    assert again.result().tokens == greedy(llama, [*system, 31], 4)
+    assert again.stats.cached_tokens == 0 and is_whole(engine)  # its place was taken
+
+
+def test_a_leader_that_is_cancelled(llama: lmdecode.Decoding) -> None:
+    prompt = random_tokens(80, 1).tolist()
+    engine = llama.engine(max_requests=3, capacity=CAPACITY, max_step_tokens=8)
+    first, second = (engine.submit(prompt, max_new_tokens=3) for _ in range(2))
+    engine.step()
+    first.cancel()
+    run(engine, second)
+    assert second.result().tokens == greedy(llama, prompt, 3)[: len(second.result().tokens)]
+    assert first.finish_reason == "cancelled" and is_whole(engine)
+
+
+def test_logprobs_are_those_of_the_logits(llama: lmdecode.Decoding) -> None:
+    prompt = random_tokens(9, 2).tolist()
+    engine = llama.engine(max_requests=3, capacity=CAPACITY)
+    plain = engine.submit(prompt, max_new_tokens=8, eos_token_id=(), seed=4, temperature=2.0)
+    none = engine.submit(
+        prompt, max_new_tokens=8, eos_token_id=(), seed=4, temperature=2.0, logprobs=0
+    )
+    three = engine.submit(
+        prompt, max_new_tokens=8, eos_token_id=(), seed=4, temperature=2.0, logprobs=3
+    )
+    got = list(three)
+    assert [item.token for item in got] == plain.result().tokens
+    batch = llama.batch(max_requests=1, capacity=CAPACITY)
+    id_, tokens = batch.add(prompt), dict[Any, int]()
+    for item, other in zip(got, none.result().logprobs, strict=True):
+        want = batch.step(tokens)[id_].log_softmax(-1)
+        best = want.topk(3)
+        assert item.logprob == pytest.approx(float(want[item.token]), abs=1e-5)
+        assert [token for token, _ in item.top] == best.indices.tolist()
+        assert [p for _, p in item.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert other == item._replace(top=())
+        tokens = {id_: item.token}
+    assert plain.result().logprobs is None
+
+
+def test_a_grammar_limits_its_request_alone(llama: lmdecode.Decoding) -> None:
+    prompt = random_tokens(9, 2).tolist()
+    engine = llama.engine(max_requests=8, capacity=CAPACITY)
+    common = {"max_new_tokens": 8, "eos_token_id": ()}
+    free = engine.submit(prompt, **common)
+    odd = engine.submit(prompt, grammar=OddTokens(), seed=1, logprobs=1, **common)
+    stuck = engine.submit(prompt, grammar=OddTokens(ends_after=3), seed=1, **common)
+    broken = engine.submit(prompt, grammar=OddTokens(breaks_after=2), seed=1, **common)
+    run(engine, free, odd, stuck, broken)
+    assert free.result().tokens == greedy(llama, prompt, 8)
+    tokens = odd.result().tokens
+    assert [token % 2 for token in tokens] == [0, 1] * 4
+    with pytest.raises(RuntimeError, match=r"the request has no logit above -inf"):
+        stuck.result()
+    seen = []
+    with pytest.raises(LookupError, match="no such state"):
+        for token in broken:
+            seen.append(token)
+    assert seen == tokens[:2] and stuck.stats.new_tokens == 3
+    assert stuck.finish_reason == broken.finish_reason == "error" and is_whole(engine)
+
+
+def test_a_step_that_fails_ends_those_that_run(
+    llama: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llama.engine(max_requests=2, capacity=CAPACITY)
+    prompt = random_tokens(40, 2).tolist()
+    requests = [engine.submit(prompt, max_new_tokens=9, num_beams=n) for n in (1, 1, 2)]
+    engine.step()
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalCaches, "forward", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    for request in requests[:2]:
+        with pytest.raises(RuntimeError, match=r"a step failed \(no memory\)"):
+            request.result()
+    assert outcome(requests[2].result()) == outcome(
+        alone(llama, prompt, max_new_tokens=9, num_beams=2)
+    )
+    assert is_whole(engine)
+
+
+def test_who_is_cancelled_while_waiting(llama: lmdecode.Decoding) -> None:
+    engine = llama.engine(max_requests=1, capacity=CAPACITY)
+    first, second = (engine.submit([7, 8], max_new_tokens=5) for _ in range(2))
+    engine.step()
+    assert engine.stats.waiting == 1 and engine.stats.running == 1
+    second.cancel()
+    assert second.result().tokens == [] and second.finish_reason == "cancelled"
+    assert second.stats.queued is None and second.stats.total is not None
+    second.cancel()  # again, and after the end: nothing
+    assert first.result().finish_reason in ("length", "stop") and is_whole(engine)

@@ -1,0 +1,85 @@
+"""What an ``Engine`` refuses: the argument is named, and nothing is submitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lmdecode
+from tests.decoder.decoder_models import make_model
+from tests.support.causal_models import random_model
+
+
+@pytest.fixture(scope="module")
+def decoding() -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "prompt", "options"),
+    [
+        ("prompt_ids is empty; expected at least one", ValueError, [], {}),
+        ("prompt_ids is of type str; expected", TypeError, "text", {}),
+        ("a token of prompt_ids is of type float", TypeError, [1.0], {}),
+        ("prompt_ids has the token 101; expected 0 to 100", ValueError, [101], {}),
+        ("prompt_ids has the token -1; expected 0 to 100", ValueError, [-1], {}),
+        (r"shape \[1, 2\] and dtype torch.int64; expected", ValueError,
+         torch.ones(1, 2, dtype=torch.int64), {}),
+        ("dtype torch.float32; expected", ValueError, torch.ones(2), {}),
+        ("prompt_ids has 60 tokens and max_new_tokens is 9; expected at most 65", ValueError,
+         [5] * 60, {"max_new_tokens": 9}),
+        ("max_new_tokens is 0; expected", ValueError, [5], {"max_new_tokens": 0}),
+        ("min_tokens is -1; expected", ValueError, [5], {"min_tokens": -1}),
+        ("seed is -1; expected", ValueError, [5], {"seed": -1}),
+        ("seed is of type str", TypeError, [5], {"seed": "1"}),
+        ("do_sample is of type int", TypeError, [5], {"do_sample": 1}),
+        ("eos_token_id has the token 999", ValueError, [5], {"eos_token_id": 999}),
+        ("logprobs is 65; expected", ValueError, [5], {"logprobs": 65}),
+        ("grammar is of type int; expected an object with fill_bitmask", TypeError, [5],
+         {"grammar": 1}),
+        ("top_p is 2", ValueError, [5], {"top_p": 2.0}),
+        ("temprature is no parameter; expected one of", TypeError, [5], {"temprature": 1.0}),
+        ("logit_bias.* 0 to 100", ValueError, [5], {"logit_bias": {400: 1.0}}),
+        ("length_penalty is given; expected none without num_beams", ValueError, [5],
+         {"length_penalty": 1.0}),
+        ("num_beams is 9; expected at most 4", ValueError, [5], {"num_beams": 9}),
+        ("seed is 3; expected None for a search", ValueError, [5], {"num_beams": 2, "seed": 3}),
+        ("num_return_sequences", ValueError, [5], {"num_beams": 2, "num_return_sequences": 5}),
+        ("temperature", TypeError, [5], {"num_beams": 2, "temperature": 1.0}),
+        ("coverage_penalty is 1.0; expected 0", ValueError, [5],
+         {"num_beams": 2, "coverage_penalty": 1.0}),
+    ],
+)  # fmt: skip
+def test_submit(
+    decoding: lmdecode.Decoding,
+    message: str,
+    kind: type[Exception],
+    prompt: Any,
+    options: dict[str, Any],
+) -> None:
+    engine = decoding.engine(max_requests=4, capacity=64)
+    with pytest.raises(kind, match=message):
+        engine.submit(prompt, **{"max_new_tokens": 5, **options})
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("max_requests is 0; expected 1 to 65536", {"max_requests": 0}),
+        ("capacity is 0; expected 1 to", {"capacity": 0}),
+        ("max_step_tokens is 2; expected at least 4, max_requests", {"max_step_tokens": 2}),
+        ("order is 'other'; expected one of", {"order": "other"}),
+    ],
+)
+def test_the_engine(decoding: lmdecode.Decoding, message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoding.engine(**{"max_requests": 4, "capacity": 64, **options})
+
+
+def test_an_encoder_decoder_model() -> None:
+    decoding = lmdecode.Decoding.from_pretrained(make_model("t5"))
+    with pytest.raises(ValueError, match="an encoder-decoder one; expected a decoder-only model"):
+        decoding.engine(max_requests=4, capacity=64)

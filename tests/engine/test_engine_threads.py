@@ -1,0 +1,108 @@
+"""An ``Engine`` with a thread of its own: iterators, coroutines, starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import lmdecode
+from tests.engine.engine_cases import CAPACITY, greedy, is_whole
+from tests.support.causal_models import random_model, random_tokens
+
+PROMPTS = [random_tokens(length, length).tolist() for length in (3, 40, 9, 1, 40, 64, 12, 5)]
+
+
+@pytest.fixture(scope="module")
+def decoding() -> lmdecode.Decoding:
+    return lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+
+
+@pytest.fixture(scope="module")
+def wanted(decoding: lmdecode.Decoding) -> list[list[int]]:
+    return [greedy(decoding, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_iterators_of_many_threads(
+    decoding: lmdecode.Decoding, wanted: list[list[int]], has_thread: bool
+) -> None:
+    engine = decoding.engine(max_requests=3, capacity=CAPACITY, max_step_tokens=16)
+
+    def read(prompt: list[int]) -> list[Any]:
+        return list(engine.submit(prompt, max_new_tokens=12, eos_token_id=()))
+
+    if has_thread:
+        engine.start()
+        engine.start()  # is started already
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(read, PROMPTS)) == wanted
+    engine.stop()
+    assert not engine.is_started and is_whole(engine)
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_coroutines(decoding: lmdecode.Decoding, wanted: list[list[int]], has_thread: bool) -> None:
+    engine = decoding.engine(max_requests=3, capacity=CAPACITY)
+
+    async def read(prompt: list[int]) -> list[Any]:
+        request = engine.submit(prompt, max_new_tokens=12, eos_token_id=())
+        return [token async for token in request]
+
+    async def read_all() -> list[list[Any]]:
+        return await asyncio.gather(*map(read, PROMPTS))
+
+    if has_thread:
+        engine.start()
+    assert asyncio.run(read_all()) == wanted
+    engine.stop()
+    assert is_whole(engine)
+
+
+def test_those_who_wait_go_on_when_the_thread_stops(
+    decoding: lmdecode.Decoding, wanted: list[list[int]]
+) -> None:
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY)
+    with engine:
+        requests = [engine.submit(p, max_new_tokens=12, eos_token_id=()) for p in PROMPTS]
+        assert next(iter(requests[0])) == wanted[0][0]
+    assert [request.result(timeout=60).tokens for request in requests] == wanted
+    assert is_whole(engine)
+
+
+def test_cancelled_and_timed_out(decoding: lmdecode.Decoding) -> None:
+    engine = decoding.engine(max_requests=1, capacity=250)
+    request = engine.submit([5], max_new_tokens=249, eos_token_id=())
+    with pytest.raises(TimeoutError, match="it goes on"):
+        request.result(timeout=0)
+    with engine:
+        first = next(iter(request))
+        request.cancel()
+        got = request.result(timeout=60)
+    assert got.tokens[0] == first and got.finish_reason in ("cancelled", "length")
+    assert is_whole(engine)
+
+
+def test_a_failure_of_a_step_does_not_end_the_thread(
+    decoding: lmdecode.Decoding, wanted: list[list[int]]
+) -> None:
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY)
+    forward, has_failed = engine._caches.forward, threading.Event()
+
+    def fail_once(*arguments: Any) -> Any:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise MemoryError("no memory")
+        return forward(*arguments)
+
+    engine._caches.forward = fail_once  # type: ignore[method-assign]
+    with engine:
+        failed = engine.submit(PROMPTS[0], max_new_tokens=12)
+        with pytest.raises(RuntimeError, match="a step failed"):
+            failed.result(timeout=60)
+        request = engine.submit(PROMPTS[1], max_new_tokens=12, eos_token_id=())
+        assert request.result(timeout=60).tokens == wanted[1]
+    assert is_whole(engine)
