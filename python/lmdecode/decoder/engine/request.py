@@ -114,6 +114,7 @@ class Request:
         self._beams: BeamResult | None = None
         self._reason: FinishReason | None = None
         self._error: BaseException | None = None
+        self._status = 0  # of the step that could not choose a token, as in ``SamplerOutput``
         self._is_cancelled = False
         self._is_heard = False  # whether anybody has ever waited for a thread's steps
         self._cached_tokens = 0

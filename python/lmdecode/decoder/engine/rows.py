@@ -228,6 +228,7 @@ class DrawnRows:
         """Give a token to its request; return the end that it is."""
         if status:
             why = _FAILED.get(status, f"status {status}")
+            sequence.request._status = status
             error = RuntimeError(f"Engine: no token can be chosen: the request has {why}")
             return Ended(sequence, "error", error)
         sequence.last = token

@@ -14,6 +14,7 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt
 from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.decoding.engine_call import write_on_engine
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
@@ -270,6 +271,16 @@ def decode_causal(
                 f"max_length: expected at most {padding + most + 1}, as the model has {most} "
                 f"positions, got {config.max_length}"
             )
+        is_plain = not has_beams and all(
+            asked is None for asked in (new_runner, lookup, streamer, stop_strings)
+        )
+        if is_plain:
+            written = write_on_engine(
+                packed, cache_dtype, input_ids, mask, logits_processor, stopping_criteria, config,
+                seed,
+            )  # fmt: skip
+            if written is not None:
+                return written.to(device)
         new_runner = new_runner or CausalModel
         runner: Any = new_runner(
             packed, model, input_ids, mask, config.max_length, cache_dtype, lookup

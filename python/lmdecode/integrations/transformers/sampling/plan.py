@@ -63,8 +63,8 @@ class SamplingPlan:
 _STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
 _EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
 
-_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_WITHOUT_STATE = {*EDITS, *_WARPERS, TopKTopPLogitsProcessor} - {
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_WITHOUT_STATE = {*EDITS, *WARPERS, TopKTopPLogitsProcessor} - {
     GrammarLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 }
@@ -92,7 +92,7 @@ def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | N
     if kind is TemperatureLogitsWarper:
         temperature = processor.temperature
         return {"temperature": temperature} if is_valid_temperature(temperature) else None
-    if kind not in _WARPERS:
+    if kind not in WARPERS:
         return None
     if processor.filter_value != -math.inf:
         return None

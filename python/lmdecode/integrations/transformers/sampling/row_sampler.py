@@ -14,7 +14,7 @@ from lmdecode.sampling.types import SamplerOutput
 _BANNED = ("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens")
 
 
-def _parameters(arguments: dict[str, Any]) -> dict[str, Any]:
+def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a ``Sampler``, all of which are functions of a row's text."""
     parameters = {
         name: value
@@ -97,7 +97,7 @@ class RowSampler:
         return drawn._replace(index=self._drawn)
 
     def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: Rows) -> Sampler:
-        parameters = _parameters(asked)
+        parameters = sampler_parameters(asked)
         seed: Any = self._seed
         if seed is None:
             # Temperature 0 keeps one logit; a seed below 0 takes the same one and keeps all.
