@@ -103,6 +103,9 @@ class Batches:
     def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
         raise NotImplementedError
 
+    def _check_store(self, store: Any) -> None:
+        raise NotImplementedError
+
     def engine(
         self,
         *,
@@ -110,6 +113,7 @@ class Batches:
         capacity: int,
         max_step_tokens: int = 512,
         order: str = "transformers",
+        store: Any = None,
     ) -> Engine:
         """Return an engine: requests in, texts out, of a decoder-only model.
 
@@ -117,18 +121,22 @@ class Batches:
         ----------
         max_requests, capacity, max_step_tokens, order
             See ``Engine``. What ends a text is what ends it for ``generate``.
+        store : KVStore, optional
+            Opened with ``fingerprint()``: prompts that are stored need not be read.
 
         Raises
         ------
         ValueError, TypeError
             Names the argument, what came and what was expected; or the model is not a decoder-only
-            one, which ``batch`` serves.
+            one, which ``batch`` serves; or the store is another model's.
         """
         if not isinstance(self.decoder, PackedCausalModel):
             raise ValueError(
                 "Decoding.engine: the model is an encoder-decoder one; expected a decoder-only "
                 "model: see Decoding.batch"
             )
+        if store is not None:
+            self._check_store(store)
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         if ends is None:
             ends = ()
@@ -139,5 +147,6 @@ class Batches:
             max_step_tokens=max_step_tokens,
             cache_dtype=self.cache_dtype,
             order=order,
+            store=store,
             eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends),
         )

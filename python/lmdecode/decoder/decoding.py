@@ -291,6 +291,11 @@ class Decoding(Batches):
 
         return request_of_config(prompt_ids, generation_config, self.model)
 
+    def _check_store(self, store: Any) -> None:
+        from lmdecode.integrations.transformers.decoding import causal_store
+
+        causal_store.check_store("Decoding.engine", self, store)
+
     @property
     def config(self) -> DecoderConfig | CausalConfig:
         """Return the decoder's config."""

@@ -24,6 +24,7 @@ from lmdecode.decoder.engine.rows import (
     SearchedSequence,
     WrittenSequence,
 )
+from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 from lmdecode.decoder.engine.submission import Submission
 from lmdecode.sampling.sampler_rows import ORDERS
 
@@ -79,6 +80,9 @@ class Engine:
         Of ``Sampler``.
     eos_token_id : sequence of int
         What ends a text, unless the request says so.
+    store : KVStore, optional
+        Of the model's fingerprint: what is stored of a prompt is loaded, and what is read of it
+        stored. It must stay open while the engine runs.
 
     Raises
     ------
@@ -104,6 +108,7 @@ class Engine:
         cache_dtype: str = "float32",
         order: str = "transformers",
         eos_token_id: Sequence[int] = (),
+        store: Any = None,
     ) -> None:
         max_requests = check_int(_OP, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536")
         most = model.max_positions or (1 << 30)
@@ -127,6 +132,7 @@ class Engine:
             model, max_requests, self.capacity, dtype=cache_dtype, max_rows=max_step_tokens
         )
         self._places = Places(self._caches)
+        self._stored = None if store is None else StoredPrompts(store, self._caches)
         self._drawn = DrawnRows(max_requests, self._vocab, order)
         self._searched = SearchedRows(self._caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # has no place yet
@@ -234,6 +240,8 @@ class Engine:
             thread.join()
         with self._wake:
             self._thread = None
+        if self._stored is not None:
+            self._stored.flush()
         with self._lock:  # those who wait do the steps themselves
             for sequence in (*self._everyone, *self._arrived):
                 sequence.request._tell()
@@ -334,8 +342,24 @@ class Engine:
             if leader is not None and leader.read < length:
                 leader.stops.add(length)
                 sequence.follows = leader, length
-            elif length:
-                self._share(sequence, of, length)
+            else:
+                self._begin_with(sequence, of, length)
+
+    def _begin_with(self, sequence: WrittenSequence, of: int, length: int) -> None:
+        """Let a sequence begin with what a place, or the store, has of its prompt."""
+        place, prompt, stored = sequence.places[0], sequence.request.prompt_ids, self._stored
+        if stored is not None:
+            sequence.keep_at = stored.keep_at(prompt)
+            sequence.stops.add(sequence.keep_at)
+            if place != of:
+                sequence.read = stored.load(place, prompt, length)
+        if sequence.read:
+            sequence.request._cached_tokens = sequence.read
+            self._counts["cached_tokens"] += sequence.read
+        elif length:
+            self._share(sequence, of, length)
+        if sequence.read >= sequence.keep_at:
+            sequence.keep_at = 0
 
     def _share(self, sequence: WrittenSequence, of: int, length: int) -> None:
         if self._places.share(sequence.places[0], of, length):
@@ -373,6 +397,8 @@ class Engine:
         for sequence, count in (*parts[0], *parts[1]):
             sequence.read += count
             self._counts["prompt_tokens"] += count
+            if self._stored is not None and sequence.read == sequence.keep_at:
+                self._stored.keep(sequence.places[0], sequence.request.prompt_ids, sequence.read)
             if sequence.read == len(sequence.prompt):
                 self._begin(sequence)
         ended: list[Ended] = []

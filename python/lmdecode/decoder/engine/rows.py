@@ -54,7 +54,9 @@ class WrittenSequence:
     follows : tuple of (WrittenSequence, int) or None
         Another sequence that reads the same first tokens: this one takes them when they are there.
     stops : set of int
-        Lengths at which a part of the prompt ends, as others share them.
+        Lengths at which a part of the prompt ends, as others share them, or the store.
+    keep_at : int
+        The length at which the store gets it; 0: it does not.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
@@ -64,6 +66,7 @@ class WrittenSequence:
         self.read = 0
         self.follows: tuple[WrittenSequence, int] | None = None
         self.stops: set[int] = set()
+        self.keep_at = 0
 
     @property
     def num_places(self) -> int:

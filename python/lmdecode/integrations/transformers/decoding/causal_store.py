@@ -15,6 +15,7 @@ from torch import Tensor
 from lmdecode._checks import type_error
 from lmdecode.decoder.causal_caches import CausalCaches, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.prompt_states import PromptStates
 from lmdecode.integrations.transformers.decoding.causal_generation import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (
@@ -27,7 +28,7 @@ from lmdecode.system import cpu_capability
 if TYPE_CHECKING:
     from lmdecode.store import Fingerprint, Hit, KVStore
 
-__all__ = ["StoredCall", "causal_fingerprint"]
+__all__ = ["StoredCall", "causal_fingerprint", "check_store"]
 
 _OP = "Decoding.generate"
 # To be raised when the bits of keys and values change for the same packed weights.
@@ -84,7 +85,7 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
     )
 
 
-def _check_fingerprint(decoding: Any, store: KVStore) -> None:
+def _check_fingerprint(op: str, decoding: Any, store: KVStore) -> None:
     """Raise where the store was opened for another model, whatever its name and tokenizer."""
     from lmdecode.store import FingerprintMismatchError
 
@@ -92,58 +93,9 @@ def _check_fingerprint(decoding: Any, store: KVStore) -> None:
     ours = replace(ours, model_id=theirs.model_id, tokenizer_hash=theirs.tokenizer_hash)
     if theirs != ours:
         raise FingerprintMismatchError(
-            f"{_OP}: the store has another fingerprint than Decoding.fingerprint(); the store's "
+            f"{op}: the store has another fingerprint than Decoding.fingerprint(); the store's "
             f"and the model's:\n{theirs.difference(ours)}"
         )
-
-
-class _PromptStates:
-    """Keys and values of a prompt that grows, as a store takes and gives them.
-
-    What has been given away does not change.
-    """
-
-    def __init__(self, fingerprint: Fingerprint, capacity: int) -> None:
-        of = fingerprint
-        self._windows = of.windows or (None,) * of.num_layers
-        self._shape, self._dtype = (of.num_kv_heads, capacity, of.head_size), of.torch_dtype
-        # Of layers with a window as many positions as tokens to come see; of others room for all.
-        self._pairs = [
-            (self._new(0 if window else capacity), self._new(0 if window else capacity))
-            for window in self._windows
-        ]
-
-    def _new(self, length: int) -> Tensor:
-        heads, _, size = self._shape
-        return torch.empty(heads, length, size, dtype=self._dtype)
-
-    def first(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return those of the first tokens; of layers with a window what there is."""
-        return [
-            (keys, values) if window else (keys[:, :length], values[:, :length])
-            for window, (keys, values) in zip(self._windows, self._pairs, strict=True)
-        ]
-
-    def reserve(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return where the first tokens are to be written."""
-        for layer, window in enumerate(self._windows):
-            if window:
-                held = min(length, window - 1)
-                self._pairs[layer] = (self._new(held), self._new(held))
-        return self.first(length)
-
-    def append(self, begin: int, new: list[tuple[Tensor, Tensor]]) -> None:
-        """Add what ``CausalCaches.read`` returned from a position on."""
-        for layer, (window, old, pair) in enumerate(
-            zip(self._windows, self._pairs, new, strict=True)
-        ):
-            if window is None:
-                for to, states in zip(old, pair, strict=True):
-                    to[:, begin : begin + states.shape[1]] = states
-                continue
-            joined = [torch.cat(parts, 1) for parts in zip(old, pair, strict=True)]
-            unseen = max(0, joined[0].shape[1] - (window - 1))
-            self._pairs[layer] = (joined[0][:, unseen:], joined[1][:, unseen:])
 
 
 def with_session(
@@ -157,6 +109,12 @@ def with_session(
     ids, changed = appended(_OP, decoding.model, store.session(session), new, arguments)
     arguments.update(changed)
     return ids
+
+
+def check_store(op: str, decoding: Any, store: Any) -> None:
+    """Raise TypeError for what is no store, and an error for one of another model."""
+    check_is_store(op, store)
+    _check_fingerprint(op, decoding, store)
 
 
 class StoredCall:
@@ -199,7 +157,7 @@ class StoredCall:
                 f"{_OP}: store is given; expected None for an encoder-decoder model, for which "
                 "there is generate_with_store"
             )
-        _check_fingerprint(decoding, store)
+        _check_fingerprint(_OP, decoding, store)
         given = arguments.get("input_ids") if inputs is None else inputs
         self._request = read_request(_OP, decoding.model, given, b"", arguments)
         self._store, self._session, self._model = store, session, decoding.model
@@ -242,7 +200,7 @@ class StoredCall:
         )  # fmt: skip
         conversation.begin(self._model, None)
         length, fingerprint = len(prompt), self._store.fingerprint
-        states = _PromptStates(fingerprint, length)
+        states = PromptStates(fingerprint, length)
 
         def fill(hit: Hit) -> bool:
             count = hit.num_tokens

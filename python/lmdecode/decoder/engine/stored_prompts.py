@@ -1,0 +1,101 @@
+"""Prompts of an ``Engine`` in a store: found when a request comes, kept when it has been read."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
+from lmdecode.decoder.prompt_states import PromptStates
+
+__all__ = ["StoredPrompts"]
+
+T = TypeVar("T")
+_MOST_PENDING = 8  # prompts that wait to be written: a disk that is slower gets fewer
+
+
+class StoredPrompts:
+    """What an engine asks of a store. Whatever the store cannot do is a miss, or is not kept.
+
+    Parameters
+    ----------
+    store : KVStore
+        Of the model's fingerprint. It must stay open while the engine runs.
+    caches : CausalCaches
+        Of the engine.
+    """
+
+    def __init__(self, store: Any, caches: CausalCaches) -> None:
+        self._store, self._caches = store, caches
+        self._has_windows = store.fingerprint.windows is not None
+        self._pending: list[Future[int]] = []
+        self._has_warned = False
+
+    def keep_at(self, prompt: tuple[int, ...]) -> int:
+        """Return how much of a prompt is to be kept, 0 of a short one.
+
+        Layers with a window are found where something stored ends. The same prompt is looked up
+        without its last token, whose logits are wanted.
+        """
+        length = len(prompt) - self._has_windows
+        return length if length >= BLOCK_SIZE and not self._store.readonly else 0
+
+    def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
+        """Let an empty place begin with what is stored of a prompt; return how many tokens it has.
+
+        0 where nothing is, or not more than what is to be had otherwise.
+        """
+        found = self._attempt(lambda: self._load(place, prompt, longer_than), 0)
+        if found == 0:
+            self._caches.truncate([place], [0])
+        return found
+
+    def _load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
+        hit = self._store.lookup(array("i", prompt[:-1]))
+        try:
+            count = int(hit.num_tokens)
+            if count < BLOCK_SIZE or count <= longer_than:
+                return 0
+            states = PromptStates(self._store.fingerprint, count)
+            if self._store.load(hit, out=states.reserve(count)) is None:
+                return 0
+            self._caches.write(place, count, states.first(count))
+            return count
+        finally:
+            hit.release()
+
+    def keep(self, place: int, prompt: tuple[int, ...], length: int) -> None:
+        """Store the keys and values of a place that has read so many tokens of a prompt."""
+        self._pending = [future for future in self._pending if not self._is_written(future)]
+        if len(self._pending) >= _MOST_PENDING:
+            return
+        states, tokens = self._caches.read(place), array("i", prompt[:length])
+        future = self._attempt(lambda: self._store.put(tokens, states, background=True), None)
+        if future is not None:
+            self._pending.append(future)
+
+    def flush(self) -> None:
+        """Wait until what was kept is written."""
+        for future in self._pending:
+            self._attempt(future.result, 0)
+        self._pending = []
+
+    def _is_written(self, future: Future[int]) -> bool:
+        if not future.done():
+            return False
+        self._attempt(future.result, 0)
+        return True
+
+    def _attempt(self, action: Callable[[], T], default: T) -> T:
+        try:
+            return action()
+        except (OSError, RuntimeError, ValueError) as error:  # StoreError is a RuntimeError
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"Engine goes on without the store: {error}", RuntimeWarning, stacklevel=2
+                )
+            return default
