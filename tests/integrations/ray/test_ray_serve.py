@@ -32,7 +32,7 @@ STREAMS = 200
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     port = start_serve()
-    batching = {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 512}
+    batching = {"capacity": 512}
     app = build_app(KJV, name="kjv", num_replicas=2, batching=batching)
     serve.run(app, name="app", route_prefix="/")
     yield port
@@ -167,7 +167,7 @@ def health_of(port: int) -> dict[str, int]:
 
 
 def test_more_than_wait_are_refused(port: int) -> None:
-    batching = {"num_blocks": 32, "page_size": 32, "max_batch_tokens": 64}
+    batching = {"capacity": 128, "max_step_tokens": 64}
     small = build_app(KJV, name="kjv", max_requests=1, max_waiting=2, batching=batching)
     serve.run(small, name="small", route_prefix="/small")
     with ThreadPoolExecutor(12) as threads:
@@ -205,8 +205,10 @@ def test_a_chat_goes_on_with_another_replica(port: int) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="num_replicas is 0"):
         build_app(KJV, num_replicas=0)
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
-        build_app(KJV, dtype="int8")
+    with pytest.raises(ValueError, match="dtype is 'int3'"):
+        build_app(KJV, dtype="int3")
+    with pytest.raises(ValueError, match="batching has 'num_blocks'; expected capacity and max"):
+        build_app(KJV, batching={"num_blocks": 8})
     for store in ({}, {"path": "a"}, {"capacity_bytes": 1}):
         with pytest.raises(ValueError, match="expected path, and capacity_bytes or"):
             build_app(KJV, store=store)

@@ -70,7 +70,7 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 
 
 def start(model: str, store: dict[str, Any], num_replicas: int = 1) -> None:
-    batching = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 256}
+    batching = {"capacity": 512, "max_step_tokens": 256}
     app = build_app(model, name="kjv", num_replicas=num_replicas, batching=batching, store=store)
     serve.run(app, name="app", route_prefix="/")
 

@@ -2,7 +2,6 @@
 
 # No annotations as texts here: Ray sends the class to a replica with those globals alone that its
 # code uses, where FastAPI could not look "Request" up.
-import asyncio
 import json
 import os
 import time
@@ -10,16 +9,9 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
 
 from lmdecode._checks import check_format, check_int
 from lmdecode.integrations.ray.completions import (
@@ -30,29 +22,17 @@ from lmdecode.integrations.ray.completions import (
     body_of,
     error_body,
 )
-from lmdecode.integrations.transformers import BatchingManager
-from lmdecode.store import Fingerprint, KVStore
+from lmdecode.integrations.ray.models import check_is_causal, load_model, load_tokenizer
+from lmdecode.linear.formats import FORMATS
+from lmdecode.store import KVStore
 
 __all__ = ["build_app"]
 
+_OP = "build_app"
+_CAPACITY = 8192  # tokens of a text, if the model has no fewer positions
+_OF_ENGINES = ("capacity", "max_step_tokens")
+
 _api = FastAPI()
-
-
-class _Latest:
-    """The newest output of a request: who reads slowly misses what lies between."""
-
-    def __init__(self) -> None:
-        self._output: Any = None
-        self._changed = asyncio.Event()
-
-    def put(self, output: Any) -> None:
-        self._output = output
-        self._changed.set()
-
-    async def get(self) -> Any:
-        await self._changed.wait()
-        self._changed.clear()
-        return self._output
 
 
 @serve.deployment
@@ -60,31 +40,29 @@ class _Latest:
 class Completions:
     """A replica: a model, and the requests that it answers at once."""
 
-    def __init__(self, model: str, tokenizer: str, name: str, dtype: str, batching: dict[str, Any],
+    def __init__(self, model: str, tokenizer: str | None, name: str, dtype: str | None,
+                 max_requests: int, batching: dict[str, Any],
                  store: dict[str, Any] | None) -> None:  # fmt: skip
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-        self._name = name
-        config = loaded.config.get_text_config()
-        self._max_length = getattr(config, "max_position_embeddings", None)
-        self._vocab = config.vocab_size
-        own = loaded.generation_config
-        generation = GenerationConfig(
-            do_sample=True, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        decoding = load_model(_OP, model, dtype)
+        packed = check_is_causal(_OP, decoding)
+        self._tokenizer = load_tokenizer(_OP, tokenizer, model)
+        self._name, self._vocab = name, packed.config.vocab_size
+        positions = getattr(
+            decoding.model.config.get_text_config(), "max_position_embeddings", _CAPACITY
         )
+        batching = {"capacity": min(positions, _CAPACITY), **batching}
+        self._max_length = min(positions, batching["capacity"])
         self._store = None
         if store is not None:
-            self._store = KVStore(fingerprint=Fingerprint.from_model(loaded), **store)
-        self._manager = BatchingManager(
-            loaded, generation, ContinuousBatchingConfig(**batching), store=self._store
-        )
-        self._manager.start()
+            self._store = KVStore(fingerprint=decoding.fingerprint(), **store)
+        self._engine = decoding.engine(max_requests=max_requests, store=self._store, **batching)
+        self._engine.start()
         self._answering = self._abandoned = 0
 
     def check_health(self) -> None:
         """Called by Ray Serve, which starts another replica where this raises."""
-        if not self._manager.is_running():
-            raise RuntimeError("the loop of continuous batching has ended")
+        if not self._engine.is_started:
+            raise RuntimeError("the thread of the engine has ended")
 
     @_api.get("/v1/models")
     def models(self) -> dict[str, Any]:
@@ -94,7 +72,7 @@ class Completions:
     @_api.get("/health")
     def health(self) -> Any:
         """Whether and how many requests are answered, how many clients have gone, and the store."""
-        is_well = self._manager.is_running()
+        is_well = self._engine.is_started
         content = {
             "running": is_well, "answering": self._answering, "abandoned": self._abandoned,
             "store": None if self._store is None else self._store.stats(),
@@ -134,43 +112,37 @@ class Completions:
     async def _pieces(self, request: CompletionRequest) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer piece by piece; who stops reading frees the request's place."""
         identity, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        latest, is_finished, is_wanted = _Latest(), False, False
+        text, tokens, is_wanted = TextOfTokens(self._tokenizer, request.stop), list[int](), False
+        written = self._engine.submit(
+            request.tokens, max_new_tokens=request.max_tokens, **request.sampling
+        )
         self._answering += 1
-        text = TextOfTokens(self._tokenizer, request.stop)
-        self._manager.register_result_handler(identity, latest.put)
         try:
-            self._manager.add_request(
-                request.tokens, identity, max_new_tokens=request.max_tokens, streaming=True,
-                **request.sampling,
-            )  # fmt: skip
-            while not is_finished:
-                output = await latest.get()
-                if output.error is not None:
-                    is_wanted = True
-                    yield error_body(str(output.error), "server_error")
-                    return
-                is_finished = output.is_finished()
-                tokens = list(output.generated_tokens)
-                new = text.feed(tokens, is_finished)
-                finish = None
-                if text.is_stopped or is_finished:
-                    is_short = len(tokens) < request.max_tokens or self._ends(tokens)
-                    finish = "stop" if text.is_stopped or is_short else "length"
-                is_wanted = finish is not None
-                if new or finish:
-                    usage = (len(request.tokens), len(tokens)) if finish else None
-                    yield answer(identity, created, self._name, new, finish, usage)
+            async for token in written:
+                assert isinstance(token, int)
+                tokens.append(token)
+                if written.stats.new_tokens > len(tokens):
+                    continue  # further ones are there: all at once
+                new = text.feed(tokens, False)
                 if text.is_stopped:
-                    return
+                    break
+                if new:
+                    yield answer(identity, created, self._name, new, None, None)
+            new = text.feed(tokens, True) if not text.is_stopped else new
+            finish = "length" if written.finish_reason == "length" else "stop"
+            usage = (len(request.tokens), len(tokens))
+            is_wanted = True
+            if text.is_stopped:
+                finish = "stop"
+            yield answer(identity, created, self._name, new, finish, usage)
+        except RuntimeError as error:
+            is_wanted = True
+            yield error_body(str(error), "server_error")
         finally:
             self._answering -= 1
             self._abandoned += not is_wanted
-            if not is_finished:
-                self._manager.cancel_request(identity)
-
-    def _ends(self, tokens: list[int]) -> bool:
-        ends = self._manager.generation_config.eos_token_id
-        return bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+            if not written.finished:
+                written.cancel()
 
 
 def build_app(
@@ -178,7 +150,7 @@ def build_app(
     tokenizer: str | os.PathLike[str] | None = None,
     *,
     name: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     num_replicas: int = 1,
     max_requests: int = 64,
     max_waiting: int = 256,
@@ -188,21 +160,21 @@ def build_app(
 ) -> serve.Application:
     """Return an application of Ray Serve that answers completions of OpenAI's API.
 
-    ``/v1/completions``, streamed or not, ``/v1/models`` and ``/health``. Each replica batches its
-    requests continuously, with the attention and the sampler of lmdecode: a request with a
-    ``seed`` has the same text alone, in any batch, and on any replica. A chat's whole text comes
+    ``/v1/completions``, streamed or not, ``/v1/models`` and ``/health``. Each replica has an
+    ``Engine``: a request with a ``seed`` has the same text alone, in any batch, and on any
+    replica, and prompts that begin alike are computed once. A chat's whole text comes
     with each request: a client that lost a replica asks another with the same text. With a
     ``store`` that one does not compute it again.
 
     Parameters
     ----------
     model, tokenizer
-        Folder or name of a decoder-only model of transformers, and of its tokenizer; None: of the
-        model's folder.
+        Folder or name of a decoder-only model of transformers, or a folder that ``Decoding.save``
+        wrote; and of its tokenizer; None: of the model's folder.
     name
         What clients call the model; None: the last part of ``model``.
     dtype
-        "float32", "bfloat16" or "float16".
+        See ``Decoding``: "float32" by default. None for what ``Decoding.save`` wrote.
     num_replicas
         Processes with a model each.
     max_requests
@@ -210,13 +182,13 @@ def build_app(
     max_waiting
         Further ones that wait, for each proxy. What is more is refused with status 503.
     batching
-        Arguments of transformers' ``ContinuousBatchingConfig``.
+        Arguments of ``Decoding.engine``: "capacity", the most tokens of a text, 8192 or what the
+        model has by default, and "max_step_tokens".
     store
         Arguments of ``KVStore``, without the fingerprint: "path" and "capacity_bytes" or
         "directory_bytes" are needed. Replicas of a node write the same folder
         (``writers="many"``, ``durability="relaxed"``); those of several nodes share what "remote"
-        names, a Redis or Valkey. None: keys and values of a chat end with its request. A model
-        with sliding windows cannot have one.
+        names, a Redis or Valkey. None: keys and values of a chat stay until their place is needed.
     **options
         Further ones of the deployment, as ``ray_actor_options``.
 
@@ -231,13 +203,20 @@ def build_app(
 
         serve.run(build_app("model", num_replicas=2))
     """
-    op = "build_app"
+    op = _OP
     for argument, value in (
         ("num_replicas", num_replicas), ("max_requests", max_requests),
         ("max_waiting", max_waiting),
     ):  # fmt: skip
         check_int(op, argument, value, 1)
-    check_format(op, dtype, ("float32", "bfloat16", "float16"))
+    if dtype is not None:
+        check_format(op, dtype, FORMATS)
+    others = [argument for argument in batching or {} if argument not in _OF_ENGINES]
+    if others:
+        raise ValueError(
+            f"{op}: batching has {others[0]!r}; expected {' and '.join(_OF_ENGINES)} of "
+            "Decoding.engine"
+        )
     if store is not None:
         if not isinstance(store, dict):
             kind = type(store).__name__
@@ -255,7 +234,7 @@ def build_app(
         max_queued_requests=max_waiting, **options,
     )  # fmt: skip
     return deployment.bind(
-        folder, os.fspath(tokenizer) if tokenizer is not None else folder,
-        name or os.path.basename(folder.rstrip("/")), dtype, dict(batching or {}),
+        folder, None if tokenizer is None else os.fspath(tokenizer),
+        name or os.path.basename(folder.rstrip("/")), dtype, max_requests, dict(batching or {}),
         store,
     )  # fmt: skip
