@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -201,6 +202,94 @@ def test_a_grammar_limits_its_request_alone(llama: lmdecode.Decoding) -> None:
             seen.append(token)
     assert seen == tokens[:2] and stuck.stats.new_tokens == 3
     assert stuck.finish_reason == broken.finish_reason == "error" and is_whole(engine)
+
+
+def nan_at(token: int) -> lmdecode.Decoding:
+    """A model whose hidden states are NaN from this token on."""
+    model = copy.deepcopy(random_model("llama", "plain"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = float("nan")
+    return lmdecode.Decoding.from_pretrained(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"num_beams": 2}, {"num_beams": 3}])
+def test_nan_ends_its_request_alone(options: dict[str, Any]) -> None:
+    broken, base = nan_at(3), random_tokens(50, 1).clamp(min=4).tolist()
+    engine = broken.engine(max_requests=6, capacity=CAPACITY)
+    common = {"max_new_tokens": 8, "suppress_tokens": [3], "eos_token_id": ()}
+    fine = engine.submit(base[:20], **common)
+    bad = engine.submit([*base[:40], 3, 5, 6], **common, **options)
+    run(engine, fine, bad)
+    with pytest.raises(RuntimeError, match=r"no token can be chosen: the request has NaN"):
+        bad.result()
+    prompt = [*base[:40], 9, 8]
+    for request, ids in ((fine, base[:20]), (engine.submit(prompt, **common), prompt)):
+        assert outcome(request.result()) == outcome(alone(broken, ids, **common))
+    assert is_whole(engine)
+
+
+def test_searches_without_a_result(llama: lmdecode.Decoding) -> None:
+    prompt = random_tokens(9, 2).tolist()
+    engine = llama.engine(max_requests=6, capacity=CAPACITY)
+    other = engine.submit(prompt, max_new_tokens=9, eos_token_id=())
+    nothing = engine.submit(prompt, max_new_tokens=9, num_beams=2, suppress_tokens=range(VOCAB))
+    trie = lmdecode.Trie([[5, 6, 7], [5, 6, 8, 9]])
+    held = engine.submit(prompt, max_new_tokens=5, eos_token_id=EOS, trie=trie)
+    run(engine, other, nothing, held)
+    with pytest.raises(RuntimeError, match=r"the request has no logit above -inf"):
+        nothing.result()
+    assert held.result().tokens == [] and held.finish_reason == "stop"
+    assert other.result().tokens == greedy(llama, prompt, 9) and is_whole(engine)
+
+
+def test_what_a_grammar_must_not_do(llama: lmdecode.Decoding) -> None:
+    engine = llama.engine(max_requests=3, capacity=CAPACITY)
+    prompt = random_tokens(9, 2).tolist()
+    other = engine.submit(prompt, max_new_tokens=6, eos_token_id=())
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("a panic")
+
+    for call, kind in (
+        (engine.step, RuntimeError), (engine.stop, RuntimeError), (other.result, RuntimeError),
+        (panic, Panic),
+    ):  # fmt: skip
+        grammar = OddTokens()
+        grammar.fill_bitmask = lambda _, call=call: call()  # type: ignore[method-assign]
+        request = engine.submit(prompt, max_new_tokens=6, grammar=grammar)
+        with pytest.raises(kind, match=r"from within a step|a panic"):
+            request.result()
+    assert other.result().tokens == greedy(llama, prompt, 6) and is_whole(engine)
+
+
+def test_bad_words_may_end_a_text(llama: lmdecode.Decoding) -> None:
+    prompt = random_tokens(12, 12)
+    end = greedy(llama, prompt.tolist(), 4)[3]
+    want = llama.generate(
+        prompt[None], max_new_tokens=12, eos_token_id=end, bad_words_ids=[[end]],
+        do_sample=False, pad_token_id=PAD, attention_mask=torch.ones(1, 12),
+    )[0, 12:].tolist()  # fmt: skip
+    engine = llama.engine(max_requests=1, capacity=CAPACITY)
+    got = engine.submit(prompt, max_new_tokens=12, eos_token_id=end, bad_words_ids=[[end]])
+    assert got.result().tokens == want and want[-1] == end
+
+
+def test_those_who_follow_share_when_the_leader_goes(llama: lmdecode.Decoding) -> None:
+    system = random_tokens(100, 5).tolist()
+    engine = llama.engine(max_requests=4, capacity=CAPACITY, max_step_tokens=40)
+    requests = [engine.submit([*system, 40 + i], max_new_tokens=3) for i in range(4)]
+    engine.step()
+    engine.step()
+    requests[0].cancel()
+    run(engine, *requests)
+    assert engine.stats.prompt_tokens <= 80 + 101 + 2
+    for i, request in enumerate(requests[1:], 1):
+        want = greedy(llama, [*system, 40 + i], 3)
+        assert request.result().tokens == want[: len(request.result().tokens)]
+    assert is_whole(engine)
 
 
 def test_a_step_that_fails_ends_those_that_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,7 +48,16 @@ def decoding() -> lmdecode.Decoding:
         ("num_beams is 9; expected at most 4", ValueError, [5], {"num_beams": 9}),
         ("seed is 3; expected None for a search", ValueError, [5], {"num_beams": 2, "seed": 3}),
         ("num_return_sequences", ValueError, [5], {"num_beams": 2, "num_return_sequences": 5}),
-        ("temperature", TypeError, [5], {"num_beams": 2, "temperature": 1.0}),
+        ("temperature is no parameter of a search; expected one of num_beams", TypeError, [5],
+         {"num_beams": 2, "temperature": 1.0}),
+        ("min_new_tokens is no parameter of a search", TypeError, [5],
+         {"num_beams": 2, "min_new_tokens": 2}),
+        ("num_beams is of type bool", TypeError, [5], {"num_beams": True}),
+        (r"suppress_tokens has \[9999\]; expected tokens below 101", ValueError, [5],
+         {"num_beams": 2, "suppress_tokens": [9999]}),
+        ("logit_bias has .*; expected tokens below 101", ValueError, [5],
+         {"num_beams": 2, "logit_bias": {9999: 1.0}}),
+        ("seed is 9223372036854775808; expected", ValueError, [5], {"seed": 1 << 63}),
         ("coverage_penalty is 1.0; expected 0", ValueError, [5],
          {"num_beams": 2, "coverage_penalty": 1.0}),
     ],
@@ -77,6 +87,20 @@ def test_submit(
 def test_the_engine(decoding: lmdecode.Decoding, message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         decoding.engine(**{"max_requests": 4, "capacity": 64, **options})
+
+
+def test_tokens_of_every_kind(decoding: lmdecode.Decoding) -> None:
+    engine = decoding.engine(max_requests=4, capacity=64)
+    want = engine.submit([5, 7], max_new_tokens=9, eos_token_id=[2, 9]).result()
+    for prompt, ends in (
+        (torch.tensor([5, 7], dtype=torch.int32), torch.tensor([2, 9])),
+        (np.array([5, 7]), {2, 9}),
+        ((5, 7), np.array([2, 9])),
+    ):
+        given = {"num_beams": None, "temperature": None, "length_penalty": None}
+        assert engine.submit(prompt, max_new_tokens=9, eos_token_id=ends, **given).result() == want
+    with torch.device("meta"):
+        assert engine.submit([5, 7], max_new_tokens=9, eos_token_id=[2, 9]).result() == want
 
 
 def test_an_encoder_decoder_model() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lmdecode
 from tests.engine.engine_cases import CAPACITY, greedy, is_whole
 from tests.support.causal_models import random_model, random_tokens
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [random_tokens(length, length).tolist() for length in (3, 40, 9, 1, 40, 64, 12, 5)]
 
 
@@ -84,6 +90,55 @@ def test_cancelled_and_timed_out(decoding: lmdecode.Decoding) -> None:
         got = request.result(timeout=60)
     assert got.tokens[0] == first and got.finish_reason in ("cancelled", "length")
     assert is_whole(engine)
+
+
+def test_the_interpreter_may_end_while_it_computes() -> None:
+    code = (
+        "import lmdecode\nfrom tests.support.causal_models import random_model\n"
+        "d = lmdecode.Decoding.from_pretrained(random_model('llama', 'plain'))\n"
+        "e = d.engine(max_requests=4, capacity=250)\ne.start()\n"
+        "r = e.submit([5], max_new_tokens=240, eos_token_id=())\nprint(next(iter(r)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.strip().isdigit(), done.stderr
+
+
+def test_starts_and_stops_of_many_threads(
+    decoding: lmdecode.Decoding, wanted: list[list[int]]
+) -> None:
+    engine = decoding.engine(max_requests=3, capacity=CAPACITY, max_step_tokens=16)
+    is_over = threading.Event()
+
+    def toggle() -> None:
+        while not is_over.is_set():
+            engine.start()
+            engine.stop()
+
+    with ThreadPoolExecutor(6) as pool:
+        togglers = [pool.submit(toggle) for _ in range(2)]
+        found = list(
+            pool.map(
+                lambda p: engine.submit(p, max_new_tokens=12, eos_token_id=()).result().tokens,
+                PROMPTS * 3,
+            )
+        )
+        is_over.set()
+    assert found == wanted * 3 and all(toggler.result() is None for toggler in togglers)
+    assert not engine.is_started and is_whole(engine)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_does_its_own_steps(
+    decoding: lmdecode.Decoding, wanted: list[list[int]]
+) -> None:
+    with decoding.engine(max_requests=1, capacity=CAPACITY) as engine:
+        engine.submit(PROMPTS[0], max_new_tokens=12).result(timeout=60)
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            request = engine.submit(PROMPTS[1], max_new_tokens=12, eos_token_id=())
+            os._exit(0 if request.result().tokens == wanted[1] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_failure_of_a_step_does_not_end_the_thread(

@@ -90,15 +90,15 @@ class CausalCaches:
                 )
             shape = (layers, 2, c.num_kv_heads, num_blocks, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
-            counters = torch.zeros(3, dtype=torch.int32)
+            counters = torch.zeros(3, dtype=torch.int32, device="cpu")
             counters[0] = num_blocks
             self._tensors += [
                 self._reserved(bytes_).view(kind).view(shape),
-                torch.full((sequences, max_blocks), -1, dtype=torch.int32),
-                torch.zeros(sequences, dtype=torch.int32),
-                torch.zeros(num_blocks, dtype=torch.int32),
+                torch.full((sequences, max_blocks), -1, dtype=torch.int32, device="cpu"),
+                torch.zeros(sequences, dtype=torch.int32, device="cpu"),
+                torch.zeros(num_blocks, dtype=torch.int32, device="cpu"),
                 # The first ones are taken first.
-                torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32),
+                torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device="cpu"),
                 counters,
             ]
         self.lengths = self._tensors[2]
@@ -157,7 +157,7 @@ class CausalCaches:
 
     def truncate(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Let sequences go back to lengths; 0 frees a place."""
-        changes = torch.tensor([sequences, lengths], dtype=torch.int64).T.contiguous()
+        changes = torch.tensor([sequences, lengths], dtype=torch.int64, device="cpu").T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
 
     def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -204,7 +204,7 @@ class CausalCaches:
         ValueError
             The sequence is not empty, there is no room, or states have other sizes.
         """
-        start = torch.tensor([[sequence, length]])
+        start = torch.tensor([[sequence, length]], device="cpu")
         ops.causal_caches_start_(self._tensors, self._windows, start)
         try:
             for layer, ((parts, blocks, window), pair) in enumerate(

@@ -29,7 +29,7 @@ class CompactSampler:
         self._sampler = Sampler(rows, vocab, order=order, temperature=0.0, seed=0)
         for row in range(rows):
             self._sampler.remove(row)
-        self._results: dict[tuple[int, int], Results] = {}
+        self._results: tuple[tuple[int, int], Results] | None = None
         self.count = 0
 
     def begin(self, prompt: Tensor, parameters: dict[str, Any]) -> None:
@@ -64,10 +64,9 @@ class CompactSampler:
             Of ``count`` rows; the next step of as many rows overwrites them.
         """
         sampler, key = self._sampler, (self.count, num_logprobs)
-        results = self._results.get(key)
-        if results is None:
-            results = new_results(self.count, num_logprobs, False, sampler.device)
-            self._results[key] = results
+        if self._results is None or self._results[0] != key:
+            self._results = key, new_results(self.count, num_logprobs, False, sampler.device)
+        results = self._results[1]
         sampler._room_for_steps(1)
         _step(
             sampler._state[: self.count], logits, bitmask, results.memory, None, None, None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from lmdecode._checks import check_int
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.places import Places
+from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
 from lmdecode.decoder.engine.request import Request
 from lmdecode.decoder.engine.rows import (
     DrawnRows,
@@ -31,7 +34,6 @@ from lmdecode.sampling.sampler_rows import ORDERS
 __all__ = ["Engine", "EngineStats"]
 
 _OP = "Engine"
-_Part = tuple[WrittenSequence, int]  # of whose prompt, and how many tokens
 
 
 class EngineStats(NamedTuple):
@@ -136,11 +138,13 @@ class Engine:
         self._drawn = DrawnRows(max_requests, self._vocab, order)
         self._searched = SearchedRows(self._caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # has no place yet
-        self._reading: list[WrittenSequence] = []  # a prompt that has not been read to its end
+        self._reader = PromptReader(self._places, self._stored)
         # The entries of a step like the one before: no prompts, and the same rows.
         self._entries: Tensor | None = None
-        self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens", "new_tokens"), 0)
+        self._steps = self._new_tokens = 0
         self._lock = threading.RLock()  # of whoever does a step
+        self._stepper: int | None = None  # the thread that does
+        self._life = threading.Lock()  # of start and stop
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stops = self._has_cancelled = False
@@ -222,24 +226,31 @@ class Engine:
     # ---- running
 
     def start(self) -> None:
-        """Let a thread of the engine's own do its steps, until ``stop``."""
-        with self._wake:
-            if self._thread is None:
+        """Let a thread of the engine's own do its steps, until ``stop``.
+
+        The engine lives until then. A forked child has no such thread: it starts its own.
+        """
+        self.check_outside("start")
+        with self._life:
+            if not self.is_started:
                 self._stops = False
                 self._thread = threading.Thread(
                     target=self._run, name="lmdecode engine", daemon=True
                 )
                 self._thread.start()
+                _started.add(self)
 
     def stop(self) -> None:
         """End the thread after its step; requests stay as they are, and can go on."""
-        with self._wake:
-            thread, self._stops = self._thread, True
-            self._wake.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        with self._wake:
+        self.check_outside("stop")
+        with self._life:
+            with self._wake:
+                self._stops = True
+                self._wake.notify_all()
+            if self._thread is not None:
+                self._thread.join()
             self._thread = None
+            _started.discard(self)
         if self._stored is not None:
             self._stored.flush()
         with self._lock:  # those who wait do the steps themselves
@@ -256,7 +267,15 @@ class Engine:
     @property
     def is_started(self) -> bool:
         """Whether the engine's own thread does the steps."""
-        return self._thread is not None
+        thread = self._thread
+        return thread is not None and thread.is_alive()  # in a forked child it is not
+
+    def check_outside(self, method: str) -> None:
+        """Raise RuntimeError within a step, as where a grammar calls a method."""
+        if self._stepper == threading.get_ident():
+            raise RuntimeError(
+                f"{_OP}: {method} was called from within a step, as by a grammar; expected outside"
+            )
 
     def _run(self) -> None:
         while True:
@@ -266,19 +285,28 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception:  # the requests have it
+            except BaseException:  # the requests have it
                 continue
 
     @property
     def has_work(self) -> bool:
         """Whether there are requests that have not ended."""
-        return bool(self._drawn.running or self._reading or self._searched.running or self._arrived)
+        return bool(
+            self._drawn.running or self._reader.sequences or self._searched.running or self._arrived
+        )
 
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        waiting, free = len(self._arrived), self._places.num_free
-        return EngineStats(len(self._everyone), waiting, free, **self._counts)
+        return EngineStats(
+            running=len(self._everyone),
+            waiting=len(self._arrived),
+            free_places=self._places.num_free,
+            steps=self._steps,
+            prompt_tokens=self._reader.prompt_tokens,
+            cached_tokens=self._reader.cached_tokens,
+            new_tokens=self._new_tokens,
+        )
 
     def step(self) -> bool:
         """Do a step: give places to requests, read their tokens, and choose the next ones.
@@ -293,7 +321,9 @@ class Engine:
         Exception
             What stopped the step, such as a ``MemoryError``: all requests with places end by it.
         """
+        self.check_outside("step")
         with self._lock, torch.no_grad():
+            self._stepper = threading.get_ident()
             told: list[Request] = []
             try:
                 if self._has_cancelled:
@@ -306,6 +336,7 @@ class Engine:
                 self._fail_all(error, told)
                 raise
             finally:
+                self._stepper = None
                 for request in told:
                     request._tell()
             return self.has_work
@@ -313,12 +344,13 @@ class Engine:
     @property
     def _everyone(self) -> list[WrittenSequence]:
         """Those who have places."""
-        return [*self._reading, *self._drawn.running, *self._searched.running.values()]
+        reading = self._reader.sequences
+        return [*reading, *self._drawn.running, *self._searched.running.values()]
 
     def _drop_cancelled(self, told: list[Request]) -> None:
         for sequence in [s for s in self._everyone if s.request._is_cancelled]:
-            if sequence in self._reading:
-                self._reading.remove(sequence)
+            if sequence in self._reader.sequences:
+                self._reader.sequences.remove(sequence)
             elif isinstance(sequence, DrawnSequence):
                 self._drawn.end(sequence)
             elif isinstance(sequence, SearchedSequence):
@@ -332,122 +364,66 @@ class Engine:
     def _admit(self) -> None:
         """Give places to those who have waited for longest, as far as there are some."""
         while self._arrived and self._arrived[0].num_places <= self._places.num_free:
-            sequence = self._arrived.popleft()
-            prompt = sequence.request.prompt_ids
-            of, length = self._places.longest_common(prompt)
-            leader = next((s for s in self._reading if s.places[0] == of), None)
-            sequence.places = self._places.take(prompt, sequence.num_places, of)
-            sequence.request._placed()
-            self._reading.append(sequence)
-            if leader is not None and leader.read < length:
-                leader.stops.add(length)
-                sequence.follows = leader, length
-            else:
-                self._begin_with(sequence, of, length)
-
-    def _begin_with(self, sequence: WrittenSequence, of: int, length: int) -> None:
-        """Let a sequence begin with what a place, or the store, has of its prompt."""
-        place, prompt, stored = sequence.places[0], sequence.request.prompt_ids, self._stored
-        if stored is not None:
-            sequence.keep_at = stored.keep_at(prompt)
-            sequence.stops.add(sequence.keep_at)
-            if place != of:
-                sequence.read = stored.load(place, prompt, length)
-        if sequence.read:
-            sequence.request._cached_tokens = sequence.read
-            self._counts["cached_tokens"] += sequence.read
-        elif length:
-            self._share(sequence, of, length)
-        if sequence.read >= sequence.keep_at:
-            sequence.keep_at = 0
-
-    def _share(self, sequence: WrittenSequence, of: int, length: int) -> None:
-        if self._places.share(sequence.places[0], of, length):
-            sequence.read = sequence.request._cached_tokens = length
-            self._counts["cached_tokens"] += length
-
-    def _follow(self) -> None:
-        """Let sequences take what others have read of the same prompt."""
-        for sequence in self._reading:
-            if sequence.follows is None:
-                continue
-            leader, length = sequence.follows
-            if leader.request.finished:
-                sequence.follows = None  # and reads by itself
-            elif leader.read >= length:
-                sequence.follows = None
-                self._share(sequence, leader.places[0], length)
+            sequence = self._arrived[0]
+            try:
+                self._reader.begin(sequence)
+            finally:  # whoever has places fails with the step
+                if sequence.places:
+                    self._arrived.popleft()
+                    sequence.request._placed()
 
     def _compute(self, told: list[Request]) -> None:
         """Read tokens, and choose the next ones."""
         drawn, searched = self._drawn, self._searched
-        parts: tuple[list[_Part], list[_Part]] = ([], [])
-        if self._reading or self._entries is None or drawn.tokens is None:
-            if self._reading:
-                parts = self._parts()
-            ids, entries = self._inputs(*parts)
-            is_like = not (parts[0] or parts[1] or searched.running)
-            self._entries = entries if is_like else None
+        parts: list[Part] = []
+        if self._reader.sequences or self._entries is None or drawn.tokens is None:
+            room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
+            parts = self._reader.parts(room)
+            ids, entries = self._inputs(parts)
+            self._entries = None if parts or searched.running else entries
         else:
             ids, entries = drawn.tokens, self._entries
         if not len(entries):
             return
         logits = self._caches.forward(ids, entries, self._num_logits(parts))
-        self._counts["steps"] += 1
-        for sequence, count in (*parts[0], *parts[1]):
-            sequence.read += count
-            self._counts["prompt_tokens"] += count
-            if self._stored is not None and sequence.read == sequence.keep_at:
-                self._stored.keep(sequence.places[0], sequence.request.prompt_ids, sequence.read)
-            if sequence.read == len(sequence.prompt):
-                self._begin(sequence)
+        self._steps += 1
+        for part in parts:
+            if self._reader.advance(part):
+                self._begin(part[0])
         ended: list[Ended] = []
         num_drawn = len(drawn.running)
         if num_drawn:
             told += [sequence.request for sequence in drawn.running]
             ended = drawn.step(logits[:num_drawn])
-            self._counts["new_tokens"] += num_drawn - sum(e.reason == "error" for e in ended)
+            self._new_tokens += num_drawn - sum(e.reason == "error" for e in ended)
             for end in ended:
                 assert isinstance(end.sequence, DrawnSequence)
                 drawn.end(end.sequence)
         if searched.running:
             of_searches = searched.step(logits[num_drawn:])
-            self._counts["new_tokens"] += sum(e.sequence.request.stats.new_tokens
+            self._new_tokens += sum(e.sequence.request.stats.new_tokens
                                               for e in of_searches)  # fmt: skip
             ended += of_searches
         for end in ended:
             self._leave(end, told)
 
-    def _parts(self) -> tuple[list[_Part], list[_Part]]:
-        """Return of which prompts a step reads how much: those that draw, and that search."""
-        self._follow()
-        room = self._max_step_tokens - len(self._drawn.running) - len(self._searched.tokens)
-        drawn, searched = list[_Part](), list[_Part]()
-        for sequence in self._reading:
-            if room and sequence.follows is None:
-                count = sequence.next_part(room)
-                room -= count
-                is_search = isinstance(sequence, SearchedSequence)
-                (searched if is_search else drawn).append((sequence, count))
-        return drawn, searched
-
-    def _num_logits(self, parts: tuple[list[_Part], list[_Part]]) -> int:
-        ends = sum(s.read + count == len(s.prompt) for part in parts for s, count in part)
+    def _num_logits(self, parts: list[Part]) -> int:
+        ends = sum(sequence.read + count == len(sequence.prompt) for sequence, count in parts)
         return len(self._drawn.running) + len(self._searched.places) + ends
 
-    def _inputs(self, drawn: list[_Part], searched: list[_Part]) -> tuple[Tensor, Tensor]:
+    def _inputs(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
         """Return a step's tokens and entries: the logits of those who draw come first."""
         ids = [sequence.last for sequence in self._drawn.running]
         entries = [(sequence.places[0], 1, 0, 1) for sequence in self._drawn.running]
-        _add_parts(drawn, ids, entries)
+        add_parts([part for part in parts if isinstance(part[0], DrawnSequence)], ids, entries)
         ids += self._searched.tokens.tolist()
         entries += [(place, 1, 0, 1) for place in self._searched.places]
-        _add_parts(searched, ids, entries)
-        return torch.tensor(ids, dtype=torch.int64), torch.tensor(entries, dtype=torch.int64)
+        add_parts([part for part in parts if isinstance(part[0], SearchedSequence)], ids, entries)
+        kind: Any = {"dtype": torch.int64, "device": "cpu"}
+        return torch.tensor(ids, **kind), torch.tensor(entries, **kind)
 
     def _begin(self, sequence: WrittenSequence) -> None:
         """Let a sequence write, whose prompt has been read."""
-        self._reading.remove(sequence)
         if isinstance(sequence, DrawnSequence):
             self._drawn.begin(sequence)
         else:
@@ -455,10 +431,14 @@ class Engine:
             self._searched.begin(sequence)
 
     def _leave(self, end: Ended, told: list[Request]) -> None:
-        """Give the places of a sequence back, which is in no rows any more; end its request."""
+        """Give the places of a sequence back, which is in no rows any more; end its request.
+
+        Its prompt is kept where tokens were chosen behind it: a NaN spoils what was read with it.
+        """
         sequence = end.sequence
         first, *others = sequence.places
-        self._places.give_back(first, keep=sequence.read)
+        is_sound = bool(sequence.request._tokens) and end.reason != "error"
+        self._places.give_back(first, keep=sequence.read if is_sound else 0)
         for place in others:
             self._places.give_back(place)
         sequence.places = []
@@ -467,10 +447,7 @@ class Engine:
 
     def _fail_all(self, error: BaseException, told: list[Request]) -> None:
         """End every request that has a place, and begin anew for those that wait."""
-        everyone, self._reading = self._everyone, []
-        self._drawn = DrawnRows(self.max_requests, self._vocab, self._order)
-        self._searched = SearchedRows(self._caches, self._vocab)
-        self._entries = None
+        everyone, self._reader.sequences, self._entries = self._everyone, [], None
         for sequence in everyone:
             for place in sequence.places:
                 self._places.give_back(place)
@@ -479,12 +456,15 @@ class Engine:
             failure.__cause__ = error
             sequence.request._end("error", failure)
             told.append(sequence.request)
+        self._drawn.clear()
+        self._searched = SearchedRows(self._caches, self._vocab)
 
 
-def _add_parts(
-    parts: list[_Part], ids: list[int], entries: list[tuple[int, int, int, int]]
-) -> None:
-    for sequence, count in parts:
-        end = sequence.read + count
-        ids += sequence.prompt[sequence.read : end]
-        entries.append((sequence.places[0], count, 1, int(end == len(sequence.prompt))))
+_started: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End all threads: one that computes while the interpreter ends would abort the process."""
+    for engine in tuple(_started):
+        engine.stop()

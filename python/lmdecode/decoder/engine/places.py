@@ -78,15 +78,21 @@ class Places:
             self._forget(place)
         self._free[place] = None
 
-    def longest_common(self, prompt: tuple[int, ...]) -> tuple[int, int]:
-        """Return the place whose prompt begins as this one for longest, and for how long.
+    def longest_common(self, prompt: tuple[int, ...], but: int = -1) -> tuple[int, int]:
+        """Return the place, another than ``but``, whose prompt begins as this one for longest.
+
+        And for how long.
 
         The last token of a prompt is read in any case: its logits are wanted. Less than a block is
         nothing: (-1, 0).
         """
         best, longest = -1, BLOCK_SIZE - 1
         for place, other in self._prompts.items():
-            if len(other) > longest and other[: longest + 1] == prompt[: longest + 1]:
+            if (
+                place != but
+                and len(other) > longest
+                and other[: longest + 1] == prompt[: longest + 1]
+            ):
                 best, longest = place, common_length(other, prompt)
         longest = min(longest, len(prompt) - 1)
         return (best, longest) if best >= 0 and longest >= BLOCK_SIZE else (-1, 0)
@@ -99,7 +105,7 @@ class Places:
         bool
             Whether it could; it is empty if not.
         """
-        parents = torch.arange(self._caches.sequences)
+        parents = torch.arange(self._caches.sequences, device="cpu")
         parents[place] = of
         self._caches.reorder(parents)
         try:

@@ -89,9 +89,12 @@ class Driver(Protocol):
     def drop_cancelled(self) -> None:
         """Let the next step look for requests that were cancelled."""
 
+    def check_outside(self, method: str) -> None:
+        """Raise RuntimeError within a step."""
+
 
 class Request:
-    """A text that is being written: an iterator of its tokens, from one thread or coroutine.
+    """A text that is being written, and its tokens as they come.
 
     ``for token in request`` gives each token as soon as it is chosen, an int, or a
     ``TokenLogprob`` where ``logprobs`` were asked for; ``async for`` does too. Where no thread of
@@ -154,7 +157,7 @@ class Request:
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most.
+            Seconds to wait at most; without a thread of the engine's a step longer.
 
         Raises
         ------
@@ -169,7 +172,8 @@ class Request:
         if self._error is not None:
             raise self._error
         assert self._reason is not None
-        return RequestResult(list(self._tokens), self._reason, self._logprobs, self._beams)
+        logprobs = None if self._logprobs is None else list(self._logprobs)
+        return RequestResult(list(self._tokens), self._reason, logprobs, self._beams)
 
     def __iter__(self) -> Iterator[int | TokenLogprob]:
         done = 0
@@ -216,6 +220,7 @@ class Request:
         """Wait for more tokens than were seen, or for the end; whether it has come."""
         if self._reason is not None:
             return True
+        self._driver.check_outside("Request.result")
         left = None if end is None else end - time.perf_counter()
         if left is not None and left <= 0:
             raise TimeoutError(f"Request.result: {len(self._tokens)} tokens, and it goes on")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,24 @@ __all__ = [
     "WrittenSequence",
 ]
 
-_FAILED = {1: "NaN in its logits", 2: "no logit above -inf"}
+_FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
+
+
+def _no_token(status: int) -> RuntimeError:
+    """Return the error of a request in which no token could be chosen; status is a sum of bits."""
+    why = " and ".join(text for bit, text in _FAILED.items() if status & bit)
+    return RuntimeError(f"Engine: no token can be chosen: the request has {why}")
+
+
+def _error_of(call: Callable[[], object]) -> BaseException | None:
+    """Return what a user's code raises; a panic of Rust's is no Exception."""
+    try:
+        call()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return error
+    return None
 
 
 class Grammar(Protocol):
@@ -154,9 +172,15 @@ class DrawnRows:
 
     def begin(self, sequence: DrawnSequence) -> None:
         """Take a sequence whose prompt has been read: its logits come last in the next step."""
-        self._sampler.begin(torch.tensor(sequence.prompt), sequence.parameters)
+        prompt = torch.tensor(sequence.prompt, device="cpu")
+        self._sampler.begin(prompt, sequence.parameters)
         self.running.append(sequence)
         self._changed()
+
+    def clear(self) -> None:
+        """Let all sequences go."""
+        while self.running:
+            self.end(self.running[-1])
 
     def end(self, sequence: DrawnSequence) -> None:
         """Let a sequence go."""
@@ -203,9 +227,8 @@ class DrawnRows:
                     sequence.request._logprobs.append(of_token._replace(top=top))
                 end = self._take(sequence, token, status[row])
             if end is None and sequence.grammar is not None:
-                try:
-                    sequence.grammar.accept_token(token)
-                except Exception as error:
+                error = _error_of(partial(sequence.grammar.accept_token, token))
+                if error is not None:
                     end = Ended(sequence, "error", error)
             if end is not None:
                 ended.append(end)
@@ -216,12 +239,12 @@ class DrawnRows:
         failed: dict[int, Ended] = {}
         if all(sequence.grammar is None for sequence in self.running):
             return None, failed
-        bitmask = torch.full((len(self.running), -(-self._vocab // 32)), -1, dtype=torch.int32)
+        shape = len(self.running), -(-self._vocab // 32)
+        bitmask = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         for row, sequence in enumerate(self.running):
             if sequence.grammar is not None:
-                try:
-                    sequence.grammar.fill_bitmask(bitmask[row])
-                except Exception as error:
+                error = _error_of(partial(sequence.grammar.fill_bitmask, bitmask[row]))
+                if error is not None:
                     bitmask[row] = -1
                     failed[row] = Ended(sequence, "error", error)
         return bitmask, failed
@@ -230,10 +253,8 @@ class DrawnRows:
     def _take(sequence: DrawnSequence, token: int, status: int) -> Ended | None:
         """Give a token to its request; return the end that it is."""
         if status:
-            why = _FAILED.get(status, f"status {status}")
             sequence.request._status = status
-            error = RuntimeError(f"Engine: no token can be chosen: the request has {why}")
-            return Ended(sequence, "error", error)
+            return Ended(sequence, "error", _no_token(status))
         sequence.last = token
         tokens = sequence.request._tokens
         tokens.append(token)
@@ -277,7 +298,7 @@ class SearchedRows:
         self._caches, self._search = caches, BeamSearch(vocab)
         self.running: dict[Hashable, SearchedSequence] = {}
         self.places: list[int] = []
-        self.tokens: Tensor = torch.empty(0, dtype=torch.int64)
+        self.tokens: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def begin(self, sequence: SearchedSequence) -> None:
         """Take a sequence whose prompt has been read: its logits come last in the next step."""
@@ -299,25 +320,25 @@ class SearchedRows:
         self.tokens, self.places = output.tokens, []
         for id_, rows in self._search.row_ranges().items():
             self.places += self.running[id_].places[: len(rows)]
-        sources = torch.arange(self._caches.sequences)
+        sources = torch.arange(self._caches.sequences, device="cpu")
         for place, parent in zip(self.places, parents, strict=True):
             sources[place] = before[parent]
         self._caches.reorder(sources)
-        return [
-            self._ended(self.running.pop(result.request_id), result)
-            for result in self._search.pop_finished()
-        ]
+        ended = []
+        for result in self._search.pop_finished():
+            ended.append(self._ended(self.running[result.request_id], result))
+            del self.running[result.request_id]
+        return ended
 
     @staticmethod
     def _ended(sequence: SearchedSequence, result: Any) -> Ended:
-        request = sequence.request
-        request._beams, tokens = result, result.new_tokens()
+        request, has_found = sequence.request, len(result.lengths) > 0
+        if result.status & ~2 or (result.status and not has_found):
+            request._status = result.status
+            return Ended(sequence, "error", _no_token(result.status))
+        # A trie may have no way on, and nothing that has ended.
+        request._beams, tokens = result, result.new_tokens() if has_found else []
         request._tokens += tokens
         request._put_first()
-        if result.status & 1:
-            error = RuntimeError(
-                "Engine: no token can be chosen: the request has NaN in its logits"
-            )
-            return Ended(sequence, "error", error)
         is_whole = bool(tokens) and tokens[-1] in sequence.end_tokens
         return Ended(sequence, "stop" if is_whole or sequence.search.trie else "length")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_bool, check_int, is_int, type_error
+from lmdecode._checks import MAX_INT, check_bool, check_int, is_int, type_error
 from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.engine.request_rules import check_tokens_of_request
 from lmdecode.decoder.engine.request import Driver, Request
 from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
 from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
@@ -30,10 +31,28 @@ _DRAWS = frozenset(
      "dynamic_temperature_range")
 )  # fmt: skip
 _MOST_LOGPROBS = 64
+# submit() has names of its own for the others.
+_BEAM_PARAMETERS = tuple(
+    field.name
+    for field in fields(BeamRequest)
+    if field.name
+    not in ("prompt_ids", "max_new_tokens", "min_new_tokens", "eos_token_id", "request_id")
+)
 
 
 def _tokens(name: str, tokens: Any, vocab: int) -> tuple[int, ...]:
-    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+    """Return the tokens of an int, a sequence, a set, or a tensor or array of one dimension."""
+    if isinstance(tokens, Tensor) or (hasattr(tokens, "__array__") and hasattr(tokens, "tolist")):
+        if len(tokens.shape) > 1 or "int" not in str(tokens.dtype):
+            raise ValueError(
+                f"{_OP}: {name} has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected "
+                "[length] of integers"
+            )
+        tokens = tokens.tolist()
+    if is_int(tokens):
+        tokens = (tokens,)
+    is_text = isinstance(tokens, (str, bytes, bytearray, memoryview))
+    if is_text or not isinstance(tokens, (Sequence, Set)):
         raise type_error(_OP, name, tokens, "a sequence of int, or a tensor")
     for token in tokens:
         if not is_int(token):
@@ -74,21 +93,16 @@ class Submission:
             )
         ends = self.eos_token_id
         if eos_token_id is not None:
-            given = (eos_token_id,) if is_int(eos_token_id) else eos_token_id
-            ends = _tokens("eos_token_id", given, self.vocab)
+            ends = _tokens("eos_token_id", eos_token_id, self.vocab)
         request = Request(prompt, driver)
-        if options.get("num_beams", 1) != 1 or options.get("trie") is not None:
+        num_beams = options.get("num_beams")
+        if num_beams is not None:
+            num_beams = check_int(_OP, "num_beams", num_beams, 1)
+        if (num_beams or 1) > 1 or options.get("trie") is not None:
             return self._searched(request, new, least, ends, **options)
         return self._drawn(request, new, least, ends, **options)
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
-        if isinstance(prompt_ids, Tensor):
-            if prompt_ids.dim() != 1 or prompt_ids.is_floating_point() or prompt_ids.is_complex():
-                raise ValueError(
-                    f"{_OP}: prompt_ids is a tensor of shape {list(prompt_ids.shape)} and dtype "
-                    f"{prompt_ids.dtype}; expected [length] of integers"
-                )
-            prompt_ids = prompt_ids.tolist()
         prompt = _tokens("prompt_ids", prompt_ids, self.vocab)
         if not prompt:
             raise ValueError(f"{_OP}: prompt_ids is empty; expected at least one token")
@@ -111,12 +125,15 @@ class Submission:
         for name, value in {**of_draws, "grammar": grammar}.items():
             if value is not None:
                 raise ValueError(f"{_OP}: {name} is {value!r}; expected None for a search")
+        given = {name: value for name, value in parameters.items() if value is not None}
+        others = [name for name in given if name not in _BEAM_PARAMETERS]
+        if others:
+            raise TypeError(
+                f"{_OP}: {others[0]} is no parameter of a search; expected one of "
+                f"{', '.join(_BEAM_PARAMETERS)}"
+            )
         search = BeamRequest(
-            request.prompt_ids,
-            max_new_tokens=new,
-            eos_token_id=ends,
-            min_new_tokens=least,
-            **parameters,
+            request.prompt_ids, max_new_tokens=new, eos_token_id=ends, min_new_tokens=least, **given
         )
         if search.num_beams > self.max_requests:
             raise ValueError(
@@ -128,6 +145,15 @@ class Submission:
                 f"{_OP}: coverage_penalty is {search.coverage_penalty}; expected 0, as the engine "
                 "gives no attention"
             )
+        check_tokens_of_request(_OP, search, self.vocab)
+        for name, tokens in (
+            ("suppress_tokens", search.suppress_tokens),
+            ("logit_bias", search.logit_bias),
+        ):
+            if any(token >= self.vocab for token in tokens):
+                raise ValueError(
+                    f"{_OP}: {name} has {list(tokens)}; expected tokens below {self.vocab}"
+                )
         if search.trie is not None:
             search.trie.check_vocab(_OP, self.vocab)
         return SearchedSequence(request, search)
@@ -159,14 +185,14 @@ class Submission:
         if do_sample is not None:
             draws = check_bool(_OP, "do_sample", do_sample, kind="a bool or None")
         if seed is not None:
-            seed = check_int(_OP, "seed", seed, 0)
+            seed = check_int(_OP, "seed", seed, 0, MAX_INT)
         if not draws:
             given = {name: value for name, value in given.items() if name not in _DRAWS}
             given["temperature"], seed = 0.0, 0
         elif seed is None:
             seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
         given = {"temperature": 1.0, **given, "seed": seed}
-        if least and ends:
+        if ends:
             given.update(min_tokens=least, eos_token_id=list(ends))
         # For their errors: a row gets them when its prompt has been read.
         rules_of_row(check_parameters(given, self.vocab), self.order, seed)

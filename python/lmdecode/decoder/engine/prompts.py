@@ -1,0 +1,131 @@
+"""Prompts that an ``Engine`` reads: in parts, and what they have in common once."""
+
+from __future__ import annotations
+
+from lmdecode.decoder.engine.places import Places
+from lmdecode.decoder.engine.rows import WrittenSequence
+from lmdecode.decoder.engine.stored_prompts import StoredPrompts
+
+__all__ = ["Part", "PromptReader", "add_parts"]
+
+Part = tuple[WrittenSequence, int]  # of whose prompt, and how many tokens
+
+
+class PromptReader:
+    """Sequences whose prompts have not been read to their end, in the order of their coming.
+
+    Parameters
+    ----------
+    places : Places
+        Where they are.
+    stored : StoredPrompts or None
+        Where prompts are found and kept.
+
+    Attributes
+    ----------
+    sequences : list of WrittenSequence
+        Those that read.
+    prompt_tokens, cached_tokens : int
+        Tokens that were computed, and that were shared or loaded.
+    """
+
+    def __init__(self, places: Places, stored: StoredPrompts | None) -> None:
+        self._places, self._stored = places, stored
+        self.sequences: list[WrittenSequence] = []
+        self.prompt_tokens = self.cached_tokens = 0
+
+    def begin(self, sequence: WrittenSequence) -> None:
+        """Give places to a sequence; there are enough."""
+        prompt = sequence.request.prompt_ids
+        of, length = self._places.longest_common(prompt)
+        sequence.places = self._places.take(prompt, sequence.num_places, of)
+        self.sequences.append(sequence)
+        self._look_for_prefix(sequence, of, length)
+
+    def parts(self, room: int) -> list[Part]:
+        """Return of which prompts the next step reads how much, of at most so many tokens."""
+        self._follow()
+        parts = []
+        for sequence in self.sequences:
+            if room and sequence.follows is None:
+                count = sequence.next_part(room)
+                room -= count
+                parts.append((sequence, count))
+        return parts
+
+    def advance(self, part: Part) -> bool:
+        """Note that a part has been read; whether the prompt has, to its end."""
+        sequence, count = part
+        sequence.read += count
+        self.prompt_tokens += count
+        if self._stored is not None and sequence.read == sequence.keep_at:
+            self._stored.keep(sequence.places[0], sequence.request.prompt_ids, sequence.read)
+        if sequence.read < len(sequence.prompt):
+            return False
+        self.sequences.remove(sequence)
+        return True
+
+    def _leader_at(self, place: int) -> WrittenSequence | None:
+        return next((s for s in self.sequences if s.places[0] == place), None)
+
+    def _look_for_prefix(self, sequence: WrittenSequence, of: int, length: int) -> None:
+        """Let a sequence take what a place has of its prompt, or wait until it has."""
+        leader = self._leader_at(of)
+        if leader is not None and leader is not sequence and leader.read < length:
+            leader.stops.add(length)
+            sequence.follows = leader, length
+        else:
+            self._begin_with(sequence, of, length)
+
+    def _begin_with(self, sequence: WrittenSequence, of: int, length: int) -> None:
+        """Let a sequence begin with what a place, or the store, has of its prompt."""
+        place, prompt, stored = sequence.places[0], sequence.request.prompt_ids, self._stored
+        if stored is not None:
+            sequence.keep_at = stored.keep_at(prompt)
+            sequence.stops.add(sequence.keep_at)
+            if place != of:
+                self._has_read(sequence, stored.load(place, prompt, length))
+        if length and not sequence.read:
+            self._share(sequence, of, length)
+        if sequence.read >= sequence.keep_at:
+            sequence.keep_at = 0
+
+    def _share(self, sequence: WrittenSequence, of: int, length: int) -> None:
+        if self._places.share(sequence.places[0], of, length):
+            self._has_read(sequence, length)
+
+    def _has_read(self, sequence: WrittenSequence, length: int) -> None:
+        sequence.read = sequence.request._cached_tokens = length
+        self.cached_tokens += length
+
+    def _follow(self) -> None:
+        """Let sequences take what others have read of the same prompt."""
+        for sequence in self.sequences:
+            if sequence.follows is None:
+                continue
+            leader, length = sequence.follows
+            if not leader.places:  # it has left: somebody else may read as much
+                sequence.follows = None
+                self._look_again(sequence)
+            elif leader.read >= length:
+                sequence.follows = None
+                self._share(sequence, leader.places[0], length)
+
+    def _look_again(self, sequence: WrittenSequence) -> None:
+        """Let a sequence whose leader has left share with another one, or read by itself."""
+        prompt, own = sequence.request.prompt_ids, sequence.places[0]
+        of, length = self._places.longest_common(prompt, but=own)
+        leader = self._leader_at(of)
+        while leader is not None and leader.follows is not None:
+            leader = leader.follows[0]
+            if leader is sequence:
+                return  # they wait for this one
+        self._look_for_prefix(sequence, of, length)
+
+
+def add_parts(parts: list[Part], ids: list[int], entries: list[tuple[int, int, int, int]]) -> None:
+    """Add tokens and entries of parts to those of a step of ``CausalCaches``."""
+    for sequence, count in parts:
+        end = sequence.read + count
+        ids += sequence.prompt[sequence.read : end]
+        entries.append((sequence.places[0], count, 1, int(end == len(sequence.prompt))))
