@@ -69,6 +69,7 @@ from lmdecode.decoder import (
 from lmdecode.decoder.engine import (
     Engine,
     EngineStats,
+    Grammar,
     Request,
     RequestResult,
     RequestStats,
@@ -134,6 +135,7 @@ __all__ = [
     "DisjunctiveConstraint",
     "Engine",
     "EngineStats",
+    "Grammar",
     "KVStore",
     "KeptSet",
     "LayerWeights",
