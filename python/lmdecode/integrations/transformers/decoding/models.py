@@ -15,6 +15,7 @@ from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
     causal_model_of,
+    refuse_rope_types,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.checkpoint import (
@@ -267,6 +268,8 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         See ``load_model`` and ``parts_of``.
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
+    if config.model_type in CAUSAL_MODEL_TYPES:
+        refuse_rope_types(config)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         settings = getattr(config, "quantization_config", None)
         if settings is not None:
