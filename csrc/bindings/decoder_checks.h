@@ -58,7 +58,7 @@ class IntegerList {
 // Of an encoder: a vocab_size of 0 where it takes no tokens, and a memory_size of 0.
 inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers,
                                     bool is_encoder = false) {
-  IntegerList list(op, "config", sizes, 13);
+  IntegerList list(op, "config", sizes, 14);
   DecoderConfig c;
   c.layers = list.next("num_layers", 1);
   c.model_size = list.next("model_size", 1);
@@ -68,6 +68,7 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   c.vocab = list.next("vocab_size", is_encoder ? 0 : 1);
   c.memory_size = is_encoder ? list.next("memory_size", 0, 0) : list.next("memory_size", 1);
   c.position_offset = list.next("position_offset", 0);
+  c.unplaced_token = list.next("unplaced_token", -1);
   c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
   c.norm_first = list.next_flag("norm_first");
   c.gated = list.next_flag("gated");

@@ -51,14 +51,13 @@ PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out
   return {in_features, out_features, checked};
 }
 
-// Memory for a packed weight: on huge pages where it fills one.
+// Memory for a packed weight: on huge pages as far as it fills them, so that a model takes no more
+// memory than its weights have bytes.
 Tensor new_packed(size_t bytes) {
-  const bool is_large = bytes >= kHugePage;
-  const size_t alignment = is_large ? kHugePage : 64;
-  const size_t size = (bytes + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, size);
-  if (memory == nullptr) throw std::bad_alloc();
-  if (is_large) advise_huge_pages(memory, size);
+  const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  void* memory = nullptr;
+  if (::posix_memalign(&memory, alignment, std::max<size_t>(bytes, 1)) != 0) throw std::bad_alloc();
+  if (bytes >= kHugePage) advise_huge_pages(memory, bytes / kHugePage * kHugePage);
   const int64_t sizes[] = {static_cast<int64_t>(bytes)}, strides[] = {1};
   return torch::stable::from_blob(memory, {sizes, 1}, {strides, 1},
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU),

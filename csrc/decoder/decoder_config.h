@@ -21,6 +21,7 @@ struct DecoderConfig {
   int64_t vocab = 0;
   int64_t memory_size = 0;      // features of what the encoder gives; 0: no cross-attention
   int64_t position_offset = 0;  // row of the position table that position 0 has
+  int64_t unplaced_token = -1;  // which no position is added to; -1: none
   NormKind norm = NormKind::kLayerNorm;
   bool norm_first = false;  // before each sublayer, or behind its residual
   bool gated = false;

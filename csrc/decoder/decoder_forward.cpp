@@ -58,7 +58,7 @@ void DecoderForward::embed() {
   const auto embed_row = [&](int64_t row) {
     const float* const token = weights_.embedding + tokens_[row] * size;
     float* const x = x_ + row * size;
-    if (weights_.positions == nullptr) {
+    if (weights_.positions == nullptr || tokens_[row] == config_.unplaced_token) {
       for (int64_t i = 0; i < size; ++i) x[i] = token[i] * scale;
       return;
     }

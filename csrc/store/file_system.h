@@ -58,8 +58,9 @@ class FileSystem {
   virtual int sync_directory(const std::string& path) = 0;
   virtual bool exists(const std::string& path) = 0;
   virtual int list(const std::string& path, std::vector<std::string>* names) = 0;
-  // A lock that one holder has; the kernel releases it when the holder dies. Null with *error
-  // EWOULDBLOCK where it is held.
+  // A lock that one holder has; it is free when the file is destroyed by the process that took it,
+  // whoever that forked meanwhile, and when all of these die. Null with *error EWOULDBLOCK where it
+  // is held.
   virtual std::unique_ptr<File> lock(const std::string& path, int* error) = 0;
   // What files in the directory can still grow by; UINT64_MAX: not known.
   virtual uint64_t free_bytes(const std::string& path) {

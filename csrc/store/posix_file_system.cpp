@@ -115,6 +115,21 @@ class PosixFile : public File {
   std::atomic<bool> in_use_{false};
 };
 
+// A file that is locked while it is open.
+class PosixLock : public PosixFile {
+ public:
+  explicit PosixLock(int descriptor) : PosixFile(descriptor), locked_(descriptor) {}
+  // A lock is that of all copies of the descriptor. Processes that were forked meanwhile have some:
+  // they would go on holding it, and may not take it away.
+  ~PosixLock() override {
+    if (::getpid() == owner_) ::flock(locked_, LOCK_UN);
+  }
+
+ private:
+  int locked_;
+  ::pid_t owner_ = ::getpid();
+};
+
 class PosixFileSystem : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path, OpenMode mode, int* error) override {
@@ -167,7 +182,7 @@ class PosixFileSystem : public FileSystem {
       ::close(descriptor);
       return nullptr;
     }
-    return std::make_unique<PosixFile>(descriptor);
+    return std::make_unique<PosixLock>(descriptor);
   }
   uint64_t free_bytes(const std::string& path) override {
     struct statvfs status;

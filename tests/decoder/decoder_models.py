@@ -122,8 +122,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "pegasus": lambda: PegasusForConditionalGeneration(
         PegasusConfig(**_bart_sizes(), activation_function="relu", scale_embedding=True)
     ),
-    "m2m_100": lambda: M2M100ForConditionalGeneration(
-        M2M100Config(**_bart_sizes(), activation_function="relu", scale_embedding=True)
+    "m2m_100": lambda **more: M2M100ForConditionalGeneration(
+        M2M100Config(**_bart_sizes() | more, activation_function="relu", scale_embedding=True)
     ),
     "whisper": _whisper,
 }

@@ -10,7 +10,12 @@ from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 
 KINDS: dict[str, dict[str, Any]] = {
     "post_norm": {"activation": "relu"},
-    "pre_norm_gated": {"norm_first": True, "gated": True, "activation": "gelu_tanh"},
+    "pre_norm_gated": {
+        "norm_first": True,
+        "gated": True,
+        "activation": "gelu_tanh",
+        "unplaced_token": 7,
+    },
     "rms": {"norm": "rms_norm", "norm_first": True, "activation": "silu", "attention_scale": 1.0},
     "gelu": {"activation": "gelu", "embedding_scale": 3.0, "denominator_epsilon": 1e-6},
 }

@@ -289,7 +289,7 @@ def test_tries_and_rules_that_go_on_with_any_token() -> None:
         (0, lambda t: [t[0][:-1], *t[1:]], "weights.embedding has shape"),
         (0, lambda t: [t[0].double(), *t[1:]], "weights.embedding has dtype float64"),
         (0, lambda t: [*t[:7], t[7][:-1], *t[8:]], "weights.logits has shape"),
-        (1, lambda c: c[:-1], "config has 12 numbers"),
+        (1, lambda c: c[:-1], "config has 13 numbers"),
         (1, lambda c: [0, *c[1:]], "config.num_layers is 0"),
         (2, lambda n: n[:-1], "numbers has 3 entries"),
         (3, lambda s: s[:-1], "state has 13 tensors"),

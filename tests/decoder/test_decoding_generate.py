@@ -80,6 +80,36 @@ def test_a_pad_token_out_of_the_vocabulary() -> None:
     assert (tokens == 10**9).any()
 
 
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("pad", [0, 1, 7])
+def test_padding_that_m2m_100_generates_has_no_position(pad: int, num_beams: int) -> None:
+    model = make_model("m2m_100", pad_token_id=pad)
+    bias = torch.zeros(VOCAB)
+    bias[pad] = 6.0
+    model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    for keep_model in (True, False):
+        decoding = lmdecode.Decoding.from_pretrained(model, keep_model=keep_model)
+        inputs = make_inputs("m2m_100")
+        inputs["input_ids"][inputs["input_ids"] == pad] = 9
+        inputs["input_ids"][inputs["attention_mask"] == 0] = pad
+        inputs |= {"num_beams": num_beams, "max_new_tokens": 14, "return_dict_in_generate": True}
+        with torch.no_grad():
+            expected = model.generate(**inputs, output_scores=True)
+            got = decoding.generate(**inputs, output_scores=True)
+        is_pad = expected.sequences == pad
+        # Some is within a text, where what follows has seen it.
+        assert bool((is_pad[:, 1:-1] & ~is_pad[:, 2:]).any())
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        if num_beams > 1:
+            torch.testing.assert_close(
+                got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4
+            )
+            continue
+        for step, (ours, theirs) in enumerate(zip(got.scores, expected.scores, strict=True)):
+            runs = (expected.sequences[:, 1 : step + 1] != END).all(dim=1)
+            torch.testing.assert_close(ours[runs], theirs[runs], atol=2e-3, rtol=1e-4)
+
+
 PROCESSORS: list[dict[str, Any]] = [
     {"min_new_tokens": 6},
     {"min_length": 5},

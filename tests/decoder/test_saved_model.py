@@ -282,6 +282,29 @@ def test_a_manifest_says_nothing_twice(tmp_path: Path) -> None:
     assert not {"sizes", "numbers", "layout"} & manifest.keys()
 
 
+def test_no_byte_of_the_manifest_may_be_another(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    path = tmp_path / "lmdecode.json"
+    data = path.read_bytes()
+    for i in range(0, len(data), 29):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+        with pytest.raises(ValueError, match=r"^Decoding\.load: .*(damaged lmdecode|of version)"):
+            lmdecode.Decoding.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_damaged_configs(name: str, tmp_path: Path) -> None:
+    _saved(tmp_path)
+    text = (tmp_path / name).read_text()
+    for damaged in ("", text[:-9], text.replace('"', "'")):
+        (tmp_path / name).write_text(damaged)
+        with pytest.raises(ValueError, match=rf"^Decoding\.load: .* has a damaged .*{name}"):
+            lmdecode.Decoding.load(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=rf"^Decoding\.load: .* has no {name}"):
+        lmdecode.Decoding.load(tmp_path)
+
+
 def test_damaged_weights(tmp_path: Path) -> None:
     _saved(tmp_path)
     (file,) = tmp_path.glob("weights-*.bin")

@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -196,6 +199,28 @@ def test_a_large_weight_lies_on_huge_pages(dtype: str) -> None:
     packed = PackedLinear(torch.zeros(4200, 1024), dtype=dtype).packed
     assert packed.data_ptr() % (2 << 20) == 0
     assert PackedLinear(torch.zeros(3, 5), dtype=dtype).packed.data_ptr() % 64 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_weights_take_no_more_memory_than_they_have_bytes() -> None:
+    """Pages of 2 MB hold no more of them than they fill: what remains lies on small ones."""
+    program = textwrap.dedent("""
+        import torch
+        from lmdecode.linear import PackedLinear
+
+        def resident():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * 4096
+
+        weight = torch.zeros(600, 1024)  # 2.3 MB
+        PackedLinear(weight)
+        before = resident()
+        layers = [PackedLinear(weight) for _ in range(24)]
+        print((resident() - before) / sum(layer.packed.nbytes for layer in layers))
+    """)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 1.2
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -237,3 +237,20 @@ def test_drafts(seed: int) -> None:
         logits = random_logits(random, batch, vocab)
         ours, expected = (sampler.sample(logits) for sampler in samplers)
         assert_same(ours, expected, f"seed {seed}, behind step {step}")
+
+
+def test_the_chosen_tokens_of_a_step_stay_when_the_next_one_is_taken() -> None:
+    logits = torch.randn(6, 3, 50, generator=torch.Generator().manual_seed(4))
+    plain = lmdecode.Sampler(3, 50, seed=5)
+    told = lmdecode.Sampler(3, 50, seed=5, num_logprobs=2)
+    kept = lmdecode.Sampler(3, 50, seed=5, return_kept_set=True)
+    steps = [(plain.sample(step), told.sample(step), kept.sample(step)) for step in logits]
+
+    indices = torch.stack([mine.index for mine, _, _ in steps])
+    assert len(set(map(tuple, indices.tolist()))) > 1
+    assert all(torch.equal(told.index, mine.index) for mine, told, _ in steps)
+    assert all(torch.equal(kept.index, mine.index) for mine, _, kept in steps)
+    expected = logits.log_softmax(-1).gather(2, indices[..., None])[..., 0]
+    torch.testing.assert_close(torch.stack([told.logprob for _, told, _ in steps]), expected)
+    ranks = (logits > logits.gather(2, indices[..., None])).sum(-1) + 1
+    assert torch.equal(torch.stack([told.rank for _, told, _ in steps]), ranks)

@@ -274,3 +274,74 @@ def test_the_directory_of_a_forked_child_is_not_touched(open_store: Open) -> Non
         os._exit(2)
     assert os.waitpid(process, 0)[1] == 0
     assert store.lookup(TOKENS)
+
+
+_FORKED = """
+import os, sys
+sys.path[:0] = [{tests!r}]
+from store_cases import CHUNK, cache, fingerprint
+from lmdecode.store import KVStore, StoreError
+
+TOKENS = list(range(30))
+
+def opened():
+    return KVStore(
+        {path!r}, fingerprint=fingerprint(), capacity_bytes=1 << 20, chunk_tokens=CHUNK, **{options}
+    )
+
+def error_of(call):
+    try:
+        call()
+    except StoreError as error:
+        return str(error)
+    return "none"
+
+store = opened()
+store.put(TOKENS, cache(TOKENS), background=True).result()
+session = store.session("chat")
+session.step(TOKENS)
+parent_lives, end = os.pipe()
+told, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(end)
+    for call in (
+        lambda: store.put(TOKENS[::-1], cache(TOKENS[::-1])),
+        lambda: store.put(TOKENS[::-1], cache(TOKENS[::-1]), background=True),
+        lambda: session.commit(cache(TOKENS)),
+        lambda: store.erase(tokens=TOKENS),
+        lambda: store.flush(),
+    ):
+        if "opened by another process; open it again after a fork" not in error_of(call):
+            os._exit(1)
+    store.close()
+    # The lock is the parent's still, whom other writers may ask where there are many.
+    if "many" not in {options}.values() and "has a writer" not in error_of(opened):
+        os._exit(2)
+    os.write(tell, b"1")
+    os.read(parent_lives, 1)  # the copies of descriptors are there until the parent ends
+    os._exit(0)
+os.close(tell)
+assert os.read(told, 1) == b"1", os.waitpid(child, 0)
+store.put(TOKENS[:5], cache(TOKENS[:5]))
+store.close()
+again = opened()
+assert again.lookup(TOKENS).num_tokens == 30
+again.close()
+os.close(end)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"durability": "relaxed"}, {"writers": "many"}, {"directory_bytes": 1 << 26}]
+)
+def test_a_forked_child_that_lives_on_may_not_write_and_does_not_keep_the_lock(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    code = _FORKED.format(
+        tests=str(Path(__file__).parent), path=str(tmp_path / "store"), options=options
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -53,7 +53,9 @@ def check_numbers(op: str, config: object, *names: str) -> None:
         object.__setattr__(config, name, number)
 
 
-def op_sizes(config: Any, memory_size: int, weight_format: str) -> list[int]:
+def op_sizes(
+    config: Any, memory_size: int, weight_format: str, unplaced_token: int | None = None
+) -> list[int]:
     """Return the integers that the ops take of a decoder, or of an encoder (memory_size 0)."""
     return [
         config.num_layers,
@@ -64,6 +66,7 @@ def op_sizes(config: Any, memory_size: int, weight_format: str) -> list[int]:
         config.vocab_size,
         memory_size,
         config.position_offset,
+        -1 if unplaced_token is None else unplaced_token,
         NORMS[config.norm],
         int(config.norm_first),
         int(config.gated),
@@ -122,6 +125,8 @@ class DecoderConfig:
         What embeddings are multiplied by.
     position_offset : int
         The row of the position table that position 0 has.
+    unplaced_token : int, optional
+        A token that no position is added to, as M2M100's padding.
 
     Raises
     ------
@@ -145,6 +150,7 @@ class DecoderConfig:
     denominator_epsilon: float = 0.0
     embedding_scale: float = 1.0
     position_offset: int = 0
+    unplaced_token: int | None = None
 
     def __post_init__(self) -> None:
         """Check every argument."""
@@ -154,6 +160,8 @@ class DecoderConfig:
         check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size",
                     "vocab_size", "memory_size")  # fmt: skip
         check_sizes(op, self, "position_offset", least=0)
+        if self.unplaced_token is not None:
+            check_sizes(op, self, "unplaced_token", least=0)
         check_switches(op, self)
         check_numbers(
             op, self, "norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"
@@ -167,7 +175,7 @@ class DecoderConfig:
     def sizes(self, weight_format: str) -> list[int]:
         """Return the integers that the ops take."""
         assert self.memory_size is not None
-        return op_sizes(self, self.memory_size, weight_format)
+        return op_sizes(self, self.memory_size, weight_format, self.unplaced_token)
 
     def numbers(self) -> list[float]:
         """Return the floats that the ops take."""

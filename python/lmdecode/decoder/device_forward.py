@@ -86,8 +86,12 @@ class DeviceForward:
         config, weights = self.decoder.config, self.decoder.weights
         heads, head_size = config.num_heads, config.head_size
         scale, epsilon = config.attention_scale, config.denominator_epsilon
+        places = self.positions
+        if config.unplaced_token is not None:  # out of range: the op adds nothing
+            outside = -1 - config.position_offset
+            places = places.masked_fill(self.tokens == config.unplaced_token, outside)
         ops.decoder_embed(
-            self.tokens, self.positions, weights.embedding, weights.positions,
+            self.tokens, places, weights.embedding, weights.positions,
             config.embedding_scale, config.position_offset, x=self.x,
         )  # fmt: skip
         if weights.embedding_norm_gamma is not None:

@@ -193,7 +193,10 @@ def decoder_logits(
     steps = tokens.shape[1]
     x = weights.embedding[tokens] * config.embedding_scale
     if weights.positions is not None:
-        x = x + weights.positions[config.position_offset :][:steps]
+        places = weights.positions[config.position_offset :][:steps].expand(x.shape)
+        if config.unplaced_token is not None:
+            places = places.masked_fill((tokens == config.unplaced_token)[..., None], 0)
+        x = x + places
     if weights.embedding_norm_gamma is not None:
         x = normed(config, x, weights.embedding_norm_gamma, weights.embedding_norm_beta)
     for number, layer in enumerate(weights.layers):

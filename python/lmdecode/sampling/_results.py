@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmdecode._ops import has_cuda
 from lmdecode.sampling.sampler_rows import STAGES
-from lmdecode.sampling.types import KeptSet
+from lmdecode.sampling.types import KeptSet, SamplerOutput
 
 
 class Results(NamedTuple):
@@ -73,6 +73,70 @@ def kept_set(ids: Tensor, logprobs: Tensor, counts: Tensor) -> KeptSet:
         torch.cat([ids[:0, 0], *(ids[b, : numbers[b]] for b in rows)]),
         torch.cat([logprobs[:0, 0], *(logprobs[b, : numbers[b]] for b in rows)]),
     )
+
+
+class Outputs:
+    """The memory that the steps of a ``Sampler`` write, and what each of them returns.
+
+    Parameters
+    ----------
+    batch, vocab, num_logprobs, device
+        Of the sampler; num_logprobs -1: none.
+    returns : tuple
+        Whether logits, kept sets and the counts of stages are wanted.
+
+    Attributes
+    ----------
+    written : tuple
+        The tensors that the op of a step takes to write to.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        vocab: int,
+        num_logprobs: int,
+        returns: tuple[bool, bool, bool],
+        device: torch.device,
+    ) -> None:
+        logits, returns_kept, stages = returns
+        r = self._results = new_results(batch, num_logprobs, stages, device)
+        self._index = r.index
+        self._kept_logits = (
+            new_memory(batch, vocab, dtype=torch.float32, device=device) if logits else None
+        )
+        self._kept: tuple[Tensor, Tensor] | None = None
+        if returns_kept:  # what is not written of it takes no memory
+            with torch.inference_mode(False):
+                ids = torch.empty(batch, vocab, dtype=torch.int64, device=device)
+                self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device=device)
+        self.written = (r.memory, self._kept_logits, *(self._kept or (None, None)))
+        # All but the index, where it alone is new in each step.
+        self._others: tuple[Any, ...] | None = None
+        if r.rank is None and self._kept is None:
+            self._others = (
+                self._kept_logits, None, r.kept_count, r.status, None, None, None, None,
+                r.stage_counts,
+            )  # fmt: skip
+
+    def of_step(self) -> SamplerOutput:
+        """Return what the step wrote: copies of what callers keep, the memory itself else."""
+        index = self._index.clone()
+        if self._others is not None:
+            return SamplerOutput(index, *self._others)
+        r = self._results
+        return SamplerOutput(
+            index,
+            self._kept_logits,
+            None if r.logprob is None else r.logprob.clone(),
+            r.kept_count,
+            r.status,
+            r.top_ids,
+            r.top_logprobs,
+            None if r.rank is None else r.rank.clone(),
+            None if self._kept is None else kept_set(*self._kept, r.kept_count),
+            r.stage_counts,
+        )
 
 
 @contextmanager

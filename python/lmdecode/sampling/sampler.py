@@ -19,8 +19,8 @@ from lmdecode._checks import (
 )
 from lmdecode._ops import ops
 from lmdecode.sampling._results import (
+    Outputs,
     checked_device,
-    kept_set,
     new_memory,
     new_results,
     row_on_host,
@@ -343,7 +343,8 @@ class Sampler:
         Returns
         -------
         SamplerOutput
-            Its tensors are the sampler's own: the next call overwrites them. Clone what is kept.
+            ``index``, ``logprob``, ``rank`` and ``kept_set`` are new in each call. The others are
+            the sampler's own tensors, which the next call overwrites: clone what is kept of them.
 
         Raises
         ------
@@ -360,16 +361,13 @@ class Sampler:
             logits = _plain_logits(logits)
         if bitmask is not None and not isinstance(bitmask, Tensor):
             raise type_error(f"{_OP}.sample", "bitmask", bitmask, "a tensor or None")
-        kept = self._kept or (None, None)
         _step(
-            self._state, logits, bitmask, self._results.memory, self._kept_logits, *kept,
-            *self._sizes, self._num_logprobs, flags,
+            self._state, logits, bitmask, *self._outputs.written, *self._sizes, self._num_logprobs,
+            flags,
         )  # fmt: skip
         if accept:
             self._steps += 1
-        if self._kept is not None:
-            return self._output._replace(kept_set=kept_set(*self._kept, self._results.kept_count))
-        return self._output
+        return self._outputs.of_step()
 
     def _verify(
         self,
@@ -398,26 +396,12 @@ class Sampler:
     # ---- the state
 
     def _new_outputs(self) -> None:
-        """Take the memory of the outputs, and make the tuple that ``sample`` returns."""
-        logits, returns_kept, stages = self._returns
-        batch, vocab, device = self.batch, self.vocab, self.device
-        r = self._results = new_results(batch, self._num_logprobs, stages, device)
-        self._kept_logits = (
-            new_memory(batch, vocab, dtype=torch.float32, device=device) if logits else None
+        self._outputs = Outputs(
+            self.batch, self.vocab, self._num_logprobs, self._returns, self.device
         )
-        self._kept: tuple[Tensor, Tensor] | None = None
-        if returns_kept:  # what is not written of it takes no memory
-            with torch.inference_mode(False):
-                ids = torch.empty(batch, vocab, dtype=torch.int64, device=device)
-                self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device=device)
-        self._output = SamplerOutput(
-            r.index, self._kept_logits, r.logprob, r.kept_count, r.status, r.top_ids,
-            r.top_logprobs, r.rank, None, r.stage_counts,
-        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        outputs = ("_results", "_kept_logits", "_kept", "_output")
-        return {name: value for name, value in vars(self).items() if name not in outputs}
+        return {name: value for name, value in vars(self).items() if name != "_outputs"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._shared_store import SharedStore
 from lmdecode.store._tensors import Planes
 from lmdecode.store.cost_model import CostModel
+from lmdecode.store.errors import StoreError
 from lmdecode.store.fingerprint import Fingerprint
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ class Engine:
         #: Another tier behind this one, or None.
         self.remote: RemoteTier | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
         # Also at exit, while threads can still end.
         weakref.finalize(self, self.native.close)
 
@@ -78,7 +81,15 @@ class Engine:
         weakref.finalize(self, remote.abandon)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run in the background."""
+        """Run in the background.
+
+        Raises
+        ------
+        StoreError
+            In a process that was forked: the threads are its parent's.
+        """
+        if os.getpid() != self._process:
+            raise StoreError("KVStore: opened by another process; open it again after a fork")
         with self.lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_BACKGROUND_THREADS, "lmdecode-store")

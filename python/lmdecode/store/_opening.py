@@ -26,6 +26,7 @@ def eviction_lock(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None
         fcntl.flock(descriptor, operation)
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
         os.close(descriptor)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
+import lmdecode
 from lmdecode.decoder.causal_config import CausalLayerWeights
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
@@ -244,6 +247,20 @@ def test_models_of_other_types() -> None:
 def test_switches_that_there_are_not(architecture: str, more: dict[str, Any], match: str) -> None:
     variant = next(iter(VARIANTS[architecture]))
     _refused(model_of(random_config(architecture, variant, **more)), match)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("rope_type", ["magic", None, 7])
+def test_a_folder_whose_config_has_an_unknown_rope_type(
+    architecture: str, rope_type: Any, tmp_path: Path
+) -> None:
+    random_model(architecture, next(iter(VARIANTS[architecture]))).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config["rope_parameters"]
+    rope.get("full_attention", rope)["rope_type"] = rope_type
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"the rope_type is {rope_type!r}; expected one of defau"):
+        lmdecode.Decoding.from_pretrained(tmp_path)
 
 
 def _add_sinks(model: Any) -> None:

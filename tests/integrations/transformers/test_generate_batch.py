@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +243,44 @@ def test_bad_arguments_of_a_request(llama, arguments, kind, message):
         assert manager.input_queue.empty()
     finally:
         llama.set_attn_implementation(before)
+
+
+def test_register_makes_the_attention_of_pages_known_to_models_and_their_own_call(
+    llama: Any, tmp_path: Path
+) -> None:
+    texts = prompts(4)
+    expected = one_by_one(llama, texts, config())
+    llama.save_pretrained(tmp_path)
+    program = textwrap.dedent("""
+        import sys
+        from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+        from lmdecode.integrations.transformers import register
+
+        register()
+        register()
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        assert model.config._attn_implementation == "sdpa"
+        model.set_attn_implementation("lmdecode_flash")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            sys.argv[1], attn_implementation="lmdecode_flash"
+        )
+        for model in (model, loaded):
+            found = model.generate_batch(
+                eval(sys.argv[2]),
+                GenerationConfig(**eval(sys.argv[3])),
+                ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64),
+                progress_bar=False,
+            )
+            assert model.config._attn_implementation == "lmdecode_flash"
+            assert all(request.error is None for request in found.values())
+            print([request.generated_tokens for request in found.values()])
+    """)
+    settings = {
+        name: getattr(config(), name)
+        for name in ("max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id")
+    }
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), repr(texts), repr(settings)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert out.stdout.splitlines() == [str(expected)] * 2

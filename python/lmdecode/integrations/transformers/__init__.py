@@ -8,7 +8,8 @@ one fused op draws each token, or finds the best continuations of the beams.
 ``beam_cache``, ``reorder_beams`` and ``expand_beams`` do their work on caches that exist.
 ``compare_with_transformers`` sets ``BeamSearch`` beside stock beam search, step by step.
 ``register()`` makes ``attn_implementation="lmdecode"`` known, attention to sliding windows without
-masks; ``DynamicRingCache`` and ``StaticRingCache`` are the caches that go with it.
+masks, and ``"lmdecode_flash"``, that of continuous batching; ``DynamicRingCache`` and
+``StaticRingCache`` are the caches that go with the first.
 ``generate_batch`` is transformers' continuous batching with this attention and one fused op for
 the tokens of all requests; ``BatchingManager`` is what runs it.
 ``pack_linears_`` puts packed weights in the place of a model's linear layers, and

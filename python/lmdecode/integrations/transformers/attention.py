@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,10 +25,15 @@ def register() -> None:
 
     Models are loaded with it, or changed by ``model.set_attn_implementation("lmdecode")``. It is
     for those that support ``flash_attention_2``, which pass on their windows as it needs them;
-    there are no gradients, no dropout, no attention weights.
+    there are no gradients, no dropout, no attention weights. ``"lmdecode_flash"`` is known then
+    too, which is for ``model.generate_batch``.
     """
     AttentionInterface.register(_NAME, attention_forward)
     AttentionMaskInterface.register(_NAME, padding_mask)
+    with suppress(ImportError):  # of a transformers whose continuous batching is an earlier one
+        from lmdecode.integrations.transformers.continuous_batching.attention import register_flash
+
+        register_flash()
 
 
 def padding_mask(

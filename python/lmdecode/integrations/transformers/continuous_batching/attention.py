@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, modeling_flash_attention_utils
 
 from lmdecode.attention.ops import sliding_window_attention
 
@@ -17,6 +17,24 @@ NAME = "lmdecode_flash"
 def register_flash() -> None:
     """Make ``attn_implementation="lmdecode_flash"`` known to transformers."""
     AttentionInterface.register(NAME, paged_attention_forward)
+    _let_models_be_set_to_it()
+
+
+def _let_models_be_set_to_it() -> None:
+    # Before a model is set to a name that holds "flash", transformers imports a package of this
+    # name for its functions, registered or not. Here there are none to import.
+    utils = modeling_flash_attention_utils
+    others = getattr(utils, "_lazy_imports", None)
+    if others is None or getattr(others, "_knows_lmdecode", False):
+        return
+
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation == NAME:
+            return None, None, None, None, None
+        return others(implementation, *args, **kwargs)
+
+    lazy_imports._knows_lmdecode = True  # type: ignore[attr-defined]
+    utils._lazy_imports = lazy_imports
 
 
 def paged_attention_forward(

@@ -73,6 +73,11 @@ def _mbart(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
     return _bart_kind(model, norm_first=True, scale=embedding_scale(model.config), offset=offset)
 
 
+def _m2m_100(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
+    offset = model.get_encoder().embed_positions.padding_idx + 1
+    return _bart_kind(model, norm_first=True, scale=embedding_scale(model.config), offset=offset)
+
+
 def _pegasus(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
     return _bart_kind(model, norm_first=True, scale=embedding_scale(model.config))
 
@@ -108,7 +113,7 @@ def _t5(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
 
 _ENCODERS: dict[str, Callable[[Any], tuple[EncoderConfig, EncoderWeights]]] = {
     "bart": _bart,
-    "m2m_100": _mbart,
+    "m2m_100": _m2m_100,
     "marian": _marian,
     "mbart": _mbart,
     "mt5": _t5,

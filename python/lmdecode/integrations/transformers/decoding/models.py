@@ -15,6 +15,7 @@ from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
     causal_model_of,
+    refuse_rope_types,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.checkpoint import (
@@ -63,6 +64,7 @@ def _bart_kind(
     embedding_norm: Any,
     final_norm: Any,
     final_logits_bias: Tensor | None,
+    unplaced_token: int | None = None,
 ) -> tuple[DecoderConfig, DecoderWeights]:
     config, decoder = model.config, model.get_decoder()
     heads, output = config.decoder_attention_heads, model.get_output_embeddings()
@@ -82,6 +84,7 @@ def _bart_kind(
             activation=activation(config.activation_function),
             embedding_scale=scale,
             position_offset=position_offset,
+            unplaced_token=unplaced_token,
         ),
         DecoderWeights(
             embedding=decoder.embed_tokens.weight,
@@ -150,14 +153,16 @@ def _pegasus(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 
 def _m2m_100(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     decoder = model.get_decoder()
+    padding = decoder.embed_positions.padding_idx  # its row is zeros; that of position 0 follows
     return _bart_kind(
         model,
         norm_first=True,
         scale=embedding_scale(model.config),
-        position_offset=decoder.embed_positions.offset,
+        position_offset=padding + 1,
         embedding_norm=None,
         final_norm=decoder.layer_norm,
         final_logits_bias=None,
+        unplaced_token=padding,
     )
 
 
@@ -267,6 +272,8 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         See ``load_model`` and ``parts_of``.
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
+    if config.model_type in CAUSAL_MODEL_TYPES:
+        refuse_rope_types(config)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         settings = getattr(config, "quantization_config", None)
         if settings is not None:

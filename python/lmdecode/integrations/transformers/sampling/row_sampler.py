@@ -75,7 +75,7 @@ class RowSampler:
         Returns
         -------
         SamplerOutput
-            Its tensors but for ``index`` are overwritten by the next call.
+            As ``Sampler.sample`` has it.
         """
         asked = {name: value for name, value in arguments.items() if name != "bitmask"}
         sampler = self._sampler
@@ -93,8 +93,8 @@ class RowSampler:
             mask = fitting_mask(arguments["bitmask"].bitmask(input_ids), rows.vocab)
         self._length = rows.length + 1
         drawn = sampler.sample(logits, mask)
-        self._drawn = drawn.index.clone()
-        return drawn._replace(index=self._drawn)
+        self._drawn = drawn.index
+        return drawn
 
     def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: Rows) -> Sampler:
         parameters = sampler_parameters(asked)

@@ -7,6 +7,9 @@
 from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
     CAUSAL_MODEL_TYPES,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.weights import causal_model_of
+from lmdecode.integrations.transformers.decoding.causal_models.weights import (
+    causal_model_of,
+    refuse_rope_types,
+)
 
-__all__ = ["CAUSAL_MODEL_TYPES", "causal_model_of"]
+__all__ = ["CAUSAL_MODEL_TYPES", "causal_model_of", "refuse_rope_types"]

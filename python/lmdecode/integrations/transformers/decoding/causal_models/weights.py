@@ -23,13 +23,26 @@ from lmdecode.integrations.transformers.decoding.causal_models.architectures imp
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
 from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
-__all__ = ["causal_model_of"]
+__all__ = ["causal_model_of", "refuse_rope_types"]
 
 # The types of rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 _NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_norm",
           "ffn_out_norm")  # fmt: skip
+
+
+def refuse_rope_types(config: Any) -> None:
+    """Refuse a config whose rotary embeddings are of no known type: its model cannot be made."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [entry for entry in rope.values() if isinstance(entry, dict)]
+    for entry in by_kind or [rope]:
+        _refuse_rope_type(entry.get("rope_type", "default"))
+
+
+def _refuse_rope_type(rope_type: Any) -> None:
+    if rope_type not in _ROPE_TYPES:
+        raise refused(f"the rope_type is {rope_type!r}; expected one of {', '.join(_ROPE_TYPES)}")
 
 
 def causal_model_of(
@@ -227,10 +240,7 @@ class _Reader:
         else:
             places, rope_types, prefixes = [0] * len(self.layers), {"": module.rope_type}, [""]
         for rope_type in rope_types.values():
-            if rope_type not in _ROPE_TYPES:
-                raise refused(
-                    f"the rope_type is {rope_type!r}; expected one of {', '.join(_ROPE_TYPES)}"
-                )
+            _refuse_rope_type(rope_type)
         if self.architecture.layers_without_positions:
             for place, layer in enumerate(self.layers):
                 if not layer.attention.use_rope:
