@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,32 +85,52 @@ def test_the_text_of_generate(
     assert is_whole(engine)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_lives_of_an_engine(decoding: lmdecode.Decoding, seed: int) -> None:
-    """Requests come and are cancelled at any time; each text is the one alone."""
+def live(decoding: lmdecode.Decoding, seed: int, store: lmdecode.KVStore | None) -> None:
+    """One random life: requests come and are cancelled at any time; each text is the one alone."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (33, 50, 64)]
     engine = decoding.engine(
-        max_requests=rng.choice([4, 7]), capacity=CAPACITY, max_step_tokens=rng.choice([8, 50])
+        max_requests=rng.choice([4, 7]),
+        capacity=CAPACITY,
+        max_step_tokens=rng.choice([8, 50]),
+        store=store,
     )
+    has_thread = rng.random() < 0.3
+    if has_thread:
+        engine.start()
     left, running = 16, list[tuple[Any, list[int], dict[str, Any]]]()
-    while left or engine.has_work:
+    while left or (engine.has_work and not has_thread):
         if left and rng.random() < 0.4:
             prompt, options = prompt_of(rng, shared), options_of(rng)
             running.append((engine.submit(prompt, **options), prompt, options))
             left -= 1
         if running and rng.random() < 0.06:
             rng.choice(running)[0].cancel()
-        engine.step()
-    reasons = set()
+        if not has_thread:
+            engine.step()
     for request, prompt, options in running:
-        got, want = request.result(), alone(decoding, prompt, **options)
-        reasons.add(got.finish_reason)
+        got, want = request.result(timeout=120), alone(decoding, prompt, **options)
         if got.finish_reason == "cancelled":
             assert got.tokens == want.tokens[: len(got.tokens)]
         else:
             assert outcome(got) == outcome(want)
-    assert len(reasons) > 1 and is_whole(engine)
+    engine.stop()
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("has_store", [False, True])
+def test_lives_of_an_engine(
+    decoding: lmdecode.Decoding, seed: int, has_store: bool, tmp_path: Path
+) -> None:
+    if not has_store:
+        live(decoding, seed, None)
+        return
+    with lmdecode.KVStore(
+        tmp_path, capacity_bytes=1 << 26, fingerprint=decoding.fingerprint(), chunk_tokens=16
+    ) as store:
+        for life in (seed, seed, seed + 1000):  # the second finds what the first has kept
+            live(decoding, life, store)
 
 
 def test_the_texts_of_a_batch_without_an_engine(decoding: lmdecode.Decoding) -> None:
