@@ -39,6 +39,7 @@ class Places:
     def __init__(self, caches: CausalCaches) -> None:
         self._caches = caches
         self._prompts: dict[int, tuple[int, ...]] = {}  # of places in use and of kept ones
+        self._loaded: dict[int, int] = {}  # to shorter lengths these places cannot go back
         # An ordered set; the last of the empty ones goes first.
         self._free = dict.fromkeys(range(caches.sequences - 1, -1, -1))
 
@@ -78,6 +79,10 @@ class Places:
             self._forget(place)
         self._free[place] = None
 
+    def note_loaded(self, place: int, length: int) -> None:
+        """Note that layers with a window have no more of a place's first tokens than was stored."""
+        self._loaded[place] = length
+
     def longest_common(self, prompt: tuple[int, ...], but: int = -1) -> tuple[int, int]:
         """Return the place, another than ``but``, whose prompt begins as this one for longest.
 
@@ -88,12 +93,11 @@ class Places:
         """
         best, longest = -1, BLOCK_SIZE - 1
         for place, other in self._prompts.items():
-            if (
-                place != but
-                and len(other) > longest
-                and other[: longest + 1] == prompt[: longest + 1]
-            ):
-                best, longest = place, common_length(other, prompt)
+            if place == but or other[: longest + 1] != prompt[: longest + 1]:
+                continue
+            common = common_length(other, prompt)
+            if common > longest and min(common, len(prompt) - 1) >= self._loaded.get(place, 0):
+                best, longest = place, common
         longest = min(longest, len(prompt) - 1)
         return (best, longest) if best >= 0 and longest >= BLOCK_SIZE else (-1, 0)
 
@@ -105,16 +109,22 @@ class Places:
         bool
             Whether it could; it is empty if not.
         """
+        least = self._loaded.get(of, 0)
         parents = torch.arange(self._caches.sequences, device="cpu")
         parents[place] = of
         self._caches.reorder(parents)
         try:
+            if length < least:
+                raise ValueError(f"{length} tokens; expected at least {least}")
             self._caches.truncate([place], [length])
-        except ValueError:  # a layer's window has gone on
+        except ValueError:  # a layer's window has gone on, or was loaded without these
             self._caches.truncate([place], [0])
+            self._loaded.pop(place, None)
             return False
+        self._loaded[place] = least
         return True
 
     def _forget(self, place: int) -> None:
+        self._loaded.pop(place, None)
         if self._prompts.pop(place, None) is not None or int(self._caches.lengths[place]):
             self._caches.truncate([place], [0])

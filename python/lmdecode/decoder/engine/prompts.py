@@ -85,6 +85,8 @@ class PromptReader:
             sequence.stops.add(sequence.keep_at)
             if place != of:
                 self._has_read(sequence, stored.load(place, prompt, length))
+                if stored.has_windows:
+                    self._places.note_loaded(place, sequence.read)
         if length and not sequence.read:
             self._share(sequence, of, length)
         if sequence.read >= sequence.keep_at:

@@ -26,11 +26,16 @@ class StoredPrompts:
         Of the model's fingerprint. It must stay open while the engine runs.
     caches : CausalCaches
         Of the engine.
+
+    Attributes
+    ----------
+    has_windows : bool
+        Whether layers have one: of what is loaded they have the last positions alone.
     """
 
     def __init__(self, store: Any, caches: CausalCaches) -> None:
         self._store, self._caches = store, caches
-        self._has_windows = store.fingerprint.windows is not None
+        self.has_windows = store.fingerprint.windows is not None
         self._pending: list[Future[int]] = []
         self._has_warned = False
 
@@ -40,7 +45,7 @@ class StoredPrompts:
         Layers with a window are found where something stored ends. The same prompt is looked up
         without its last token, whose logits are wanted.
         """
-        length = len(prompt) - self._has_windows
+        length = len(prompt) - self.has_windows
         return length if length >= BLOCK_SIZE and not self._store.readonly else 0
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
