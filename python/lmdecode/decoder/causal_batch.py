@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int, is_int, type_error
-from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
 
 __all__ = ["CausalBatch"]
@@ -92,11 +92,8 @@ class CausalBatch:
         max_step_tokens: int = 512,
         cache_dtype: str = "float32",
     ) -> None:
-        max_requests = check_int(_OP, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536")
-        most = model.max_positions or (1 << 30)
-        capacity = check_int(_OP, "capacity", capacity, 1, most, limits=f"1 to {most}")
-        self._max_step_tokens = check_int(
-            _OP, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"
+        max_requests, capacity, self._max_step_tokens = check_sizes_of_batch(
+            _OP, model, max_requests, capacity, max_step_tokens
         )
         self._vocab_size, self._capacity = model.config.vocab_size, capacity
         self._caches = CausalCaches(

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_int
 from lmdecode._ops import ops
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["CACHE_DTYPES", "CausalCaches", "row_format"]
+__all__ = ["CACHE_DTYPES", "CausalCaches", "check_sizes_of_batch", "row_format"]
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -22,6 +23,18 @@ def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
     """Return what a key or value of a head is held as: elements, and how many of them."""
     kind = CACHE_DTYPES[dtype]
     return kind, head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
+
+
+def check_sizes_of_batch(
+    op: str, model: PackedCausalModel, max_requests: int, capacity: int, max_step_tokens: int
+) -> tuple[int, int, int]:
+    """Return the sizes of a batch of sequences; raise ValueError or TypeError for what is none."""
+    most = model.max_positions or (1 << 30)
+    return (
+        check_int(op, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536"),
+        check_int(op, "capacity", capacity, 1, most, limits=f"1 to {most}"),
+        check_int(op, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"),
+    )
 
 
 def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lmdecode._ops import ops
 from lmdecode.sampling._results import Results, new_results
 from lmdecode.sampling.sampler import Sampler
+from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = ["CompactSampler", "Results"]
 
@@ -32,9 +31,9 @@ class CompactSampler:
         self._results: tuple[tuple[int, int], Results] | None = None
         self.count = 0
 
-    def begin(self, prompt: Tensor, parameters: dict[str, Any]) -> None:
-        """Begin a sequence in the row behind the others; see ``Sampler.insert``."""
-        self._sampler.insert(self.count, prompt, **parameters)
+    def begin(self, prompt: Tensor, rules: RowRules) -> None:
+        """Begin a sequence, [n] int64 tokens, in the row behind the others."""
+        self._sampler._begin(self.count, rules, prompt)
         self.count += 1
 
     def end(self, row: int) -> None:

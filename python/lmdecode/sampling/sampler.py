@@ -216,12 +216,7 @@ class Sampler:
             if value is None:
                 own.pop(name, None)
         rules = rules_of_row(own, self.order, own.get("seed", 0))
-        self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
-        with self._row_on_host(row) as (state, at):
-            self._insert_into(state, at, rules, tokens)
-            if "seed" not in own:
-                state.view(torch.int64)[at, _SEED] = _draw_seeds(1)[0]
-        self._count_steps()
+        self._begin(row, rules, tokens, draws_seed="seed" not in own)
 
     def remove(self, row: int) -> None:
         """End the sequence of a row: it gets index -1 until another begins."""
@@ -455,6 +450,16 @@ class Sampler:
         ops.sampler_copy_(state, *sizes, self._state.cpu(), *self._sizes[1:], self.vocab)
         self._state = self._on_device(state)
         self._text_capacity, self._rules_capacity = sizes
+
+    def _begin(
+        self, row: int, rules: RowRules, tokens: Tensor, *, draws_seed: bool = False
+    ) -> None:
+        self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
+        with self._row_on_host(row) as (state, at):
+            self._insert_into(state, at, rules, tokens)
+            if draws_seed:
+                state.view(torch.int64)[at, _SEED] = _draw_seeds(1)[0]
+        self._count_steps()
 
     def _insert_into(self, state: Tensor, row: int, rules: RowRules, prompt: Tensor) -> None:
         ops.sampler_insert_(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int
-from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
@@ -112,11 +111,8 @@ class Engine:
         eos_token_id: Sequence[int] = (),
         store: Any = None,
     ) -> None:
-        max_requests = check_int(_OP, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536")
-        most = model.max_positions or (1 << 30)
-        self.capacity = check_int(_OP, "capacity", capacity, 1, most, limits=f"1 to {most}")
-        max_step_tokens = check_int(
-            _OP, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"
+        max_requests, capacity, max_step_tokens = check_sizes_of_batch(
+            _OP, model, max_requests, capacity, max_step_tokens
         )
         if max_step_tokens < max_requests:
             raise ValueError(
@@ -125,7 +121,8 @@ class Engine:
             )
         if order not in ORDERS:
             raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
-        self.max_requests, self._max_step_tokens, self._order = max_requests, max_step_tokens, order
+        self.max_requests, self.capacity = max_requests, capacity
+        self._max_step_tokens, self._order = max_step_tokens, order
         self._vocab = model.config.vocab_size
         self._submission = Submission(
             self._vocab, self.capacity, max_requests, order, tuple(eos_token_id)
@@ -408,7 +405,9 @@ class Engine:
             self._leave(end, told)
 
     def _num_logits(self, parts: list[Part]) -> int:
-        ends = sum(sequence.read + count == len(sequence.prompt) for sequence, count in parts)
+        ends = sum(
+            sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
+        )
         return len(self._drawn.running) + len(self._searched.places) + ends
 
     def _inputs(self, parts: list[Part]) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ class PromptReader:
         self.prompt_tokens += count
         if self._stored is not None and sequence.read == sequence.keep_at:
             self._stored.keep(sequence.places[0], sequence.request.prompt_ids, sequence.read)
-        if sequence.read < len(sequence.prompt):
+        if sequence.read < len(sequence.request.prompt_ids):
             return False
         self.sequences.remove(sequence)
         return True
@@ -129,5 +129,5 @@ def add_parts(parts: list[Part], ids: list[int], entries: list[tuple[int, int, i
     """Add tokens and entries of parts to those of a step of ``CausalCaches``."""
     for sequence, count in parts:
         end = sequence.read + count
-        ids += sequence.prompt[sequence.read : end]
-        entries.append((sequence.places[0], count, 1, int(end == len(sequence.prompt))))
+        ids += sequence.request.prompt_ids[sequence.read : end]
+        entries.append((sequence.places[0], count, 1, int(end == len(sequence.request.prompt_ids))))

@@ -14,6 +14,7 @@ from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
 from lmdecode.sampling.compact import CompactSampler, Results
+from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = [
     "DrawnRows",
@@ -79,7 +80,6 @@ class WrittenSequence:
 
     def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
         self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
-        self.prompt = list(request.prompt_ids)
         self.places: list[int] = []
         self.read = 0
         self.follows: tuple[WrittenSequence, int] | None = None
@@ -93,7 +93,7 @@ class WrittenSequence:
 
     def next_part(self, room: int) -> int:
         """Return how many tokens of the prompt to read, of at most so many."""
-        end = min(len(self.prompt), self.read + room)
+        end = min(len(self.request.prompt_ids), self.read + room)
         return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
 
 
@@ -102,8 +102,8 @@ class DrawnSequence(WrittenSequence):
 
     Attributes
     ----------
-    parameters : dict
-        Of the ``Sampler``.
+    rules : RowRules
+        What its row of a ``Sampler`` is told.
     num_logprobs : int
         -1: none.
     last : int
@@ -115,12 +115,12 @@ class DrawnSequence(WrittenSequence):
         request: Request,
         max_new_tokens: int,
         end_tokens: tuple[int, ...],
-        parameters: dict[str, Any],
+        rules: RowRules,
         num_logprobs: int,
         grammar: Grammar | None,
     ) -> None:
         super().__init__(request, max_new_tokens, end_tokens)
-        self.parameters, self.num_logprobs, self.grammar = parameters, num_logprobs, grammar
+        self.rules, self.num_logprobs, self.grammar = rules, num_logprobs, grammar
         self.last = -1
         if num_logprobs >= 0:
             request._logprobs = []
@@ -172,8 +172,8 @@ class DrawnRows:
 
     def begin(self, sequence: DrawnSequence) -> None:
         """Take a sequence whose prompt has been read: its logits come last in the next step."""
-        prompt = torch.tensor(sequence.prompt, device="cpu")
-        self._sampler.begin(prompt, sequence.parameters)
+        prompt = torch.tensor(sequence.request.prompt_ids, device="cpu")
+        self._sampler.begin(prompt, sequence.rules)
         self.running.append(sequence)
         self._changed()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,19 @@ def _tokens(name: str, tokens: Any, vocab: int) -> tuple[int, ...]:
     return tuple(int(token) for token in tokens)
 
 
+class _Asked(NamedTuple):
+    """What every request is asked; ``least`` is its ``min_tokens``."""
+
+    request: Request
+    new: int
+    least: int
+    ends: tuple[int, ...]
+    do_sample: bool | None
+    seed: int | None
+    logprobs: int | None
+    grammar: Grammar | None
+
+
 @dataclass(frozen=True)
 class Submission:
     """What an engine's requests are checked by; attributes are those of the ``Engine``."""
@@ -80,7 +93,11 @@ class Submission:
         max_new_tokens: int,
         min_tokens: int,
         eos_token_id: Any,
-        **options: Any,
+        do_sample: bool | None,
+        seed: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        **parameters: Any,
     ) -> WrittenSequence:
         """Return the sequence that is to be written; arguments are those of ``submit``."""
         prompt = self._prompt(prompt_ids)
@@ -94,13 +111,15 @@ class Submission:
         ends = self.eos_token_id
         if eos_token_id is not None:
             ends = _tokens("eos_token_id", eos_token_id, self.vocab)
-        request = Request(prompt, driver)
-        num_beams = options.get("num_beams")
+        asked = _Asked(
+            Request(prompt, driver), new, least, ends, do_sample, seed, logprobs, grammar
+        )
+        num_beams = parameters.get("num_beams")
         if num_beams is not None:
             num_beams = check_int(_OP, "num_beams", num_beams, 1)
-        if (num_beams or 1) > 1 or options.get("trie") is not None:
-            return self._searched(request, new, least, ends, **options)
-        return self._drawn(request, new, least, ends, **options)
+        if (num_beams or 1) > 1 or parameters.get("trie") is not None:
+            return self._searched(asked, parameters)
+        return self._drawn(asked, parameters)
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
         prompt = _tokens("prompt_ids", prompt_ids, self.vocab)
@@ -108,21 +127,12 @@ class Submission:
             raise ValueError(f"{_OP}: prompt_ids is empty; expected at least one token")
         return prompt
 
-    def _searched(
-        self,
-        request: Request,
-        new: int,
-        least: int,
-        ends: tuple[int, ...],
-        *,
-        do_sample: bool | None,
-        seed: int | None,
-        logprobs: int | None,
-        grammar: Grammar | None,
-        **parameters: Any,
-    ) -> SearchedSequence:
-        of_draws = {"do_sample": do_sample or None, "seed": seed, "logprobs": logprobs}
-        for name, value in {**of_draws, "grammar": grammar}.items():
+    def _searched(self, asked: _Asked, parameters: dict[str, Any]) -> SearchedSequence:
+        of_draws = {
+            "do_sample": asked.do_sample or None, "seed": asked.seed, "logprobs": asked.logprobs,
+            "grammar": asked.grammar,
+        }  # fmt: skip
+        for name, value in of_draws.items():
             if value is not None:
                 raise ValueError(f"{_OP}: {name} is {value!r}; expected None for a search")
         given = {name: value for name, value in parameters.items() if value is not None}
@@ -133,7 +143,11 @@ class Submission:
                 f"{', '.join(_BEAM_PARAMETERS)}"
             )
         search = BeamRequest(
-            request.prompt_ids, max_new_tokens=new, eos_token_id=ends, min_new_tokens=least, **given
+            asked.request.prompt_ids,
+            max_new_tokens=asked.new,
+            eos_token_id=asked.ends,
+            min_new_tokens=asked.least,
+            **given,
         )
         if search.num_beams > self.max_requests:
             raise ValueError(
@@ -156,21 +170,10 @@ class Submission:
                 )
         if search.trie is not None:
             search.trie.check_vocab(_OP, self.vocab)
-        return SearchedSequence(request, search)
+        return SearchedSequence(asked.request, search)
 
-    def _drawn(
-        self,
-        request: Request,
-        new: int,
-        least: int,
-        ends: tuple[int, ...],
-        *,
-        do_sample: bool | None,
-        seed: int | None,
-        logprobs: int | None,
-        grammar: Grammar | None,
-        **parameters: Any,
-    ) -> DrawnSequence:
+    def _drawn(self, asked: _Asked, parameters: dict[str, Any]) -> DrawnSequence:
+        seed, grammar = asked.seed, asked.grammar
         given = {
             name: value
             for name, value in parameters.items()
@@ -182,8 +185,8 @@ class Submission:
                 f"{_OP}: {of_searches[0]} is given; expected none without num_beams above 1"
             )
         draws = seed is not None or bool(_DRAWS & given.keys())
-        if do_sample is not None:
-            draws = check_bool(_OP, "do_sample", do_sample, kind="a bool or None")
+        if asked.do_sample is not None:
+            draws = check_bool(_OP, "do_sample", asked.do_sample, kind="a bool or None")
         if seed is not None:
             seed = check_int(_OP, "seed", seed, 0, MAX_INT)
         if not draws:
@@ -192,14 +195,13 @@ class Submission:
         elif seed is None:
             seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
         given = {"temperature": 1.0, **given, "seed": seed}
-        if ends:
-            given.update(min_tokens=least, eos_token_id=list(ends))
-        # For their errors: a row gets them when its prompt has been read.
-        rules_of_row(check_parameters(given, self.vocab), self.order, seed)
+        if asked.ends:
+            given.update(min_tokens=asked.least, eos_token_id=list(asked.ends))
+        rules = rules_of_row(check_parameters(given, self.vocab), self.order, seed)
         most = -1
-        if logprobs is not None:
-            most = check_int(_OP, "logprobs", logprobs, 0, min(_MOST_LOGPROBS, self.vocab))
+        if asked.logprobs is not None:
+            most = check_int(_OP, "logprobs", asked.logprobs, 0, min(_MOST_LOGPROBS, self.vocab))
         for name in ("fill_bitmask", "accept_token"):
             if grammar is not None and not callable(getattr(grammar, name, None)):
                 raise type_error(_OP, "grammar", grammar, f"an object with {name}()")
-        return DrawnSequence(request, new, ends, given, most, grammar)
+        return DrawnSequence(asked.request, asked.new, asked.ends, rules, most, grammar)
