@@ -8,10 +8,10 @@ set(KERNEL_SOURCES
   attention/merge_attention_states_cpu_kernel.cpp
   attention/sliding_window_attention_cpu_kernel.cpp
   attention/sliding_window_decode_cpu_kernel.cpp
+  beam/greedy_choice_cpu_kernel.cpp
   beam/log_softmax_top_k_cpu_kernel.cpp
   beam/processor_rows_cpu_kernel.cpp
   decoder/causal_rows_cpu_kernel.cpp
-  decoder/greedy_choice_cpu_kernel.cpp
   decoder/step_attention_cpu_kernel.cpp
   kv_cache/reorder_cache_cpu_kernel.cpp
   linear/norms_cpu_kernel.cpp
@@ -35,8 +35,11 @@ set(CPU_SOURCES
   attention/sliding_window_decode_cpu.cpp
   beam/beam_finalize_cpu.cpp
   beam/beam_step_cpu.cpp
+  beam/greedy_choice.cpp
   beam/log_softmax_top_k_cpu.cpp
   beam/processor_edits.cpp
+  beam/search_step_cpu.cpp
+  beam/timestamp_rule.cpp
   beam/token_trie_build.cpp
   decoder/causal_forward.cpp
   decoder/decoder_forward.cpp
@@ -45,9 +48,7 @@ set(CPU_SOURCES
   decoder/decoding_read_memory_cpu.cpp
   decoder/encoder_forward_cpu.cpp
   decoder/faster_transformer_search.cpp
-  decoder/greedy_choice.cpp
   decoder/step_attention_cpu.cpp
-  decoder/timestamp_rule.cpp
   kv_cache/block_table.cpp
   kv_cache/copy_blocks_cpu.cpp
   kv_cache/reorder_cache_cpu.cpp

@@ -26,6 +26,7 @@ def test_ops() -> None:
     """A new op belongs here, and into the opchecks below or in its area's folder."""
     assert op_names() == [
         "lmdecode::beam_finalize",
+        "lmdecode::beam_search_step_",
         "lmdecode::beam_step",
         "lmdecode::block_table_append_",
         "lmdecode::block_table_reorder_",
@@ -93,6 +94,7 @@ def test_every_op_has_a_fake(name: str) -> None:
 # and the norms between them, drafts, the building of tries. On devices the loop is one of ops and
 # cuBLAS's products.
 CPU_ONLY = {
+    "lmdecode::beam_search_step_",
     "lmdecode::causal_caches_reorder_",
     "lmdecode::causal_caches_start_",
     "lmdecode::causal_caches_truncate_",

@@ -24,6 +24,7 @@ constexpr uint32_t kRowHasTrie = 0x100;
 // Beams of a score from here down exist in name only (beam_rules.h): copies of the first one where
 // a search begins, and those that go on for want of others. A trie does without them.
 constexpr float kRealBeamScoreBound = -1.0e8f;
+constexpr float kUnusedBeamScore = -1.0e9f;  // of such copies where a search begins
 
 struct LogSoftmaxTopKParams {
   int64_t rows = 0;
@@ -36,6 +37,7 @@ struct LogSoftmaxTopKParams {
   DType dtype = DType::kFloat32;
   int64_t logits_row_stride = 0;
   int64_t logits_vocab_stride = 1;
+  const int64_t* logits_rows = nullptr;  // [rows]: which of the logits each is; null: in order
 
   const float* beam_scores = nullptr;  // [rows]; -inf: the row is not looked at
   int64_t beam_scores_stride = 0;
@@ -53,6 +55,11 @@ struct LogSoftmaxTopKParams {
   uint8_t* status = nullptr;  // [requests]
   // [requests, num_candidates] contiguous: the scores without those of the beams
   float* log_probs = nullptr;
+
+  // Where the logits of a row begin, in elements.
+  LMD_HOST_DEVICE int64_t logits_of(int64_t row) const {
+    return (logits_rows == nullptr ? row : logits_rows[row]) * logits_row_stride;
+  }
 
   LMD_HOST_DEVICE static int64_t scratch_size(int64_t rows, int64_t row_candidates) {
     return rows * (3 * row_candidates + 2);

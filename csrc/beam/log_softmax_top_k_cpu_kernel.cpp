@@ -20,15 +20,14 @@ void run_rows(const LogSoftmaxTopKParams& params, int64_t begin, int64_t end, vo
   if (params.logits_vocab_stride == 1) {
     RowCandidates<T> candidates(params, list_in(w), maxima);
     for (int64_t row = begin; row < end; ++row)
-      candidates.run(logits + row * params.logits_row_stride, row,
-                     row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
+      candidates.run(logits + params.logits_of(row), row,
+                     row + 1 < end ? logits + params.logits_of(row + 1) : nullptr);
     return;
   }
   RowCandidates<float> candidates(params, list_in(w), maxima);
   for (int64_t row = begin; row < end; ++row) {
     if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
-      gather_row(logits + row * params.logits_row_stride, params.vocab, params.logits_vocab_stride,
-                 w.row);
+      gather_row(logits + params.logits_of(row), params.vocab, params.logits_vocab_stride, w.row);
     }
     candidates.run(w.row, row, nullptr);
   }

@@ -58,7 +58,7 @@ class RowCandidates {
     const float beam_score = params_.beam_scores[row * params_.beam_scores_stride];
     const uint8_t status = beam_score_status(beam_score);
     if (status != 0 || !is_alive(beam_score)) return finish(0, status);
-    RowSlice<T> slice(static_cast<const T*>(params_.logits) + row * params_.logits_row_stride,
+    RowSlice<T> slice(static_cast<const T*>(params_.logits) + params_.logits_of(row),
                       params_.logits_vocab_stride, vocab_, cluster_.rank(), launch_,
                       reinterpret_cast<unsigned char*>(&cluster_.storage() + 1));
     const Scan scan = load(slice);

@@ -27,15 +27,14 @@ void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& proces
   if (params.logits_vocab_stride == 1) {
     ProcessedRowCandidates<T> candidates(params, list, maxima, w.row, &edits);
     for (int64_t row = begin; row < end; ++row)
-      candidates.run(logits + row * params.logits_row_stride, processors_of(row), row,
-                     row + 1 < end ? logits + (row + 1) * params.logits_row_stride : nullptr);
+      candidates.run(logits + params.logits_of(row), processors_of(row), row,
+                     row + 1 < end ? logits + params.logits_of(row + 1) : nullptr);
     return;
   }
   ProcessedRowCandidates<float> candidates(params, list, maxima, w.row, &edits);
   for (int64_t row = begin; row < end; ++row) {
     if (is_alive(params.beam_scores[row * params.beam_scores_stride])) {
-      gather_row(logits + row * params.logits_row_stride, params.vocab, params.logits_vocab_stride,
-                 w.row);
+      gather_row(logits + params.logits_of(row), params.vocab, params.logits_vocab_stride, w.row);
     }
     candidates.run(w.row, processors_of(row), row, nullptr);
   }

@@ -57,7 +57,7 @@ class RowProcessing : protected RowCandidates<T> {
   template <class Places>
   __device__ void run_on(float beam_score, uint32_t flags) {
     const LogSoftmaxTopKParams& call = this->params_;
-    RowSlice<T> slice(static_cast<const T*>(call.logits) + this->row_ * call.logits_row_stride,
+    RowSlice<T> slice(static_cast<const T*>(call.logits) + call.logits_of(this->row_),
                       call.logits_vocab_stride, this->vocab_, this->cluster_.rank(), this->launch_,
                       reinterpret_cast<unsigned char*>(&this->cluster_.storage() + 1));
     const typename RowCandidates<T>::Scan scan = this->load(slice);

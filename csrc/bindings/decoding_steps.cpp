@@ -1,11 +1,10 @@
 // decoding_steps_ and decoding_workspace_bytes, on CPU tensors alone.
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <utility>
 
 #include "bindings/decoder_checks.h"
-#include "bindings/trie_checks.h"
+#include "bindings/token_rule_checks.h"
 #include "decoder/decoding.h"
 
 namespace lmdecode::decoder {
@@ -13,73 +12,6 @@ namespace {
 
 constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
-
-constexpr size_t kRuleTensors = 7;
-
-// The tries behind the other rules: the number of each slot's, -1 for none, and tokens and
-// child_begin of each.
-std::vector<beam::TokenTrie> tries_of_slots(const char* op, const Tensors& tensors, int64_t slots) {
-  if (tensors.size() <= kRuleTensors) return {};
-  const Tensor& numbers = tensors[kRuleTensors];
-  check_shape(op, "token_rules.trie_numbers", numbers, slots);
-  check_dtype(op, "token_rules.trie_numbers", numbers, ScalarType::Long);
-  if (!numbers.is_cpu() || !numbers.is_contiguous()) {
-    fail(op, "token_rules.trie_numbers is on ", device_name(numbers),
-         " or has strides; expected a contiguous tensor on cpu");
-  }
-  const size_t first = kRuleTensors + 1, count = (tensors.size() - first) / 2;
-  if ((tensors.size() - first) % 2 != 0) {
-    fail(op, "token_rules has ", tensors.size(), " tensors; expected ", kRuleTensors,
-         ", or with tries one more and two for each");
-  }
-  std::vector<beam::TokenTrie> tries(static_cast<size_t>(slots));
-  const int64_t* const number = numbers.const_data_ptr<int64_t>();
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    check_number(op, "token_rules.trie_numbers", slot, number[slot], -1,
-                 static_cast<int64_t>(count) - 1);
-    if (number[slot] < 0) continue;
-    const size_t at = first + 2 * static_cast<size_t>(number[slot]);
-    tries[static_cast<size_t>(slot)] =
-        beam::token_trie(op, tensors[at], tensors[at + 1], "token_rules.trie_numbers", numbers);
-  }
-  return tries;
-}
-
-TokenRules token_rules(const char* op, const Tensors& all, int64_t slots, int64_t vocab) {
-  const Tensors tensors(
-      all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), kRuleTensors)));
-  TensorList list(op, "token_rules", tensors, kRuleTensors);
-  TokenRules rules;
-  rules.repetition_penalty =
-      list.next<const float>("repetition_penalty", ScalarType::Float, {slots});
-  rules.no_repeat_ngram_size =
-      list.next<const int64_t>("no_repeat_ngram_size", ScalarType::Long, {slots});
-  rules.diversity_penalty = list.next<const float>("diversity_penalty", ScalarType::Float, {slots});
-  check_rank(op, "token_rules.bans", tensors[3], 3, "[slots, bans, 4]");
-  rules.num_bans = tensors[3].size(1);
-  rules.bans = list.next<const int64_t>("bans", ScalarType::Long, {slots, rules.num_bans, 4});
-  check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
-  rules.num_forced = tensors[4].size(1);
-  rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {slots, rules.num_forced, 2});
-  rules.timestamps = list.next<const int64_t>("timestamps", ScalarType::Long, {slots, 4});
-  rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    if (!(rules.repetition_penalty[slot] > 0.0f)) {
-      fail(op, "token_rules.repetition_penalty[", slot, "] is ", rules.repetition_penalty[slot],
-           "; expected a number above 0");
-    }
-    const TimestampRule rule = rules.timestamp_rule(slot);
-    if (!rule.is_on()) continue;
-    const bool fits = rule.first >= 1 && rule.first < vocab && rule.end >= 0 &&
-                      rule.end < rule.first && rule.begin >= 0 && rule.last_initial < vocab;
-    if (!fits) {
-      fail(op, "token_rules.timestamps[", slot, "] is ", rule.first, ", ", rule.end, ", ",
-           rule.begin, ", ", rule.last_initial, "; expected the first timestamp, 1 to ", vocab - 1,
-           ", an end token below it, a length, and a timestamp below ", vocab, " or -1");
-    }
-  }
-  return rules;
-}
 
 // Of a search that goes on, before anything is written.
 void check_search(const DecodingParams& p, int64_t slot) {
@@ -187,7 +119,7 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   p.stop_when_done = list.next_flag("stop_when_done");
   p.chooses = list.next_flag("chooses");
   p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
-  const std::vector<beam::TokenTrie> tries = tries_of_slots(op, rules, p.state.slots);
+  const std::vector<beam::TokenTrie> tries = tries_of_rows(op, rules, p.state.slots);
   if (!tries.empty()) {
     if (p.rules == beam::BeamRules::kScorer) {
       fail(op, "token_rules has tries; expected none with the rules \"scorer\"");

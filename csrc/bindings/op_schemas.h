@@ -101,6 +101,18 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor beams, Tensor? log_probs, Tensor? status, Tensor? slots, Tensor? row_offsets, "
      "Tensor? parent_offsets, Tensor? sequences, Tensor? stopped, Tensor? bonus, int rules, "
      "SymInt rows) -> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)"},
+    // A step of any searches, from logits [rows, vocab] to their next beams: rules, candidates,
+    // next
+    // beams, nodes of tries. searches [n, 8]: the numbers of SearchOfStep
+    // (csrc/beam/search_step.h);
+    // rules: as in decoding_steps_, a row for each rule_row; nodes [slots, beams] int32. trace: six
+    // tensors that the candidates are written to, or none. Returns tokens and parents [next_rows],
+    // and what has become of each search: 0 it goes on, 1 done, 2 failed.
+    {"beam_search_step_(Tensor logits, Tensor(a!)[] state, Tensor[] parameters, Tensor[] rules, "
+     "Tensor searches, Tensor(b!) nodes, int num_candidates, SymInt next_rows, Tensor? "
+     "token_bitmask, Tensor? bonus, Tensor(c!)[] trace) -> (Tensor tokens, Tensor parents, Tensor "
+     "ended)",
+     Devices::kCpuOnly},
     {"beam_finalize(Tensor(a!)[] state, Tensor[] parameters, SymInt num_return_sequences, "
      "int num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int "
      "rules) -> (Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor "

@@ -14,42 +14,12 @@
 #pragma once
 
 #include "beam/beam_search_state.h"
-#include "beam/token_trie.h"
+#include "beam/token_rules.h"
 #include "decoder/decoder_forward.h"
-#include "decoder/timestamp_rule.h"
 
 namespace lmdecode::decoder {
 
 constexpr int64_t kPadding = INT64_MIN;  // in sequences: nothing stands there
-
-// What is done to log-probabilities, or to the logits where it is greedy, before tokens are chosen;
-// each as in beam/logits_processors.h, with one row a slot.
-struct TokenRules {
-  const float* repetition_penalty = nullptr;      // [slots]; 1: off
-  const int64_t* no_repeat_ngram_size = nullptr;  // [slots]; 0: off
-  const float* diversity_penalty = nullptr;       // [slots]; for what earlier groups chose
-  // [slots, num_bans, 4]: a token, the first and the last length of a sequence that it cannot be
-  // added to, and whether that holds where the token is forced, too
-  const int64_t* bans = nullptr;
-  int64_t num_bans = 0;
-  // [slots, num_forced, 2]: a length (below 0: none), and the token that sequences of this length
-  // go on with
-  const int64_t* forced = nullptr;
-  int64_t num_forced = 0;
-  // [slots, 4]: the numbers of a TimestampRule; null: none is on. It comes behind the other rules,
-  // but for a forced token, which it leaves alone.
-  const int64_t* timestamps = nullptr;
-  const float* bias = nullptr;  // [vocab] or null
-  // [slots]: what is generated in a slot, from its prompt on, is held to a trie; one without
-  // tokens: to none. Null: nowhere.
-  const beam::TokenTrie* tries = nullptr;
-
-  TimestampRule timestamp_rule(int64_t slot) const {
-    if (timestamps == nullptr) return {};
-    const int64_t* const rule = timestamps + slot * 4;
-    return {rule[0], rule[1], rule[2], rule[3]};
-  }
-};
 
 struct DecodingParams {
   DecoderConfig config;
@@ -57,7 +27,7 @@ struct DecodingParams {
   beam::BeamSearchState state;
   beam::BeamSearchParameters parameters;
   beam::BeamRules rules = beam::BeamRules::kGenerate;
-  TokenRules token_rules;
+  beam::TokenRules token_rules;  // one row a slot
   bool greedy = false;
   int64_t num_groups = 1;
   int64_t num_candidates = 0;  // of a slot

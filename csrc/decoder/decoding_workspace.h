@@ -1,12 +1,11 @@
 // The scratch of decoding_steps: one block, planned before the first step.
 #pragma once
 
-#include "beam/log_softmax_top_k.h"
+#include "beam/search_step.h"
 #include "common/split_memory.h"
 #include "decoder/beam_parents.h"
 #include "decoder/decoder_forward.h"
 #include "decoder/decoding.h"
-#include "decoder/greedy_choice.h"
 
 namespace lmdecode::decoder {
 
@@ -18,36 +17,18 @@ struct DecodingWorkspace {
   int64_t* padding;          // [slots]: of their prompts
   int64_t* row_offsets;      // [slots + 1]: where the rows of each begin, in the step
   uint8_t* are_beams_alike;  // [slots]: whether its beams have one row of the model's
-  int64_t* pass_offsets;     // [slots + 1]: the same, counted from the first row of a group
 
-  // Candidates and next beams of a group.
-  float* beam_scores;      // [cache rows]
-  float* scores;           // [slots, num_candidates]
-  float* log_probs;        // likewise
-  int64_t* tokens;         // likewise
-  int64_t* beams;          // likewise
-  uint8_t* status;         // [slots]
-  int32_t* top_k_scratch;  // see LogSoftmaxTopKParams
-  float* next_scores;      // [cache rows]
-  int64_t* next_tokens;    // [cache rows]
-  int64_t* next_parents;   // [cache rows]
-  int32_t* decisions;      // [slots, num_candidates]
-  int64_t* chosen;         // [slots, beams]: the tokens of this step
-
-  // The processors of a group.
-  int64_t* sequences;             // [cache rows, capacity]
-  int64_t* lengths;               // [slots]
-  float* repetition_penalty;      // [slots]
-  int64_t* no_repeat_ngram_size;  // [slots]
-  float* diversity_penalty;       // [slots]
-  int64_t* diversity_tokens;      // [slots, (num_groups - 1) * beams]
-  int64_t* banned;                // [slots, num_bans]
-  int64_t* forced;                // [slots]
-  unsigned char* edits;           // of one row
-  float* row_values;              // [vocab]
-  int32_t* allowed_tokens;        // [cache rows, ceil(vocab / 32)]
-  beam::TokenTrie* tries;         // [slots]
-  int32_t* pass_nodes;            // [cache rows]
+  // Of a step: beam/search_step.h.
+  beam::SearchOfStep* searches;  // [slots]
+  unsigned char* step;           // scratch
+  float* scores;                 // [slots, num_candidates]
+  float* log_probs;              // likewise
+  int64_t* tokens;               // likewise
+  int64_t* beams;                // likewise
+  int32_t* decisions;            // likewise
+  uint8_t* status;               // [slots]
+  int64_t* next_tokens;          // [slots, beams]
+  int64_t* next_parents;         // [slots, beams]
 
   int32_t* nodes;  // [slots, beams]: of the beams that tries hold
 
@@ -59,9 +40,17 @@ struct DecodingWorkspace {
     return p.cache_rows() > kPromptRows ? p.cache_rows() : kPromptRows;
   }
 
-  // The most tokens of a row that rules name one by one.
-  static int64_t max_edits(const DecodingParams& p) {
-    return p.state.capacity + p.token_rules.num_bans + (p.num_groups - 1) * p.state.beams;
+  static beam::SearchStepSizes step_sizes(const DecodingParams& p) {
+    beam::SearchStepSizes sizes;
+    sizes.searches = p.state.slots;
+    sizes.rows = p.cache_rows();
+    sizes.num_candidates = p.num_candidates;
+    sizes.num_bans = p.token_rules.num_bans;
+    sizes.num_earlier = (p.num_groups - 1) * p.state.beams;
+    sizes.capacity = p.state.capacity;
+    sizes.vocab = p.config.vocab;
+    sizes.has_timestamps = true;
+    return sizes;
   }
 
   // With null for the memory it only counts. Returns the bytes.
@@ -75,35 +64,16 @@ struct DecodingWorkspace {
     block.take(&padding, slot_count);
     block.take(&row_offsets, slot_count + 1);
     block.take(&are_beams_alike, slot_count);
-    block.take(&pass_offsets, slot_count + 1);
-    block.take(&beam_scores, cache_rows);
+    block.take(&searches, slot_count);
+    block.take(&step, static_cast<int64_t>(beam::search_step_workspace_bytes(step_sizes(p))));
     block.take(&scores, candidates);
     block.take(&log_probs, candidates);
     block.take(&tokens, candidates);
     block.take(&beams, candidates);
+    block.take(&decisions, candidates);
     block.take(&status, slot_count);
-    const int64_t row_candidates =
-        p.num_candidates < p.config.vocab ? p.num_candidates : p.config.vocab;
-    block.take(&top_k_scratch,
-               beam::LogSoftmaxTopKParams::scratch_size(cache_rows, row_candidates));
-    block.take(&next_scores, cache_rows);
     block.take(&next_tokens, cache_rows);
     block.take(&next_parents, cache_rows);
-    block.take(&decisions, candidates);
-    block.take(&chosen, cache_rows);
-    block.take(&sequences, cache_rows * p.state.capacity);
-    block.take(&lengths, slot_count);
-    block.take(&repetition_penalty, slot_count);
-    block.take(&no_repeat_ngram_size, slot_count);
-    block.take(&diversity_penalty, slot_count);
-    block.take(&diversity_tokens, slot_count * (p.num_groups - 1) * p.state.beams);
-    block.take(&banned, slot_count * p.token_rules.num_bans);
-    block.take(&forced, slot_count);
-    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(max_edits(p), p.config.vocab)));
-    block.take(&row_values, p.config.vocab);
-    block.take(&allowed_tokens, cache_rows * ((p.config.vocab + 31) / 32));
-    block.take(&tries, slot_count);
-    block.take(&pass_nodes, cache_rows);
     block.take(&nodes, cache_rows);
     parents.take(&block, p.state.beams, p.state.capacity);
     return block.used();

@@ -123,6 +123,32 @@ def _beam_step(
     )
 
 
+@fake("beam_search_step_")
+def _beam_search_step(
+    logits,
+    state,
+    parameters,
+    rules,
+    searches,
+    nodes,
+    num_candidates,
+    next_rows,
+    token_bitmask,
+    bonus,
+    trace,
+):
+    others = dict(
+        logits=logits, searches=searches, nodes=nodes, token_bitmask=token_bitmask, bonus=bonus
+    )
+    lists = {**_fields(state, parameters), **entries(token_rules=rules, trace=trace)}
+    check_devices("beam_search_step_", "state", state[0], {**lists, **others})
+    return (
+        state[0].new_empty((next_rows,), dtype=torch.int64),
+        state[0].new_empty((next_rows,), dtype=torch.int64),
+        state[0].new_empty((searches.shape[0],), dtype=torch.int64),
+    )
+
+
 @fake("beam_finalize")
 def _beam_finalize(
     state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open, rules

@@ -448,3 +448,21 @@ def _token(number: int, place: int, token: Any) -> int:
     if not is_int(token):
         raise type_error(_OP, f"token {place} of sequence {number}", token, "an int")
     return int(token)
+
+
+def tensors_of_tries(tries: Sequence[Trie | None]) -> list[Tensor]:
+    """Return the tries of rows of rules as the ops on the CPU take them.
+
+    Returns
+    -------
+    list of Tensor
+        Empty without a trie. Else [rows] int64, the number of each row's trie or -1; then for each
+        trie its tokens and ``child_begin``.
+    """
+    used = {id(trie): trie for trie in tries if trie is not None}
+    if not used:
+        return []
+    numbers = {key: number for number, key in enumerate(used)}
+    of_rows = torch.tensor([numbers.get(id(trie), -1) for trie in tries], device="cpu")
+    tensors = (trie.to("cpu").tensors for trie in used.values())
+    return [of_rows, *itertools.chain.from_iterable(tensors)]

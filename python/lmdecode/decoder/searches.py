@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from lmdecode._ops import ops
 from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
 from lmdecode.beam.token_rules import TokenRules
-from lmdecode.beam.trie import Trie
+from lmdecode.beam.trie import Trie, tensors_of_tries
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
@@ -157,23 +156,13 @@ class DecodingSearches:
             self.decoder.numbers,
             list(self.state),
             list(self.parameters),
-            [*self.token_rules, *self._tensors_of_tries()],
+            [*self.token_rules, *tensors_of_tries(self.tries)],
             list(self.caches),
             self._workspace,
             [*self._options, *options],
             logits,
         )
         return int(steps)
-
-    def _tensors_of_tries(self) -> list[Tensor]:
-        """Return the tries as the op takes them: the number of each slot's, then those in use."""
-        used = {id(trie): trie for trie in self.tries if trie is not None}
-        if not used:
-            return []
-        numbers = {key: number for number, key in enumerate(used)}
-        of_slots = torch.tensor([numbers.get(id(trie), -1) for trie in self.tries])
-        tensors = (trie.to("cpu").tensors for trie in used.values())
-        return [of_slots, *itertools.chain.from_iterable(tensors)]
 
     def release(self) -> None:
         """Leave the memory to searches to come; these, and their caches, are used no more."""

@@ -10,27 +10,18 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode._upload import uploaded
-from lmdecode.beam.engine.coverage import PassCoverage
-from lmdecode.beam.engine.first_step import all_beams
-from lmdecode.beam.engine.plan import (
-    BeamPass,
-    BeamPlan,
-    RunningSearch,
-    make_plan,
-    next_beams_of,
-)
+from lmdecode.beam.engine.choice import Choice, Chooser, CpuChooser
+from lmdecode.beam.engine.coverage import Coverage
+from lmdecode.beam.engine.device_passes import DeviceChooser
+from lmdecode.beam.engine.plan import BeamPlan, RunningSearch, make_plan
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
-from lmdecode.beam.engine.request_rules import token_rules_of_request
 from lmdecode.beam.engine.results import beam_result
 from lmdecode.beam.engine.slots import BeamSlots
 from lmdecode.beam.engine.step_checks import check_step
 from lmdecode.beam.engine.trace import BeamTrace, trace_searches
-from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
-from lmdecode.beam.rule_arguments import RuleArguments
-from lmdecode.beam.state import BeamFinal, BeamStep
-from lmdecode.beam.token_rules import join_token_rules
-from lmdecode.beam.types import BeamCandidates
+from lmdecode.beam.ops import beam_finalize
+from lmdecode.beam.state import BeamFinal
 
 __all__ = ["BeamSearch", "RowTokens", "StepOutput"]
 
@@ -79,13 +70,12 @@ class _Finished(NamedTuple):
     num_hypotheses: int  # of the state: what places count by
 
 
-class _Tools(NamedTuple):
-    """What goes with the layout of a pass."""
+class _Step(NamedTuple):
+    """How steps are done while the batch is the same."""
 
-    widest: int  # of the requests' groups
-    rules: RuleArguments
-    coverage: PassCoverage | None
-    next_beams: tuple[Tensor, Tensor] | None  # where it is held to a trie; see next_beams_of
+    plan: BeamPlan
+    chooser: Chooser
+    coverage: Coverage | None
 
 
 class BeamSearch:
@@ -152,8 +142,7 @@ class BeamSearch:
         self._running: list[RunningSearch] = []
         self._finished: list[_Finished] = []
         self._ids = RequestIds()  # of both
-        self._plan: BeamPlan | None = None
-        self._tools: list[_Tools] = []
+        self._step: _Step | None = None  # None: the batch has changed
 
     def __repr__(self) -> str:
         return (
@@ -184,7 +173,7 @@ class BeamSearch:
             of = "the device of the engine"
             request.trie.check_device(f"{_OP}.insert", self._store.device, of)
         request_id = self._ids.new(request)
-        self._plan = None  # even if there is an error, its numbers of beams may be out of date
+        self._step = None  # even if there is an error, its numbers of beams may be out of date
         self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
         self._ids.add(request_id)
         return request_id
@@ -209,7 +198,7 @@ class BeamSearch:
         search = self._running.pop(number)
         self._ids.discard(request_id)
         self._store.release(search.slots)
-        self._plan = None
+        self._step = None
         rows = torch.arange(sum(counts), device=self._store.device)
         return torch.cat((rows[:first], rows[last:]))
 
@@ -293,142 +282,45 @@ class BeamSearch:
             nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
             self.last_output = StepOutput(nothing, nothing.clone(), ())
             return self.last_output
-        if self._plan is None:
-            self._plan = make_plan(self._running, self._store)
-            self._tools = [self._tools_of(layout) for layout in self._plan.passes]
-        plan = self._plan
+        if self._step is None:
+            self._step = self._new_step(self._vocab_size)
+        plan, chooser, coverage = self._step
+        covered = bonus = None
         if attention is not None:
             self._store.cover(attention.shape[1])
-        # Where there are several passes, they put their rows together; one place more is "none".
-        several = len(plan.passes) > 1
-        tokens = self._store.integers([-1] * (plan.num_next_rows + 1) if several else [])
-        parents = tokens[: plan.num_next_rows].clone()
-        traces: list[BeamTrace] = []
-        for layout, tools in zip(plan.passes, self._tools, strict=True):
-            candidates = self._candidates(layout, tools, logits, tokens, token_bitmask)
-            step = self._advance(layout, tools, candidates, attention)
-            if layout.next_rows is None:
-                tokens, parents = step.tokens, step.parents
-            else:
-                tokens[layout.next_rows] = step.tokens
-                parents[layout.next_rows] = step.parents
-            if self.on_step is not None:
-                traces += trace_searches(self._store, layout, candidates, step)
-        output = self._leave(plan, tokens[: plan.num_next_rows], parents)
+            if coverage is not None:
+                covered, bonus = coverage.add(attention)
+        choice = chooser.choose(logits, token_bitmask, bonus, self.on_step is not None)
+        if coverage is not None and covered is not None:
+            coverage.follow(covered, choice.parents)
+        traces = [] if self.on_step is None else trace_searches(self._store, plan, choice)
+        output = self._leave(plan, choice)
         self.last_output = output
         for trace in traces:
             assert self.on_step is not None
             self.on_step(trace)
         return output
 
-    def _tools_of(self, layout: BeamPass) -> _Tools:
-        assert self._vocab_size is not None
-        requests, rules = [search.request for search in layout.searches], []
-        for search in layout.searches:
-            if search.token_rules is None:
-                search.token_rules = token_rules_of_request(search.request, self._vocab_size)
-            rules.append(search.token_rules)
-        covered = any(request.coverage_penalty for request in requests)
-        return _Tools(
-            max(request.group_size for request in requests),
-            RuleArguments(join_token_rules(rules), self._store.device),
-            PassCoverage(layout, self._store) if covered else None,
-            None if layout.trie is None else next_beams_of(layout, self._store),
+    def _new_step(self, vocab_size: int) -> _Step:
+        store, plan = self._store, make_plan(self._running)
+        of_device = CpuChooser if store.device.type == "cpu" else DeviceChooser
+        covers = any(search.request.coverage_penalty for search in self._running)
+        return _Step(
+            plan, of_device(plan, store, vocab_size), Coverage(plan, store) if covers else None
         )
 
-    def _candidates(
-        self,
-        layout: BeamPass,
-        tools: _Tools,
-        logits: Tensor,
-        tokens: Tensor,
-        token_bitmask: Tensor | None,
-    ) -> BeamCandidates:
-        """Return the candidates of a pass; tokens: all next rows', as far as they are chosen."""
-        state, rules = self._store.state, tools.rules
-        lengths = sequences = None
-        if rules.needs_lengths:
-            lengths = state.lengths.index_select(0, layout.slots)
-        if rules.looks_back:
-            longest = max(len(s.request.prompt_ids) + s.steps for s in layout.searches)
-            flat = state.sequences.flatten(0, 1)[:, :longest]
-            sequences = flat.index_select(0, layout.beams)
-        diversity = None if layout.diversity is None else tokens[layout.diversity]
-        processors = rules.of_step(lengths, sequences, diversity)
-        if layout.rows is not None:
-            logits = logits.index_select(0, layout.rows)
-        if token_bitmask is not None:
-            processors["token_bitmask"] = (
-                token_bitmask if layout.rows is None else token_bitmask.index_select(0, layout.rows)
-            )
-        if layout.trie is not None:
-            processors["trie"] = layout.trie
-            processors["nodes"] = self._store.nodes.view(-1).index_select(0, layout.beams)
-        candidates = log_softmax_top_k(
-            logits,
-            state.scores.view(-1).index_select(0, layout.beams),
-            layout.num_candidates,
-            num_beams=layout.widths,
-            **processors,
-        )
-        # A trie does without the beams that a search does not have yet.
-        if layout.first_widths is not None and layout.trie is None:
-            candidates = all_beams(candidates, layout.first_widths, tools.widest)
-        return candidates
-
-    def _advance(
-        self,
-        layout: BeamPass,
-        tools: _Tools,
-        candidates: BeamCandidates,
-        attention: Tensor | None,
-    ) -> BeamStep:
-        """Decide about the candidates of a pass; the parents are rows of the logits."""
-        coverage = bonus = None
-        if tools.coverage is not None and attention is not None:
-            coverage, bonus = tools.coverage.add(
-                attention if layout.rows is None else attention.index_select(0, layout.rows)
-            )
-        step = beam_step(
-            self._store.state,
-            self._store.parameters,
-            candidates.scores,
-            candidates.tokens,
-            candidates.beams,
-            log_probs=candidates.log_probs,
-            status=candidates.status,
-            slots=layout.slots,
-            row_offsets=layout.row_offsets,
-            parent_offsets=layout.parent_offsets,
-            bonus=bonus,
-            rows=layout.num_next_rows,
-            rules=layout.rules,
-        )
-        if layout.parent_bounds is not None:
-            low, high = layout.parent_bounds
-            step = step._replace(parents=step.parents.clamp(low, high))
-        if tools.coverage is not None and coverage is not None:
-            tools.coverage.follow(coverage, step.parents)
-        if layout.trie is not None and tools.next_beams is not None:
-            beams, shift = tools.next_beams
-            rows = layout.beams.index_select(0, step.parents + shift)
-            nodes = self._store.nodes.view(-1)
-            nodes[beams] = layout.trie.step(nodes.index_select(0, rows), step.tokens)
-        return step
-
-    def _leave(self, plan: BeamPlan, tokens: Tensor, parents: Tensor) -> StepOutput:
+    def _leave(self, plan: BeamPlan, choice: Choice) -> StepOutput:
         """Take the requests that are done out of the batch; return the rows of the others."""
-        state = self._store.state
-        # The one place where the host waits: 0 for a search that goes on, 1 done, 2 failed.
-        ended = torch.where(state.status > 0, 2, state.done).index_select(0, plan.slots).tolist()
+        tokens, parents = choice.tokens, choice.parents
+        ended: list[list[int]] = [[] for _ in self._running]
+        for entry, has_ended in zip(plan.entries, choice.ended, strict=True):
+            ended[entry.number].append(has_ended)
         left: list[RunningSearch] = []
         finished: list[RunningSearch] = []
         kept: list[int] = []
-        slot = row = 0
-        for search in self._running:
+        row = 0
+        for search, groups in zip(self._running, ended, strict=True):
             search.steps += 1
-            groups = ended[slot : slot + len(search.slots)]
-            slot += len(search.slots)
             rows = range(row, row + search.request.num_beams)
             row = rows.stop
             if min(groups) > 0 or max(groups) > 1 or search.steps == search.request.max_new_tokens:
@@ -443,7 +335,7 @@ class BeamSearch:
                 self._finish(search)
         # Rows of prompts become rows of beams: another layout.
         if finished or any(search.steps == 1 for search in left):
-            self._running, self._plan = left, None
+            self._running, self._step = left, None
         return StepOutput(tokens, parents, tuple(search.request_id for search in finished))
 
     def _finish(self, search: RunningSearch) -> None:

@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmdecode.beam.state import DECISIONS, BeamStep
+from lmdecode.beam.state import DECISIONS
 from lmdecode.beam.types import BeamCandidates
 
 if TYPE_CHECKING:
-    from lmdecode.beam.engine.plan import BeamPass
+    from torch import Tensor
+
+    from lmdecode.beam.engine.choice import Choice
+    from lmdecode.beam.engine.plan import BeamPlan, PlannedSearch
     from lmdecode.beam.engine.slots import BeamSlots
 
 __all__ = ["BeamTrace", "TracedBeam", "TracedCandidate", "TracedHypothesis", "format_trace"]
@@ -90,33 +93,23 @@ class BeamTrace(NamedTuple):
     status: int
 
 
-def trace_searches(
-    store: BeamSlots, layout: BeamPass, candidates: BeamCandidates, step: BeamStep
-) -> list[BeamTrace]:
-    """Return the traces of a pass, after its step and before its searches count it; waits."""
-    per_row = layout.row_offsets.diff()
-    parents = (step.parents - layout.parent_offsets.repeat_interleave(per_row)).tolist()
-    starts = layout.row_offsets.tolist()
+def trace_searches(store: BeamSlots, plan: BeamPlan, choice: Choice) -> list[BeamTrace]:
+    """Return the traces of a step, before its searches count it; waits."""
     return [
-        _trace(
-            store,
-            layout,
-            number,
-            _candidates(candidates, step, number, search.request.num_candidates),
-            parents[starts[number] : starts[number + 1]],
-        )
-        for number, search in enumerate(layout.searches)
+        _trace(store, entry, choice.parents, _candidates(candidates, decisions, entry))
+        for entry, (candidates, decisions) in zip(plan.entries, choice.traced, strict=True)
     ]
 
 
 def _candidates(
-    candidates: BeamCandidates, step: BeamStep, number: int, count: int
+    candidates: BeamCandidates, decisions: Tensor, entry: PlannedSearch
 ) -> tuple[TracedCandidate, ...]:
     """Return those of one search: as many as it would have alone, whatever the batch asked for."""
+    count = entry.search.request.num_candidates
     columns = (candidates.scores, candidates.log_probs, candidates.tokens, candidates.beams)
     traced = []
     for score, log_prob, token, beam, decision in zip(
-        *(column[number, :count].tolist() for column in (*columns, step.decisions)), strict=True
+        *(column[:count].tolist() for column in (*columns, decisions)), strict=True
     ):
         if score == -math.inf:
             break
@@ -128,13 +121,13 @@ def _candidates(
 
 def _trace(
     store: BeamSlots,
-    layout: BeamPass,
-    number: int,
+    entry: PlannedSearch,
+    all_parents: Tensor,
     candidates: tuple[TracedCandidate, ...],
-    parents: list[int],
 ) -> BeamTrace:
-    state, search = store.state, layout.searches[number]
-    slot, prompt = search.slots[layout.group], len(search.request.prompt_ids)
+    state, search, slot = store.state, entry.search, entry.slot
+    parents = (all_parents[entry.next_row :][: entry.size] - entry.first_row).tolist()
+    prompt = len(search.request.prompt_ids)
     length = int(state.lengths[slot])
     sequences = state.sequences[slot, : len(parents), prompt:length].tolist()
     scores = state.scores[slot, : len(parents)].tolist()
@@ -145,7 +138,7 @@ def _trace(
     return BeamTrace(
         request_id=search.request_id,
         step=search.steps,
-        group=layout.group,
+        group=entry.group,
         candidates=candidates,
         beams=tuple(
             TracedBeam(score, parent, tuple(tokens))

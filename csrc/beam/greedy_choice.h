@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "beam/logits_processors.h"
-#include "decoder/timestamp_rule.h"
+#include "beam/timestamp_rule.h"
 
-namespace lmdecode::decoder {
+namespace lmdecode::beam {
 
 struct GreedyChoice {
   int64_t token = 0;      // the lowest of equal ones
@@ -27,19 +27,19 @@ struct TimestampRow {
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab);
 
 // logits [vocab], which the processors are applied to in place; memory: greedy_edit_bytes().
-GreedyChoice choose_greedily(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+GreedyChoice choose_greedily(const RowProcessors& processors, const TimestampRow& timestamps,
                              float* logits, int64_t vocab, int64_t max_edits, void* memory);
 
 // The tokens that the rule of timestamps, which is on, leaves of a row with beams. logits and
 // values [vocab]; the processors, which act on log-probabilities, are applied to values.
-void find_allowed(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+void find_allowed(const RowProcessors& processors, const TimestampRow& timestamps,
                   const float* logits, float* values, int64_t vocab, int64_t max_edits,
                   void* memory, int32_t* bitmask);
 
 // What processors and the rule of timestamps, where that is on, make of the log-probabilities of a
 // row with beams. logits and scores [vocab].
-void write_scores(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+void write_scores(const RowProcessors& processors, const TimestampRow& timestamps,
                   const float* logits, float* scores, int64_t vocab, int64_t max_edits,
                   void* memory);
 
-}  // namespace lmdecode::decoder
+}  // namespace lmdecode::beam

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace lmdecode::decoder {
+namespace lmdecode::beam {
 
 struct TimestampRule {
   int64_t first = -1;         // the first timestamp, >= 1; below 0: the rule is off
@@ -37,4 +37,4 @@ void keep_allowed(const TimestampRule& rule, const AllowedTokens& allowed, float
 void write_allowed(const TimestampRule& rule, const AllowedTokens& allowed, int32_t* bitmask,
                    int64_t vocab);
 
-}  // namespace lmdecode::decoder
+}  // namespace lmdecode::beam

@@ -1,8 +1,8 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "decoder/greedy_choice_levels.h"
+#include "beam/greedy_choice_levels.h"
 #include "simd/vec_math.h"
 
-namespace lmdecode::LMD_SIMD::decoder {
+namespace lmdecode::LMD_SIMD::beam {
 
 // The largest of values[0 .. size), NaN where one is.
 float largest_value(const float* values, int64_t size) {
@@ -52,4 +52,4 @@ int64_t first_place(const float* values, int64_t size, float value) {
   return i;
 }
 
-}  // namespace lmdecode::LMD_SIMD::decoder
+}  // namespace lmdecode::LMD_SIMD::beam

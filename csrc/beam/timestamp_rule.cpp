@@ -1,12 +1,12 @@
-#include "decoder/timestamp_rule.h"
+#include "beam/timestamp_rule.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "beam/greedy_choice_levels.h"
 #include "common/bits.h"
-#include "decoder/greedy_choice_levels.h"
 
-namespace lmdecode::decoder {
+namespace lmdecode::beam {
 namespace {
 
 AllowedTokens allowed_by_sequence(const TimestampRule& rule, const int64_t* sequence,
@@ -34,7 +34,7 @@ AllowedTokens allowed_by_sequence(const TimestampRule& rule, const int64_t* sequ
 
 float largest(const float* values, int64_t begin, int64_t end) {
   if (begin >= end) return minus_infinity();
-  return LMD_SELECT_KERNEL(decoder, largest_value)(values + begin, end - begin);
+  return LMD_SELECT_KERNEL(beam, largest_value)(values + begin, end - begin);
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ AllowedTokens allowed_tokens(const TimestampRule& rule, const int64_t* sequence,
   const float time = largest(values, allowed.timestamps, allowed.timestamps_end);
   const float text = largest(values, allowed.text, rule.first - 1);
   if (!(time > minus_infinity()) || !(text > minus_infinity())) return allowed;
-  const double sum = LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(
+  const double sum = LMD_SELECT_KERNEL(beam, sum_of_exponentials)(
       values + allowed.timestamps, allowed.timestamps_end - allowed.timestamps, time);
   if (static_cast<double>(time) + std::log(sum) > static_cast<double>(text)) {
     allowed.text = rule.first;
@@ -79,4 +79,4 @@ void write_allowed(const TimestampRule& rule, const AllowedTokens& allowed, int3
   allow(allowed.timestamps, allowed.timestamps_end);
 }
 
-}  // namespace lmdecode::decoder
+}  // namespace lmdecode::beam

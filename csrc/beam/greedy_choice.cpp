@@ -1,23 +1,23 @@
-#include "decoder/greedy_choice.h"
+#include "beam/greedy_choice.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 
+#include "beam/greedy_choice_levels.h"
 #include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
-#include "decoder/greedy_choice_levels.h"
 
-namespace lmdecode::decoder {
+namespace lmdecode::beam {
 
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab) {
-  return beam::TokenEdits::bytes(max_edits, vocab);
+  return TokenEdits::bytes(max_edits, vocab);
 }
 
 namespace {
 
 // Bans all tokens but those that the trie allows.
-void keep_trie_tokens(const beam::RowProcessors& processors, float* values, int64_t vocab) {
+void keep_trie_tokens(const RowProcessors& processors, float* values, int64_t vocab) {
   float* from = values;
   for (int64_t i = 0; i < processors.allowed_tokens.size; ++i) {
     const int64_t token = processors.allowed_tokens[i];
@@ -28,17 +28,17 @@ void keep_trie_tokens(const beam::RowProcessors& processors, float* values, int6
   std::fill(from, values + vocab, minus_infinity());
 }
 
-void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, int64_t max_edits,
+void apply(const RowProcessors& processors, float* logits, int64_t vocab, int64_t max_edits,
            void* memory) {
-  beam::RowProcessors rest = processors;
+  RowProcessors rest = processors;
   if (processors.bias.data != nullptr) {
     for (int64_t token = 0; token < vocab; ++token) logits[token] += processors.bias[token];
     rest.bias.data = nullptr;
   }
-  beam::TokenEdits edits(memory, max_edits, vocab);
+  TokenEdits edits(memory, max_edits, vocab);
   edits.collect(rest);
   for (int64_t i = 0; i < edits.size(); ++i) {
-    const beam::TokenEdit& edit = edits[i];
+    const TokenEdit& edit = edits[i];
     float& logit = logits[edit.token];
     logit = rest.adjusted(logit, edit.token, edit.occurrences, edit.repeated);
     if (edit.banned) logit = minus_infinity();
@@ -46,25 +46,25 @@ void apply(const beam::RowProcessors& processors, float* logits, int64_t vocab, 
   if (processors.has_trie) keep_trie_tokens(processors, logits, vocab);
 }
 
-bool changes_values(const beam::RowProcessors& processors) {
+bool changes_values(const RowProcessors& processors) {
   return processors.has_trie || processors.bias.data != nullptr || processors.history.size > 0 ||
          processors.suppressed_tokens.size > 0 || processors.diversity_tokens.size > 0;
 }
 
 double log_sum_of(const float* logits, int64_t vocab, float top) {
   return static_cast<double>(top) +
-         std::log(LMD_SELECT_KERNEL(decoder, sum_of_exponentials)(logits, vocab, top));
+         std::log(LMD_SELECT_KERNEL(beam, sum_of_exponentials)(logits, vocab, top));
 }
 
 void write_log_probs(const float* logits, float* values, int64_t vocab) {
   const double log_sum =
-      log_sum_of(logits, vocab, LMD_SELECT_KERNEL(decoder, largest_value)(logits, vocab));
+      log_sum_of(logits, vocab, LMD_SELECT_KERNEL(beam, largest_value)(logits, vocab));
   for (int64_t token = 0; token < vocab; ++token) {
     values[token] = static_cast<float>(static_cast<double>(logits[token]) - log_sum);
   }
 }
 
-void force(const beam::RowProcessors& processors, float* values, int64_t vocab) {
+void force(const RowProcessors& processors, float* values, int64_t vocab) {
   std::fill_n(values, vocab, minus_infinity());
   values[processors.forced_token] = processors.forced_log_prob();
 }
@@ -75,13 +75,13 @@ AllowedTokens allowed(const TimestampRow& row, const float* values, int64_t voca
 
 }  // namespace
 
-GreedyChoice choose_greedily(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+GreedyChoice choose_greedily(const RowProcessors& processors, const TimestampRow& timestamps,
                              float* logits, int64_t vocab, int64_t max_edits, void* memory) {
-  const auto largest = LMD_SELECT_KERNEL(decoder, largest_value);
+  const auto largest = LMD_SELECT_KERNEL(beam, largest_value);
   GreedyChoice choice;
   const float top = largest(logits, vocab);
   if (std::isnan(top)) {
-    choice.status = beam::kBeamStatusNan;
+    choice.status = kBeamStatusNan;
     return choice;
   }
   const double log_sum = log_sum_of(logits, vocab, top);
@@ -92,7 +92,7 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, const Timest
     const float forced = log_prob(logits[processors.forced_token]);
     force(processors, logits, vocab);
     if (processors.forced_log_prob() < 0.0f) {
-      choice.status = beam::kBeamStatusEmpty;
+      choice.status = kBeamStatusEmpty;
       return choice;
     }
     choice.token = processors.forced_token;
@@ -107,15 +107,15 @@ GreedyChoice choose_greedily(const beam::RowProcessors& processors, const Timest
   }
   const float best = changes || timestamps.rule.is_on() ? largest(logits, vocab) : top;
   if (std::isnan(best) || !(best > minus_infinity())) {
-    choice.status = std::isnan(best) ? beam::kBeamStatusNan : beam::kBeamStatusEmpty;
+    choice.status = std::isnan(best) ? kBeamStatusNan : kBeamStatusEmpty;
     return choice;
   }
-  choice.token = LMD_SELECT_KERNEL(decoder, first_place)(logits, vocab, best);
+  choice.token = LMD_SELECT_KERNEL(beam, first_place)(logits, vocab, best);
   choice.log_prob = log_prob(logits[choice.token]);
   return choice;
 }
 
-void find_allowed(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+void find_allowed(const RowProcessors& processors, const TimestampRow& timestamps,
                   const float* logits, float* values, int64_t vocab, int64_t max_edits,
                   void* memory, int32_t* bitmask) {
   const float* ruled = logits;
@@ -127,7 +127,7 @@ void find_allowed(const beam::RowProcessors& processors, const TimestampRow& tim
   write_allowed(timestamps.rule, allowed(timestamps, ruled, vocab), bitmask, vocab);
 }
 
-void write_scores(const beam::RowProcessors& processors, const TimestampRow& timestamps,
+void write_scores(const RowProcessors& processors, const TimestampRow& timestamps,
                   const float* logits, float* scores, int64_t vocab, int64_t max_edits,
                   void* memory) {
   write_log_probs(logits, scores, vocab);
@@ -138,4 +138,4 @@ void write_scores(const beam::RowProcessors& processors, const TimestampRow& tim
   }
 }
 
-}  // namespace lmdecode::decoder
+}  // namespace lmdecode::beam

@@ -1,0 +1,95 @@
+// A step of beam searches, from logits to the next beams: what the rules make of the logits, the
+// candidates, who goes on, and where that leads in a trie. Every loop on the CPU chooses by it:
+// beam_search_step_, and the steps of a decoder. docs/reference/beam.md is the user's page.
+//
+// Searches with the same rules that are of one group number are chosen together, in a pass; those
+// of later groups look at what earlier ones chose. A search's result does not depend on the others.
+//
+// Nothing is allocated but what threads keep as scratch between calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "beam/beam_search_state.h"
+#include "beam/token_rules.h"
+#include "common/half.h"
+
+namespace lmdecode::beam {
+
+// One search of a step: a request, or a group of one.
+struct SearchOfStep {
+  int64_t slot;       // in the state
+  int64_t rule_row;   // in the token rules
+  int64_t group;      // of its request
+  int64_t rules;      // a BeamRules
+  int64_t first_row;  // of the logits
+  int64_t num_rows;   // num_beams of its slot; or 1: its beams are alike, all but one in name only
+  int64_t next_row;   // the first of its num_beams next beams, behind those of its earlier groups
+  int64_t num_earlier;  // next beams of earlier groups, right before next_row
+};
+
+struct SearchStepParams {
+  BeamSearchState state;
+  BeamSearchParameters parameters;
+  TokenRules token_rules;
+  const SearchOfStep* searches = nullptr;  // [count], by passes
+  int64_t count = 0;
+  int64_t num_candidates = 0;  // of each; >= 1
+  bool greedy = false;         // one beam each, no candidates: the largest logit after the rules
+  // With kScorer: candidates that there are none of go on, far below all.
+  bool fills_missing = false;
+
+  // [rows, vocab]; f32 and contiguous where it is greedy, or a rule of timestamps is on. Greedy
+  // rows become what the rules make of them.
+  void* logits = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t rows = 0;
+  int64_t vocab = 0;
+  int64_t logits_row_stride = 0;
+  int64_t logits_vocab_stride = 1;
+  // [rows, ceil(vocab / 32)] or null
+  const int32_t* token_bitmask = nullptr;
+  int64_t bitmask_row_stride = 0;
+  int64_t bitmask_stride = 1;
+  const float* bonus = nullptr;  // [count, beams of the state] or null: see BeamStepParams
+
+  int32_t* nodes = nullptr;  // [slots, beams]: where beams that are held to tries stand
+  // [slots, beams, vocab] or null: what the rules make of the rows, as in BeamSearch's scores
+  float* ruled_scores = nullptr;
+
+  int64_t next_rows = 0;
+  int64_t* next_tokens = nullptr;   // [next_rows]
+  int64_t* next_parents = nullptr;  // [next_rows]: rows of the logits
+  // What the choice was made from: [count, num_candidates] each, and status [count].
+  float* scores = nullptr;
+  float* log_probs = nullptr;
+  int64_t* tokens = nullptr;
+  int64_t* beams = nullptr;
+  int32_t* decisions = nullptr;
+  uint8_t* status = nullptr;
+};
+
+// Scratch of a step with at most so many of everything.
+struct SearchStepSizes {
+  int64_t searches = 0;
+  int64_t rows = 0;  // of the logits, and of the next beams
+  int64_t num_candidates = 0;
+  int64_t num_bans = 0;
+  int64_t num_earlier = 0;
+  int64_t capacity = 0;
+  int64_t vocab = 0;
+  bool has_timestamps = false;
+};
+
+size_t search_step_workspace_bytes(const SearchStepSizes& sizes);
+
+// Finds where the beams of a search stand in its trie, from what they have generated.
+void find_trie_nodes(const BeamSearchState& state, const BeamSearchParameters& parameters,
+                     const TokenTrie& trie, int64_t slot, int32_t* nodes);
+
+// workspace: search_step_workspace_bytes(sizes), aligned to 64. Runs on the calling thread and
+// torch's worker threads; the arguments have been checked.
+void search_step_cpu(const SearchStepParams& params, const SearchStepSizes& sizes, void* workspace);
+
+}  // namespace lmdecode::beam

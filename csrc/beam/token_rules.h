@@ -1,0 +1,65 @@
+// What is done to log-probabilities, or to the logits where tokens are chosen greedily, before a
+// search chooses: one row for each search. The rules of python/lmdecode/beam/token_rules.py, and
+// what each of them does: logits_processors.h.
+#pragma once
+
+#include <cstdint>
+
+#include "beam/timestamp_rule.h"
+#include "beam/token_trie.h"
+
+namespace lmdecode::beam {
+
+struct TokenRules {
+  const float* repetition_penalty = nullptr;      // [n]; 1: off
+  const int64_t* no_repeat_ngram_size = nullptr;  // [n]; 0: off
+  const float* diversity_penalty = nullptr;       // [n]; for what earlier groups chose
+  // [n, num_bans, 4]: a token, the first and the last length of a sequence that it cannot be added
+  // to, and whether that holds where the token is forced, too
+  const int64_t* bans = nullptr;
+  int64_t num_bans = 0;
+  // [n, num_forced, 2]: a length (below 0: none), and the token that sequences of this length go
+  // on with; the last one of a length holds
+  const int64_t* forced = nullptr;
+  int64_t num_forced = 0;
+  // [n, 4]: the numbers of a TimestampRule; null: none is on. It comes behind the other rules, but
+  // for a forced token, which it leaves alone.
+  const int64_t* timestamps = nullptr;
+  const float* bias = nullptr;  // [n, vocab], [vocab] for all, or null
+  int64_t bias_stride = 0;      // from one row of it to the next; 0: one for all
+  // [n]: what is generated, from the prompt on, is held to a trie; one without tokens: to none.
+  // Null: nowhere.
+  const TokenTrie* tries = nullptr;
+
+  TimestampRule timestamp_rule(int64_t row) const {
+    if (timestamps == nullptr) return {};
+    const int64_t* const rule = timestamps + row * 4;
+    return {rule[0], rule[1], rule[2], rule[3]};
+  }
+  TokenTrie trie(int64_t row) const { return tries == nullptr ? TokenTrie{} : tries[row]; }
+
+  // The token that sequences of this length go on with, or -1.
+  int64_t forced_token(int64_t row, int64_t length) const {
+    int64_t token = -1;
+    for (int64_t i = 0; i < num_forced; ++i) {
+      const int64_t* const entry = forced + (row * num_forced + i) * 2;
+      if (entry[0] == length) token = entry[1];
+    }
+    return token;
+  }
+
+  // Writes [num_bans] tokens that sequences of this length cannot go on with, -1 for the bans that
+  // do not hold there; returns whether any does.
+  bool write_banned(int64_t row, int64_t length, bool is_forced, int64_t* banned) const {
+    bool any = false;
+    for (int64_t i = 0; i < num_bans; ++i) {
+      const int64_t* const ban = bans + (row * num_bans + i) * 4;
+      const bool holds = ban[1] <= length && length <= ban[2] && (!is_forced || ban[3] != 0);
+      banned[i] = holds ? ban[0] : -1;
+      any |= holds;
+    }
+    return any;
+  }
+};
+
+}  // namespace lmdecode::beam

@@ -1,0 +1,90 @@
+// Token rules, and the tries behind them, to plain pointers: python/lmdecode/beam/token_rules.py
+// says what each tensor holds.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "beam/token_rules.h"
+#include "bindings/decoder_checks.h"
+#include "bindings/trie_checks.h"
+
+namespace lmdecode::decoder {
+
+inline constexpr size_t kRuleTensors = 7;
+
+// The tries behind the other rules: the number of each row's, -1 for none, and tokens and
+// child_begin of each.
+inline std::vector<beam::TokenTrie> tries_of_rows(const char* op, const Tensors& tensors,
+                                                  int64_t rows) {
+  if (tensors.size() <= kRuleTensors) return {};
+  const Tensor& numbers = tensors[kRuleTensors];
+  check_shape(op, "token_rules.trie_numbers", numbers, rows);
+  check_dtype(op, "token_rules.trie_numbers", numbers, ScalarType::Long);
+  if (!numbers.is_cpu() || !numbers.is_contiguous()) {
+    fail(op, "token_rules.trie_numbers is on ", device_name(numbers),
+         " or has strides; expected a contiguous tensor on cpu");
+  }
+  const size_t first = kRuleTensors + 1, count = (tensors.size() - first) / 2;
+  if ((tensors.size() - first) % 2 != 0) {
+    fail(op, "token_rules has ", tensors.size(), " tensors; expected ", kRuleTensors,
+         ", or with tries one more and two for each");
+  }
+  std::vector<beam::TokenTrie> tries(static_cast<size_t>(rows));
+  const int64_t* const number = numbers.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < rows; ++row) {
+    check_number(op, "token_rules.trie_numbers", row, number[row], -1,
+                 static_cast<int64_t>(count) - 1);
+    if (number[row] < 0) continue;
+    const size_t at = first + 2 * static_cast<size_t>(number[row]);
+    tries[static_cast<size_t>(row)] =
+        beam::token_trie(op, tensors[at], tensors[at + 1], "token_rules.trie_numbers", numbers);
+  }
+  return tries;
+}
+
+inline beam::TokenRules token_rules(const char* op, const Tensors& all, int64_t rows,
+                                    int64_t vocab) {
+  const Tensors tensors(
+      all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), kRuleTensors)));
+  TensorList list(op, "token_rules", tensors, kRuleTensors);
+  beam::TokenRules rules;
+  rules.repetition_penalty =
+      list.next<const float>("repetition_penalty", ScalarType::Float, {rows});
+  rules.no_repeat_ngram_size =
+      list.next<const int64_t>("no_repeat_ngram_size", ScalarType::Long, {rows});
+  rules.diversity_penalty = list.next<const float>("diversity_penalty", ScalarType::Float, {rows});
+  check_rank(op, "token_rules.bans", tensors[3], 3, "[slots, bans, 4]");
+  rules.num_bans = tensors[3].size(1);
+  rules.bans = list.next<const int64_t>("bans", ScalarType::Long, {rows, rules.num_bans, 4});
+  check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
+  rules.num_forced = tensors[4].size(1);
+  rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {rows, rules.num_forced, 2});
+  rules.timestamps = list.next<const int64_t>("timestamps", ScalarType::Long, {rows, 4});
+  // One for all, or a row each.
+  if (tensors[6].dim() == 2) {
+    rules.bias = list.next<const float>("bias", ScalarType::Float, {rows, vocab});
+    rules.bias_stride = vocab;
+  } else {
+    rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!(rules.repetition_penalty[row] > 0.0f)) {
+      fail(op, "token_rules.repetition_penalty[", row, "] is ", rules.repetition_penalty[row],
+           "; expected a number above 0");
+    }
+    const beam::TimestampRule rule = rules.timestamp_rule(row);
+    if (!rule.is_on()) continue;
+    const bool fits = rule.first >= 1 && rule.first < vocab && rule.end >= 0 &&
+                      rule.end < rule.first && rule.begin >= 0 && rule.last_initial < vocab;
+    if (!fits) {
+      fail(op, "token_rules.timestamps[", row, "] is ", rule.first, ", ", rule.end, ", ",
+           rule.begin, ", ", rule.last_initial, "; expected the first timestamp, 1 to ", vocab - 1,
+           ", an end token below it, a length, and a timestamp below ", vocab, " or -1");
+    }
+  }
+  return rules;
+}
+
+}  // namespace lmdecode::decoder

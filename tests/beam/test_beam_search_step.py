@@ -1,0 +1,183 @@
+"""The op that does a step of ``BeamSearch`` on the CPU, and the ops that do it on other devices."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from lmdecode import BeamRequest, BeamSearch, Trie
+from lmdecode._ops import ops
+from lmdecode.beam.engine import search as beam_search
+from lmdecode.beam.engine.choice import CpuChooser
+from lmdecode.beam.engine.device_passes import DeviceChooser
+from lmdecode.beam.engine.plan import make_plan
+from tests.support.beam_searches import random_request
+from tests.support.cases import bits
+
+VOCAB = 40
+
+
+def random_life(seed: int) -> list[Any]:
+    """Requests of every kind that come, go and are cancelled; return all that they gave."""
+    choice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    traces: list[Any] = []
+    engine = BeamSearch(on_step=traces.append if seed % 2 else None)
+    tries = [
+        Trie([[choice.randrange(VOCAB) for _ in range(choice.randint(1, 4))] for _ in range(9)])
+        for _ in range(2)
+    ]
+    source = 5 * (seed % 3 > 0)
+    given: list[Any] = []
+    for _ in range(40):
+        if choice.random() < 0.3:
+            engine.insert(_random_request(choice, tries, source > 0))
+        if engine.running and choice.random() < 0.05:
+            given.append(engine.cancel(choice.choice(engine.running)))
+        logits = torch.randn(engine.num_rows, VOCAB, generator=generator) * 2
+        if choice.random() < 0.3:
+            logits = logits.round()
+        if choice.random() < 0.1:
+            logits[:, choice.randrange(VOCAB)] = choice.choice((float("nan"), float("inf")))
+        if choice.random() < 0.1:
+            logits[:, 2:] = -float("inf")
+        options: dict[str, Any] = {}
+        if source:
+            options["attention"] = torch.rand(engine.num_rows, source, generator=generator)
+        if choice.random() < 0.2:
+            words = (engine.num_rows, -(-VOCAB // 32))
+            options["token_bitmask"] = torch.randint(1 << 30, words, generator=generator).int()
+        if choice.random() < 0.3:
+            logits = logits.t().contiguous().t()
+        dtype = choice.choice((torch.float32, torch.bfloat16))
+        given += engine.step(logits.to(dtype), **options)
+        given.append(engine.input_ids())
+        for result in engine.pop_finished():
+            given += [result.sequences, result.scores, result.log_probs, result.status]
+    return [*given, repr(traces)]
+
+
+def _random_request(choice: random.Random, tries: list[Trie], covers: bool) -> BeamRequest:
+    request = random_request(choice, VOCAB)
+    if request.rules == "scorer":
+        return request
+    changes: dict[str, Any] = {"coverage_penalty": choice.choice((0.0, 0.3)) if covers else 0.0}
+    if request.num_beam_groups == 1 and choice.random() < 0.4:
+        changes["trie"] = choice.choice(tries)
+    return replace(request, **changes)
+
+
+def _assert_same(left: Any, right: Any, case: object) -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(bits(left), bits(right)), case
+    elif isinstance(left, tuple | list):
+        assert len(left) == len(right), case
+        for pair in zip(left, right, strict=True):
+            _assert_same(*pair, case)
+    else:
+        assert left == right, case
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_op_and_the_ops_of_devices_choose_alike(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on CUDA is made of ops that also run on the CPU."""
+    by_op = random_life(seed)
+    monkeypatch.setattr(beam_search, "CpuChooser", DeviceChooser)
+    _assert_same(by_op, random_life(seed), seed)
+
+
+def step_arguments(**changes: Any) -> list[Any]:
+    """Return arguments of the op: a search of two groups, and one that has just begun."""
+    engine = BeamSearch(VOCAB)
+    engine.insert(
+        BeamRequest([1, 2], max_new_tokens=4, num_beams=4, num_beam_groups=2,
+                    diversity_penalty=0.5, eos_token_id=[2], pad_token_id=0)
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    engine.step(torch.randn(1, VOCAB, generator=generator))
+    engine.insert(
+        BeamRequest([3], max_new_tokens=4, num_beams=3, eos_token_id=[2], pad_token_id=0,
+                    trie=Trie([[4, 2], [5, 2]]), repetition_penalty=1.2)
+    )  # fmt: skip
+    store = engine._store
+    plan = make_plan(engine._running)
+    chooser = CpuChooser(plan, store, VOCAB)
+    arguments = {
+        "logits": torch.randn(engine.num_rows, VOCAB, generator=generator),
+        "state": chooser._state,
+        "parameters": chooser._parameters,
+        "rules": chooser._rules,
+        "searches": chooser._numbers,
+        "nodes": chooser._nodes,
+        "num_candidates": chooser._count,
+        "next_rows": plan.num_next_rows,
+        "token_bitmask": torch.full((engine.num_rows, 2), -1, dtype=torch.int32),
+        "bonus": torch.zeros(3, store.num_beams),
+        "trace": chooser._new_trace(),
+    }
+    assert not set(changes) - set(arguments)
+    return list({**arguments, **changes}.values())
+
+
+def test_opcheck() -> None:
+    opcheck(torch.ops.lmdecode.beam_search_step_.default, tuple(step_arguments()))
+    opcheck(torch.ops.lmdecode.beam_search_step_.default, tuple(step_arguments(trace=[])))
+
+
+def _with(place: tuple[int, int], value: int) -> torch.Tensor:
+    searches = step_arguments()[4].clone()
+    searches[place] = value
+    return searches
+
+
+def _rules(number: int, value: torch.Tensor) -> list[torch.Tensor]:
+    rules = list(step_arguments()[3])
+    rules[number] = value
+    return rules
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"logits": torch.zeros(5)}, r"logits has shape \[5\]; expected 2 dimensions"),
+    ({"logits": torch.zeros(5, 40, dtype=torch.int64)}, "logits has dtype int64; expected float32"),
+    ({"logits": torch.zeros(5, 0)}, "expected a vocabulary of 1"),
+    ({"logits": torch.zeros(4, VOCAB)}, r"searches.first_row\[1\] is 4; expected 0 to 3"),
+    ({"state": []}, "state has 0 tensors; expected the 14"),
+    ({"parameters": []}, "parameters has 0 tensors; expected the 8"),
+    ({"rules": []}, "token_rules has 0 tensors"),
+    ({"rules": _rules(0, torch.tensor([1.0, -1.0, 1.0]))}, r"repetition_penalty\[1\] is -1"),
+    ({"rules": _rules(5, torch.ones(3, 4, dtype=torch.int64))}, r"timestamps\[0\] is"),
+    ({"rules": _rules(6, torch.zeros(3, 7))}, "token_rules.bias has shape"),
+    ({"rules": _rules(7, torch.tensor([-1, -1, 5]))}, r"trie_numbers\[2\] is 5; expected -1 to 0"),
+    ({"searches": torch.zeros(3, 7, dtype=torch.int64)}, r"searches has shape \[3, 7\]"),
+    ({"searches": torch.zeros(3, 8)}, "searches has dtype float32; expected int64"),
+    ({"searches": _with((0, 0), 99)}, r"slots\[0\] is 99; expected 0 to"),
+    ({"searches": _with((1, 0), 0)}, "expected each slot once"),
+    ({"searches": _with((1, 1), 3)}, r"searches.rule_row\[1\] is 3; expected 0 to 2"),
+    ({"searches": _with((1, 2), -1)}, r"searches.group\[1\] is -1"),
+    ({"searches": _with((1, 3), 3)}, r"searches.rules\[1\] is 3; expected 0 to 2"),
+    ({"searches": _with((2, 4), -1)}, r"searches.first_row\[2\] is -1; expected 0 to 3"),
+    ({"searches": _with((0, 5), 3)}, r"searches.num_rows\[0\] is 3; expected 2 to 2"),
+    ({"searches": _with((2, 6), 6)}, r"searches.next_row\[2\] is 6; expected 0 to 5"),
+    ({"searches": _with((2, 7), 5)}, r"searches.num_earlier\[2\] is 5; expected 0 to 2"),
+    ({"nodes": torch.zeros(2, 2, dtype=torch.int32)}, "nodes has shape"),
+    ({"num_candidates": 0}, r"num_candidates\[0\] is 0"),
+    ({"next_rows": 8}, "next_rows is 8; expected the beams of all searches, 7"),
+    ({"token_bitmask": torch.zeros(5, 1, dtype=torch.int32)}, "token_bitmask has shape"),
+    ({"token_bitmask": torch.zeros(5, 2)}, "token_bitmask has dtype float32"),
+    ({"bonus": torch.zeros(3, 1)}, "bonus has shape"),
+    ({"trace": [torch.zeros(3, 8)]}, "trace has 1 tensors; expected 6"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_arguments_change_nothing(changes: dict[str, Any], message: str) -> None:
+    arguments = step_arguments(**changes)
+    before = [tensor.clone() for tensor in arguments[1]]
+    with pytest.raises(ValueError, match=message):
+        ops.beam_search_step_(*arguments)
+    for kept, tensor in zip(before, arguments[1], strict=True):
+        assert torch.equal(bits(tensor), bits(kept))
