@@ -22,6 +22,7 @@ from lmdecode.beam.engine.step_checks import check_step
 from lmdecode.beam.engine.trace import BeamTrace, trace_searches
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import BeamFinal
+from lmdecode.beam.token_rules import TokenRules
 
 __all__ = ["BeamSearch", "RowTokens", "StepOutput"]
 
@@ -152,8 +153,16 @@ class BeamSearch:
 
     # ---- requests
 
-    def insert(self, request: BeamRequest) -> Hashable:
+    def insert(self, request: BeamRequest, *, token_rules: TokenRules | None = None) -> Hashable:
         """Add a request; the next call has one more row, the last, for the end of its prompt.
+
+        Parameters
+        ----------
+        request : BeamRequest
+            The search.
+        token_rules : TokenRules, optional
+            Of one slot, in place of those that the request's parameters make: see
+            ``lmdecode.beam.token_rules``.
 
         Returns
         -------
@@ -174,7 +183,8 @@ class BeamSearch:
             request.trie.check_device(f"{_OP}.insert", self._store.device, of)
         request_id = self._ids.new(request)
         self._step = None  # even if there is an error, its numbers of beams may be out of date
-        self._running.append(RunningSearch(request, request_id, self._store.acquire(request)))
+        slots = self._store.acquire(request)
+        self._running.append(RunningSearch(request, request_id, slots, token_rules=token_rules))
         self._ids.add(request_id)
         return request_id
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.places import Places
@@ -209,6 +211,34 @@ class Engine:
             grammar=grammar,
             **parameters,
         )
+        return self._submit(sequence)
+
+    def submit_search(
+        self, search: BeamRequest, *, token_rules: TokenRules | None = None
+    ) -> Request:
+        """Let a search find texts, as ``submit`` does with its parameters.
+
+        Parameters
+        ----------
+        search : BeamRequest
+            Without ``coverage_penalty``; its ``request_id`` is not looked at.
+        token_rules : TokenRules, optional
+            Of one slot, in place of those that the parameters of ``search`` make: see
+            ``lmdecode.beam.token_rules``.
+
+        Returns
+        -------
+        Request
+            Its tokens come when the search has ended.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Names what does not fit; nothing has been submitted then.
+        """
+        return self._submit(self._submission.search_of(self, search, token_rules))
+
+    def _submit(self, sequence: WrittenSequence) -> Request:
         with self._wake:
             self._arrived.append(sequence)
             self._wake.notify_all()
@@ -412,6 +442,8 @@ class Engine:
 
     def _inputs(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
         """Return a step's tokens and entries: the logits of those who draw come first."""
+        if not parts and not self._drawn.running:
+            return self._searched.tokens, self._searched.entries
         ids = [sequence.last for sequence in self._drawn.running]
         entries = [(sequence.places[0], 1, 0, 1) for sequence in self._drawn.running]
         add_parts([part for part in parts if isinstance(part[0], DrawnSequence)], ids, entries)

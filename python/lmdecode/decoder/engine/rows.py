@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
+from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
 from lmdecode.sampling.compact import CompactSampler, Results
@@ -127,11 +128,13 @@ class DrawnSequence(WrittenSequence):
 
 
 class SearchedSequence(WrittenSequence):
-    """One that searches; ``search`` is its request to ``BeamSearch``."""
+    """One that searches; ``search`` and ``token_rules`` are what ``BeamSearch`` is told."""
 
-    def __init__(self, request: Request, search: BeamRequest) -> None:
+    def __init__(
+        self, request: Request, search: BeamRequest, token_rules: TokenRules | None = None
+    ) -> None:
         super().__init__(request, search.max_new_tokens, tuple(search.eos_token_id))
-        self.search = search
+        self.search, self.token_rules = search, token_rules
         self.id: Hashable = None
 
     @property
@@ -299,31 +302,54 @@ class SearchedRows:
         self.running: dict[Hashable, SearchedSequence] = {}
         self.places: list[int] = []
         self.tokens: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._places = list(range(caches.sequences))  # of all sequences
+        self._entries: Tensor | None = None  # None: rows have changed
+
+    @property
+    def entries(self) -> Tensor:
+        """[rows, 4] int64, as ``CausalCaches.forward`` takes them: a token of each row."""
+        if self._entries is None:
+            entries = [(place, 1, 0, 1) for place in self.places]
+            kind: Any = {"dtype": torch.int64, "device": "cpu"}
+            self._entries = torch.tensor(entries, **kind).view(-1, 4)
+        return self._entries
 
     def begin(self, sequence: SearchedSequence) -> None:
         """Take a sequence whose prompt has been read: its logits come last in the next step."""
-        sequence.id = self._search.insert(sequence.search)
+        sequence.id = self._search.insert(sequence.search, token_rules=sequence.token_rules)
         self.running[sequence.id] = sequence
-        self.places.append(sequence.places[0])
+        self._set_places([*self.places, sequence.places[0]])
 
     def end(self, sequence: SearchedSequence) -> None:
         """Let a sequence that has not ended go."""
         kept = self._search.cancel(sequence.id)
-        self.places = [self.places[row] for row in kept.tolist()]
+        self._set_places([self.places[row] for row in kept.tolist()])
         self.tokens = self.tokens[kept]
         del self.running[sequence.id]
+
+    def _set_places(self, places: list[int]) -> None:
+        if places != self.places:
+            self.places, self._entries = places, None
 
     def step(self, logits: Tensor) -> list[Ended]:
         """Choose the next beams; return the sequences that have ended, which run no more."""
         output = self._search.step(logits)
-        before, parents = self.places, output.parents.tolist()
-        self.tokens, self.places = output.tokens, []
-        for id_, rows in self._search.row_ranges().items():
-            self.places += self.running[id_].places[: len(rows)]
-        sources = torch.arange(self._caches.sequences, device="cpu")
-        for place, parent in zip(self.places, parents, strict=True):
-            sources[place] = before[parent]
-        self._caches.reorder(sources)
+        before, self.tokens = self.places, output.tokens
+        self._set_places(
+            [
+                place
+                for id_, rows in self._search.row_ranges().items()
+                for place in self.running[id_].places[: len(rows)]
+            ]
+        )
+        sources = [before[parent] for parent in output.parents.tolist()]
+        if sources != self.places:
+            all_sources = self._places.copy()
+            for place, source in zip(self.places, sources, strict=True):
+                all_sources[place] = source
+            self._caches.reorder(torch.tensor(all_sources, device="cpu"))
+        if not output.finished:
+            return []
         ended = []
         for result in self._search.pop_finished():
             ended.append(self._ended(self.running[result.request_id], result))

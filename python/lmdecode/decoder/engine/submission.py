@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from lmdecode._checks import MAX_INT, check_bool, check_int, is_int, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
+from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.engine.request import Driver, Request
 from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
 from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
@@ -34,7 +35,7 @@ _MOST_LOGPROBS = 64
 # submit() has names of its own for the others.
 _BEAM_PARAMETERS = tuple(
     field.name
-    for field in fields(BeamRequest)
+    for field in dataclasses.fields(BeamRequest)
     if field.name
     not in ("prompt_ids", "max_new_tokens", "min_new_tokens", "eos_token_id", "request_id")
 )
@@ -75,7 +76,7 @@ class _Asked(NamedTuple):
     grammar: Grammar | None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Submission:
     """What an engine's requests are checked by; attributes are those of the ``Engine``."""
 
@@ -103,11 +104,7 @@ class Submission:
         prompt = self._prompt(prompt_ids)
         new = check_int(_OP, "max_new_tokens", max_new_tokens, 1)
         least = check_int(_OP, "min_tokens", min_tokens, 0)
-        if len(prompt) + new > self.capacity + 1:  # the last token is never read
-            raise ValueError(
-                f"{_OP}: prompt_ids has {len(prompt)} tokens and max_new_tokens is {new}; expected "
-                f"at most {self.capacity + 1} together, the capacity and the last token"
-            )
+        self._check_length(prompt, new)
         ends = self.eos_token_id
         if eos_token_id is not None:
             ends = _tokens("eos_token_id", eos_token_id, self.vocab)
@@ -120,6 +117,13 @@ class Submission:
         if (num_beams or 1) > 1 or parameters.get("trie") is not None:
             return self._searched(asked, parameters)
         return self._drawn(asked, parameters)
+
+    def _check_length(self, prompt: Sequence[int], new: int) -> None:
+        if len(prompt) + new > self.capacity + 1:  # the last token is never read
+            raise ValueError(
+                f"{_OP}: prompt_ids has {len(prompt)} tokens and max_new_tokens is {new}; expected "
+                f"at most {self.capacity + 1} together, the capacity and the last token"
+            )
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
         prompt = _tokens("prompt_ids", prompt_ids, self.vocab)
@@ -149,6 +153,24 @@ class Submission:
             min_new_tokens=asked.least,
             **given,
         )
+        self._check_search(search)
+        return SearchedSequence(asked.request, search)
+
+    def search_of(
+        self, driver: Driver, search: BeamRequest, token_rules: TokenRules | None
+    ) -> SearchedSequence:
+        """Return the sequence of a search; arguments are those of ``Engine.submit_search``."""
+        if not isinstance(search, BeamRequest):
+            raise type_error(_OP, "search", search, "a BeamRequest")
+        self._check_length(search.prompt_ids, search.max_new_tokens)
+        self._check_search(search)
+        return SearchedSequence(
+            Request(tuple(search.prompt_ids), driver),
+            dataclasses.replace(search, request_id=None),
+            token_rules,
+        )
+
+    def _check_search(self, search: BeamRequest) -> None:
         if search.num_beams > self.max_requests:
             raise ValueError(
                 f"{_OP}: num_beams is {search.num_beams}; expected at most {self.max_requests}, "
@@ -170,7 +192,6 @@ class Submission:
                 )
         if search.trie is not None:
             search.trie.check_vocab(_OP, self.vocab)
-        return SearchedSequence(asked.request, search)
 
     def _drawn(self, asked: _Asked, parameters: dict[str, Any]) -> DrawnSequence:
         seed, grammar = asked.seed, asked.grammar

@@ -14,7 +14,10 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt
 from lmdecode.integrations.transformers.beam.generation import beam_search
-from lmdecode.integrations.transformers.decoding.engine_call import write_on_engine
+from lmdecode.integrations.transformers.decoding.engine_call import (
+    search_on_engine,
+    write_on_engine,
+)
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
@@ -271,14 +274,15 @@ def decode_causal(
                 f"max_length: expected at most {padding + most + 1}, as the model has {most} "
                 f"positions, got {config.max_length}"
             )
-        is_plain = not has_beams and all(
-            asked is None for asked in (new_runner, lookup, streamer, stop_strings)
-        )
-        if is_plain:
-            written = write_on_engine(
+        others = (
+            new_runner, lookup, streamer, stop_strings, constraints, force_words_ids,
+            getattr(config, "constraints", None), getattr(config, "force_words_ids", None),
+        )  # fmt: skip
+        if all(asked is None for asked in others):
+            call: list[Any] = [
                 packed, cache_dtype, input_ids, mask, logits_processor, stopping_criteria, config,
-                seed,
-            )  # fmt: skip
+            ]  # fmt: skip
+            written = search_on_engine(*call) if has_beams else write_on_engine(*call, seed=seed)
             if written is not None:
                 return written.to(device)
         new_runner = new_runner or CausalModel

@@ -1,4 +1,4 @@
-"""``generate()`` without beams on an ``Engine``, where nothing of Python's stands between steps."""
+"""``generate()`` on an ``Engine``, where nothing of Python's stands between steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine import Engine, Request
 from lmdecode.integrations.transformers._status import raise_for_status
+from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
+from lmdecode.integrations.transformers.beam.settings import SearchSettings
+from lmdecode.integrations.transformers.decoding.rules import (
+    looks_back,
+    token_rules_of_processors,
+    trie_of_processors,
+)
 from lmdecode.integrations.transformers.generate_call import (
     refuse_other_layers,
     refuse_other_modes,
@@ -29,7 +38,7 @@ from lmdecode.integrations.transformers.sampling.plan import WARPERS, plan_sampl
 from lmdecode.integrations.transformers.sampling.row_sampler import sampler_parameters
 from lmdecode.sampling.sampler_rows import parameters_of_row
 
-__all__ = ["write_on_engine"]
+__all__ = ["search_on_engine", "write_on_engine"]
 
 _MAX_STEP_TOKENS = 512
 # What these ask of a Sampler is the same in every step.
@@ -79,6 +88,26 @@ def _raise_for_failed(requests: list[Request]) -> None:
     )
 
 
+def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[Tensor] | None:
+    """Return the prompts of [rows, S] without padding; None: some have padding within."""
+    seen = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device) != 0
+    if bool((seen[:, 1:] < seen[:, :-1]).any()):
+        return None
+    return [ids[row] for ids, row in zip(input_ids, seen.bool(), strict=True)]
+
+
+def _new_engine(
+    packed: PackedCausalModel, cache_dtype: str, rows: int, prompts: list[Tensor], new: int
+) -> Engine:
+    return Engine(
+        packed,
+        max_requests=rows,
+        capacity=max(1, max(map(len, prompts)) + new - 1),
+        max_step_tokens=max(rows, _MAX_STEP_TOKENS),
+        cache_dtype=cache_dtype,
+    )
+
+
 def write_on_engine(
     packed: PackedCausalModel,
     cache_dtype: str,
@@ -87,6 +116,7 @@ def write_on_engine(
     logits_processor: Any,
     stopping_criteria: Any,
     config: Any,
+    *,
     seed: Any,
 ) -> Tensor | None:
     """Return what ``generate()`` returns; None where an engine cannot write it.
@@ -117,10 +147,10 @@ def write_on_engine(
     vocab = packed.config.vocab_size
     if any(not 0 <= end < vocab for end in ends):
         return None
-    seen = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device) != 0
-    if bool((seen[:, 1:] < seen[:, :-1]).any()):  # padding within a prompt
+    prompts = _prompts(input_ids, mask)
+    if prompts is None:
         return None
-    padding: Any = length - seen.sum(-1)
+    padding: Any = torch.tensor([length - len(prompt) for prompt in prompts])
     do_sample = bool(config.do_sample)
     given = _parameters(logits_processor, do_sample, Rows(length, vocab, padding, {}))
     if given is None:
@@ -131,14 +161,7 @@ def write_on_engine(
     if isinstance(seeds, Tensor) and int(seeds.min()) < 0:
         return None
     noise = seeds.tolist() if isinstance(seeds, Tensor) else seeds
-    prompts = [ids[row] for ids, row in zip(input_ids, seen.bool(), strict=True)]
-    engine = Engine(
-        packed,
-        max_requests=rows,
-        capacity=max(1, max(map(len, prompts)) + new - 1),
-        max_step_tokens=max(rows, _MAX_STEP_TOKENS),
-        cache_dtype=cache_dtype,
-    )
+    engine = _new_engine(packed, cache_dtype, rows, prompts, new)
     requests = [
         engine.submit(
             prompt,
@@ -157,3 +180,82 @@ def write_on_engine(
     fill = 0 if pad is None else int(pad)
     texts = [r._tokens + [fill] * (longest - len(r._tokens)) for r in requests]
     return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype)], dim=1)
+
+
+def _shifted(rules: TokenRules, padding: int) -> TokenRules:
+    """Return rules whose lengths count so much padding as those of a prompt without it."""
+    if not padding:
+        return rules
+    bans, forced = rules.bans.clone(), rules.forced.clone()
+    bans[..., 1:3] -= padding
+    forced[..., 0] -= padding
+    return rules._replace(bans=bans, forced=forced)
+
+
+def search_on_engine(
+    packed: PackedCausalModel,
+    cache_dtype: str,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+) -> Tensor | None:
+    """Return what ``generate()`` with beams returns; None where an engine cannot search so.
+
+    The arguments are those of ``write_on_engine``; input_ids has each prompt ``num_beams`` times.
+    """
+    if config.do_sample or config.return_dict_in_generate or (config.num_beam_groups or 1) > 1:
+        return None
+    vocab, num_beams = packed.config.vocab_size, config.num_beams
+    rows, length = input_ids.shape
+    settings = SearchSettings.of(config, input_ids)
+    ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
+    new = settings.max_length - length
+    fits = num_beams > 1 and rows % num_beams == 0 and not config.low_memory and new > 0
+    fits &= settings.num_return_sequences <= num_beams and not config.diversity_penalty
+    if ends is None or not fits or not 0 <= settings.pad_token < vocab or min(ends, default=0) < 0:
+        return None
+    prompts = _prompts(input_ids, mask)
+    rules = token_rules_of_processors(logits_processor, vocab, has_timestamps=False)
+    if prompts is None or rules is None or bool(rules.diversity_penalty.any()):
+        return None
+    prompts = prompts[::num_beams]
+    if looks_back(rules) and any(len(prompt) < length for prompt in prompts):
+        return None  # transformers' processors look at the padding, too
+    engine = _new_engine(packed, cache_dtype, rows, prompts, new)
+    requests = [
+        engine.submit_search(
+            BeamRequest(
+                prompt,
+                max_new_tokens=new,
+                num_beams=num_beams,
+                num_return_sequences=settings.num_return_sequences,
+                length_penalty=settings.length_penalty,
+                early_stopping=settings.early_stopping,
+                eos_token_id=ends,
+                pad_token_id=settings.pad_token,
+                trie=trie_of_processors(logits_processor, vocab),
+            ),
+            token_rules=_shifted(rules, length - len(prompt)),
+        )
+        for prompt in prompts
+    ]
+    while engine.step():
+        pass
+    if any(request.finish_reason == "error" for request in requests):
+        return None  # whoever searches step by step says in which one
+    texts = []
+    for request in requests:
+        beams = request.result().beams
+        assert beams is not None
+        texts.append([beams.new_tokens(rank) for rank in range(len(beams.lengths))])
+    columns = max((len(tokens) for found in texts for tokens in found), default=0)
+    sequences = torch.full(
+        (len(prompts), settings.num_return_sequences, length + columns), settings.fill
+    )
+    sequences[:, :, :length] = input_ids[::num_beams, None]
+    for prompt, found in enumerate(texts):
+        for rank, tokens in enumerate(found):
+            sequences[prompt, rank, length : length + len(tokens)] = torch.tensor(tokens)
+    return sequences.flatten(0, 1)
