@@ -26,8 +26,7 @@ class CompactSampler:
 
     def __init__(self, rows: int, vocab: int, order: str) -> None:
         self._sampler = Sampler(rows, vocab, order=order, temperature=0.0, seed=0)
-        for row in range(rows):
-            self._sampler.remove(row)
+        self._sampler._remove_all()
         self._results: tuple[tuple[int, int], Results] | None = None
         self.count = 0
 

@@ -33,6 +33,7 @@ from lmdecode.sampling.sampler_rows import (
     parameters_of_row,
     rules_of_row,
     token_tensor,
+    with_seed,
 )
 from lmdecode.sampling.types import SamplerOutput
 
@@ -173,10 +174,15 @@ class Sampler:
         self._defaults = check_parameters(parameters, self.vocab, self.batch)
         # Steps may be taken until the longest text meets its room.
         self._steps, self._most_steps = 0, MAX_INT
-        rows = []
+        rows: list[RowRules] = []
+        before: dict[str, Any] | None = None
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
-            rows.append(rules_of_row(own, order, own.get("seed", 0)))
+            seed = own.pop("seed", 0)
+            # Rows have the same parameters where these are numbers.
+            is_same = own == before
+            rows.append(with_seed(rows[-1], seed) if is_same else rules_of_row(own, order, seed))
+            before = own
         self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
         self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
         state = new_memory(self.batch, self._row_bytes(*self._sizes[1:]))
@@ -222,6 +228,10 @@ class Sampler:
         """End the sequence of a row: it gets index -1 until another begins."""
         row = self._check_row("remove", row)
         self._fields()[row, _ACTIVE] = 0
+        self._count_steps()
+
+    def _remove_all(self) -> None:
+        self._fields()[:, _ACTIVE] = 0
         self._count_steps()
 
     def reorder_(self, rows: Sequence[int] | Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "parameters_of_row",
     "rules_of_row",
     "token_tensor",
+    "with_seed",
 ]
 
 _OP = "Sampler"
@@ -320,6 +321,13 @@ class RowRules:
     numbers: Tensor
     rules: Tensor
     keeps_text: bool
+
+
+def with_seed(rules: RowRules, seed: int) -> RowRules:
+    """Return the rules of a row of the same parameters with another seed."""
+    integers = rules.integers.clone()
+    integers[1] = seed
+    return replace(rules, integers=integers)
 
 
 def _bits(values: list[float]) -> list[int]:
