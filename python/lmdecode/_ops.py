@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from lmdecode._fakes import FAKES
+from lmdecode._fakes import register_fakes
 
 __all__ = ["has_cuda", "ops"]
 
@@ -29,7 +29,6 @@ if not _load("_C"):
 #: Whether the CUDA kernels are loaded: they were built, and this torch has CUDA.
 has_cuda: bool = torch.version.cuda is not None and _load("_C_cuda")
 
-for _name, _fake in FAKES.items():
-    torch.library.register_fake(f"lmdecode::{_name}", _fake)
+register_fakes()
 
 ops = torch.ops.lmdecode
