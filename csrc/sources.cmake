@@ -1,6 +1,5 @@
 # What csrc is compiled from, and how its kernels are compiled for each level: the one list, which the build of the
-# libraries (CMakeLists.txt) and that of the C++ tests (tests/cpp/CMakeLists.txt) both include. Not here: the
-# bindings and the CUDA kernels, which only the libraries have.
+# libraries (CMakeLists.txt) and that of the C++ tests (tests/cpp/CMakeLists.txt) both include.
 
 # ---- CPU kernels: each file compiled once for each level (csrc/simd/vec.h)
 
@@ -65,6 +64,66 @@ set(CPU_SOURCES
   sampling/top_k_top_p_sample_cpu.cpp
   simd/cpu_capability.cpp)
 
+# ---- the bindings of ops: in _C for CPU tensors and in _C_cuda for CUDA tensors; in _C alone; in _C_cuda alone
+
+set(BINDING_SOURCES
+  bindings/beam_finalize.cpp
+  bindings/beam_step.cpp
+  bindings/copy_blocks.cpp
+  bindings/log_softmax_top_k.cpp
+  bindings/merge_attention_states.cpp
+  bindings/reorder_cache.cpp
+  bindings/ring_cache_append.cpp
+  bindings/sampler_step.cpp
+  bindings/sliding_window_attention.cpp
+  bindings/sliding_window_decode.cpp
+  bindings/top_k_top_p_sample.cpp
+  bindings/trie_step.cpp
+  bindings/update_beam_indirection.cpp)
+set(CPU_BINDING_SOURCES
+  bindings/beam_search_step.cpp
+  bindings/block_table.cpp
+  bindings/causal_caches.cpp
+  bindings/causal_checks.cpp
+  bindings/causal_forward.cpp
+  bindings/cpu_capability.cpp
+  bindings/decoder_checks.cpp
+  bindings/decoder_layer.cpp
+  bindings/decoding_read_memory.cpp
+  bindings/decoding_steps.cpp
+  bindings/encoder_forward.cpp
+  bindings/faster_transformer_decoding.cpp
+  bindings/gather_tree.cpp
+  bindings/norms.cpp
+  bindings/packed_linear.cpp
+  bindings/prompt_lookup.cpp
+  bindings/refused_tensors.cpp
+  bindings/sampler.cpp
+  bindings/schema.cpp
+  bindings/trie_build.cpp)
+set(CUDA_BINDING_SOURCES bindings/decoder_step_cuda.cpp)
+
+# ---- CUDA kernels
+
+set(CUDA_KERNEL_SOURCES
+  attention/merge_attention_states_cuda.cu
+  attention/sliding_window_attention_cuda.cu
+  attention/sliding_window_attention_rule_cuda.cu
+  attention/sliding_window_decode_cuda.cu
+  beam/beam_finalize_cuda.cu
+  beam/beam_step_cuda.cu
+  beam/log_softmax_top_k_cuda.cu
+  beam/trie_rows_cuda.cu
+  beam/trie_step_cuda.cu
+  decoder/step_attention_cuda.cu
+  decoder/step_rows_cuda.cu
+  kv_cache/copy_blocks_cuda.cu
+  kv_cache/reorder_cache_cuda.cu
+  kv_cache/ring_cache_append_cuda.cu
+  kv_cache/update_beam_indirection_cuda.cu
+  sampling/sampler_cuda.cu
+  sampling/top_k_top_p_sample_cuda.cu)
+
 # ---- the persistent KV store: no torch, but SQLite
 
 set(STORE_SOURCES
@@ -93,7 +152,8 @@ set(STORE_SOURCES
   store/store_transfer.cpp
   store/token_chain.cpp)
 
-foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES CPU_SOURCES STORE_SOURCES)
+foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES CPU_SOURCES BINDING_SOURCES CPU_BINDING_SOURCES
+             CUDA_BINDING_SOURCES CUDA_KERNEL_SOURCES STORE_SOURCES)
   list(TRANSFORM ${list} PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 endforeach()
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,107 +23,32 @@ def op_names() -> list[str]:
     return sorted(name for name in names if name.startswith("lmdecode::"))
 
 
-def test_ops() -> None:
-    """A new op belongs here, and into the opchecks below or in its area's folder."""
-    assert op_names() == [
-        "lmdecode::beam_finalize",
-        "lmdecode::beam_search_step_",
-        "lmdecode::beam_step",
-        "lmdecode::block_table_append_",
-        "lmdecode::block_table_reorder_",
-        "lmdecode::causal_caches_reorder_",
-        "lmdecode::causal_caches_start_",
-        "lmdecode::causal_caches_truncate_",
-        "lmdecode::causal_forward_",
-        "lmdecode::causal_workspace_bytes",
-        "lmdecode::copy_blocks_",
-        "lmdecode::cpu_capability",
-        "lmdecode::decoder_activate_",
-        "lmdecode::decoder_add_norm_",
-        "lmdecode::decoder_cross_attention",
-        "lmdecode::decoder_cross_cache_",
-        "lmdecode::decoder_embed",
-        "lmdecode::decoder_layer",
-        "lmdecode::decoder_self_attention_",
-        "lmdecode::decoding_read_memory_",
-        "lmdecode::decoding_steps_",
-        "lmdecode::decoding_workspace_bytes",
-        "lmdecode::dequantize_gguf",
-        "lmdecode::encoder_forward",
-        "lmdecode::faster_transformer_decoding_",
-        "lmdecode::gather_tree",
-        "lmdecode::layer_norm",
-        "lmdecode::log_softmax_top_k",
-        "lmdecode::log_softmax_top_k.processed",
-        "lmdecode::log_softmax_top_k.trie",
-        "lmdecode::merge_attention_states",
-        "lmdecode::pack_gguf_linear",
-        "lmdecode::pack_gguf_linear.out",
-        "lmdecode::pack_linear",
-        "lmdecode::pack_linear.out",
-        "lmdecode::pack_quantized_linear",
-        "lmdecode::packed_linear",
-        "lmdecode::packed_linear.out",
-        "lmdecode::prompt_lookup",
-        "lmdecode::reorder_cache_",
-        "lmdecode::repack_linear",
-        "lmdecode::ring_cache_append_",
-        "lmdecode::rms_norm",
-        "lmdecode::sampler_accept_",
-        "lmdecode::sampler_copy_",
-        "lmdecode::sampler_insert_",
-        "lmdecode::sampler_rewind_",
-        "lmdecode::sampler_row_bytes",
-        "lmdecode::sampler_step_",
-        "lmdecode::sampler_verify_",
-        "lmdecode::sliding_window_attention",
-        "lmdecode::sliding_window_decode",
-        "lmdecode::top_k_top_p_sample",
-        "lmdecode::top_k_top_p_sample.out",
-        "lmdecode::trie_build",
-        "lmdecode::trie_step",
-        "lmdecode::update_beam_indirection_",
-    ]
+@dataclass(frozen=True)
+class Schema:
+    """An entry of csrc/bindings/op_schemas.h: where a new op is registered, and nowhere else."""
+
+    name: str
+    is_cpu_only: bool
+
+
+def schemas() -> list[Schema]:
+    text = (BINDINGS / "op_schemas.h").read_text()
+    text = re.sub(r"//[^\n]*", "", text[text.index("kOpSchemas[] = {") :])
+    found = re.findall(r'\{"([\w.]+)\(.*?(Devices::kCpuOnly)?\}', text, re.DOTALL)
+    return [Schema(f"lmdecode::{name}", bool(devices)) for name, devices in found]
+
+
+needs_sources = pytest.mark.skipif(not BINDINGS.is_dir(), reason="csrc is in source checkouts only")
+
+
+@needs_sources
+def test_every_schema_is_an_op() -> None:
+    assert sorted(schema.name for schema in schemas()) == op_names()
 
 
 @pytest.mark.parametrize("name", op_names())
 def test_every_op_has_a_fake(name: str) -> None:
     assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
-
-
-# What has no CUDA kernel: the C++ loop of a decoder, a step of a decoder-only model, packed weights
-# and the norms between them, drafts, the building of tries. On devices the loop is one of ops and
-# cuBLAS's products.
-CPU_ONLY = {
-    "lmdecode::beam_search_step_",
-    "lmdecode::causal_caches_reorder_",
-    "lmdecode::causal_caches_start_",
-    "lmdecode::causal_caches_truncate_",
-    "lmdecode::causal_forward_",
-    "lmdecode::decoder_layer",
-    "lmdecode::decoding_read_memory_",
-    "lmdecode::decoding_steps_",
-    "lmdecode::dequantize_gguf",
-    "lmdecode::encoder_forward",
-    "lmdecode::faster_transformer_decoding_",
-    "lmdecode::gather_tree",
-    "lmdecode::layer_norm",
-    "lmdecode::pack_gguf_linear",
-    "lmdecode::pack_gguf_linear.out",
-    "lmdecode::pack_linear",
-    "lmdecode::pack_linear.out",
-    "lmdecode::pack_quantized_linear",
-    "lmdecode::packed_linear",
-    "lmdecode::packed_linear.out",
-    "lmdecode::prompt_lookup",
-    "lmdecode::repack_linear",
-    "lmdecode::rms_norm",
-    "lmdecode::sampler_accept_",
-    "lmdecode::sampler_copy_",
-    "lmdecode::sampler_insert_",
-    "lmdecode::sampler_rewind_",
-    "lmdecode::trie_build",
-}
 
 
 def has_kernel(name: str, device: str) -> bool:
@@ -151,22 +77,26 @@ def test_ops_without_a_cpu_kernel() -> None:
 @pytest.mark.parametrize("name", op_names())
 def test_every_op_has_its_kernels(name: str) -> None:
     assert has_kernel(name, "CPU") or name in DEVICE_ONLY
-    # Of those in CPU_ONLY it is one that throws (test_refused_tensors.py).
+    # Of those of the CPU alone it is one that throws (test_refused_tensors.py).
     if lmdecode.has_cuda():
         assert has_kernel(name, "CUDA")
 
 
-@pytest.mark.skipif(not BINDINGS.is_dir(), reason="csrc is in source checkouts only")
+@needs_sources
 def test_ops_without_a_cuda_kernel() -> None:
     """As the sources have it, where there is no CUDA to ask."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    in_sources = {
+    lists = (BINDINGS.parent / "sources.cmake").read_text()
+    in_cuda_library = {
         f"lmdecode::{name}"
-        for path in BINDINGS.glob("*_cuda.cpp")
-        for name in re.findall(r'm\.impl\("([^"]+)"', path.read_text())
+        for sources in re.findall(r"set\((?:CUDA_)?BINDING_SOURCES([^)]*)\)", lists)
+        for path in sources.split()
+        for name in re.findall(r'm\.impl\("([^"]+)"', (BINDINGS.parent / path).read_text())
     }
     everywhere = {name for name in op_names() if has(name, "CompositeExplicitAutograd")}
-    assert set(op_names()) - in_sources - everywhere == CPU_ONLY
+    assert set(op_names()) - in_cuda_library - everywhere == {
+        schema.name for schema in schemas() if schema.is_cpu_only
+    }
 
 
 @pytest.mark.parametrize("name", op_names())

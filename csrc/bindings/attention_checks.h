@@ -1,5 +1,4 @@
-// Arguments of sliding_window_attention and sliding_window_decode to kernel parameters: shared by
-// the CPU and the CUDA library.
+// Arguments of sliding_window_attention and sliding_window_decode to kernel parameters.
 #pragma once
 
 #include <cmath>
@@ -33,7 +32,7 @@ class AttentionArguments {
                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_kv,
                      const OptionalTensor& attn_mask, bool true_is_visible,
                      const AttentionOptions& options)
-      : op_(op), q_(q) {
+      : op_(op), q_(q), arguments_(op, "q", q) {
     p.dtype = float_dtype(op, "q", q);
     check_like_q("k", k);
     check_like_q("v", v);
@@ -100,8 +99,8 @@ class AttentionArguments {
 
  private:
   void check_like_q(const char* name, const Tensor& tensor) const {
-    check_same_device(op_, name, tensor, "q", q_);
     check_dtype(op_, name, tensor, dtype_of(q_));
+    arguments_.check_device(name, tensor);
   }
 
   static AttentionStrides head_strides(const Tensor& t) {
@@ -159,8 +158,8 @@ class AttentionArguments {
   }
 
   const int32_t* table_entries(const char* name, const Tensor& table) {
-    check_same_device(op_, name, table, "q", q_);
     check_dtype(op_, name, table, ScalarType::Int);
+    arguments_.check_device(name, table);
     if (table.dim() != 2 || table.size(0) != p.sequences ||
         (table.stride(1) != 1 && table.size(1) > 1)) {
       fail(op_, name, " has shape ", shape_text(table), "; expected [", p.sequences,
@@ -238,9 +237,9 @@ class AttentionArguments {
 
   void check_offsets(const char* name, const Tensor& offsets, int64_t tokens,
                      const char* of) const {
-    check_same_device(op_, name, offsets, "q", q_);
     check_rank(op_, name, offsets, 1, "[sequences + 1]");
     check_dtype(op_, name, offsets, ScalarType::Long);
+    arguments_.check_device(name, offsets);
     if (offsets.size(0) < 1 || !offsets.is_contiguous()) {
       fail(op_, name, " has shape ", shape_text(offsets), "; expected [sequences + 1], contiguous");
     }
@@ -296,45 +295,24 @@ class AttentionArguments {
   }
 
   void set_row_arguments(const AttentionOptions& options) {
-    if (options.sinks) {
-      check_same_device(op_, "sinks", *options.sinks, "q", q_);
-      check_shape(op_, "sinks", *options.sinks, p.q_heads);
-      check_dtype(op_, "sinks", *options.sinks, ScalarType::Float);
-      check_contiguous("sinks", *options.sinks);
-      p.sinks = options.sinks->const_data_ptr<float>();
-    }
+    p.sinks = arguments_.contiguous<const float>("sinks", options.sinks, {p.q_heads});
     if (options.alibi_slopes) {
       const Tensor& slopes = *options.alibi_slopes;
-      check_same_device(op_, "alibi_slopes", slopes, "q", q_);
-      check_dtype(op_, "alibi_slopes", slopes, ScalarType::Float);
-      if (slopes.dim() == 1) {
-        check_shape(op_, "alibi_slopes", slopes, p.q_heads);
-      } else {
-        check_shape(op_, "alibi_slopes", slopes, p.sequences, p.q_heads);
-      }
-      check_contiguous("alibi_slopes", slopes);
-      p.alibi_slopes = slopes.const_data_ptr<float>();
+      p.alibi_slopes = slopes.dim() == 1
+                           ? arguments_.contiguous<const float>("alibi_slopes", slopes, {p.q_heads})
+                           : arguments_.contiguous<const float>("alibi_slopes", slopes,
+                                                                {p.sequences, p.q_heads});
       p.alibi_sequence_stride = slopes.dim() == 1 ? 0 : p.q_heads;
     }
     if (options.kv_lengths) set_kv_lengths(*options.kv_lengths);
     if (options.q_positions) set_q_positions(*options.q_positions);
   }
 
-  void check_contiguous(const char* name, const Tensor& tensor) const {
-    if (!tensor.is_contiguous()) {
-      fail(op_, name, " has strides with gaps; expected a contiguous tensor");
-    }
-  }
-
   void set_kv_lengths(const Tensor& lengths) {
     if (p.cu_seqlens_kv != nullptr) {
       fail(op_, "kv_lengths was given with cu_seqlens_kv; expected one of them");
     }
-    check_same_device(op_, "kv_lengths", lengths, "q", q_);
-    check_shape(op_, "kv_lengths", lengths, p.sequences);
-    check_dtype(op_, "kv_lengths", lengths, ScalarType::Long);
-    check_contiguous("kv_lengths", lengths);
-    p.kv_lengths = lengths.const_data_ptr<int64_t>();
+    p.kv_lengths = arguments_.contiguous<const int64_t>("kv_lengths", lengths, {p.sequences});
     for (int64_t i = 0; lengths.is_cpu() && i < p.sequences; ++i) {
       if (p.kv_lengths[i] < 0 || p.kv_lengths[i] > p.kv_len) {
         fail(op_, "kv_lengths[", i, "] is ", p.kv_lengths[i], "; expected 0 to ", p.kv_len);
@@ -343,18 +321,15 @@ class AttentionArguments {
   }
 
   void set_q_positions(const Tensor& positions) {
-    check_same_device(op_, "q_positions", positions, "q", q_);
-    check_dtype(op_, "q_positions", positions, ScalarType::Long);
-    const bool ragged = p.cu_seqlens_q != nullptr;
-    if (ragged) {
-      check_shape(op_, "q_positions", positions, q_.size(0));
+    const char* const name = "q_positions";
+    if (p.cu_seqlens_q != nullptr) {
+      p.q_positions = arguments_.strided<const int64_t>(name, positions, {q_.size(0)});
       p.position_strides.token = positions.stride(0);
     } else {
-      check_shape(op_, "q_positions", positions, p.sequences, p.q_len);
+      p.q_positions = arguments_.strided<const int64_t>(name, positions, {p.sequences, p.q_len});
       p.position_strides.sequence = positions.stride(0);
       p.position_strides.token = positions.stride(1);
     }
-    p.q_positions = positions.const_data_ptr<int64_t>();
     if (!positions.is_cpu()) return;
     for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
       for (int64_t token = 0; token < p.queries_of(sequence); ++token) {
@@ -381,7 +356,7 @@ class AttentionArguments {
            " was given with cu_seqlens_q; expected none for ragged sequences");
     }
     if (mask) {
-      check_same_device(op_, "attn_mask", *mask, "q", q_);
+      arguments_.check_device("attn_mask", *mask);
       check_rank(op_, "attn_mask", *mask, 4, "[batch or 1, heads or 1, q_tokens, kv_tokens]");
       p.mask_type = dtype_of(*mask) == ScalarType::Bool ? MaskType::kBool : additive_type(*mask);
       p.mask_true_is_visible = true_is_visible;
@@ -390,10 +365,8 @@ class AttentionArguments {
                         mask_stride(*mask, 2, p.q_len), mask_stride(*mask, 3, p.kv_len)};
     }
     if (padding) {
-      check_same_device(op_, "key_padding_mask", *padding, "q", q_);
-      check_shape(op_, "key_padding_mask", *padding, p.sequences, p.kv_len);
-      check_dtype(op_, "key_padding_mask", *padding, ScalarType::Bool);
-      p.key_padding = padding->const_data_ptr<bool>();
+      p.key_padding =
+          arguments_.strided<const bool>("key_padding_mask", *padding, {p.sequences, p.kv_len});
       p.key_padding_strides.sequence = padding->stride(0);
       p.key_padding_strides.token = padding->stride(1);
     }
@@ -412,6 +385,7 @@ class AttentionArguments {
 
   const char* op_;
   const Tensor& q_;
+  const Arguments arguments_;
 };
 
 }  // namespace lmdecode::attention

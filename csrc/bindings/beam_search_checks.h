@@ -19,11 +19,7 @@ struct FieldName {
   std::string text() const { return std::string(of) + field; }
 };
 
-inline std::string sizes_text(std::initializer_list<int64_t> sizes) {
-  std::string text = "[";
-  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
+using lmdecode::sizes_text;
 
 // A tensor whose device all others are to have; asked for it once, since each question to torch
 // takes a few nanoseconds of every step.

@@ -1,50 +1,54 @@
-// beam_step on CPU tensors.
-#include "bindings/beam_step.h"
+// beam_step on either device.
+#include "beam/beam_step.h"
 
 #include "beam/beam_rules.h"
+#include "bindings/beam_search_checks.h"
 #include "bindings/beam_slot_checks.h"
+#include "bindings/device.h"
 
 namespace lmdecode::beam {
 namespace {
 
+constexpr const char* kOp = "beam_step";
+
 void check_row_offsets(const BeamStepParams& p) {
-  const char* const op = kBeamStepOp;
   if (p.offsets.data == nullptr) return;
   if (p.offsets.at(0, 0) != 0 || p.offsets.at(p.requests, 0) != p.rows) {
-    fail(op, "row_offsets takes the rows ", p.offsets.at(0, 0), " to ", p.offsets.at(p.requests, 0),
-         "; expected 0 to ", p.rows);
+    fail(kOp, "row_offsets takes the rows ", p.offsets.at(0, 0), " to ",
+         p.offsets.at(p.requests, 0), "; expected 0 to ", p.rows);
   }
   for (int64_t r = 0; r < p.requests; ++r) {
     const int64_t slot = p.slots.data == nullptr ? r : p.slots.at(r, 0);
     const int64_t beams = p.parameters.num_beams[slot];
     if (p.offsets.at(r + 1, 0) - p.offsets.at(r, 0) != beams) {
-      fail(op, "row_offsets gives request ", r, " the rows ", p.offsets.at(r, 0), " to ",
+      fail(kOp, "row_offsets gives request ", r, " the rows ", p.offsets.at(r, 0), " to ",
            p.offsets.at(r + 1, 0), "; expected as many as its num_beams, ", beams);
     }
   }
 }
 
+// What the tensors hold, on the CPU alone: no CUDA kernel is waited for, and each holds it to its
+// ranges itself.
 void check_beam_step(const BeamStepParams& p) {
-  const char* const op = kBeamStepOp;
-  check_slots(op, p.slots, p.requests, p.state.slots);
+  check_slots(kOp, p.slots, p.requests, p.state.slots);
   const bool is_kept = !p.sequences.is_given;
   for (int64_t r = 0; r < p.requests; ++r) {
     const int64_t slot = p.slots.data == nullptr ? r : p.slots.at(r, 0);
-    check_slot(op, p.state, p.parameters, slot, is_kept ? -1 : p.sequences.length);
+    check_slot(kOp, p.state, p.parameters, slot, is_kept ? -1 : p.sequences.length);
     if (is_kept && p.state.done[slot] == 0 && p.state.lengths[slot] >= p.state.capacity) {
-      fail(op, "state.lengths[", slot, "] is ", p.state.lengths[slot],
+      fail(kOp, "state.lengths[", slot, "] is ", p.state.lengths[slot],
            "; expected less than the capacity of the state, ", p.state.capacity,
            ", where a search goes on");
     }
     if (p.parents.data != nullptr && p.parents.at(r, 0) < 0) {
-      fail(op, "parent_offsets[", r, "] is ", p.parents.at(r, 0), "; expected a row");
+      fail(kOp, "parent_offsets[", r, "] is ", p.parents.at(r, 0), "; expected a row");
     }
     const int64_t beams = p.parameters.num_beams[slot];
     for (int64_t i = 0; i < p.num_candidates; ++i) {
       const int64_t beam = p.beams.at(r, i);
       if (beam >= 0 && beam < beams) continue;
       if (BeamSearchSlot(p.state, p.parameters, slot, p.rules).takes_part(p.scores.at(r, i))) {
-        fail(op, "beams[", r, ", ", i, "] is ", beam, "; expected 0 to ", beams - 1,
+        fail(kOp, "beams[", r, ", ", i, "] is ", beam, "; expected 0 to ", beams - 1,
              ", the beams of the request");
       }
     }
@@ -52,15 +56,98 @@ void check_beam_step(const BeamStepParams& p) {
   check_row_offsets(p);
 }
 
-struct Cpu {
-  using Guard = NoGuard;
-  static void check(const BeamStepParams& params) { check_beam_step(params); }
-  static void run(const BeamStepParams& params, const Tensor&) { beam_step_cpu(params); }
-};
+// rows: below 0 where it is not known, which it is to CPU tensors.
+void set_rows(BeamStepParams& p, const std::optional<Tensor>& row_offsets,
+              const std::optional<Tensor>& parent_offsets, int64_t rows, const LikeTensor& like) {
+  p.rows = p.requests * p.state.beams;
+  if (row_offsets) {
+    p.offsets = request_column<int64_t>(kOp, "row_offsets", *row_offsets, ScalarType::Long,
+                                        p.requests + 1, like);
+    if (rows < 0 && !like.tensor.is_cpu()) {
+      fail(kOp, "rows was not given; expected what row_offsets ends in, which nothing waits for");
+    }
+    p.rows = rows < 0 ? p.offsets.at(p.requests, 0) : rows;
+  } else if (rows >= 0 && rows != p.rows) {
+    fail(kOp, "rows is ", rows, "; expected ", p.rows, ", the state's beams for each request");
+  }
+  if (!parent_offsets) return;
+  check_rank(kOp, "parent_offsets", *parent_offsets, 1, "[requests] or more");
+  p.parent_count = parent_offsets->size(0);
+  if (p.parent_count < p.requests) {
+    fail(kOp, "parent_offsets has shape ", shape_text(*parent_offsets), "; expected at least [",
+         p.requests, "]");
+  }
+  p.parents = request_column<int64_t>(kOp, "parent_offsets", *parent_offsets, ScalarType::Long,
+                                      p.parent_count, like);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
+    const std::vector<Tensor>& state, const std::vector<Tensor>& parameters, const Tensor& scores,
+    const Tensor& tokens, const Tensor& beams, const std::optional<Tensor>& log_probs,
+    const std::optional<Tensor>& status, const std::optional<Tensor>& slots,
+    const std::optional<Tensor>& row_offsets, const std::optional<Tensor>& parent_offsets,
+    const std::optional<Tensor>& sequences, const std::optional<Tensor>& stopped,
+    const std::optional<Tensor>& bonus, int64_t rules, int64_t rows) {
+  BeamStepParams p;
+  const Tensor& first = state_sequences(kOp, state);
+  const LikeTensor like(first);
+  p.state = beam_search_state(kOp, state, like);
+  p.parameters = beam_search_parameters(kOp, parameters, p.state.slots, like);
+  p.rules = beam_rules(kOp, rules);
+  check_rank(kOp, "scores", scores, 2, "[requests, candidates]");
+  p.requests = scores.size(0);
+  p.num_candidates = scores.size(1);
+  if (p.num_candidates >= (int64_t{1} << 31)) {
+    fail(kOp, "scores has shape ", shape_text(scores), "; expected fewer than 2^31 candidates");
+  }
+  const auto candidates = [&]<class T>(RequestRows<T>& to, const char* name, const Tensor& tensor,
+                                       ScalarType type) {
+    to = request_rows<T>(kOp, name, tensor, type, p.requests, p.num_candidates, like);
+  };
+  candidates(p.scores, "scores", scores, ScalarType::Float);
+  candidates(p.tokens, "tokens", tokens, ScalarType::Long);
+  candidates(p.beams, "beams", beams, ScalarType::Long);
+  if (log_probs) candidates(p.log_probs, "log_probs", *log_probs, ScalarType::Float);
+  if (stopped) candidates(p.stopped, "stopped", *stopped, ScalarType::Bool);
+  if (bonus) {
+    p.bonus = request_rows<float>(kOp, "bonus", *bonus, ScalarType::Float, p.requests,
+                                  p.state.beams, like);
+  }
+  if (status) {
+    p.status = request_column<uint8_t>(kOp, "status", *status, ScalarType::Byte, p.requests, like);
+  }
+  if (slots) {
+    p.slots = request_column<int64_t>(kOp, "slots", *slots, ScalarType::Long, p.requests, like);
+  } else if (p.requests > p.state.slots) {
+    fail(kOp, "scores has shape ", shape_text(scores), "; expected at most ", p.state.slots,
+         " requests, the slots of the state");
+  }
+  if (sequences) {
+    p.sequences =
+        caller_sequences(kOp, *sequences, p.requests, p.state, p.rules != BeamRules::kScorer, like);
+  }
+  set_rows(p, row_offsets, parent_offsets, rows, like);
+  if constexpr (!kIsCuda) check_beam_step(p);
+  const OnDevice device(first);
+  Tensor next_scores = new_tensor(first, {p.rows}, ScalarType::Float);
+  Tensor next_tokens = new_tensor(first, {p.rows}, ScalarType::Long);
+  Tensor next_parents = new_tensor(first, {p.rows}, ScalarType::Long);
+  Tensor decisions = new_tensor(first, {p.requests, p.num_candidates}, ScalarType::Int);
+  p.next_scores = static_cast<float*>(next_scores.mutable_data_ptr());
+  p.next_tokens = static_cast<int64_t*>(next_tokens.mutable_data_ptr());
+  p.next_parents = static_cast<int64_t*>(next_parents.mutable_data_ptr());
+  p.decisions = static_cast<int32_t*>(decisions.mutable_data_ptr());
+  if (p.requests > 0) {
+    if constexpr (kIsCuda) {
+      beam_step_cuda(p, device.stream());
+    } else {
+      beam_step_cpu(p);
+    }
+  }
+  return {next_scores, next_tokens, next_parents, decisions};
+}
 
 }  // namespace
 }  // namespace lmdecode::beam
 
-STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  m.impl("beam_step", TORCH_BOX((&lmdecode::beam::BeamStepOp<lmdecode::beam::Cpu>::call)));
-}
+LMD_OPS(m) { m.impl("beam_step", TORCH_BOX(&lmdecode::beam::beam_step)); }

@@ -16,15 +16,6 @@ void check_on_cpu(const char* op, const char* name, const Tensor& tensor) {
   fail(op, name, " is on ", device_name(tensor), "; expected cpu, where block tables are kept");
 }
 
-int32_t* int32_data(const char* op, const char* name, const Tensor& tensor, int64_t size,
-                    int64_t columns = -1) {
-  check_on_cpu(op, name, tensor);
-  check_shape(op, name, tensor, size, columns);
-  check_dtype(op, name, tensor, ScalarType::Int);
-  if (!tensor.is_contiguous()) fail(op, name, " is not contiguous; expected it to be");
-  return static_cast<int32_t*>(tensor.mutable_data_ptr());
-}
-
 // The state, checked as far as following it stays within its tensors.
 BlockTable block_table(const char* op, const Tensor& blocks, const Tensor& lengths,
                        const Tensor& ref_counts, const Tensor& free_blocks, const Tensor& counters,
@@ -52,10 +43,14 @@ BlockTable block_table(const char* op, const Tensor& blocks, const Tensor& lengt
   }
   table.num_blocks = static_cast<int32_t>(num_blocks);
   table.blocks = static_cast<int32_t*>(blocks.mutable_data_ptr());
-  table.lengths = int32_data(op, "lengths", lengths, table.rows);
-  table.ref_counts = int32_data(op, "ref_counts", ref_counts, num_blocks);
-  table.free_blocks = int32_data(op, "free_blocks", free_blocks, num_blocks);
-  table.counters = int32_data(op, "counters", counters, kBlockCounters);
+  const auto int32_data = [&](const char* name, const Tensor& tensor, int64_t size) {
+    if (!tensor.is_contiguous()) fail(op, name, " is not contiguous; expected it to be");
+    return Arguments(op).contiguous<int32_t>(name, tensor, {size});
+  };
+  table.lengths = int32_data("lengths", lengths, table.rows);
+  table.ref_counts = int32_data("ref_counts", ref_counts, num_blocks);
+  table.free_blocks = int32_data("free_blocks", free_blocks, num_blocks);
+  table.counters = int32_data("counters", counters, kBlockCounters);
   const int32_t free = table.counters[kFreeBlocks];
   if (free < 0 || free > num_blocks) {
     fail(op, "counters[0] is ", free, "; expected 0 to ", num_blocks, " free blocks");
@@ -76,7 +71,8 @@ void append(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_count
   constexpr const char* kOp = kAppendOp;
   const BlockTable table =
       block_table(kOp, blocks, lengths, ref_counts, free_blocks, counters, block_size);
-  int32_t* const copies_data = int32_data(kOp, "copies", copies, table.rows, 3);
+  int32_t* const copies_data =
+      Arguments(kOp).contiguous<int32_t>("copies", copies, {table.rows, 3});
   check_on_cpu(kOp, "num_tokens", num_tokens);
   check_shape(kOp, "num_tokens", num_tokens, table.rows);
   check_integers(kOp, "num_tokens", num_tokens);

@@ -18,18 +18,12 @@ void check_sequence(const char* op, const PagedCache& cache, int64_t row) {
   check_blocks(op, "caches.blocks", cache.table, row, 0, cache.table.max_blocks);
 }
 
-const int64_t* integers(const char* op, const char* name, const Tensor& tensor,
-                        std::initializer_list<int64_t> sizes) {
-  const Tensors tensors{tensor};
-  TensorList list(op, "", tensors, 1);
-  return list.next<const int64_t>(name, ScalarType::Long, sizes);
-}
-
 void reorder(const Tensors& tensors, const Integers& windows, const Tensor& parents) {
   PagedCache caches[kMaxPagedCaches];
   const int64_t count = paged_caches(kReorderOp, tensors, windows, caches);
   const int64_t rows = caches[0].table.rows;
-  const int64_t* const data = integers(kReorderOp, "parents", parents, {rows});
+  const int64_t* const data =
+      Arguments(kReorderOp).contiguous<const int64_t>("parents", parents, {rows});
   for (int64_t row = 0; row < rows; ++row) {
     check_number(kReorderOp, "parents", row, data[row], 0, rows - 1);
     for (int64_t i = 0; i < count; ++i) check_sequence(kReorderOp, caches[i], row);
@@ -59,7 +53,8 @@ void check_room(const char* op, const PagedCache& cache, const std::vector<int64
 void start(const Tensors& tensors, const Integers& windows, const Tensor& lengths) {
   PagedCache caches[kMaxPagedCaches];
   const int64_t count = paged_caches(kStartOp, tensors, windows, caches);
-  const int64_t* const data = integers(kStartOp, "lengths", lengths, {-1, 2});
+  const int64_t* const data =
+      Arguments(kStartOp).contiguous<const int64_t>("lengths", lengths, {-1, 2});
   const kv_cache::BlockTable& first = caches[0].table;
   int64_t most = kMaxDecoderSize - 1;
   for (int64_t i = 0; i < count; ++i) {
@@ -99,7 +94,8 @@ void start(const Tensors& tensors, const Integers& windows, const Tensor& length
 void truncate(const Tensors& tensors, const Integers& windows, const Tensor& lengths) {
   PagedCache caches[kMaxPagedCaches];
   const int64_t count = paged_caches(kTruncateOp, tensors, windows, caches);
-  const int64_t* const data = integers(kTruncateOp, "lengths", lengths, {-1, 2});
+  const int64_t* const data =
+      Arguments(kTruncateOp).contiguous<const int64_t>("lengths", lengths, {-1, 2});
   const int64_t n = lengths.size(0);
   for (int64_t i = 0; i < n; ++i) {
     const int64_t row = data[2 * i], length = data[2 * i + 1];

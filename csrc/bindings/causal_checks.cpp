@@ -255,7 +255,7 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
     check_rank(op, "caches.pool", pool, 6,
                "[layers, 2, kv_heads, num_blocks, block_size, head_size]");
     if (!cache.is_int8) cache.dtype = float_dtype(op, "caches.pool", pool);
-    cache.pool = list.next<unsigned char>("pool", type, {-1, 2, -1, -1, -1, -1});
+    cache.pool = list.next<unsigned char>("pool", {-1, 2, -1, -1, -1, -1}, type);
     cache.layers = pool.size(0);
     cache.kv_heads = pool.size(2);
     const int64_t num_blocks = pool.size(3);
@@ -268,13 +268,13 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
     table.block_size = static_cast<int32_t>(pool.size(4));
     table.num_blocks = static_cast<int32_t>(num_blocks);
     const Tensor& blocks = list.next_tensor();
-    table.blocks = list.next<int32_t>("blocks", ScalarType::Int, {-1, -1});
+    table.blocks = list.next<int32_t>("blocks", {-1, -1});
     table.rows = blocks.size(0);
     table.max_blocks = table.row_stride = blocks.size(1);
-    table.lengths = list.next<int32_t>("lengths", ScalarType::Int, {table.rows});
-    table.ref_counts = list.next<int32_t>("ref_counts", ScalarType::Int, {num_blocks});
-    table.free_blocks = list.next<int32_t>("free_blocks", ScalarType::Int, {num_blocks});
-    table.counters = list.next<int32_t>("counters", ScalarType::Int, {kv_cache::kBlockCounters});
+    table.lengths = list.next<int32_t>("lengths", {table.rows});
+    table.ref_counts = list.next<int32_t>("ref_counts", {num_blocks});
+    table.free_blocks = list.next<int32_t>("free_blocks", {num_blocks});
+    table.counters = list.next<int32_t>("counters", {kv_cache::kBlockCounters});
     const int32_t free = table.counters[kv_cache::kFreeBlocks];
     if (free < 0 || free > num_blocks) {
       fail(op, "caches.counters[0] is ", free, "; expected 0 to ", num_blocks, " free blocks");

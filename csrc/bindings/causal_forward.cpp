@@ -121,13 +121,12 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   p.num_caches = paged_caches(op, caches, windows, p.caches);
   check_layers(p);
   for (int64_t i = 0; i < p.num_caches; ++i) check_table(p, i);
+  const Arguments arguments(op);
   check_rank(op, "entries", entries, 2, "[entries, 4]");
-  const Tensors work_tensors{tokens, entries};
-  TensorList work(op, "", work_tensors, 2);
-  p.tokens = work.next<const int64_t>("tokens", ScalarType::Long, {-1});
+  p.tokens = arguments.contiguous<const int64_t>("tokens", tokens, {-1});
   static_assert(sizeof(CausalEntry) == 4 * sizeof(int64_t));
   p.entries = reinterpret_cast<const CausalEntry*>(
-      work.next<const int64_t>("entries", ScalarType::Long, {-1, 4}));
+      arguments.contiguous<const int64_t>("entries", entries, {-1, 4}));
   p.num_entries = entries.size(0);
   const int64_t logits = check_entries(p, tokens.numel());
   if (num_logits != logits) {

@@ -7,8 +7,8 @@ namespace lmdecode::decoder {
 
 NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size) {
   NormWeights norm;
-  norm.gamma = list.next_or_null<const float>(gamma, ScalarType::Float, {size});
-  norm.beta = list.next_or_null<const float>(beta, ScalarType::Float, {size});
+  norm.gamma = list.next_or_null<const float>(gamma, {size});
+  norm.beta = list.next_or_null<const float>(beta, {size});
   return norm;
 }
 
@@ -20,7 +20,7 @@ LinearWeights linear_weights(const char* op, TensorList& list, const char* name,
   LinearWeights weights;
   weights.out_features = out_features;
   const int64_t bytes = list.next_tensor().numel();
-  const uint8_t* const packed = list.next<const uint8_t>(name, ScalarType::Byte, {-1});
+  const uint8_t* const packed = list.next<const uint8_t>(name, {-1});
   if (reinterpret_cast<uintptr_t>(packed) % 64 != 0) {
     fail(op, "weights.", name, " is not aligned to 64 bytes; expected what pack_linear returned");
   }
@@ -32,7 +32,7 @@ LinearWeights linear_weights(const char* op, TensorList& list, const char* name,
   if (used != bytes) {
     fail(op, full_name, " has shape [", bytes, "]; expected [", used, "], from config");
   }
-  weights.bias = list.next_or_null<const float>(bias, ScalarType::Float, {out_features});
+  weights.bias = list.next_or_null<const float>(bias, {out_features});
   return weights;
 }
 
@@ -63,8 +63,8 @@ LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig
   if (c.gated) {
     w.ffn_gate = linear("ffn_gate", "ffn_gate_bias", size, c.ffn_size);
   } else {
-    list.next_or_null<const uint8_t>("ffn_gate", ScalarType::Byte, {0});
-    list.next_or_null<const float>("ffn_gate_bias", ScalarType::Float, {0});
+    list.next_or_null<const uint8_t>("ffn_gate", {0});
+    list.next_or_null<const float>("ffn_gate_bias", {0});
   }
   w.ffn_down = linear("ffn_down", "ffn_down_bias", c.ffn_size, size);
   return w;
@@ -76,19 +76,16 @@ DecoderModel::DecoderModel(const char* op, const Tensors& tensors, const Integer
   const DecoderConfig& c = config;
   const size_t expected = kModelTensors + kLayerTensors * static_cast<size_t>(c.layers);
   TensorList list(op, "weights", tensors, expected);
-  weights.embedding =
-      list.next<const float>("embedding", ScalarType::Float, {c.vocab, c.model_size});
+  weights.embedding = list.next<const float>("embedding", {c.vocab, c.model_size});
   const Tensor& positions = list.next_tensor();
-  weights.positions =
-      list.next_or_null<const float>("positions", ScalarType::Float, {-1, c.model_size});
+  weights.positions = list.next_or_null<const float>("positions", {-1, c.model_size});
   if (weights.positions != nullptr) {
     weights.num_positions = positions.size(0) - c.position_offset;
   }
   const Tensor& bias = list.next_tensor();
   weights.has_bias_of_layers = is_bias_of_layers(bias, c);
   weights.relative_bias = list.next_or_null<const float>(
-      "relative_bias", ScalarType::Float,
-      {weights.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
+      "relative_bias", {weights.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
   if (weights.relative_bias != nullptr) weights.num_distances = bias.size(1);
   weights.embedding_norm =
       norm_weights(list, "embedding_norm_gamma", "embedding_norm_beta", c.model_size);
@@ -120,15 +117,13 @@ CacheTensors::CacheTensors(const char* op, const Tensors& tensors, const Decoder
          "; expected fewer than 2^31 rows and positions");
   }
   const auto self = {c.layers, rows, c.heads, capacity, head};
-  caches.self_keys = list.next<float>("self_keys", ScalarType::Float, self);
-  caches.self_values = list.next<float>("self_values", ScalarType::Float, self);
-  cross_keys = list.next<float>("cross_keys", ScalarType::Float,
-                                {c.layers, requests, c.heads, head, source});
-  cross_values = list.next<float>("cross_values", ScalarType::Float,
-                                  {c.layers, requests, c.heads, source, head});
-  memory_lengths = list.next<int64_t>("memory_lengths", ScalarType::Long, {requests});
-  caches.table = list.next<int32_t>("table", ScalarType::Int, {rows, capacity});
-  cached_lengths = list.next<int64_t>("cached_lengths", ScalarType::Long, {requests});
+  caches.self_keys = list.next<float>("self_keys", self);
+  caches.self_values = list.next<float>("self_values", self);
+  cross_keys = list.next<float>("cross_keys", {c.layers, requests, c.heads, head, source});
+  cross_values = list.next<float>("cross_values", {c.layers, requests, c.heads, source, head});
+  memory_lengths = list.next<int64_t>("memory_lengths", {requests});
+  caches.table = list.next<int32_t>("table", {rows, capacity});
+  cached_lengths = list.next<int64_t>("cached_lengths", {requests});
   caches.cross_keys = cross_keys;
   caches.cross_values = cross_values;
   caches.memory_lengths = memory_lengths;

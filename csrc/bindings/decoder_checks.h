@@ -86,12 +86,11 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   return c;
 }
 
-// A list of tensors read one after the other, each contiguous, on the CPU, of a dtype and shape.
-// name: of the argument that is a list; "" where each tensor is an argument of its own.
+// A list of tensors read one after the other, each contiguous and on the CPU.
 class TensorList {
  public:
   TensorList(const char* op, const char* name, const Tensors& tensors, size_t expected)
-      : op_(op), name_(name), tensors_(tensors) {
+      : arguments_(op), prefix_(std::string(name) + "."), tensors_(tensors) {
     if (tensors.size() != expected) {
       fail(op, name, " has ", tensors.size(), " tensors; expected ", expected);
     }
@@ -99,32 +98,24 @@ class TensorList {
 
   // A size below 0 stands for any.
   template <class T>
-  T* next(const char* field, ScalarType type, std::initializer_list<int64_t> sizes) {
-    const Tensor& tensor = tensors_[index_++];
-    const std::string name = *name_ == '\0' ? field : std::string(name_) + "." + field;
-    check_dtype(op_, name.c_str(), tensor, type);
-    bool fits = tensor.dim() == static_cast<int64_t>(sizes.size());
-    for (int64_t i = 0; fits && i < tensor.dim(); ++i) {
-      const int64_t size = sizes.begin()[i];
-      fits = size < 0 || tensor.size(i) == size;
-    }
-    if (!fits) {
-      fail(op_, name, " has shape ", shape_text(tensor), "; expected ", beam::sizes_text(sizes),
-           ", where -1 is any size");
-    }
-    if (!tensor.is_cpu()) fail(op_, name, " is on ", device_name(tensor), "; expected cpu");
-    if (!tensor.is_contiguous()) fail(op_, name, " has strides; expected a contiguous tensor");
-    if constexpr (std::is_const_v<T>) {
-      return static_cast<T*>(tensor.const_data_ptr());
-    } else {
-      return static_cast<T*>(tensor.mutable_data_ptr());
-    }
+  T* next(const char* field, Arguments::Sizes sizes, ScalarType type = scalar_type_of<T>()) {
+    const ArgumentName name(prefix_.c_str(), field);
+    return arguments_.contiguous<T>(name, tensors_[index_++], sizes, nullptr, type);
+  }
+
+  template <class T>
+  T* next(const char* field, ScalarType type, Arguments::Sizes sizes) {
+    return next<T>(field, sizes, type);
+  }
+  template <class T>
+  T* next_or_null(const char* field, ScalarType, Arguments::Sizes sizes) {
+    return next_or_null<T>(field, sizes);
   }
 
   // Null where the tensor is empty.
   template <class T>
-  T* next_or_null(const char* field, ScalarType type, std::initializer_list<int64_t> sizes) {
-    if (next_tensor().numel() > 0) return next<T>(field, type, sizes);
+  T* next_or_null(const char* field, Arguments::Sizes sizes) {
+    if (next_tensor().numel() > 0) return next<T>(field, sizes);
     ++index_;
     return nullptr;
   }
@@ -133,8 +124,8 @@ class TensorList {
   bool is_at_end() const { return index_ == tensors_.size(); }
 
  private:
-  const char* op_;
-  const char* name_;
+  const Arguments arguments_;
+  const std::string prefix_;
   const Tensors& tensors_;
   size_t index_ = 0;
 };

@@ -43,17 +43,16 @@ Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& co
   if (x.size(1) != c.model_size || !x.is_contiguous()) {
     fail(op, "x has shape ", shape_text(x), "; expected [rows, ", c.model_size, "], contiguous");
   }
-  const Tensors index_tensors{cache_rows, positions, requests};
-  TensorList indices(op, "rows", index_tensors, 3);
+  const Arguments arguments(op);
   StepRows step;
   step.count = rows;
-  step.cache_rows = indices.next<const int32_t>("cache_rows", ScalarType::Int, {rows});
-  step.positions = indices.next<const int32_t>("positions", ScalarType::Int, {rows});
-  step.requests = indices.next<const int32_t>("requests", ScalarType::Int, {rows});
-  const Tensors bias_tensors{relative_bias};
-  TensorList bias_list(op, "relative_bias", bias_tensors, 1);
+  step.cache_rows = arguments.contiguous<const int32_t>("cache_rows", cache_rows, {rows});
+  step.positions = arguments.contiguous<const int32_t>("positions", positions, {rows});
+  step.requests = arguments.contiguous<const int32_t>("requests", requests, {rows});
   const float* const bias =
-      bias_list.next_or_null<const float>("relative_bias", ScalarType::Float, {c.heads, -1});
+      relative_bias.numel() == 0
+          ? nullptr
+          : arguments.contiguous<const float>("relative_bias", relative_bias, {c.heads, -1});
   const int64_t distances = bias == nullptr ? 0 : relative_bias.size(1);
   for (int64_t row = 0; row < rows; ++row) {
     check_number(op, "cache_rows", row, step.cache_rows[row], 0, cache.caches.rows - 1);

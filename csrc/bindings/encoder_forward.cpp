@@ -20,16 +20,14 @@ Tensor encoder_forward(const Tensors& weights, const Integers& config, const Num
   const DecoderConfig& c = m.config;
   TensorList list(kOp, "weights", weights,
                   kEncoderTensors + kEncoderLayerTensors * static_cast<size_t>(c.layers));
-  m.embedding =
-      list.next_or_null<const float>("embedding", ScalarType::Float, {c.vocab, c.model_size});
+  m.embedding = list.next_or_null<const float>("embedding", {c.vocab, c.model_size});
   const Tensor& table = list.next_tensor();
-  m.positions = list.next_or_null<const float>("positions", ScalarType::Float, {-1, c.model_size});
+  m.positions = list.next_or_null<const float>("positions", {-1, c.model_size});
   if (m.positions != nullptr) m.num_positions = table.size(0) - c.position_offset;
   const Tensor& bias = list.next_tensor();
   m.has_bias_of_layers = is_bias_of_layers(bias, c);
-  m.relative_bias =
-      list.next_or_null<const float>("relative_bias", ScalarType::Float,
-                                     {m.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
+  m.relative_bias = list.next_or_null<const float>(
+      "relative_bias", {m.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
   if (m.relative_bias != nullptr) {
     m.num_distances = bias.size(1) / 2 + 1;
     if (bias.size(1) % 2 == 0) {
@@ -48,19 +46,18 @@ Tensor encoder_forward(const Tensors& weights, const Integers& config, const Num
     fail(kOp, "tokens and inputs are both ", tokens.has_value() ? "given" : "missing",
          "; expected one of them");
   }
-  const Tensors rows_tensors{tokens.has_value() ? *tokens : *inputs, positions, row_begins};
-  TensorList given(kOp, "", rows_tensors, 3);
+  const Arguments arguments(kOp);
   EncoderForwardParams p;
   p.model = &m;
   if (tokens.has_value()) {
-    p.tokens = given.next<const int64_t>("tokens", ScalarType::Long, {-1});
+    p.tokens = arguments.contiguous<const int64_t>("tokens", *tokens, {-1});
     if (m.embedding == nullptr) fail(kOp, "tokens are given; expected inputs, without embedding");
   } else {
-    p.inputs = given.next<const float>("inputs", ScalarType::Float, {-1, c.model_size});
+    p.inputs = arguments.contiguous<const float>("inputs", *inputs, {-1, c.model_size});
   }
-  const int64_t rows = rows_tensors[0].size(0);
-  p.positions = given.next<const int64_t>("positions", ScalarType::Long, {rows});
-  p.row_begins = given.next<const int64_t>("row_begins", ScalarType::Long, {-1});
+  const int64_t rows = (tokens ? *tokens : *inputs).size(0);
+  p.positions = arguments.contiguous<const int64_t>("positions", positions, {rows});
+  p.row_begins = arguments.contiguous<const int64_t>("row_begins", row_begins, {-1});
   p.sequences = row_begins.size(0) - 1;
   if (p.sequences < 0 || p.row_begins[0] != 0 || p.row_begins[p.sequences] != rows) {
     fail(kOp, "row_begins has ", row_begins.size(0), " entries",

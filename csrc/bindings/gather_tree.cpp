@@ -39,11 +39,13 @@ Tensor gather_tree(const Tensor& step_ids, const Tensor& parent_ids, const Tenso
     fail(op, "end_token is ", end_token, "; expected an int32, as step_ids are");
   }
   const int64_t steps = step_ids.size(0), batch = step_ids.size(1), beams = step_ids.size(2);
-  const Tensors tensors{step_ids, parent_ids, lengths};
-  TensorList list(op, "arguments", tensors, 3);
-  list.next<const void>("step_ids", type, {steps, batch, beams});
-  list.next<const void>("parent_ids", type, {steps, batch, beams});
-  list.next<const void>("max_sequence_lengths", type, {batch});
+  const Arguments arguments(op);
+  const auto check = [&](const char* name, const Tensor& tensor, Arguments::Sizes sizes) {
+    arguments.contiguous<const void>(name, tensor, sizes, nullptr, type);
+  };
+  check("step_ids", step_ids, {steps, batch, beams});
+  check("parent_ids", parent_ids, {steps, batch, beams});
+  check("max_sequence_lengths", lengths, {batch});
   Tensor sequences = new_tensor(step_ids, {steps, batch, beams}, type);
   if (type == ScalarType::Int) {
     run_gather_tree<int32_t>(step_ids, parent_ids, lengths, end_token, sequences);

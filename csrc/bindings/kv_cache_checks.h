@@ -1,5 +1,4 @@
-// What the KV cache ops have in common: tensors as bytes, rows of integers, parents. Shared by the
-// CPU and the CUDA library.
+// What the KV cache ops have in common: tensors as bytes, rows of integers, parents.
 #pragma once
 
 #include <limits>
@@ -26,6 +25,19 @@ inline StridedTensor strided_input(const Tensor& tensor) {
   StridedTensor strided = strided_tensor(tensor);
   strided.data = static_cast<unsigned char*>(const_cast<void*>(tensor.const_data_ptr()));
   return strided;
+}
+
+// Throws where two tensors have a byte in common, between strides too. Expanded dimensions of the
+// first hold the same bytes again.
+inline void check_shares_no_bytes(const char* op, const char* name, const Tensor& tensor,
+                                  const char* other_name, const Tensor& other) {
+  StridedTensor distinct = strided_input(tensor);
+  for (StridedDim& dim : distinct.dims) {
+    if (dim.stride == 0 && dim.size > 1) dim.size = 1;
+  }
+  if (tensors_share_bytes(strided_input(other), distinct)) {
+    fail(op, name, " shares memory with ", other_name, "; expected a tensor of its own");
+  }
 }
 
 inline void check_integers(const char* op, const char* name, const Tensor& tensor) {

@@ -1,4 +1,4 @@
-// The processors of log_softmax_top_k to kernel parameters: shared by the CPU and the CUDA library.
+// The processors of log_softmax_top_k to kernel parameters.
 #pragma once
 
 #include <cmath>
@@ -34,7 +34,7 @@ struct ProcessorArguments {
 class ProcessorChecks {
  public:
   ProcessorChecks(const char* op, const Tensor& logits, const LogSoftmaxTopKParams& params)
-      : op_(op), logits_(logits), params_(params) {}
+      : op_(op), arguments_(op, "logits", logits), params_(params) {}
 
   LogitsProcessors check(const ProcessorArguments& a) const {
     LogitsProcessors p;
@@ -52,11 +52,11 @@ class ProcessorChecks {
       p.sequences = {a.sequences->const_data_ptr<int64_t>(), a.sequences->size(1),
                      a.sequences->stride(0), a.sequences->stride(1), Rows::Per::kBeam};
     }
-    p.lengths = per_request<int64_t>("lengths", p.sequences.size, a.lengths, ScalarType::Long);
-    if (a.lengths && a.sequences && logits_.is_cpu()) check_lengths(p);
+    p.lengths = per_request<int64_t>("lengths", p.sequences.size, a.lengths);
+    if (a.lengths && a.sequences && arguments_.on_cpu()) check_lengths(p);
     p.repetition_penalty =
         per_request<float>("repetition_penalty", number("repetition_penalty", a.repetition_penalty),
-                           a.repetition_penalties, ScalarType::Float);
+                           a.repetition_penalties);
     if (!(p.repetition_penalty.value > 0.0f)) {
       fail(op_, "repetition_penalty is ", a.repetition_penalty,
            "; expected a number above 0 in float32");
@@ -65,22 +65,21 @@ class ProcessorChecks {
       fail(op_, "no_repeat_ngram_size is ", a.no_repeat_ngram_size, "; expected 0 or more");
     }
     p.no_repeat_ngram_size = per_request<int64_t>("no_repeat_ngram_size", a.no_repeat_ngram_size,
-                                                  a.no_repeat_ngram_sizes, ScalarType::Long);
+                                                  a.no_repeat_ngram_sizes);
     p.end_tokens = token_lists("end_tokens", a.end_tokens, /*one_for_all=*/true);
-    p.min_lengths =
-        per_request<int64_t>("min_lengths", a.min_length, a.min_lengths, ScalarType::Long);
+    p.min_lengths = per_request<int64_t>("min_lengths", a.min_length, a.min_lengths);
     p.suppressed_tokens = token_lists("suppressed_tokens", a.suppressed_tokens, true);
     p.diversity_tokens = token_lists("diversity_tokens", a.diversity_tokens, false);
     p.diversity_penalty =
         per_request<float>("diversity_penalty", number("diversity_penalty", a.diversity_penalty),
-                           a.diversity_penalties, ScalarType::Float);
+                           a.diversity_penalties);
     if (a.forced_tokens) p.forced_tokens = forced(*a.forced_tokens);
     if (a.bias) {
-      p.bias = matrix<float>("bias", *a.bias, ScalarType::Float, params_.vocab, true);
+      p.bias = matrix<float>("bias", *a.bias, params_.vocab, true);
     }
     if (a.token_bitmask) {
-      p.token_bitmask = matrix<int32_t>("token_bitmask", *a.token_bitmask, ScalarType::Int,
-                                        (params_.vocab + 31) / 32, false);
+      p.token_bitmask =
+          matrix<int32_t>("token_bitmask", *a.token_bitmask, (params_.vocab + 31) / 32, false);
     }
     const bool looks_back = a.repetition_penalty != 1.0 || a.repetition_penalties ||
                             a.no_repeat_ngram_size != 0 || a.no_repeat_ngram_sizes;
@@ -100,8 +99,8 @@ class ProcessorChecks {
   static constexpr int64_t kMaxTokens = int64_t{1} << 28;
 
   void check_tensor(const char* name, const Tensor& tensor, ScalarType type) const {
-    check_same_device(op_, name, tensor, "logits", logits_);
     check_dtype(op_, name, tensor, type);
+    arguments_.check_device(name, tensor);
   }
 
   float number(const char* name, double value) const {
@@ -112,12 +111,10 @@ class ProcessorChecks {
   }
 
   template <class T>
-  PerRow<T> per_request(const char* name, T value, const OptionalTensor& rows,
-                        ScalarType type) const {
+  PerRow<T> per_request(const char* name, T value, const OptionalTensor& rows) const {
     if (!rows) return {value, nullptr, 0};
-    check_tensor(name, *rows, type);
-    check_shape(op_, name, *rows, params_.requests);
-    return {value, rows->const_data_ptr<T>(), rows->stride(0)};
+    const T* const data = arguments_.strided<const T>(name, *rows, {params_.requests});
+    return {value, data, rows->stride(0)};
   }
 
   void check_lengths(const LogitsProcessors& p) const {
@@ -166,10 +163,10 @@ class ProcessorChecks {
 
   // [requests, columns], [rows, columns] or, for all requests, [columns]
   template <class T>
-  TensorRows<T> matrix(const char* name, const Tensor& tensor, ScalarType type, int64_t columns,
+  TensorRows<T> matrix(const char* name, const Tensor& tensor, int64_t columns,
                        bool one_for_all) const {
     using Rows = TensorRows<T>;
-    check_tensor(name, tensor, type);
+    check_tensor(name, tensor, scalar_type_of<T>());
     const int64_t rank = tensor.dim();
     const bool fits = rank >= 1 && tensor.size(rank - 1) == columns;
     const T* data = tensor.const_data_ptr<T>();
@@ -188,7 +185,7 @@ class ProcessorChecks {
   }
 
   const char* op_;
-  const Tensor& logits_;
+  const Arguments arguments_;
   const LogSoftmaxTopKParams& params_;
 };
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "bindings/linear_checks.h"
+#include "bindings/tensor_checks.h"
 
 namespace lmdecode::linear {
 namespace {
@@ -11,7 +11,8 @@ namespace {
 Tensor norm(const char* op, const Tensor& x, const OptionalTensor& weight,
             const OptionalTensor& bias, double eps, void (*run)(const NormParams&)) {
   check_rank(op, "x", x, 2, "[rows, size]");
-  check_float(op, "x", x);
+  const Arguments arguments(op);
+  arguments.strided<const float>("x", x, {-1, -1});
   if (!(eps >= 0.0) || std::isinf(eps)) {
     fail(op, "eps is ", eps, "; expected a finite number of at least 0");
   }
@@ -21,8 +22,7 @@ Tensor norm(const char* op, const Tensor& x, const OptionalTensor& weight,
   p.eps = static_cast<float>(eps);
   const auto columns = [&](const char* name, const OptionalTensor& tensor, Tensor* copy) {
     if (!tensor) return static_cast<const float*>(nullptr);
-    check_float(op, name, *tensor);
-    check_shape(op, name, *tensor, p.size);
+    arguments.strided<const float>(name, *tensor, {p.size});
     *copy = torch::stable::contiguous(*tensor);
     return static_cast<const float*>(copy->const_data_ptr());
   };

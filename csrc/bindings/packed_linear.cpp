@@ -6,7 +6,6 @@
 #include <limits>
 #include <new>
 
-#include "bindings/linear_checks.h"
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
 #include "common/parallel_workspace.h"
@@ -64,21 +63,6 @@ Tensor new_packed(size_t bytes) {
                                   ScalarType::Byte, &std::free);
 }
 
-// Throws where the two tensors have bytes in common, as far as their spans tell.
-void check_apart(const char* op, const char* name, const Tensor& tensor, const Tensor& out) {
-  if (tensor.numel() == 0 || out.numel() == 0) return;
-  const auto span = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return (last + 1) * static_cast<int64_t>(t.element_size());
-  };
-  const char* a = static_cast<const char*>(tensor.const_data_ptr());
-  const char* b = static_cast<const char*>(out.const_data_ptr());
-  if (a < b + span(out) && b < a + span(tensor)) {
-    fail(op, "out shares memory with ", name, "; expected a tensor of its own");
-  }
-}
-
 // Throws unless a packed weight of this shape may be written to it.
 void check_packed_out(const char* op, const Tensor& out, const PackedLinearShape& shape) {
   const int64_t bytes = static_cast<int64_t>(packed_linear_bytes(shape));
@@ -93,7 +77,7 @@ void check_packed_out(const char* op, const Tensor& out, const PackedLinearShape
 
 PackedLinearShape checked_floats(const Tensor& weight, int64_t format) {
   check_rank(kPackOp, "weight", weight, 2, "[out_features, in_features]");
-  check_float(kPackOp, "weight", weight);
+  Arguments(kPackOp).strided<const float>("weight", weight, {-1, -1});
   const PackedLinearShape shape = checked_shape(kPackOp, weight.size(1), weight.size(0), format);
   if (!rounds_floats(grouped_format(shape.format))) {
     fail(kPackOp, "format is ", format, " (", format_name(shape.format),
@@ -117,7 +101,7 @@ Tensor pack(const Tensor& weight, int64_t format) {
 void pack_out(const Tensor& weight, int64_t format, const Tensor& out) {
   const PackedLinearShape shape = checked_floats(weight, format);
   check_packed_out(kPackOp, out, shape);
-  check_apart(kPackOp, "weight", weight, out);
+  check_apart(kPackOp, "out", out, "weight", weight);
   write_packed(weight, shape, out);
 }
 
@@ -165,7 +149,7 @@ Tensor pack_gguf(const Tensor& blocks, int64_t type) {
 void pack_gguf_out(const Tensor& blocks, int64_t type, const Tensor& out) {
   const PackedLinearShape shape = checked_block_rows(blocks, type);
   check_packed_out(kPackGgufOp, out, shape);
-  check_apart(kPackGgufOp, "blocks", blocks, out);
+  check_apart(kPackGgufOp, "out", out, "blocks", blocks);
   write_packed_blocks(blocks, type, shape, out);
 }
 
@@ -240,11 +224,7 @@ void check_largest(const char* name, const Tensor& tensor, int64_t largest) {
 
 Tensor checked_part(const char* name, const Tensor& tensor, ScalarType dtype, int64_t rows,
                     int64_t columns) {
-  check_dtype(kPackQuantizedOp, name, tensor, dtype);
-  if (!tensor.is_cpu()) {
-    fail(kPackQuantizedOp, name, " is on ", device_name(tensor), "; expected a tensor on cpu");
-  }
-  check_shape(kPackQuantizedOp, name, tensor, rows, columns);
+  Arguments(kPackQuantizedOp).strided<const void>(name, tensor, {rows, columns}, nullptr, dtype);
   return torch::stable::contiguous(tensor);
 }
 
@@ -272,11 +252,7 @@ Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const Optional
 // The weight behind a packed tensor, if it is one of this shape for the kernels of this process.
 PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape) {
   check_rank(kLinearOp, "packed", packed, 1, "the result of pack_linear");
-  check_dtype(kLinearOp, "packed", packed, ScalarType::Byte);
-  if (!packed.is_cpu()) {
-    fail(kLinearOp, "packed is on ", device_name(packed), "; expected a tensor on cpu");
-  }
-  const void* data = packed.const_data_ptr();
+  const void* const data = Arguments(kLinearOp).strided<const uint8_t>("packed", packed, {-1});
   if (!packed.is_contiguous() || reinterpret_cast<uintptr_t>(data) % 64 != 0) {
     fail(kLinearOp,
          "packed is not contiguous, or not aligned to 64 bytes; expected the result of "
@@ -291,8 +267,7 @@ PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape
 const float* checked_matrix(const char* name, const OptionalTensor& tensor, int64_t rows,
                             int64_t columns, Tensor* copy, int64_t* row_stride) {
   if (!tensor) return nullptr;
-  check_float(kLinearOp, name, *tensor);
-  check_shape(kLinearOp, name, *tensor, rows, columns);
+  Arguments(kLinearOp).strided<const float>(name, *tensor, {rows, columns});
   *copy = tensor->stride(1) == 1 || columns <= 1 ? *tensor : torch::stable::contiguous(*tensor);
   *row_stride = copy->stride(0);
   return static_cast<const float*>(copy->const_data_ptr());
@@ -313,7 +288,7 @@ struct LinearArguments {
 template <class MakeOut>
 Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
   check_rank(kLinearOp, "x", a.x, 2, "[rows, in_features]");
-  check_float(kLinearOp, "x", a.x);
+  const auto* const x = Arguments(kLinearOp).strided<const float>("x", a.x, {-1, -1});
   const PackedLinearShape shape = checked_shape(kLinearOp, a.x.size(1), a.out_features, a.format);
   const PackedLinear linear = checked_weight(a.packed, shape);
   const int64_t rows = a.x.size(0);
@@ -325,8 +300,7 @@ Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
   output.activation = static_cast<Activation>(a.activation);
   Tensor bias, multiplier, residual;
   if (a.bias) {
-    check_float(kLinearOp, "bias", *a.bias);
-    check_shape(kLinearOp, "bias", *a.bias, shape.out_features);
+    Arguments(kLinearOp).strided<const float>("bias", *a.bias, {shape.out_features});
     bias = torch::stable::contiguous(*a.bias);
     output.bias = static_cast<const float*>(bias.const_data_ptr());
   }
@@ -345,9 +319,8 @@ Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
   Tensor out = make_out(rows, shape.out_features);
   output.y = static_cast<float*>(out.mutable_data_ptr());
   output.y_stride = out.stride(0);
-  const LinearInput input =
-      prepare_linear_input(shape.format, static_cast<const float*>(a.x.const_data_ptr()),
-                           a.x.stride(0), rows, shape.in_features, memory, element_stride);
+  const LinearInput input = prepare_linear_input(shape.format, x, a.x.stride(0), rows,
+                                                 shape.in_features, memory, element_stride);
   packed_linear(linear, input, output);
   return out;
 }
@@ -366,8 +339,7 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
                 const OptionalTensor& residual, const Tensor& out) {
   multiply({x, packed, out_features, format, bias, activation, multiplier, residual},
            [&](int64_t rows, int64_t columns) {
-             check_float(kLinearOp, "out", out);
-             check_shape(kLinearOp, "out", out, rows, columns);
+             Arguments(kLinearOp).strided<float>("out", out, {rows, columns});
              if (columns > 1 && out.stride(1) != 1) {
                fail(kLinearOp, "out has stride ", out.stride(1),
                     " within a row; expected elements side by side");
@@ -376,11 +348,11 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
                fail(kLinearOp, "out has rows that overlap; expected a row stride of at least ",
                     columns);
              }
-             check_apart(kLinearOp, "x", x, out);
-             check_apart(kLinearOp, "packed", packed, out);
-             if (bias) check_apart(kLinearOp, "bias", *bias, out);
-             if (multiplier) check_apart(kLinearOp, "multiplier", *multiplier, out);
-             if (residual) check_apart(kLinearOp, "residual", *residual, out);
+             check_apart(kLinearOp, "out", out, "x", x);
+             check_apart(kLinearOp, "out", out, "packed", packed);
+             if (bias) check_apart(kLinearOp, "out", out, "bias", *bias);
+             if (multiplier) check_apart(kLinearOp, "out", out, "multiplier", *multiplier);
+             if (residual) check_apart(kLinearOp, "out", out, "residual", *residual);
              return out;
            });
 }

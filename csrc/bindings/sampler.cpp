@@ -1,10 +1,13 @@
-// The ops of lmdecode.Sampler on CPU tensors. Those that make and change rows have no others.
-#include "bindings/sampler.h"
+// The ops of lmdecode.Sampler that make and change rows, on CPU tensors alone. Errors name what
+// users call.
+#include <algorithm>
+
+#include "bindings/sampler_checks.h"
+#include "sampling/sampler_step.h"
 
 namespace lmdecode::sampling {
 namespace {
 
-// As in sampler.h.
 constexpr const char* kInsertOp = "Sampler.insert";
 constexpr const char* kAcceptOp = "Sampler.accept";
 constexpr const char* kRewindOp = "Sampler.rewind";
@@ -24,17 +27,6 @@ SamplerRow& active_row(const char* op, char* memory, int64_t row) {
   return *data;
 }
 
-template <class T>
-const T* vector_of(const char* op, const char* name, const Tensor& tensor, ScalarType type,
-                   int64_t size) {
-  check_rank(op, name, tensor, 1, "[n]");
-  check_dtype(op, name, tensor, type);
-  if (size >= 0) check_shape(op, name, tensor, size);
-  if (!tensor.is_contiguous()) fail(op, name, " has strides; expected a contiguous tensor");
-  if (!tensor.is_cpu()) fail(op, name, " is on ", device_name(tensor), "; expected the cpu");
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
 int64_t row_bytes(int64_t vocab, int64_t text_capacity, int64_t rules_capacity) {
   return layout_of("sampler_row_bytes", vocab, text_capacity, rules_capacity).size;
 }
@@ -46,15 +38,14 @@ void insert(Tensor state, int64_t vocab, int64_t text_capacity, int64_t rules_ca
   p.layout = layout_of(kInsertOp, vocab, text_capacity, rules_capacity);
   check_state(kInsertOp, "state", state, p.layout);
   p.row = row_of(kInsertOp, state, p.layout, row);
-  const auto* ints =
-      vector_of<int64_t>(kInsertOp, "integers", integers, ScalarType::Long, kSamplerIntegers);
+  const Arguments arguments(kInsertOp);
+  const auto* ints = arguments.contiguous<const int64_t>("integers", integers, {kSamplerIntegers});
   std::copy_n(ints, kSamplerIntegers, reinterpret_cast<int64_t*>(&p.integers));
-  const auto* doubles =
-      vector_of<double>(kInsertOp, "numbers", numbers, ScalarType::Double, kSamplerNumbers);
+  const auto* doubles = arguments.contiguous<const double>("numbers", numbers, {kSamplerNumbers});
   std::copy_n(doubles, kSamplerNumbers, reinterpret_cast<double*>(&p.numbers));
-  p.rules = vector_of<int32_t>(kInsertOp, "rules", rules, ScalarType::Int, -1);
+  p.rules = arguments.contiguous<const int32_t>("rules", rules, {-1});
   p.rules_size = rules.size(0);
-  p.prompt = vector_of<int64_t>(kInsertOp, "prompt", prompt, ScalarType::Long, -1);
+  p.prompt = arguments.contiguous<const int64_t>("prompt", prompt, {-1});
   p.prompt_length = prompt.size(0);
   if (p.integers.order < 0 || p.integers.order >= kSamplerOrderCount) {
     fail(kInsertOp, "integers[0], the order, is ", p.integers.order, "; expected 0 to ",
@@ -85,7 +76,7 @@ void accept(Tensor state, int64_t vocab, int64_t text_capacity, int64_t rules_ca
   check_state(kAcceptOp, "state", state, layout);
   char* memory = row_of(kAcceptOp, state, layout, row);
   const SamplerRow& data = active_row(kAcceptOp, memory, row);
-  const auto* ids = vector_of<int64_t>(kAcceptOp, "tokens", tokens, ScalarType::Long, -1);
+  const auto* ids = Arguments(kAcceptOp).contiguous<const int64_t>("tokens", tokens, {-1});
   const int64_t count = tokens.size(0);
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= vocab) {
@@ -118,16 +109,14 @@ void copy(Tensor to, int64_t text_capacity, int64_t rules_capacity, const Tensor
   const SamplerLayout target = layout_of(kCopyOp, vocab, text_capacity, rules_capacity);
   const SamplerLayout source = layout_of(kCopyOp, vocab, from_text_capacity, from_rules_capacity);
   check_state(kCopyOp, "from", from, source);
-  check_rank(kCopyOp, "to", to, 2, "[batch, bytes]");
-  check_dtype(kCopyOp, "to", to, ScalarType::Byte);
-  check_shape(kCopyOp, "to", to, from.size(0), target.size);
-  if (!to.is_contiguous()) fail(kCopyOp, "to has strides; expected a contiguous tensor");
+  const Arguments arguments(kCopyOp);
+  char* out = reinterpret_cast<char*>(
+      arguments.contiguous<uint8_t>("to", to, {from.size(0), target.size}, "[batch, bytes]"));
   if (target.text_capacity < source.text_capacity ||
       target.rules_capacity < source.rules_capacity) {
     fail(kCopyOp, "text_capacity and rules_capacity are ", text_capacity, " and ", rules_capacity,
          "; expected at least those of from, ", from_text_capacity, " and ", from_rules_capacity);
   }
-  char* out = static_cast<char*>(to.mutable_data_ptr());
   const char* in = static_cast<const char*>(from.const_data_ptr());
   for (int64_t row = 0; row < from.size(0); ++row) {
     if (const char* wrong = wrong_row(in + row * source.size, source)) {
@@ -143,12 +132,6 @@ void copy(Tensor to, int64_t text_capacity, int64_t rules_capacity, const Tensor
   }
 }
 
-void run_step(const SamplerStepParams& params, const Tensor&) { sampler_step_cpu(params); }
-void run_verify(const SamplerVerifyParams& params, const Tensor&) { sampler_verify_cpu(params); }
-
-constexpr auto kStep = &step<run_step, NoGuard>;
-constexpr auto kVerify = &verify<run_verify, NoGuard>;
-
 }  // namespace
 }  // namespace lmdecode::sampling
 
@@ -157,8 +140,6 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("sampler_accept_", TORCH_BOX(&lmdecode::sampling::accept));
   m.impl("sampler_rewind_", TORCH_BOX(&lmdecode::sampling::rewind));
   m.impl("sampler_copy_", TORCH_BOX(&lmdecode::sampling::copy));
-  m.impl("sampler_step_", TORCH_BOX(lmdecode::sampling::kStep));
-  m.impl("sampler_verify_", TORCH_BOX(lmdecode::sampling::kVerify));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {

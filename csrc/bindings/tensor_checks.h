@@ -8,11 +8,14 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "bindings/torch_error_check.h"
 #include "common/half.h"
@@ -101,10 +104,150 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
   }
 }
 
-// What selects the device of a CPU tensor: nothing.
-struct NoGuard {
-  explicit NoGuard(const Tensor&) {}
+inline std::string sizes_text(std::initializer_list<int64_t> sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+// The dtype of tensors of T.
+template <class T>
+constexpr ScalarType scalar_type_of() {
+  using Element = std::remove_const_t<T>;
+  if constexpr (std::is_same_v<Element, float>) return ScalarType::Float;
+  if constexpr (std::is_same_v<Element, double>) return ScalarType::Double;
+  if constexpr (std::is_same_v<Element, int64_t>) return ScalarType::Long;
+  if constexpr (std::is_same_v<Element, int32_t>) return ScalarType::Int;
+  if constexpr (std::is_same_v<Element, uint8_t>) return ScalarType::Byte;
+  if constexpr (std::is_same_v<Element, bool>) return ScalarType::Bool;
+  if constexpr (std::is_same_v<Element, Half>) return ScalarType::Half;
+}
+
+// The pointer of a tensor: of one that is only read where T is const.
+template <class T>
+T* data_of(const Tensor& tensor) {
+  if constexpr (std::is_const_v<T>) {
+    return static_cast<T*>(tensor.const_data_ptr());
+  } else {
+    return static_cast<T*>(tensor.mutable_data_ptr());
+  }
+}
+
+// A tensor as errors name it, such as `state.scores`; put together in an error alone.
+struct ArgumentName {
+  const char* of;
+  const char* field = "";
+
+  ArgumentName(const char* name) : of(name) {}
+  ArgumentName(const char* of, const char* field) : of(of), field(field) {}
+  std::string text() const { return std::string(of) + field; }
 };
+
+// Reads the tensor arguments of one call: each a pointer, once its dtype, shape, strides and device
+// are what the op expects.
+class Arguments {
+ public:
+  using Sizes = std::initializer_list<int64_t>;
+
+  // All tensors are to be on the CPU.
+  explicit Arguments(const char* op) : op_(op) {}
+  // All tensors are to be on the device of `like`, which is asked for it once: each question to
+  // torch takes some two nanoseconds of every call.
+  Arguments(const char* op, const char* like_name, const Tensor& like)
+      : op_(op), like_name_(like_name), like_(&like) {
+    ask_device(like, &device_type_, &device_index_);
+  }
+
+  const char* op() const { return op_; }
+  bool on_cpu() const { return device_type_ == 0; }
+
+  void check_device(ArgumentName name, const Tensor& tensor) const {
+    int32_t type = 0, index = 0;
+    ask_device(tensor, &type, &index);
+    if (type == device_type_ && (index == device_index_ || type == 0)) return;
+    if (like_ == nullptr) {
+      fail(op_, name.text(), " is on ", device_name(tensor), "; expected cpu");
+    }
+    fail(op_, name.text(), " is on ", device_name(tensor), "; expected the device of ", like_name_,
+         ", ", device_name(*like_));
+  }
+
+  // A size below 0 stands for any. shape: the sizes in words.
+  void check_sizes(ArgumentName name, const Tensor& tensor, Sizes sizes,
+                   const char* shape = nullptr) const {
+    const auto given = tensor.sizes();
+    if (given.size() == sizes.size() &&
+        std::equal(sizes.begin(), sizes.end(), given.begin(), [](int64_t expected, int64_t size) {
+          return expected < 0 || expected == size;
+        })) {
+      return;
+    }
+    if (shape != nullptr) {
+      fail(op_, name.text(), " has shape ", shape_text(tensor), "; expected ", shape, ", here ",
+           sizes_text(sizes));
+    }
+    const bool has_any =
+        std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size < 0; });
+    fail(op_, name.text(), " has shape ", shape_text(tensor), "; expected ", sizes_text(sizes),
+         has_any ? ", where -1 is any size" : "");
+  }
+
+  void check_contiguous(ArgumentName name, const Tensor& tensor) const {
+    if (tensor.is_contiguous()) return;
+    fail(op_, name.text(), " has strides; expected a contiguous tensor");
+  }
+
+  // Of any strides.
+  template <class T>
+  T* strided(ArgumentName name, const Tensor& tensor, Sizes sizes, const char* shape = nullptr,
+             ScalarType type = scalar_type_of<T>()) const {
+    if (dtype_of(tensor) != type) check_dtype(op_, name.text().c_str(), tensor, type);
+    check_sizes(name, tensor, sizes, shape);
+    check_device(name, tensor);
+    return data_of<T>(tensor);
+  }
+
+  template <class T>
+  T* contiguous(ArgumentName name, const Tensor& tensor, Sizes sizes, const char* shape = nullptr,
+                ScalarType type = scalar_type_of<T>()) const {
+    T* const data = strided<T>(name, tensor, sizes, shape, type);
+    check_contiguous(name, tensor);
+    return data;
+  }
+
+  // Null where there is none.
+  template <class T>
+  T* contiguous(ArgumentName name, const OptionalTensor& tensor, Sizes sizes,
+                const char* shape = nullptr, ScalarType type = scalar_type_of<T>()) const {
+    return tensor ? contiguous<T>(name, *tensor, sizes, shape, type) : nullptr;
+  }
+
+ private:
+  static void ask_device(const Tensor& tensor, int32_t* type, int32_t* index) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), index));
+  }
+
+  const char* op_;
+  const char* like_name_ = "";
+  const Tensor* like_ = nullptr;
+  int32_t device_type_ = 0, device_index_ = 0;  // 0: the CPU
+};
+
+// Throws where two tensors may have bytes in common: as far as the spans of their memory tell.
+inline void check_apart(const char* op, const char* name, const Tensor& tensor,
+                        const char* other_name, const Tensor& other) {
+  if (tensor.numel() == 0 || other.numel() == 0) return;
+  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto end = [&](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return begin(t) + (last + 1) * static_cast<int64_t>(t.element_size());
+  };
+  if (begin(tensor) < end(other) && begin(other) < end(tensor)) {
+    fail(op, name, " shares memory with ", other_name, "; expected a tensor of its own");
+  }
+}
 
 // A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
 // dispatcher takes longer than a small row.

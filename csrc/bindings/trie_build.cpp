@@ -1,20 +1,13 @@
-// trie_build, which is of the CPU alone, and trie_step on CPU tensors.
+// trie_build, on CPU tensors alone.
 #include <algorithm>
 
 #include "beam/token_trie_build.h"
-#include "bindings/trie_checks.h"
+#include "bindings/tensor_checks.h"
 
 namespace lmdecode::beam {
 namespace {
 
-constexpr const char* kBuildOp = "trie_build";
-
-const int64_t* integers(const char* name, const Tensor& tensor) {
-  check_rank(kBuildOp, name, tensor, 1, "[n]");
-  check_dtype(kBuildOp, name, tensor, ScalarType::Long);
-  if (!tensor.is_contiguous()) fail(kBuildOp, name, " has strides; expected a contiguous tensor");
-  return tensor.const_data_ptr<int64_t>();
-}
+constexpr const char* kOp = "trie_build";
 
 template <class T>
 Tensor tensor_of(const Tensor& like, const std::vector<T>& values, ScalarType type) {
@@ -24,25 +17,26 @@ Tensor tensor_of(const Tensor& like, const std::vector<T>& values, ScalarType ty
 }
 
 std::tuple<Tensor, Tensor, Tensor> trie_build(const Tensor& tokens, const Tensor& offsets) {
-  const int64_t* const token = integers("tokens", tokens);
-  const int64_t* const offset = integers("offsets", offsets);
+  const Arguments arguments(kOp);
+  const int64_t* const token = arguments.contiguous<const int64_t>("tokens", tokens, {-1});
+  const int64_t* const offset = arguments.contiguous<const int64_t>("offsets", offsets, {-1});
   const int64_t sequences = offsets.size(0) - 1, size = tokens.size(0);
-  if (sequences < 0) fail(kBuildOp, "offsets has shape [0]; expected [sequences + 1]");
+  if (sequences < 0) fail(kOp, "offsets has shape [0]; expected [sequences + 1]");
   if (sequences >= (int64_t{1} << 32)) {
-    fail(kBuildOp, "offsets has ", sequences, " sequences; expected fewer than 2^32");
+    fail(kOp, "offsets has ", sequences, " sequences; expected fewer than 2^32");
   }
   if (offset[0] != 0 || offset[sequences] != size) {
-    fail(kBuildOp, "offsets go from ", offset[0], " to ", offset[sequences], "; expected 0 to ",
-         size, ", the number of tokens");
+    fail(kOp, "offsets go from ", offset[0], " to ", offset[sequences], "; expected 0 to ", size,
+         ", the number of tokens");
   }
   // All offsets before a token is read by one.
   for (int64_t i = 0; i < sequences; ++i) {
     if (offset[i + 1] == offset[i]) {
-      fail(kBuildOp, "sequence ", i, " is empty; expected at least one token");
+      fail(kOp, "sequence ", i, " is empty; expected at least one token");
     }
     if (offset[i + 1] < offset[i] || offset[i + 1] > size) {
-      fail(kBuildOp, "offsets[", i + 1, "] is ", offset[i + 1], "; expected ", offset[i] + 1,
-           " to ", size);
+      fail(kOp, "offsets[", i + 1, "] is ", offset[i + 1], "; expected ", offset[i] + 1, " to ",
+           size);
     }
   }
   const int64_t* const bad =
@@ -50,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> trie_build(const Tensor& tokens, const Tensor
   if (bad != token + size) {
     const int64_t at = bad - token;
     const int64_t sequence = std::upper_bound(offset, offset + sequences, at) - offset - 1;
-    fail(kBuildOp, "token ", at - offset[sequence], " of sequence ", sequence, " is ", *bad,
+    fail(kOp, "token ", at - offset[sequence], " of sequence ", sequence, " is ", *bad,
          "; expected 0 to 2^31 - 1");
   }
   const TokenTrieArrays trie = build_token_trie(token, offset, sequences);
@@ -59,16 +53,9 @@ std::tuple<Tensor, Tensor, Tensor> trie_build(const Tensor& tokens, const Tensor
           tensor_of(tokens, trie.ends, ScalarType::Byte)};
 }
 
-void run_step(const TrieStepParams& params, const Tensor&) {
-  for (int64_t i = 0; i < params.size; ++i) params.step(i);
-}
-
 }  // namespace
 }  // namespace lmdecode::beam
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
-  using namespace lmdecode;
-  using namespace lmdecode::beam;
-  m.impl("trie_build", TORCH_BOX(&trie_build));
-  m.impl("trie_step", TORCH_BOX((&trie_step<run_step, NoGuard>)));
+  m.impl("trie_build", TORCH_BOX(&lmdecode::beam::trie_build));
 }
