@@ -1,7 +1,11 @@
 #include "bindings/causal_checks.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <memory>
 
 #include "bindings/packed_weight_checks.h"
 
@@ -10,14 +14,27 @@ namespace {
 
 constexpr size_t kConfigEntries = 16, kNumbers = 6;
 
-// Parts of one memory.
+// The header of a packed weight, as it was when the weight was checked.
+struct CheckedHeader {
+  const void* place;
+  linear::PackedHeader header;
+
+  explicit CheckedHeader(const void* place) : place(place) {
+    std::memcpy(&header, place, sizeof(header));
+  }
+  bool is_there() const { return std::memcmp(&header, place, sizeof(header)) == 0; }
+};
+
+// Parts of one memory. Adds the headers of packed weights to `headers`.
 class WeightParts {
  public:
-  WeightParts(const char* op, const Tensor& memory, const int64_t* row)
+  WeightParts(const char* op, const Tensor& memory, const int64_t* row,
+              std::vector<CheckedHeader>* headers)
       : op_(op),
         memory_(static_cast<const char*>(memory.const_data_ptr())),
         bytes_(memory.numel()),
-        row_(row) {}
+        row_(row),
+        headers_(headers) {}
 
   // Null where there is none.
   template <class T>
@@ -61,9 +78,11 @@ class WeightParts {
     const char* const packed = static_cast<const char*>(take(name, sizeof(linear::PackedHeader)));
     if (packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
     int64_t used = 0;
-    return check_packed_parts(op_, std::string("weights.") + name, packed,
-                              memory_ + bytes_ - packed, in_features, out_features, format,
-                              ", from config", parts, most, &used);
+    const int64_t count =
+        check_packed_parts(op_, std::string("weights.") + name, packed, memory_ + bytes_ - packed,
+                           in_features, out_features, format, ", from config", parts, most, &used);
+    for (int64_t i = 0; i < count; ++i) headers_->emplace_back(parts[i].packed);
+    return count;
   }
 
   const void* take(const char* name, int64_t bytes) {
@@ -80,6 +99,7 @@ class WeightParts {
   const char* const memory_;
   const int64_t bytes_;
   const int64_t* row_;
+  std::vector<CheckedHeader>* const headers_;
 };
 
 void check_bytes(const char* op, const char* name, const Tensor& tensor) {
@@ -143,20 +163,57 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   return m;
 }
 
-CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, const Tensor& layout,
-                                       const Integers& config, const Numbers& numbers)
-    : model(causal_model_sizes(op, config, numbers, &rotary_scales)) {
+namespace {
+
+// A model whose weights have been checked, and what the checks looked at.
+struct CheckedModel {
+  std::vector<CausalLayer> layers;
+  std::vector<float> rotary_scales;
+  CausalModel model;
+
+  CheckedModel(const char* op, const Tensor& memory, const Tensor& layout, const Integers& config,
+               const Numbers& numbers);
+  CheckedModel(const CheckedModel&) = delete;
+  CheckedModel& operator=(const CheckedModel&) = delete;
+
+  // layout: contiguous int64 on the CPU.
+  bool is_of(const Tensor& memory, const Tensor& layout, const Integers& config,
+             const Numbers& numbers) const {
+    if (memory_ != memory.const_data_ptr() || bytes_ != memory.numel() ||
+        static_cast<int64_t>(layout_.size()) != layout.numel() || config_ != config ||
+        numbers_ != numbers ||
+        !std::equal(layout_.begin(), layout_.end(), data_of<const int64_t>(layout))) {
+      return false;
+    }
+    return std::all_of(headers_.begin(), headers_.end(),
+                       [](const CheckedHeader& header) { return header.is_there(); });
+  }
+
+ private:
+  const void* memory_;
+  int64_t bytes_;
+  Integers layout_, config_;
+  Numbers numbers_;
+  std::vector<CheckedHeader> headers_;
+};
+
+CheckedModel::CheckedModel(const char* op, const Tensor& memory, const Tensor& layout,
+                           const Integers& config, const Numbers& numbers)
+    : model(causal_model_sizes(op, config, numbers, &rotary_scales)),
+      memory_(memory.const_data_ptr()),
+      bytes_(memory.numel()),
+      config_(config),
+      numbers_(numbers) {
   const DecoderConfig& c = model.config;
-  check_bytes(op, "weights", memory);
-  check_dtype(op, "layout", layout, ScalarType::Long);
   if (!layout.is_cpu() || layout.dim() != 2 || layout.size(0) != c.layers + 1 ||
       layout.size(1) != kLayoutColumns || !layout.is_contiguous()) {
     fail(op, "layout has shape ", shape_text(layout), "; expected [", c.layers + 1, ", ",
          kLayoutColumns, "], contiguous, on cpu");
   }
   model.rotary_scales = rotary_scales.data();
-  const int64_t* const rows = static_cast<const int64_t*>(layout.const_data_ptr());
-  WeightParts parts(op, memory, rows);
+  const int64_t* const rows = data_of<const int64_t>(layout);
+  layout_.assign(rows, rows + layout.numel());
+  WeightParts parts(op, memory, rows, &headers_);
   switch (model.embedding_format) {
     case EmbeddingFormat::kLogits:
       parts.skip();
@@ -209,7 +266,7 @@ CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, con
     layer.rotary = number("rotary", 1, -1, model.num_rotary - 1);
     layer.cache = number("cache", 2, 0, kMaxPagedCaches - 1);
     layer.cache_layer = number("cache_layer", 3, 0, c.layers - 1);
-    WeightParts of_layer(op, memory, row + 4);
+    WeightParts of_layer(op, memory, row + 4, &headers_);
     LayerWeights& w = layer.weights;
     w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);
     w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, c.qkv_size());
@@ -231,6 +288,28 @@ CausalModelTensors::CausalModelTensors(const char* op, const Tensor& memory, con
     layers.push_back(layer);
   }
   model.layers = layers.data();
+}
+
+}  // namespace
+
+const CausalModel& checked_causal_model(const char* op, const Tensor& memory, const Tensor& layout,
+                                        const Integers& config, const Numbers& numbers) {
+  check_bytes(op, "weights", memory);
+  check_dtype(op, "layout", layout, ScalarType::Long);
+  const bool is_readable = layout.is_cpu() && layout.is_contiguous() && layout.dim() == 2 &&
+                           layout.size(1) == kLayoutColumns;
+  // As many models as a thread is likely to take turns with.
+  static thread_local std::array<std::unique_ptr<const CheckedModel>, 4> kept;
+  static thread_local size_t oldest = 0;
+  for (const auto& checked : kept) {
+    if (is_readable && checked != nullptr && checked->is_of(memory, layout, config, numbers)) {
+      return checked->model;
+    }
+  }
+  auto& place = kept[oldest];
+  place = std::make_unique<const CheckedModel>(op, memory, layout, config, numbers);
+  oldest = (oldest + 1) % kept.size();
+  return place->model;
 }
 
 int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,

@@ -13,19 +13,15 @@ namespace lmdecode::decoder {
 // each part lies, in bytes, -1 where there is none; and for layers four numbers before these.
 constexpr int64_t kLayoutColumns = 22;
 
-// The weights, in one memory, with the layers that they refer to.
-struct CausalModelTensors {
-  std::vector<CausalLayer> layers;
-  std::vector<float> rotary_scales;
-  CausalModel model;
-
-  // Whether there is the cache that a layer names is not checked here, but in causal_forward_,
-  // which has the caches.
-  CausalModelTensors(const char* op, const Tensor& memory, const Tensor& layout,
-                     const Integers& config, const Numbers& numbers);
-  CausalModelTensors(const CausalModelTensors&) = delete;
-  CausalModelTensors& operator=(const CausalModelTensors&) = delete;
-};
+// The weights, in one memory, with the layers that they refer to. Whether there is the cache that a
+// layer names is checked in causal_forward_, which has the caches.
+//
+// They are checked once, and not at every step: where all that the checks look at is as it was, so
+// is what they found. That is the place and the size of the memory, the layout, config and numbers,
+// and in the memory the header of each packed weight. The last results of a thread are kept.
+// Valid until the thread's next call.
+const CausalModel& checked_causal_model(const char* op, const Tensor& memory, const Tensor& layout,
+                                        const Integers& config, const Numbers& numbers);
 
 // config and numbers alone.
 CausalModel causal_model_sizes(const char* op, const Integers& config, const Numbers& numbers,

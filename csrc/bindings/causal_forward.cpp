@@ -115,9 +115,9 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
                       const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
                       int64_t num_logits, int64_t max_rows) {
   const char* const op = kForwardOp;
-  const CausalModelTensors model(op, memory, layout, config, numbers);
+  const CausalModel& model = checked_causal_model(op, memory, layout, config, numbers);
   CausalForwardParams p;
-  p.model = &model.model;
+  p.model = &model;
   p.num_caches = paged_caches(op, caches, windows, p.caches);
   check_layers(p);
   for (int64_t i = 0; i < p.num_caches; ++i) check_table(p, i);
@@ -138,14 +138,14 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   p.max_rows = max_rows;
   check_dtype(op, "workspace", workspace, ScalarType::Byte);
   const int64_t bytes = static_cast<int64_t>(
-      causal_workspace_bytes(model.model, max_rows, p.sequences(), p.caches[0].table.max_blocks));
+      causal_workspace_bytes(model, max_rows, p.sequences(), p.caches[0].table.max_blocks));
   if (!workspace.is_cpu() || !workspace.is_contiguous() || workspace.numel() < bytes ||
       reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % 64 != 0) {
     fail(op, "workspace has ", workspace.numel(), " bytes on ", device_name(workspace),
          "; expected at least ", bytes, " on cpu, aligned to 64");
   }
   p.workspace = workspace.mutable_data_ptr();
-  Tensor out = new_tensor(workspace, {num_logits, model.model.config.vocab}, ScalarType::Float);
+  Tensor out = new_tensor(workspace, {num_logits, model.config.vocab}, ScalarType::Float);
   p.logits = static_cast<float*>(out.mutable_data_ptr());
   causal_forward_cpu(p);
   return out;

@@ -244,6 +244,35 @@ def test_weights_that_lie_elsewhere() -> None:
     check_refused(ops.causal_forward_, arguments, "weights have no embedding; expected it")
 
 
+def test_weights_that_change_between_steps() -> None:
+    """What a step has checked is checked again where it is not as it was, in place or elsewhere."""
+    caches = running("llama", "int8")
+    arguments = arguments_of(caches)
+    ops.causal_forward_(*arguments)
+    arguments = forward_arguments(caches, Entry(0, random_tokens(1), False))
+    memory, layout = arguments[WEIGHTS], arguments[LAYOUT]
+    for row, column in [(0, LOGITS), (1, QKV), (2, QKV)]:
+        header = memory[int(layout[row, column]) :][:8]
+        good = header.clone()
+        header[4] = 100
+        check_refused(ops.causal_forward_, arguments, "weights.* has format 100; expected 0 to")
+        header[0] += 1
+        check_refused(ops.causal_forward_, arguments, "weights.* holds other bytes than a packed")
+        header.copy_(good)
+    good = int(layout[1, QKV])
+    layout[1, QKV] = 1 << 40
+    check_refused(ops.causal_forward_, arguments, "layout has qkv at byte")
+    layout[1, QKV] = good
+    for shape in [(-1,), (1, *layout.shape)]:  # the same numbers
+        arguments[LAYOUT] = layout.view(shape)
+        check_refused(ops.causal_forward_, arguments, "layout has shape")
+    arguments[LAYOUT] = layout
+    arguments[WEIGHTS] = memory[:-64]
+    check_refused(ops.causal_forward_, arguments, "weights.* has shape|layout has .* at byte")
+    arguments[WEIGHTS] = memory.clone()
+    assert ops.causal_forward_(*arguments).shape == (1, VOCAB)
+
+
 @pytest.mark.parametrize(
     ("place", "change", "message"),
     [
