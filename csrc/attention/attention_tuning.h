@@ -17,8 +17,6 @@ constexpr int64_t kTileRows = 384;
 constexpr int64_t kMinTileRows = 96;
 constexpr int64_t kTilesOfAThread = 8;
 
-// The least time of a parallel task: waking a thread takes about 10 us.
-constexpr double kMinTaskNanoseconds = 25000.0;
 // Of one row, one key and one element of a head, by which work is dealt out.
 constexpr double kNanosecondsPerProduct = 0.02;
 // Of a row that is merged, beside its elements.

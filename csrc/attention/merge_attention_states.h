@@ -6,6 +6,7 @@
 
 #include "attention/sliding_window_attention.h"
 #include "common/float64.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::attention {
 
@@ -56,3 +57,7 @@ void merge_attention_states_cpu(const MergeAttentionStatesParams& params);
 void merge_attention_states_cuda(const MergeAttentionStatesParams& params, void* stream);
 
 }  // namespace lmdecode::attention
+
+LMD_DECLARE_KERNELS(attention,
+                    void merge_attention_states_rows(const MergeAttentionStatesParams& params,
+                                                     int64_t begin, int64_t end);)

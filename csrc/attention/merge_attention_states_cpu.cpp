@@ -1,9 +1,7 @@
 // Rows to threads.
 #include "attention/attention_tuning.h"
 #include "attention/merge_attention_states.h"
-#include "attention/merge_attention_states_levels.h"
-#include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 
 namespace lmdecode::attention {
 
@@ -12,11 +10,8 @@ void merge_attention_states_cpu(const MergeAttentionStatesParams& params) {
   using namespace tuning;
   const double row_nanoseconds =
       kMergeRowNanoseconds + kNanosecondsPerElement * static_cast<double>(params.size);
-  parallel_for(params.rows(), 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 run(params, begin, end);
-               });
+  parallel_rows(params.rows(), row_nanoseconds,
+                [&](int64_t begin, int64_t end) { run(params, begin, end); });
 }
 
 }  // namespace lmdecode::attention

@@ -1,6 +1,5 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/merge_attention_states.h"
-#include "attention/merge_attention_states_levels.h"
 #include "attention/pack.h"
 
 namespace lmdecode::LMD_SIMD::attention {

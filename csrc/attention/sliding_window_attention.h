@@ -17,6 +17,7 @@
 #include "attention/key_places.h"
 #include "attention/key_range.h"
 #include "common/half.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::attention {
 
@@ -147,3 +148,9 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& params);
 void sliding_window_attention_cuda(const SlidingWindowAttentionParams& params, void* stream);
 
 }  // namespace lmdecode::attention
+
+LMD_DECLARE_KERNELS(attention,
+                    void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
+                                                        const AttentionTile* tiles, int64_t begin,
+                                                        int64_t end, int64_t most_rows,
+                                                        void* workspace);)

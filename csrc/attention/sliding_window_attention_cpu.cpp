@@ -6,8 +6,7 @@
 #include "attention/attention_workspace.h"
 #include "attention/mask_window.h"
 #include "attention/sliding_window_attention.h"
-#include "attention/sliding_window_attention_levels.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 
 namespace lmdecode::attention {
 
@@ -85,18 +84,16 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
   }
   const double product_nanoseconds =
       kNanosecondsPerProduct * static_cast<double>(params.head_size + params.value_size);
-  const int64_t grain = 1 + static_cast<int64_t>(kMinTaskNanoseconds / product_nanoseconds);
   const size_t bytes = attention_workspace_bytes(most_rows, params.head_size, params.value_size);
   // A part of the cost is the tiles that begin in it.
-  parallel_with_workspace(
-      "sliding_window_attention", list.cost.back(), grain, bytes,
+  parallel_rows(
+      "sliding_window_attention", list.cost.back(), product_nanoseconds, bytes,
       [&](int64_t begin, int64_t end, void* memory) {
         const auto tile_from = [&](int64_t cost) {
           return std::lower_bound(list.cost.begin(), list.cost.end() - 1, cost) - list.cost.begin();
         };
         run(params, list.tiles.data(), tile_from(begin), tile_from(end), most_rows, memory);
-      },
-      [] { return std::string(); });
+      });
 }
 
 }  // namespace lmdecode::attention

@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/sliding_window_attention_cpu_kernel.h"
 
-#include "attention/sliding_window_attention_levels.h"
+#include "attention/sliding_window_attention.h"
 namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;

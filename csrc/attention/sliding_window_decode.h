@@ -12,6 +12,7 @@
 
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_attention.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::attention {
 
@@ -99,3 +100,14 @@ void sliding_window_decode_cuda(const SlidingWindowAttentionParams& params, floa
                                 void* stream);
 
 }  // namespace lmdecode::attention
+
+// Parts of keys, then heads of parts.
+LMD_DECLARE_KERNELS(attention,
+                    void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
+                                                     const DecodePart* parts,
+                                                     const DecodePartials& partials, int64_t begin,
+                                                     int64_t end, void* workspace);
+                    void sliding_window_decode_heads(const SlidingWindowAttentionParams& params,
+                                                     const DecodeHead* heads,
+                                                     const DecodePartials& partials, int64_t begin,
+                                                     int64_t end);)

@@ -5,8 +5,7 @@
 
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_decode.h"
-#include "attention/sliding_window_decode_levels.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 
 namespace lmdecode::attention {
 
@@ -93,22 +92,18 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
   const double part_nanoseconds = kNanosecondsPerElement *
                                   static_cast<double>(params.head_size + params.value_size) *
                                   static_cast<double>(1 + plan.keys / parts);
-  parallel_with_workspace(
-      "sliding_window_decode", parts,
-      1 + static_cast<int64_t>(kMinTaskNanoseconds / part_nanoseconds),
-      decode_workspace_bytes(partials.rows, params.head_size, params.value_size),
-      [&](int64_t begin, int64_t end, void* memory) {
-        run_parts(params, plan.parts.data(), partials, begin, end, memory);
-      },
-      [] { return std::string(); });
+  parallel_rows("sliding_window_decode", parts, part_nanoseconds,
+                decode_workspace_bytes(partials.rows, params.head_size, params.value_size),
+                [&](int64_t begin, int64_t end, void* memory) {
+                  run_parts(params, plan.parts.data(), partials, begin, end, memory);
+                });
   const double head_nanoseconds =
       kNanosecondsPerElement * static_cast<double>(partials.rows * partials.out_stride) *
       static_cast<double>(plan.slots) / static_cast<double>(plan.heads.size());
-  parallel_for(static_cast<int64_t>(plan.heads.size()),
-               1 + static_cast<int64_t>(kMinTaskNanoseconds / head_nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 run_heads(params, plan.heads.data(), partials, begin, end);
-               });
+  parallel_rows(static_cast<int64_t>(plan.heads.size()), head_nanoseconds,
+                [&](int64_t begin, int64_t end) {
+                  run_heads(params, plan.heads.data(), partials, begin, end);
+                });
 }
 
 }  // namespace lmdecode::attention

@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/sliding_window_decode_cpu_kernel.h"
 
-#include "attention/sliding_window_decode_levels.h"
+#include "attention/sliding_window_decode.h"
 namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;

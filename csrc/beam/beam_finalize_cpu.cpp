@@ -3,7 +3,7 @@
 
 #include "beam/beam_finalize.h"
 #include "beam/beam_tuning.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 
 namespace lmdecode::beam {
 
@@ -13,15 +13,12 @@ void beam_finalize_cpu(const BeamFinalizeParams& params) {
       tuning::kStepNanoseconds +
       static_cast<double>(params.num_return_sequences * params.state.capacity + places * places) *
           tuning::kStepNanosecondsPerToken;
-  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
-  parallel_with_workspace(
-      "beam_finalize", params.requests, grain, beam_finalize_scratch_bytes(params),
-      [&](int64_t begin, int64_t end, void* memory) {
-        for (int64_t request = begin; request < end; ++request) {
-          beam_finalize_request(params, request, static_cast<int32_t*>(memory));
-        }
-      },
-      [] { return std::string(); });
+  parallel_rows("beam_finalize", params.requests, nanoseconds, beam_finalize_scratch_bytes(params),
+                [&](int64_t begin, int64_t end, void* memory) {
+                  for (int64_t request = begin; request < end; ++request) {
+                    beam_finalize_request(params, request, static_cast<int32_t*>(memory));
+                  }
+                });
 }
 
 }  // namespace lmdecode::beam

@@ -18,7 +18,7 @@ constexpr int64_t kTokensPerEdit = 8;
 // Requests with at most this many candidates are sorted by insertion.
 constexpr int64_t kInsertionSize = 64;
 
-// Estimated times, and the least time of a parallel task: waking a thread takes about 10 us.
+// Estimated times.
 constexpr double kNanosecondsPerLogit = 0.17;
 constexpr double kRowNanoseconds = 500.0;
 constexpr double kNanosecondsPerCandidate = 4.0;
@@ -26,7 +26,6 @@ constexpr double kNanosecondsPerEdit = 15.0;
 constexpr double kStepNanoseconds = 150.0;  // of a request in beam_step and beam_finalize
 constexpr double kStepNanosecondsPerCandidate = 5.0;
 constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
-constexpr double kMinTaskNanoseconds = 25000.0;
 
 // Up to so many candidates of a request, a GPU ranks each among all.
 constexpr int64_t kRankedCandidates = 256;

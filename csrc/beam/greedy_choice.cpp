@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstddef>
 
-#include "beam/greedy_choice_levels.h"
 #include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
 

@@ -7,6 +7,7 @@
 
 #include "beam/logits_processors.h"
 #include "beam/timestamp_rule.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::beam {
 
@@ -43,3 +44,8 @@ void write_scores(const RowProcessors& processors, const TimestampRow& timestamp
                   void* memory);
 
 }  // namespace lmdecode::beam
+
+// What the choice needs of a row of logits, at every level.
+LMD_DECLARE_KERNELS(beam, float largest_value(const float* values, int64_t size);
+                    double sum_of_exponentials(const float* values, int64_t size, float top);
+                    int64_t first_place(const float* values, int64_t size, float value);)

@@ -1,5 +1,5 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "beam/greedy_choice_levels.h"
+#include "beam/greedy_choice.h"
 #include "simd/vec_math.h"
 
 namespace lmdecode::LMD_SIMD::beam {

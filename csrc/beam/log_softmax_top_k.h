@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/half.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::beam {
 
@@ -118,3 +119,13 @@ void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
                                       void* stream);
 
 }  // namespace lmdecode::beam
+
+LMD_DECLARE_KERNELS(beam, void log_softmax_top_k_rows(const LogSoftmaxTopKParams& params,
+                                                      int64_t begin, int64_t end, void* workspace);
+                    void log_softmax_top_k_requests(const LogSoftmaxTopKParams& params,
+                                                    int64_t begin, int64_t end, int64_t size,
+                                                    void* workspace);
+                    void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
+                                                          const LogitsProcessors& processors,
+                                                          int64_t max_edits, int64_t begin,
+                                                          int64_t end, void* workspace);)

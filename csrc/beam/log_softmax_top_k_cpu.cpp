@@ -1,29 +1,23 @@
 // Rows, then requests, to threads.
 #include "beam/beam_tuning.h"
 #include "beam/log_softmax_top_k.h"
-#include "beam/log_softmax_top_k_levels.h"
 #include "beam/processor_edits.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 #include "sampling/sampling_workspace.h"
 
 namespace lmdecode::beam {
 
 namespace {
 
-// body(begin, end, workspace) on parts of [0, size), each thread with `bytes` of workspace.
-template <class Body>
-void run_parts(int64_t size, double nanoseconds, size_t bytes, const Body& body) {
-  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
-  parallel_with_workspace("log_softmax_top_k", size, grain, bytes, body,
-                          [] { return std::string(); });
-}
+constexpr const char* kOp = "log_softmax_top_k";
 
 void run_rows(const LogSoftmaxTopKParams& params) {
   const auto rows = LMD_SELECT_KERNEL(beam, log_softmax_top_k_rows);
   using namespace tuning;
-  run_parts(params.rows, kRowNanoseconds + static_cast<double>(params.vocab) * kNanosecondsPerLogit,
-            sampling::sampling_workspace_bytes(params.vocab),
-            [&](int64_t begin, int64_t end, void* memory) { rows(params, begin, end, memory); });
+  parallel_rows(
+      kOp, params.rows, kRowNanoseconds + static_cast<double>(params.vocab) * kNanosecondsPerLogit,
+      sampling::sampling_workspace_bytes(params.vocab),
+      [&](int64_t begin, int64_t end, void* memory) { rows(params, begin, end, memory); });
 }
 
 void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& processors) {
@@ -39,8 +33,8 @@ void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& proces
   const double nanoseconds = kRowNanoseconds +
                              static_cast<double>(params.vocab) * kNanosecondsPerLogit +
                              static_cast<double>(edits) * kNanosecondsPerEdit;
-  run_parts(
-      params.rows, nanoseconds,
+  parallel_rows(
+      kOp, params.rows, nanoseconds,
       sampling::sampling_workspace_bytes(params.vocab) + TokenEdits::bytes(edits, params.vocab),
       [&](int64_t begin, int64_t end, void* memory) {
         rows(params, processors, edits, begin, end, memory);
@@ -63,11 +57,11 @@ void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProce
     if (range.end - range.begin > most_beams) most_beams = range.end - range.begin;
   }
   const int64_t size = most_beams * params.row_candidates;
-  run_parts(params.requests, kRowNanoseconds + static_cast<double>(size) * kNanosecondsPerCandidate,
-            sampling::sampling_workspace_bytes(size),
-            [&](int64_t begin, int64_t end, void* memory) {
-              requests(params, begin, end, size, memory);
-            });
+  parallel_rows(
+      kOp, params.requests, kRowNanoseconds + static_cast<double>(size) * kNanosecondsPerCandidate,
+      sampling::sampling_workspace_bytes(size), [&](int64_t begin, int64_t end, void* memory) {
+        requests(params, begin, end, size, memory);
+      });
 }
 
 }  // namespace lmdecode::beam

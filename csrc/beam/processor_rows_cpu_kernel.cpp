@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "beam/processor_rows_cpu_kernel.h"
 
-#include "beam/log_softmax_top_k_levels.h"
+#include "beam/log_softmax_top_k.h"
 #include "sampling/sampling_workspace.h"
 
 namespace lmdecode::LMD_SIMD::beam {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "beam/greedy_choice_levels.h"
+#include "beam/greedy_choice.h"
 #include "common/bits.h"
 
 namespace lmdecode::beam {

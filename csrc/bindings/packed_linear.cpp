@@ -8,7 +8,7 @@
 
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 #include "linear/gguf_blocks.h"
 #include "linear/repack_linear.h"
 

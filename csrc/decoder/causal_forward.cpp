@@ -7,9 +7,9 @@
 
 #include "attention/sliding_window_decode.h"
 #include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 #include "common/split_memory.h"
-#include "decoder/causal_rows_levels.h"
+#include "decoder/causal_rows.h"
 #include "decoder/decoder_tuning.h"
 #include "linear/norms.h"
 
@@ -17,15 +17,6 @@ namespace lmdecode::decoder {
 namespace {
 
 using attention::SlidingWindowAttentionParams;
-
-template <class Body>
-void for_rows(int64_t rows, double nanoseconds, const Body& body) {
-  parallel_for(rows, 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 body(begin, end);
-               });
-}
 
 // Tokens of one entry that are computed together: rows side by side.
 struct Segment {
@@ -246,10 +237,10 @@ class CausalForward {
 
   void embed() const {
     const int64_t size = c_.model_size;
-    for_rows(rows_, tuning::kNanosecondsPerCopy * static_cast<double>(size),
-             [&](int64_t begin, int64_t end) {
-               for (int64_t row = begin; row < end; ++row) embed_row(row, w_.x + row * size);
-             });
+    parallel_rows(rows_, tuning::kNanosecondsPerCopy * static_cast<double>(size),
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t row = begin; row < end; ++row) embed_row(row, w_.x + row * size);
+                  });
   }
 
   void embed_row(int64_t row, float* x) const {
@@ -276,7 +267,7 @@ class CausalForward {
       const float scale = m_.rotary_scales[rotary];
       // half may be 0
       const double row_nanoseconds = 1.0 + tuning::kNanosecondsPerAngle * static_cast<double>(half);
-      for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t at = (rotary * p_.max_rows + row) * half;
           const float position = static_cast<float>(w_.positions[row]);
@@ -370,11 +361,11 @@ class CausalForward {
     apply_linear(m_.weights.logits, buffers_.normed, num_logits_, buffers_.linear_input, output);
     if (m_.logits_scale != 1.0f || m_.logits_softcap != 0.0f) {
       const auto cap = LMD_SELECT_KERNEL(decoder, soft_cap);
-      for_rows(num_logits_, tuning::kNanosecondsPerLogit * static_cast<double>(vocab),
-               [&](int64_t begin, int64_t end) {
-                 cap(output.y + begin * vocab, (end - begin) * vocab, m_.logits_scale,
-                     m_.logits_softcap);
-               });
+      parallel_rows(num_logits_, tuning::kNanosecondsPerLogit * static_cast<double>(vocab),
+                    [&](int64_t begin, int64_t end) {
+                      cap(output.y + begin * vocab, (end - begin) * vocab, m_.logits_scale,
+                          m_.logits_softcap);
+                    });
     }
     logits_written_ += num_logits_;
   }
@@ -413,7 +404,8 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   rows.head_stride = cache.head_stride();
   const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
-  for_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
+  parallel_rows(rows_, row_nanoseconds,
+                [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
   if (&layer == m_.layers + c_.layers - 1) {
     is_float ? keep_rows_with_logits(x, qkv, c_.qkv_size() * 4)
              : keep_rows_with_logits(x, w_.queries, c_.attention_size() * 2);
@@ -434,8 +426,8 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   if (is_float) return rows_;
   const ConvertRowsParams converted{w_.context, out, c_.attention_size()};
   const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
-  for_rows(rows_, row_nanoseconds,
-           [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
+  parallel_rows(rows_, row_nanoseconds,
+                [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
   return rows_;
 }
 

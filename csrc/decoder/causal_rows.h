@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/half.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::decoder {
 
@@ -38,3 +39,11 @@ struct ConvertRowsParams {
 };
 
 }  // namespace lmdecode::decoder
+
+// The kernels at every level, and the last of the logits:
+//
+//   soft_cap: values [size] = cap * tanh(values * scale / cap), or where cap is 0 values * scale.
+LMD_DECLARE_KERNELS(decoder,
+                    void causal_rows(const CausalRowsParams& params, int64_t begin, int64_t end);
+                    void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end);
+                    void soft_cap(float* values, int64_t size, float scale, float cap);)

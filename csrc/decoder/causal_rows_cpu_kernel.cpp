@@ -3,7 +3,6 @@
 
 #include "attention/sliding_window_attention.h"
 #include "decoder/causal_rows.h"
-#include "decoder/causal_rows_levels.h"
 #include "linear/int8_scale.h"
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"

@@ -1,7 +1,6 @@
 #include "decoder/decoder_forward.h"
 
-#include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 #include "common/split_memory.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/step_layer_attention.h"
@@ -67,9 +66,7 @@ void DecoderForward::embed() {
     for (int64_t i = 0; i < size; ++i) x[i] = token[i] * scale + position[i];
   };
   const double nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-  const int64_t grain = 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
-  parallel_for(rows_.count, grain, [&](int64_t begin, int64_t end) {
-    const ScopedIeeeMode ieee;
+  parallel_rows(rows_.count, nanoseconds, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) embed_row(row);
   });
   if (weights_.embedding_norm.gamma != nullptr) {

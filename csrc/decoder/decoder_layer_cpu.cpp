@@ -1,7 +1,6 @@
 #include <algorithm>
 
-#include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 #include "common/split_memory.h"
 #include "decoder/decoder_layer.h"
 #include "decoder/decoder_tuning.h"
@@ -82,13 +81,9 @@ class Layer {
       apply_norm(config_, out_norm, buffers_.normed, buffers_.normed, rows_);
       const int64_t size = config_.model_size;
       const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-      parallel_for(rows_, 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / row_nanoseconds),
-                   [&](int64_t begin, int64_t end) {
-                     const ScopedIeeeMode ieee;
-                     for (int64_t i = begin * size; i < end * size; ++i) {
-                       x_[i] += buffers_.normed[i];
-                     }
-                   });
+      parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin * size; i < end * size; ++i) x_[i] += buffers_.normed[i];
+      });
     } else {
       output.y = x_;
       output.residual = x_;

@@ -7,9 +7,6 @@
 
 namespace lmdecode::decoder::tuning {
 
-// A task of less work than this costs more to hand out than it saves.
-constexpr double kMinTaskNanoseconds = 20000.0;
-
 // Of attention: for each element of a key or value that a row reads.
 constexpr double kNanosecondsPerElement = 0.06;
 

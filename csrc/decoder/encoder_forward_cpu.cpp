@@ -2,7 +2,7 @@
 
 #include "attention/sliding_window_attention.h"
 #include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 #include "common/split_memory.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/encoder_forward.h"
@@ -90,11 +90,9 @@ void embed(const EncoderForwardParams& p, int64_t first, int64_t rows, float* x)
     for (int64_t i = 0; i < size; ++i) to[i] += position[i];
   };
   const double nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-  parallel_for(rows, 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 for (int64_t row = begin; row < end; ++row) embed_row(first + row, x + row * size);
-               });
+  parallel_rows(rows, nanoseconds, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) embed_row(first + row, x + row * size);
+  });
   if (m.embedding_norm.gamma != nullptr) apply_norm(m.config, m.embedding_norm, x, x, rows);
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::decoder {
 
@@ -93,3 +94,9 @@ void cross_attention_step_cpu(const CrossAttentionParams& params);
 void write_cross_cache_cpu(const CrossCacheParams& params);
 
 }  // namespace lmdecode::decoder
+
+LMD_DECLARE_KERNELS(decoder, void self_attention_items(const SelfAttentionParams& params,
+                                                       int64_t begin, int64_t end, void* memory);
+                    void cross_attention_items(const CrossAttentionParams& params, int64_t begin,
+                                               int64_t end, void* memory);
+                    int64_t step_attention_scratch(const AttentionShape& shape, int64_t positions);)

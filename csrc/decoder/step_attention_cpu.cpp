@@ -1,26 +1,20 @@
 // Rows, heads and requests to threads.
 #include <string>
 
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/step_attention.h"
-#include "decoder/step_attention_levels.h"
 
 namespace lmdecode::decoder {
 
 namespace {
-
-int64_t grain_of(double nanoseconds) {
-  return 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / nanoseconds);
-}
 
 template <class Body>
 void run_items(int64_t items, double nanoseconds, const AttentionShape& shape, int64_t positions,
                const Body& body) {
   const auto scratch = LMD_SELECT_KERNEL(decoder, step_attention_scratch);
   const size_t bytes = static_cast<size_t>(scratch(shape, positions)) * sizeof(float);
-  parallel_with_workspace("decoding attention", items, grain_of(nanoseconds), bytes, body,
-                          [] { return std::string(); });
+  parallel_rows("decoding attention", items, nanoseconds, bytes, body);
 }
 
 // [size] of each head to where the head begins in the cache, the padding 0.
@@ -37,7 +31,7 @@ void write_heads(const AttentionShape& shape, const float* from, float* to, int6
 void write_self_cache(const SelfAttentionParams& p) {
   const int64_t size = p.shape.size(), padded = p.shape.padded_head();
   const double nanoseconds = 2.0 * tuning::kNanosecondsPerCopy * static_cast<double>(size);
-  parallel_for(p.rows.count, grain_of(nanoseconds), [&](int64_t begin, int64_t end) {
+  parallel_rows(p.rows.count, nanoseconds, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t first = p.rows.cache_rows[row] * p.shape.heads * p.capacity;
       const int64_t at = (first + p.rows.positions[row]) * padded;

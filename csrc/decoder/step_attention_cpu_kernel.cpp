@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "decoder/step_attention_cpu_kernel.h"
 
-#include "decoder/step_attention_levels.h"
+#include "decoder/step_attention.h"
 namespace lmdecode::LMD_SIMD::decoder {
 
 using namespace lmdecode::decoder;

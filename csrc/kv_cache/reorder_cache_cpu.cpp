@@ -5,7 +5,6 @@
 #include "kv_cache/host_row_copies.h"
 #include "kv_cache/kv_cache_tuning.h"
 #include "kv_cache/reorder_cache.h"
-#include "kv_cache/reorder_cache_levels.h"
 #include "kv_cache/reorder_parts.h"
 
 namespace lmdecode::kv_cache {

@@ -15,11 +15,12 @@ constexpr int kGroupTileRows = 4;
 constexpr int64_t kGroupChainElements = 2048;
 constexpr int64_t kGroupPrefetchBytes = 12288;
 
-// No task for another thread takes less. Rough estimates of what a panel and a row take, with
-// vectors of AVX-512: they only keep small work on one thread.
-constexpr double kMinTaskNanoseconds = 5000.0;
+// The least time of a task for another thread, which the products of a model find awake. Estimates
+// of what a panel and a row take, with vectors of AVX-512.
+constexpr double kTaskNanoseconds = 5000.0;
 constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;
+constexpr double kPackNanosecondsPerByte = 0.4;
 constexpr double kNanosecondsPerNormElement = 0.1;
 
 }  // namespace lmdecode::linear::tuning

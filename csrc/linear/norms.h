@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "simd/kernel_levels.h"
+
 namespace lmdecode::linear {
 
 struct NormParams {
@@ -33,3 +35,7 @@ void layer_norm(const NormParams& params);
 void rms_norm(const NormParams& params);
 
 }  // namespace lmdecode::linear
+
+LMD_DECLARE_KERNELS(linear,
+                    void layer_norm_rows(const NormParams& params, int64_t begin, int64_t end);
+                    void rms_norm_rows(const NormParams& params, int64_t begin, int64_t end);)

@@ -1,9 +1,7 @@
 // Rows to threads.
-#include "common/float_mode.h"
-#include "common/parallel.h"
+#include "common/parallel_rows.h"
 #include "linear/linear_tuning.h"
 #include "linear/norms.h"
-#include "linear/norms_levels.h"
 
 namespace lmdecode::linear {
 
@@ -13,11 +11,9 @@ template <class Rows>
 void norm(const NormParams& params, const Rows& rows) {
   const double row_nanoseconds =
       1.0 + tuning::kNanosecondsPerNormElement * static_cast<double>(params.size);
-  parallel_for(params.rows, 1 + static_cast<int64_t>(tuning::kMinTaskNanoseconds / row_nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 rows(params, begin, end);
-               });
+  parallel_rows(
+      params.rows, row_nanoseconds, [&](int64_t begin, int64_t end) { rows(params, begin, end); },
+      tuning::kTaskNanoseconds);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "linear/norms.h"
-#include "linear/norms_levels.h"
 #include "simd/vec_math.h"
 #include "simd/vec_round.h"
 

@@ -4,8 +4,7 @@
 
 #include "common/float_mode.h"
 #include "common/half.h"
-#include "common/parallel.h"
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 #include "linear/gguf_blocks.h"
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
@@ -71,7 +70,9 @@ void write_header(const PackedLinearShape& shape, void* packed) {
   std::memset(base + panels_end, 0, static_cast<size_t>(layout.bytes - panels_end));
 }
 
-int64_t panel_grain(const PackedLayout& layout) { return 1 + (1 << 16) / (layout.panel_bytes + 1); }
+double pack_nanoseconds(const PackedLayout& layout) {
+  return 1.0 + tuning::kPackNanosecondsPerByte * static_cast<double>(layout.panel_bytes);
+}
 
 // pack_panels(kernels, begin, end) packs the panels of that range.
 template <class PackPanels>
@@ -79,10 +80,8 @@ void pack_with(const PackedLinearShape& shape, void* packed, const PackPanels& p
   write_header(shape, packed);
   const LinearKernels& kernels = linear_kernels_of(shape.format);
   const PackedLayout layout = layout_of(shape);
-  parallel_for(layout.panels, panel_grain(layout), [&](int64_t begin, int64_t end) {
-    const ScopedIeeeMode ieee;
-    pack_panels(kernels, begin, end);
-  });
+  parallel_rows(layout.panels, pack_nanoseconds(layout),
+                [&](int64_t begin, int64_t end) { pack_panels(kernels, begin, end); });
 }
 
 }  // namespace
@@ -100,21 +99,20 @@ void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t ou
   write_header(shape, packed);
   const LinearKernels& kernels = linear_kernels_of(shape.format);
   const PackedLayout layout = layout_of(shape);
-  parallel_with_workspace(
-      "pack_linear", layout.panels, panel_grain(layout), static_cast<size_t>(4 * width * size + 64),
-      [&](int64_t begin, int64_t end, void* memory) {
-        float* const rows = static_cast<float*>(memory);
-        for (int64_t panel = begin; panel < end; ++panel) {
-          for (int64_t i = 0; i < width && panel * width + i < shape.out_features; ++i) {
-            const float* const from = weight + (panel * width + i) * out_stride;
-            float* const row = rows + i * size;
-            for (int64_t e = 0; e < size; ++e) row[e] = from[e * in_stride];
-            rotate_row(row, size);
-          }
-          kernels.pack(shape, rows, size, 1, packed, panel, panel + 1);
-        }
-      },
-      [] { return std::string(); });
+  parallel_rows("pack_linear", layout.panels, pack_nanoseconds(layout),
+                static_cast<size_t>(4 * width * size + 64),
+                [&](int64_t begin, int64_t end, void* memory) {
+                  float* const rows = static_cast<float*>(memory);
+                  for (int64_t panel = begin; panel < end; ++panel) {
+                    for (int64_t i = 0; i < width && panel * width + i < shape.out_features; ++i) {
+                      const float* const from = weight + (panel * width + i) * out_stride;
+                      float* const row = rows + i * size;
+                      for (int64_t e = 0; e < size; ++e) row[e] = from[e * in_stride];
+                      rotate_row(row, size);
+                    }
+                    kernels.pack(shape, rows, size, 1, packed, panel, panel + 1);
+                  }
+                });
 }
 
 namespace {
@@ -289,17 +287,17 @@ void packed_linear(const PackedLinear& linear, const LinearInput& input,
       1.0 + std::max(panel_bytes / kWeightBytesPerNanosecond,
                      panel_bytes * rows_of_block / kProductBytesPerNanosecond);
   // Tasks are numbered block by block, panel by panel.
-  parallel_for(blocks * layout.panels,
-               1 + static_cast<int64_t>(kMinTaskNanoseconds / panel_nanoseconds),
-               [&](int64_t begin, int64_t end) {
-                 const ScopedIeeeMode ieee;
-                 while (begin < end) {
-                   const int64_t block = begin / layout.panels, first = begin % layout.panels;
-                   const int64_t last = std::min(layout.panels, first + end - begin);
-                   multiply_block(kernels, linear, input, output, block, blocks, first, last);
-                   begin += last - first;
-                 }
-               });
+  parallel_rows(
+      blocks * layout.panels, panel_nanoseconds,
+      [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+          const int64_t block = begin / layout.panels, first = begin % layout.panels;
+          const int64_t last = std::min(layout.panels, first + end - begin);
+          multiply_block(kernels, linear, input, output, block, blocks, first, last);
+          begin += last - first;
+        }
+      },
+      tuning::kTaskNanoseconds);
 }
 
 }  // namespace lmdecode::linear

@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "sampling/sampler_cpu_kernel.h"
 
-#include "sampling/sampler_levels.h"
+#include "sampling/sampler_verify.h"
 #include "sampling/sampler_workspace.h"
 
 namespace lmdecode::LMD_SIMD::sampling {

@@ -1,6 +1,5 @@
 // Rows to threads.
-#include "common/parallel_workspace.h"
-#include "sampling/sampler_levels.h"
+#include "common/parallel_rows.h"
 #include "sampling/sampler_verify.h"
 #include "sampling/sampler_workspace.h"
 #include "sampling/sampling_tuning.h"
@@ -15,12 +14,10 @@ void run(const char* op, const SamplerStepParams& params, int64_t rows_each, con
   const double row_time =
       static_cast<double>(rows_each) *
       (kRowNanoseconds + static_cast<double>(params.vocab) * kTopKNanosecondsPerLogit);
-  const int64_t grain = 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_time);
   SamplerWorkspace unused;
   const size_t bytes = split_sampler_workspace(nullptr, params.layout, &unused);
-  parallel_with_workspace(op, params.batch, grain, bytes, body, [&] {
-    return "; logits has a vocabulary of " + std::to_string(params.vocab);
-  });
+  parallel_rows(op, params.batch, row_time, bytes, body,
+                [&] { return "; logits has a vocabulary of " + std::to_string(params.vocab); });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sampling/sampler_step.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::sampling {
 
@@ -31,3 +32,8 @@ void sampler_verify_cpu(const SamplerVerifyParams& params);
 void sampler_verify_cuda(const SamplerVerifyParams& params, void* scratch, void* stream);
 
 }  // namespace lmdecode::sampling
+
+LMD_DECLARE_KERNELS(sampling, void sampler_step_rows(const SamplerStepParams& params, int64_t begin,
+                                                     int64_t end, void* workspace);
+                    void sampler_verify_rows(const SamplerVerifyParams& params, int64_t begin,
+                                             int64_t end, void* workspace);)

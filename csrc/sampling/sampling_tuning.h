@@ -43,11 +43,9 @@ constexpr int64_t kNarrowSize = 512;
 // list.
 constexpr int64_t kDenseNoiseShare = 8;
 
-// Estimated time of a row, and the least time of a parallel task: waking a thread takes about 10
-// us.
+// Estimated time of a row.
 constexpr double kTopKNanosecondsPerLogit = 0.1;
 constexpr double kOtherNanosecondsPerLogit = 0.5;
 constexpr double kRowNanoseconds = 2000.0;
-constexpr double kMinTaskNanoseconds = 25000.0;
 
 }  // namespace lmdecode::sampling::tuning

@@ -12,6 +12,7 @@
 
 #include "common/half.h"
 #include "sampling/dialect.h"
+#include "simd/kernel_levels.h"
 
 namespace lmdecode::sampling {
 
@@ -70,3 +71,7 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params);
 void top_k_top_p_sample_cuda(const TopKTopPSampleParams& params, void* stream);
 
 }  // namespace lmdecode::sampling
+
+LMD_DECLARE_KERNELS(sampling,
+                    void top_k_top_p_sample_rows(const TopKTopPSampleParams& params, int64_t begin,
+                                                 int64_t end, void* workspace);)

@@ -1,9 +1,8 @@
 // Rows to threads.
-#include "common/parallel_workspace.h"
+#include "common/parallel_rows.h"
 #include "sampling/sampling_tuning.h"
 #include "sampling/sampling_workspace.h"
 #include "sampling/top_k_top_p_sample.h"
-#include "sampling/top_k_top_p_sample_levels.h"
 
 namespace lmdecode::sampling {
 
@@ -14,9 +13,8 @@ void top_k_top_p_sample_cpu(const TopKTopPSampleParams& params) {
   const double row_time =
       kRowNanoseconds + static_cast<double>(params.vocab) *
                             (top_k ? kTopKNanosecondsPerLogit : kOtherNanosecondsPerLogit);
-  const int64_t grain = 1 + static_cast<int64_t>(kMinTaskNanoseconds / row_time);
-  parallel_with_workspace(
-      "top_k_top_p_sample", params.batch, grain, sampling_workspace_bytes(params.vocab),
+  parallel_rows(
+      "top_k_top_p_sample", params.batch, row_time, sampling_workspace_bytes(params.vocab),
       [&](int64_t begin, int64_t end, void* workspace) { rows(params, begin, end, workspace); },
       [&] { return "; logits has a vocabulary of " + std::to_string(params.vocab); });
 }

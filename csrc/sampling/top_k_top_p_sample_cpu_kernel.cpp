@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "sampling/top_k_top_p_sample_cpu_kernel.h"
 
-#include "sampling/top_k_top_p_sample_levels.h"
+#include "sampling/top_k_top_p_sample.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 

@@ -1,7 +1,7 @@
 // The kernels of an area at every level (simd/vec.h says what a level is): how a header declares
 // them, and how the code that calls them picks a level.
 //
-//   // linear/norms_levels.h, outside of any namespace
+//   // linear/norms.h, outside of any namespace
 //   LMD_DECLARE_KERNELS(linear, void rms_norm_rows(const NormParams& params, int64_t begin,
 //                                                  int64_t end);)
 //   // linear/norms_cpu_kernel.cpp, compiled once for each level

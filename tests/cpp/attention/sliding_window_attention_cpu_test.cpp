@@ -1,6 +1,6 @@
 // The CPU kernels of sliding_window_attention at every level that the machine has.
 #include "attention/attention_workspace.h"
-#include "attention/sliding_window_attention_levels.h"
+#include "attention/sliding_window_attention.h"
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 

@@ -1,6 +1,5 @@
 // The CPU kernels of sliding_window_decode at every level that the machine has.
 #include "attention/sliding_window_decode.h"
-#include "attention/sliding_window_decode_levels.h"
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "beam/log_softmax_top_k_levels.h"
+#include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
 #include "beam/trie_rows_kernel.cuh"
 #include "processor_case.h"

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "beam/candidate_score.h"
-#include "beam/log_softmax_top_k_levels.h"
+#include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
 #include "check.h"
 #include "processor_case.h"

@@ -7,7 +7,6 @@
 #include "check.h"
 #include "common/half.h"
 #include "decoder/step_attention.h"
-#include "decoder/step_attention_levels.h"
 #include "simd/cpu_capability.h"
 
 namespace lmdecode::decoder {

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "check.h"
-#include "kv_cache/reorder_cache_levels.h"
 #include "kv_cache/reorder_parts.h"
 #include "reorder_case.h"
 #include "simd/cpu_capability.h"

@@ -6,7 +6,6 @@
 
 #include "check.h"
 #include "linear/norms.h"
-#include "linear/norms_levels.h"
 #include "simd/cpu_capability.h"
 
 namespace lmdecode::linear {

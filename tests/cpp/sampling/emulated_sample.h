@@ -6,8 +6,8 @@
 
 #include "sample_case.h"
 #include "sampling/sampling_workspace.h"
+#include "sampling/top_k_top_p_sample.h"
 #include "sampling/top_k_top_p_sample_kernel.cuh"
-#include "sampling/top_k_top_p_sample_levels.h"
 
 namespace lmdecode::sampling::test {
 

@@ -6,7 +6,7 @@
 
 #include "sampler_calls.h"
 #include "sampling/sampler_kernel.cuh"
-#include "sampling/sampler_levels.h"
+#include "sampling/sampler_verify.h"
 
 namespace lmdecode::sampling::test {
 

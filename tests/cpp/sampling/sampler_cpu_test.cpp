@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "sampler_calls.h"
-#include "sampling/sampler_levels.h"
+#include "sampling/sampler_verify.h"
 #include "sampling/sampler_workspace.h"
 #include "simd/cpu_capability.h"
 

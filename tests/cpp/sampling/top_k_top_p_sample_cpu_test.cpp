@@ -8,7 +8,7 @@
 #include "check.h"
 #include "sample_case.h"
 #include "sampling/sampling_workspace.h"
-#include "sampling/top_k_top_p_sample_levels.h"
+#include "sampling/top_k_top_p_sample.h"
 #include "simd/cpu_capability.h"
 
 namespace lmdecode::sampling::test {

@@ -1,0 +1,64 @@
+// Rows to threads, with scratch memory where an op needs some: what the CPU ops share.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "common/float_mode.h"
+#include "common/parallel.h"
+#include "common/workspace.h"
+
+namespace lmdecode {
+
+// The least time of a task for another thread: waking one takes about 10 us. Times are estimates,
+// right within a factor of a few: they only keep small work on one thread.
+constexpr double kMinTaskNanoseconds = 25000.0;
+
+inline int64_t task_rows(double row_nanoseconds, double task_nanoseconds = kMinTaskNanoseconds) {
+  return 1 + static_cast<int64_t>(task_nanoseconds / row_nanoseconds);
+}
+
+// Calls body(begin, end) under IEEE rules for parts of [0, rows), each worth a thread. The body
+// must not throw.
+template <class Body>
+void parallel_rows(int64_t rows, double row_nanoseconds, const Body& body,
+                   double task_nanoseconds = kMinTaskNanoseconds) {
+  parallel_for(rows, task_rows(row_nanoseconds, task_nanoseconds), [&](int64_t begin, int64_t end) {
+    const ScopedIeeeMode ieee;
+    body(begin, end);
+  });
+}
+
+// One for each thread, whatever the op: never two ops at a time.
+inline Workspace& thread_workspace() {
+  thread_local Workspace workspace;
+  return workspace;
+}
+
+struct NoReason {
+  std::string operator()() const { return {}; }
+};
+
+// Likewise body(begin, end, memory), with `bytes` of scratch aligned to 64. Throws
+// std::runtime_error where the memory cannot be had, after the parallel region; why() says what
+// takes so much.
+template <class Body, class Why = NoReason>
+void parallel_rows(const char* op, int64_t rows, double row_nanoseconds, size_t bytes,
+                   const Body& body, const Why& why = {}) {
+  std::atomic<bool> out_of_memory = false;
+  parallel_rows(rows, row_nanoseconds, [&](int64_t begin, int64_t end) {
+    void* const memory = thread_workspace().reserve(bytes);
+    if (memory == nullptr) {
+      out_of_memory = true;
+    } else {
+      body(begin, end, memory);
+    }
+  });
+  if (out_of_memory) {
+    throw std::runtime_error(std::string(op) + ": no memory for " + std::to_string(bytes) +
+                             " bytes of scratch a thread" + why());
+  }
+}
+
+}  // namespace lmdecode
