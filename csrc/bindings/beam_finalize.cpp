@@ -35,10 +35,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_finalize(
     const std::optional<Tensor>& sequences, const std::optional<Tensor>& scores, bool add_open,
     int64_t rules) {
   BeamFinalizeParams p;
-  const Tensor& first = state_sequences(kOp, state);
-  const LikeTensor like(first);
-  p.state = beam_search_state(kOp, state, like);
-  p.parameters = beam_search_parameters(kOp, parameters, p.state.slots, like);
+  const Arguments arguments = state_arguments(kOp, state);
+  const Tensor& first = state[0];
+  p.state = beam_search_state(arguments, state);
+  p.parameters = beam_search_parameters(arguments, parameters, p.state.slots);
   p.rules = beam_rules(kOp, rules);
   p.add_open = add_open;
   if (num_return_sequences < 1 || num_return_sequences >= (int64_t{1} << 31)) {
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_finalize(
   const int64_t entries = slots ? slots->dim() == 1 ? slots->size(0) : 0 : p.state.slots;
   if (slots) {
     check_rank(kOp, "slots", *slots, 1, "[requests * num_groups]");
-    p.slots = request_column<int64_t>(kOp, "slots", *slots, ScalarType::Long, entries, like);
+    p.slots = request_column<int64_t>(arguments, "slots", *slots, entries);
   }
   if (num_groups < 1 || entries % num_groups != 0) {
     fail(kOp, "num_groups is ", num_groups, "; expected a divisor of ", entries, ", the slots");
@@ -58,10 +58,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_finalize(
   }
   p.num_groups = num_groups;
   p.requests = entries / num_groups;
-  if (sequences) p.sequences = caller_sequences(kOp, *sequences, entries, p.state, false, like);
+  if (sequences) p.sequences = caller_sequences(arguments, *sequences, entries, p.state, false);
   if (scores) {
-    p.scores = request_rows<float>(kOp, "scores", *scores, ScalarType::Float, entries,
-                                   p.state.beams, like);
+    p.scores = request_rows<float>(arguments, "scores", *scores, entries, p.state.beams);
   }
   if constexpr (!kIsCuda) check_beam_finalize(p);
   const OnDevice device(first);

@@ -68,16 +68,12 @@ void place_candidates(const Tensors& trace, SplitMemory* block, SearchStepParams
     return;
   }
   decoder::TensorList list(kOp, "trace", trace, 6);
-  p->scores = list.next<float>("scores", ScalarType::Float, {n, k});
-  p->log_probs = list.next<float>("log_probs", ScalarType::Float, {n, k});
-  p->tokens = list.next<int64_t>("tokens", ScalarType::Long, {n, k});
-  p->beams = list.next<int64_t>("beams", ScalarType::Long, {n, k});
-  p->decisions = list.next<int32_t>("decisions", ScalarType::Int, {n, k});
-  p->status = list.next<uint8_t>("status", ScalarType::Byte, {n});
-}
-
-void check_cpu(const char* name, const Tensor& tensor) {
-  if (!tensor.is_cpu()) fail(kOp, name, " is on ", device_name(tensor), "; expected cpu");
+  p->scores = list.next<float>("scores", {n, k});
+  p->log_probs = list.next<float>("log_probs", {n, k});
+  p->tokens = list.next<int64_t>("tokens", {n, k});
+  p->beams = list.next<int64_t>("beams", {n, k});
+  p->decisions = list.next<int32_t>("decisions", {n, k});
+  p->status = list.next<uint8_t>("status", {n});
 }
 
 std::tuple<Tensor, Tensor, Tensor> beam_search_step(
@@ -86,12 +82,12 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
     int64_t num_candidates, int64_t next_rows, const OptionalTensor& token_bitmask,
     const OptionalTensor& bonus, const std::vector<Tensor>& trace) {
   SearchStepParams p;
-  const Tensor& first = state_sequences(kOp, state);
-  const LikeTensor like(first);
-  p.state = beam_search_state(kOp, state, like);
-  p.parameters = beam_search_parameters(kOp, parameters, p.state.slots, like);
+  const Arguments arguments = state_arguments(kOp, state);
+  const Tensor& first = state[0];
+  p.state = beam_search_state(arguments, state);
+  p.parameters = beam_search_parameters(arguments, parameters, p.state.slots);
   check_rank(kOp, "logits", logits, 2, "[rows, vocab]");
-  check_cpu("logits", logits);
+  arguments.check_device("logits", logits);
   p.dtype = float_dtype(kOp, "logits", logits);
   p.rows = logits.size(0);
   p.vocab = logits.size(1);
@@ -114,11 +110,10 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
   }
   check_rank(kOp, "searches", searches, 2, "[n, 8]");
   p.count = searches.size(0);
-  p.searches = reinterpret_cast<const SearchOfStep*>(
-      field<const int64_t>(kOp, {"searches", ""}, searches, ScalarType::Long,
-                           {p.count, kSearchNumbers}, "[n, 8]", like));
-  p.nodes = field<int32_t>(kOp, {"nodes", ""}, nodes, ScalarType::Int,
-                           {p.state.slots, p.state.beams}, "[slots, beams] of the state", like);
+  p.searches = reinterpret_cast<const SearchOfStep*>(arguments.contiguous<const int64_t>(
+      "searches", searches, {p.count, kSearchNumbers}, "[n, 8]"));
+  p.nodes = arguments.contiguous<int32_t>("nodes", nodes, {p.state.slots, p.state.beams},
+                                          "[slots, beams] of the state");
   check_number(kOp, "num_candidates", 0, num_candidates, 1, (int64_t{1} << 24));
   p.num_candidates = num_candidates;
   check_number(kOp, "next_rows", 0, next_rows, 0, (int64_t{1} << 31));
@@ -129,16 +124,14 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
   }
   if (p.count > 0) check_searches(p, rule_rows);
   if (token_bitmask) {
-    check_cpu("token_bitmask", *token_bitmask);
-    check_dtype(kOp, "token_bitmask", *token_bitmask, ScalarType::Int);
-    check_shape(kOp, "token_bitmask", *token_bitmask, p.rows, (p.vocab + 31) / 32);
-    p.token_bitmask = token_bitmask->const_data_ptr<int32_t>();
+    p.token_bitmask = arguments.strided<const int32_t>("token_bitmask", *token_bitmask,
+                                                       {p.rows, (p.vocab + 31) / 32});
     p.bitmask_row_stride = token_bitmask->stride(0);
     p.bitmask_stride = token_bitmask->stride(1);
   }
   if (bonus) {
-    p.bonus = field<const float>(kOp, {"bonus", ""}, *bonus, ScalarType::Float,
-                                 {p.count, p.state.beams}, "[searches, beams of the state]", like);
+    p.bonus = arguments.contiguous<const float>("bonus", *bonus, {p.count, p.state.beams},
+                                                "[searches, beams of the state]");
   }
   const SearchStepSizes sizes = sizes_of(p);
   SplitMemory count(nullptr);

@@ -58,12 +58,12 @@ void check_beam_step(const BeamStepParams& p) {
 
 // rows: below 0 where it is not known, which it is to CPU tensors.
 void set_rows(BeamStepParams& p, const std::optional<Tensor>& row_offsets,
-              const std::optional<Tensor>& parent_offsets, int64_t rows, const LikeTensor& like) {
+              const std::optional<Tensor>& parent_offsets, int64_t rows,
+              const Arguments& arguments) {
   p.rows = p.requests * p.state.beams;
   if (row_offsets) {
-    p.offsets = request_column<int64_t>(kOp, "row_offsets", *row_offsets, ScalarType::Long,
-                                        p.requests + 1, like);
-    if (rows < 0 && !like.tensor.is_cpu()) {
+    p.offsets = request_column<int64_t>(arguments, "row_offsets", *row_offsets, p.requests + 1);
+    if (rows < 0 && kIsCuda) {
       fail(kOp, "rows was not given; expected what row_offsets ends in, which nothing waits for");
     }
     p.rows = rows < 0 ? p.offsets.at(p.requests, 0) : rows;
@@ -77,8 +77,7 @@ void set_rows(BeamStepParams& p, const std::optional<Tensor>& row_offsets,
     fail(kOp, "parent_offsets has shape ", shape_text(*parent_offsets), "; expected at least [",
          p.requests, "]");
   }
-  p.parents = request_column<int64_t>(kOp, "parent_offsets", *parent_offsets, ScalarType::Long,
-                                      p.parent_count, like);
+  p.parents = request_column<int64_t>(arguments, "parent_offsets", *parent_offsets, p.parent_count);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
@@ -89,10 +88,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
     const std::optional<Tensor>& sequences, const std::optional<Tensor>& stopped,
     const std::optional<Tensor>& bonus, int64_t rules, int64_t rows) {
   BeamStepParams p;
-  const Tensor& first = state_sequences(kOp, state);
-  const LikeTensor like(first);
-  p.state = beam_search_state(kOp, state, like);
-  p.parameters = beam_search_parameters(kOp, parameters, p.state.slots, like);
+  const Arguments arguments = state_arguments(kOp, state);
+  const Tensor& first = state[0];
+  p.state = beam_search_state(arguments, state);
+  p.parameters = beam_search_parameters(arguments, parameters, p.state.slots);
   p.rules = beam_rules(kOp, rules);
   check_rank(kOp, "scores", scores, 2, "[requests, candidates]");
   p.requests = scores.size(0);
@@ -100,33 +99,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
   if (p.num_candidates >= (int64_t{1} << 31)) {
     fail(kOp, "scores has shape ", shape_text(scores), "; expected fewer than 2^31 candidates");
   }
-  const auto candidates = [&]<class T>(RequestRows<T>& to, const char* name, const Tensor& tensor,
-                                       ScalarType type) {
-    to = request_rows<T>(kOp, name, tensor, type, p.requests, p.num_candidates, like);
+  const auto candidates = [&]<class T>(RequestRows<T>& to, const char* name, const Tensor& tensor) {
+    to = request_rows<T>(arguments, name, tensor, p.requests, p.num_candidates);
   };
-  candidates(p.scores, "scores", scores, ScalarType::Float);
-  candidates(p.tokens, "tokens", tokens, ScalarType::Long);
-  candidates(p.beams, "beams", beams, ScalarType::Long);
-  if (log_probs) candidates(p.log_probs, "log_probs", *log_probs, ScalarType::Float);
-  if (stopped) candidates(p.stopped, "stopped", *stopped, ScalarType::Bool);
+  candidates(p.scores, "scores", scores);
+  candidates(p.tokens, "tokens", tokens);
+  candidates(p.beams, "beams", beams);
+  if (log_probs) candidates(p.log_probs, "log_probs", *log_probs);
+  if (stopped) candidates(p.stopped, "stopped", *stopped);
   if (bonus) {
-    p.bonus = request_rows<float>(kOp, "bonus", *bonus, ScalarType::Float, p.requests,
-                                  p.state.beams, like);
+    p.bonus = request_rows<float>(arguments, "bonus", *bonus, p.requests, p.state.beams);
   }
   if (status) {
-    p.status = request_column<uint8_t>(kOp, "status", *status, ScalarType::Byte, p.requests, like);
+    p.status = request_column<uint8_t>(arguments, "status", *status, p.requests);
   }
   if (slots) {
-    p.slots = request_column<int64_t>(kOp, "slots", *slots, ScalarType::Long, p.requests, like);
+    p.slots = request_column<int64_t>(arguments, "slots", *slots, p.requests);
   } else if (p.requests > p.state.slots) {
     fail(kOp, "scores has shape ", shape_text(scores), "; expected at most ", p.state.slots,
          " requests, the slots of the state");
   }
   if (sequences) {
     p.sequences =
-        caller_sequences(kOp, *sequences, p.requests, p.state, p.rules != BeamRules::kScorer, like);
+        caller_sequences(arguments, *sequences, p.requests, p.state, p.rules != BeamRules::kScorer);
   }
-  set_rows(p, row_offsets, parent_offsets, rows, like);
+  set_rows(p, row_offsets, parent_offsets, rows, arguments);
   if constexpr (!kIsCuda) check_beam_step(p);
   const OnDevice device(first);
   Tensor next_scores = new_tensor(first, {p.rows}, ScalarType::Float);

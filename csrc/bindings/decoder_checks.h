@@ -103,15 +103,6 @@ class TensorList {
     return arguments_.contiguous<T>(name, tensors_[index_++], sizes, nullptr, type);
   }
 
-  template <class T>
-  T* next(const char* field, ScalarType type, Arguments::Sizes sizes) {
-    return next<T>(field, sizes, type);
-  }
-  template <class T>
-  T* next_or_null(const char* field, ScalarType, Arguments::Sizes sizes) {
-    return next_or_null<T>(field, sizes);
-  }
-
   // Null where the tensor is empty.
   template <class T>
   T* next_or_null(const char* field, Arguments::Sizes sizes) {

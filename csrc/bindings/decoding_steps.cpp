@@ -74,26 +74,11 @@ void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   if ((logits.dim() != 2 && !has_scores) || logits.size(logits.dim() - 2) != rows ||
       logits.size(logits.dim() - 1) != vocab) {
     fail(kStepsOp, "logits has shape ", shape_text(logits), "; expected ",
-         beam::sizes_text({rows, vocab}), " or ", beam::sizes_text({2, rows, vocab}));
+         sizes_text({rows, vocab}), " or ", sizes_text({2, rows, vocab}));
   }
-  if (!logits.is_cpu()) fail(kStepsOp, "logits is on ", device_name(logits), "; expected cpu");
-  if (!logits.is_contiguous()) {
-    fail(kStepsOp, "logits has strides; expected a contiguous tensor");
-  }
-}
-
-// Steps write to logits between reading these, which are contiguous, and have been checked.
-void check_apart(const Tensor& logits, const char* name, const Tensors& tensors) {
-  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  const auto end = [&](const Tensor& t) {
-    return begin(t) + t.numel() * static_cast<int64_t>(t.element_size());
-  };
-  for (const Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    if (begin(logits) < end(tensor) && begin(tensor) < end(logits)) {
-      fail(kStepsOp, "logits shares memory with ", name, "; expected a tensor of its own");
-    }
-  }
+  const Arguments arguments(kStepsOp);
+  arguments.check_device("logits", logits);
+  arguments.check_contiguous("logits", logits);
 }
 
 Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
@@ -106,10 +91,10 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   DecodingParams p;
   p.config = model.config;
   p.weights = model.weights;
-  const Tensor& first = beam::state_sequences(op, state);
-  const beam::LikeTensor like(first);
-  p.state = beam::beam_search_state(op, state, like);
-  p.parameters = beam::beam_search_parameters(op, parameters, p.state.slots, like);
+  const Arguments arguments = beam::state_arguments(op, state);
+  const Tensor& first = state[0];
+  p.state = beam::beam_search_state(arguments, state);
+  p.parameters = beam::beam_search_parameters(arguments, parameters, p.state.slots);
   IntegerList list(op, "options", options, 7);
   p.rules = static_cast<beam::BeamRules>(list.next("rules", 0, 2));
   p.greedy = list.next_flag("greedy");
@@ -161,12 +146,16 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
   }
   if (logits) {
     check_logits(*logits, p.cache_rows(), p.config.vocab);
-    check_apart(*logits, "weights", weights);
-    check_apart(*logits, "state", state);
-    check_apart(*logits, "parameters", parameters);
-    check_apart(*logits, "token_rules", rules);
-    check_apart(*logits, "caches", caches);
-    check_apart(*logits, "workspace", {workspace});
+    // Steps write to logits between reading these.
+    const auto check_apart_from = [&](const char* name, const Tensors& tensors) {
+      for (const Tensor& tensor : tensors) check_apart(op, "logits", *logits, name, tensor);
+    };
+    check_apart_from("weights", weights);
+    check_apart_from("state", state);
+    check_apart_from("parameters", parameters);
+    check_apart_from("token_rules", rules);
+    check_apart_from("caches", caches);
+    check_apart_from("workspace", {workspace});
     p.logits = static_cast<float*>(logits->mutable_data_ptr());
     if (logits->dim() == 3) p.scores = p.logits + p.cache_rows() * p.config.vocab;
   }

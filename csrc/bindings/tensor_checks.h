@@ -78,15 +78,6 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
   }
 }
 
-inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
-                              const char* other_name, const Tensor& other) {
-  if (tensor.is_cpu() != other.is_cpu() || tensor.is_cuda() != other.is_cuda() ||
-      (tensor.is_cuda() && tensor.get_device_index() != other.get_device_index())) {
-    fail(op, name, " is on ", device_name(tensor), "; expected the device of ", other_name, ", ",
-         device_name(other));
-  }
-}
-
 // [batch] or [batch, columns]
 inline void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t batch,
                         int64_t columns = -1) {
@@ -240,9 +231,12 @@ inline void check_apart(const char* op, const char* name, const Tensor& tensor,
   if (tensor.numel() == 0 || other.numel() == 0) return;
   const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
   const auto end = [&](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return begin(t) + (last + 1) * static_cast<int64_t>(t.element_size());
+    int64_t elements = t.numel();
+    if (!t.is_contiguous()) {
+      elements = 1;
+      for (int64_t i = 0; i < t.dim(); ++i) elements += (t.size(i) - 1) * t.stride(i);
+    }
+    return begin(t) + elements * static_cast<int64_t>(t.element_size());
   };
   if (begin(tensor) < end(other) && begin(other) < end(tensor)) {
     fail(op, name, " shares memory with ", other_name, "; expected a tensor of its own");

@@ -20,26 +20,21 @@ inline std::vector<beam::TokenTrie> tries_of_rows(const char* op, const Tensors&
                                                   int64_t rows) {
   if (tensors.size() <= kRuleTensors) return {};
   const Tensor& numbers = tensors[kRuleTensors];
-  check_shape(op, "token_rules.trie_numbers", numbers, rows);
-  check_dtype(op, "token_rules.trie_numbers", numbers, ScalarType::Long);
-  if (!numbers.is_cpu() || !numbers.is_contiguous()) {
-    fail(op, "token_rules.trie_numbers is on ", device_name(numbers),
-         " or has strides; expected a contiguous tensor on cpu");
-  }
+  const Arguments arguments(op);
+  const int64_t* const number =
+      arguments.contiguous<const int64_t>("token_rules.trie_numbers", numbers, {rows});
   const size_t first = kRuleTensors + 1, count = (tensors.size() - first) / 2;
   if ((tensors.size() - first) % 2 != 0) {
     fail(op, "token_rules has ", tensors.size(), " tensors; expected ", kRuleTensors,
          ", or with tries one more and two for each");
   }
   std::vector<beam::TokenTrie> tries(static_cast<size_t>(rows));
-  const int64_t* const number = numbers.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < rows; ++row) {
     check_number(op, "token_rules.trie_numbers", row, number[row], -1,
                  static_cast<int64_t>(count) - 1);
     if (number[row] < 0) continue;
     const size_t at = first + 2 * static_cast<size_t>(number[row]);
-    tries[static_cast<size_t>(row)] =
-        beam::token_trie(op, tensors[at], tensors[at + 1], "token_rules.trie_numbers", numbers);
+    tries[static_cast<size_t>(row)] = beam::token_trie(arguments, tensors[at], tensors[at + 1]);
   }
   return tries;
 }
@@ -50,24 +45,22 @@ inline beam::TokenRules token_rules(const char* op, const Tensors& all, int64_t 
       all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), kRuleTensors)));
   TensorList list(op, "token_rules", tensors, kRuleTensors);
   beam::TokenRules rules;
-  rules.repetition_penalty =
-      list.next<const float>("repetition_penalty", ScalarType::Float, {rows});
-  rules.no_repeat_ngram_size =
-      list.next<const int64_t>("no_repeat_ngram_size", ScalarType::Long, {rows});
-  rules.diversity_penalty = list.next<const float>("diversity_penalty", ScalarType::Float, {rows});
+  rules.repetition_penalty = list.next<const float>("repetition_penalty", {rows});
+  rules.no_repeat_ngram_size = list.next<const int64_t>("no_repeat_ngram_size", {rows});
+  rules.diversity_penalty = list.next<const float>("diversity_penalty", {rows});
   check_rank(op, "token_rules.bans", tensors[3], 3, "[slots, bans, 4]");
   rules.num_bans = tensors[3].size(1);
-  rules.bans = list.next<const int64_t>("bans", ScalarType::Long, {rows, rules.num_bans, 4});
+  rules.bans = list.next<const int64_t>("bans", {rows, rules.num_bans, 4});
   check_rank(op, "token_rules.forced", tensors[4], 3, "[slots, forced tokens, 2]");
   rules.num_forced = tensors[4].size(1);
-  rules.forced = list.next<const int64_t>("forced", ScalarType::Long, {rows, rules.num_forced, 2});
-  rules.timestamps = list.next<const int64_t>("timestamps", ScalarType::Long, {rows, 4});
+  rules.forced = list.next<const int64_t>("forced", {rows, rules.num_forced, 2});
+  rules.timestamps = list.next<const int64_t>("timestamps", {rows, 4});
   // One for all, or a row each.
   if (tensors[6].dim() == 2) {
-    rules.bias = list.next<const float>("bias", ScalarType::Float, {rows, vocab});
+    rules.bias = list.next<const float>("bias", {rows, vocab});
     rules.bias_stride = vocab;
   } else {
-    rules.bias = list.next_or_null<const float>("bias", ScalarType::Float, {vocab});
+    rules.bias = list.next_or_null<const float>("bias", {vocab});
   }
   for (int64_t row = 0; row < rows; ++row) {
     if (!(rules.repetition_penalty[row] > 0.0f)) {

@@ -18,9 +18,4 @@ inline TokenTrie token_trie(const Arguments& arguments, const Tensor& tokens,
           nodes};
 }
 
-inline TokenTrie token_trie(const char* op, const Tensor& tokens, const Tensor& child_begin,
-                            const char* like_name, const Tensor& like) {
-  return token_trie(Arguments(op, like_name, like), tokens, child_begin);
-}
-
 }  // namespace lmdecode::beam
