@@ -8,6 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import lmdecode  # noqa: F401  registers the ops
+from tests.support.op_schemas import op_schemas
 
 KINDS = {
     "sparse_coo": lambda x: x.to_sparse(),
@@ -81,18 +82,12 @@ def test_what_is_not_dense_gets_an_error_that_names_it(name: str, index: int) ->
             call(op, index, make(torch.zeros(2, 2)))
 
 
-CPU_ONLY = [
-    "causal_caches_reorder_", "causal_caches_start_", "causal_caches_truncate_",
-    "causal_forward_", "decoder_layer", "decoding_read_memory_", "decoding_steps_",
-    "encoder_forward", "faster_transformer_decoding_", "gather_tree", "layer_norm",
-    "pack_linear", "pack_quantized_linear", "packed_linear", "packed_linear.out", "prompt_lookup",
-    "repack_linear", "rms_norm", "trie_build",
-]  # fmt: skip
+CPU_ONLY = {schema.name for schema in op_schemas() if schema.is_cpu_only}
 
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [(n, i) for n, i in TENSOR_ARGUMENTS if n.removeprefix("lmdecode::") in CPU_ONLY],
+    [(n, i) for n, i in TENSOR_ARGUMENTS if n in CPU_ONLY],
 )
 def test_cuda_tensors_where_there_is_no_cuda_kernel(name: str, index: int) -> None:
     """A fake tensor says that it is on cuda, and needs no GPU; the kernel is the one for CUDA."""
@@ -107,9 +102,7 @@ def test_cuda_tensors_where_there_is_no_cuda_kernel(name: str, index: int) -> No
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the dispatcher itself is asked below")
 def test_the_dispatcher_leads_cuda_tensors_there() -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert {name for name in op_names() if has(name, "CUDA")} >= {
-        f"lmdecode::{name}" for name in CPU_ONLY
-    }
+    assert {name for name in op_names() if has(name, "CUDA")} >= CPU_ONLY
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

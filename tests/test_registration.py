@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from torch.library import opcheck
 import lmdecode
 import lmdecode.reference
 from lmdecode.reference import decoder_step
-
-BINDINGS = Path(__file__).resolve().parents[1] / "csrc" / "bindings"
+from tests.support.op_schemas import CSRC, op_schemas
 
 
 def op_names() -> list[str]:
@@ -23,27 +20,12 @@ def op_names() -> list[str]:
     return sorted(name for name in names if name.startswith("lmdecode::"))
 
 
-@dataclass(frozen=True)
-class Schema:
-    """An entry of csrc/bindings/op_schemas.h: where a new op is registered, and nowhere else."""
-
-    name: str
-    is_cpu_only: bool
-
-
-def schemas() -> list[Schema]:
-    text = (BINDINGS / "op_schemas.h").read_text()
-    text = re.sub(r"//[^\n]*", "", text[text.index("kOpSchemas[] = {") :])
-    found = re.findall(r'\{"([\w.]+)\(.*?(Devices::kCpuOnly)?\}', text, re.DOTALL)
-    return [Schema(f"lmdecode::{name}", bool(devices)) for name, devices in found]
-
-
-needs_sources = pytest.mark.skipif(not BINDINGS.is_dir(), reason="csrc is in source checkouts only")
+needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="csrc is in source checkouts only")
 
 
 @needs_sources
 def test_every_schema_is_an_op() -> None:
-    assert sorted(schema.name for schema in schemas()) == op_names()
+    assert sorted(schema.name for schema in op_schemas()) == op_names()
 
 
 @pytest.mark.parametrize("name", op_names())
@@ -86,16 +68,16 @@ def test_every_op_has_its_kernels(name: str) -> None:
 def test_ops_without_a_cuda_kernel() -> None:
     """As the sources have it, where there is no CUDA to ask."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    lists = (BINDINGS.parent / "sources.cmake").read_text()
+    lists = (CSRC / "sources.cmake").read_text()
     in_cuda_library = {
         f"lmdecode::{name}"
         for sources in re.findall(r"set\((?:CUDA_)?BINDING_SOURCES([^)]*)\)", lists)
         for path in sources.split()
-        for name in re.findall(r'm\.impl\("([^"]+)"', (BINDINGS.parent / path).read_text())
+        for name in re.findall(r'm\.impl\("([^"]+)"', (CSRC / path).read_text())
     }
     everywhere = {name for name in op_names() if has(name, "CompositeExplicitAutograd")}
     assert set(op_names()) - in_cuda_library - everywhere == {
-        schema.name for schema in schemas() if schema.is_cpu_only
+        schema.name for schema in op_schemas() if schema.is_cpu_only
     }
 
 
