@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import pytest
@@ -176,14 +176,16 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     # Types, states and rules that op and reference share; PYTHON_OPS are what it may not touch.
     "reference": {"sampling", "beam", "beam/scorers", "decoder", "linear"},
     "compat": CORE,
-    "integrations": {"store", "system", *CORE},
-    "formats": {"integrations", *CORE},
-    "cli": {"", "_tables", "quality", "formats", *CORE},
-    "demo": {"", "_tables", "store", "system", "integrations", *CORE},
+    "integrations/transformers": {"store", "system", *CORE},
+    "formats": {"integrations/transformers", *CORE},
+    "decoding": {"formats", "integrations/transformers", *CORE},
+    "integrations": {"decoding", "integrations/transformers", "store", "system", *CORE},
+    "cli": {"", "_tables", "quality", "formats", "decoding", *CORE},
+    "demo": {"", "_tables", "store", "system", "integrations/transformers", *CORE},
     "__main__": {"", "cli"},
 }
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.
-WINDOWS = {"": {"system", "store", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
+WINDOWS = {"": {"system", "store", "decoding", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
 SUBAREAS = {area for area in PYTHON_ALLOWED if "/" in area}
 
 
@@ -226,13 +228,9 @@ def test_imports(path: Path) -> None:
         allowed |= WINDOWS.get(area, set())
     for module in sorted(imported_files(path)):
         target = area_of(module.split(".")[1:])
-        if area == "decoder" and parts[-1] == "decoding":
-            # Decoding.from_pretrained and generate, when they are called
-            if is_in(module, "lmdecode.integrations.transformers.decoding", "lmdecode.formats"):
-                continue
         assert target == area or target in allowed, f"{area} imports {module}"
     third_party = {module.split(".")[0] for module in imported_modules(path)}
-    if area not in ("integrations", "formats", "cli", "demo"):
+    if area not in ("integrations", "integrations/transformers", "formats", "cli", "demo"):
         # The store's second tier imports redis-py, where one is asked for.
         extras = {"transformers"} if area == "store" else {"transformers", "redis"}
         assert not third_party & extras, f"{area} imports {third_party & extras}"
@@ -262,11 +260,9 @@ def test_private_modules_stay_within_the_package(path: Path) -> None:
     assert private <= own, f"imports {private}"
 
 
-def test_no_circle_of_imports() -> None:
-    """Not even one that closes within a function, or for types alone."""
-    modules = python_modules()
-    imports = {module: imported_files(path) - {module} for module, path in modules.items()}
-    left = dict(imports)
+def circle(imports: Mapping[str, Set[str]]) -> list[str]:
+    """Return the names of circles, given what each name imports; none where there is no circle."""
+    left = {name: targets - {name} for name, targets in imports.items()}
     while True:  # take away what imports nothing that is left
         free = {module for module, targets in left.items() if not targets & left.keys()}
         if not free:
@@ -279,7 +275,47 @@ def test_no_circle_of_imports() -> None:
         if len(inner) == len(left):
             break
         left = inner
-    assert not left, f"a circle among {', '.join(sorted(left))}"
+    return sorted(left)
+
+
+def test_no_circle_of_imports() -> None:
+    """Not even one that closes within a function, or for types alone."""
+    imports = {module: imported_files(path) for module, path in python_modules().items()}
+    assert circle(imports) == []
+
+
+def test_no_circle_of_areas() -> None:
+    """Neither in what areas import, within functions and for types too, nor in what they may."""
+    assert circle(PYTHON_ALLOWED) == []
+    imports: dict[str, set[str]] = {}
+    for module, path in python_modules().items():
+        if path.name != "__init__.py" or area_of(module.split(".")[1:]) not in WINDOWS:
+            targets = {area_of(target.split(".")[1:]) for target in imported_files(path)}
+            imports.setdefault(area_of(module.split(".")[1:]), set()).update(targets)
+    assert circle(imports) == []
+
+
+def imports_by_name(path: Path) -> Iterator[str]:
+    """The names, or their beginnings, that a file gives to ``import_module`` and its kin."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and re.search(
+            r"\b(import_module|__import__)$", ast.unparse(node.func)
+        ):
+            argument = node.args[0]
+            if isinstance(argument, ast.JoinedStr):
+                argument = argument.values[0]
+            yield str(argument.value) if isinstance(argument, ast.Constant) else ""
+
+
+@pytest.mark.parametrize("path", python_files(), ids=name)
+def test_no_import_by_name_goes_around_the_order(path: Path) -> None:
+    """A package alone imports its own modules by name, when they are asked for."""
+    package = ".".join(["lmdecode", *path.relative_to(PACKAGE).parts[:-1]])
+    for module in imports_by_name(path):
+        if path.name == "__init__.py":
+            assert is_in(module.rstrip("."), package), f"imports {module!r}"
+        else:  # what is optional, by a name that is not the package's
+            assert not is_in(module.rstrip("."), "lmdecode"), f"imports {module!r}"
 
 
 # What the reference must not touch: the modules that call ops.

@@ -33,6 +33,12 @@ def test_public_names() -> None:
     assert not hasattr(lmdecode, "Sampler0")
 
 
+def test_decoding_has_a_name_in_its_area() -> None:
+    area = importlib.import_module("lmdecode.decoder")
+    assert area.Decoding is lmdecode.Decoding
+    assert "Decoding" in area.__all__
+
+
 def test_the_store_is_lmdecode_stores() -> None:
     store = importlib.import_module("lmdecode.store")
     assert lmdecode.KVStore is store.KVStore

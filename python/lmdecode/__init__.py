@@ -15,6 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lmdecode import decoder
 from lmdecode.attention import (
     RingKVCache,
     RingSnapshot,
@@ -61,7 +62,6 @@ from lmdecode.decoder import (
     DecoderConfig,
     DecoderLayer,
     DecoderWeights,
-    Decoding,
     DecodingBatch,
     LayerWeights,
     gather_tree,
@@ -75,6 +75,7 @@ from lmdecode.decoder.engine import (
     RequestStats,
     TokenLogprob,
 )
+from lmdecode.decoding import Decoding
 from lmdecode.kv_cache import (
     BeamIndirection,
     BlockSlots,
@@ -103,6 +104,9 @@ if TYPE_CHECKING:
     from lmdecode.store import KVStore, Session
 
 __version__ = "0.1.0"
+
+# The class is above its area, as it takes what transformers has; it is named there, too.
+decoder.Decoding = Decoding
 
 __all__ = [
     "DIALECTS",

@@ -13,7 +13,7 @@ from torch import Tensor
 from lmdecode._checks import check_int, is_int, type_error
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.decoding import Decoding
+from lmdecode.decoder.decoding import PackedDecoding
 
 __all__ = ["Perplexity", "bits_per_weight", "perplexity"]
 
@@ -43,8 +43,8 @@ class Perplexity(NamedTuple):
     tokens_per_second: float
 
 
-def _causal(op: str, decoding: Decoding) -> PackedCausalModel:
-    if not isinstance(decoding, Decoding):
+def _causal(op: str, decoding: PackedDecoding) -> PackedCausalModel:
+    if not isinstance(decoding, PackedDecoding):
         raise type_error(op, "decoding", decoding, "a Decoding")
     if not isinstance(decoding.decoder, PackedCausalModel):
         raise ValueError(
@@ -75,7 +75,7 @@ def _window_losses(caches: CausalCaches, ids: Tensor) -> tuple[Tensor, float]:
 
 @torch.no_grad()
 def perplexity(
-    decoding: Decoding,
+    decoding: PackedDecoding,
     ids: Tensor,
     window: int = 512,
     *,
@@ -152,7 +152,7 @@ def perplexity(
     return Perplexity(value, error, len(every), windows.numel(), rate)
 
 
-def bits_per_weight(decoding: Decoding) -> float:
+def bits_per_weight(decoding: PackedDecoding) -> float:
     """Return the bits that a weight of a linear layer takes, packed: scales and padding counted.
 
     The head is among the layers, and an embedding that is packed as it; other embeddings and norms

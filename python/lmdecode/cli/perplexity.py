@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lmdecode._checks import check_format, install_hint
 from lmdecode._tables import aligned_table
-from lmdecode.decoder.decoding import Decoding
 from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.decoding import Decoding
 from lmdecode.formats.gguf import is_gguf, load_tokenizer
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.quality import Perplexity, bits_per_weight, perplexity

@@ -1,11 +1,17 @@
-"""Models in C++: decoder-only ones, decoders of encoder-decoder ones, a batch, a layer."""
+"""Models in C++: decoder-only ones, decoders of encoder-decoder ones, a batch, a layer.
+
+``lmdecode`` puts its ``Decoding`` here, too.
+"""
+
+from typing import Any
 
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.decoder.decoding import Decoding
 from lmdecode.decoder.layer import DecoderLayer, gather_tree
+
+Decoding: Any
 
 __all__ = [
     "CausalBatch",

@@ -1,17 +1,14 @@
-"""Decoding in C++: a decoder-only model, or the decoder of an encoder-decoder one, and its loop."""
+"""A packed model: what ``Decoding`` does without transformers."""
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
 
 from lmdecode._checks import check_format, type_error
-from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.batches import Batches
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
@@ -28,7 +25,7 @@ from lmdecode.decoder.saved_model import (
 )
 from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["Decoding"]
+__all__ = ["PackedDecoding"]
 
 
 def _refuse_cache_dtype(cache_dtype: object) -> None:
@@ -39,37 +36,19 @@ def _refuse_cache_dtype(cache_dtype: object) -> None:
         )
 
 
-class Decoding(Batches):
-    """A decoder-only model, or the decoder of an encoder-decoder one, in C++.
+class PackedDecoding(Batches):
+    """A packed model and what needs nothing of transformers: batches, the engine, its files.
 
-    Of an encoder-decoder model embedding, layers, projection to the vocabulary, logits processors,
-    beam search and early stop run step after step without a return to Python; keys and values of
-    the memory are computed once a request and shared by its beams, those of the sequences stay
-    where they were written. Of a decoder-only model a step, from tokens to logits, is one op; its
-    keys and values lie in blocks that beams share. A result depends on nothing but its own request:
-    not on the batch, nor on the number of threads.
+    The base of ``lmdecode.Decoding``, which has the parameters and the errors.
 
-    Parameters
+    Attributes
     ----------
-    config : DecoderConfig or CausalConfig
-        Of the decoder.
-    weights : DecoderWeights or CausalWeights
-        Packed here, once. Weights of a ``DecoderConfig`` on a CUDA device stay there, and the loop
-        runs there.
-    dtype : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
-        gives the tokens of transformers; the others' scores are near, so that close tokens may
-        differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
-        taken, too.
-    cache_dtype : {"float32", "bfloat16", "int8"}, optional
-        What a decoder-only model keeps keys and values as, "float32" by default.
-    use_cuda_graph : bool
-        On a device: each search captures its step in a CUDA graph, and replays it.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A weight of a wrong shape, dtype or type, another ``dtype``, or a graph without a device.
+    decoder
+        The packed model.
+    model, encoder
+        None here; the transformers model and the packed encoder of a ``Decoding``.
+    cache_dtype : str
+        Of a decoder-only model.
     """
 
     def __init__(
@@ -110,81 +89,6 @@ class Decoding(Batches):
         else:
             self.decoder = PackedDecoder(config, weights, held_as)
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: Any,
-        dtype: str | torch.dtype | None = "float32",
-        *,
-        cache_dtype: str | torch.dtype | None = None,
-        keep_model: bool = True,
-        use_cuda_graph: bool = False,
-    ) -> Decoding:
-        """Take the decoder of a transformers model, which is loaded where its name is given.
-
-        Parameters
-        ----------
-        model
-            A causal language model of an architecture in docs/reference/causal_models.md, or a
-            conditional generation model of one in docs/reference/decoder.md; or the folder or name
-            of one. Of a causal model in a folder of safetensors, one weight after the other is read
-            and packed. Or a GGUF file of llama.cpp: see docs/reference/formats.md; or a folder of
-            CTranslate2: see docs/reference/ctranslate2.md.
-        dtype : {"float32", "bfloat16", "int8", "int4"} or None
-            See the class. None, for a GGUF file: every weight keeps the values that the file has.
-        cache_dtype, use_cuda_graph
-            See the class.
-        keep_model : bool
-            Whether ``decoding.model`` is the model itself, as it always is on a CUDA device, where
-            its encoder runs. False: a stand-in without weights, which ``generate`` needs; so it
-            always is where the weights of a folder are read one after the other. Of an
-            encoder-decoder model it cannot do what ``generate`` needs the model's own encoder for:
-            see docs/reference/decoder.md.
-
-        Raises
-        ------
-        ValueError
-            Another model, or another dtype; or a damaged file, which is named.
-        OSError
-            There is no model of this name.
-        """
-        from lmdecode.formats.loading import check_as_it_is, load_parts
-        from lmdecode.integrations.transformers.decoding.checkpoint import (
-            skeleton,
-            without_weights,
-        )
-        from lmdecode.integrations.transformers.decoding.models import parts_of
-
-        is_loaded_here = isinstance(model, (str, os.PathLike))
-        if dtype is None:
-            check_as_it_is(model)
-        if is_loaded_here:
-            model, config, weights = load_parts(model, keeps_blocks=dtype is None)
-        elif not hasattr(model, "config"):
-            raise ValueError(
-                f"Decoding.from_pretrained: model is a {type(model).__name__} of type "
-                f"{getattr(model, 'model_type', None)!r}; expected a model of transformers, or the "
-                "folder or name of one"
-            )
-        else:
-            config, weights = parts_of(model)
-        options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
-        decoding = cls(config, weights, dtype=dtype, **options)
-        if isinstance(decoding.decoder, PackedDecoder):
-            from lmdecode.integrations.transformers.decoding.encoding import Encoder
-
-            decoder = decoding.decoder
-            decoding.encoder = Encoder(model, decoder.weight_format, decoder.tensors[0])
-        if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
-            if is_loaded_here:
-                model = without_weights(model)
-            else:  # configs of their own: transformers writes the dtype to one
-                model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
-                if decoding.encoder is not None:
-                    decoding.encoder = Encoder.of_parts(model, decoding.encoder.parts)
-        decoding.model = model
-        return decoding
-
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a model as it is packed, so that ``load`` is ready at once.
 
@@ -212,12 +116,7 @@ class Decoding(Batches):
         else:
             of_encoder = {} if self.encoder is None else self.encoder.parts
             packed, more = PackedEncoderDecoder({"decoder": self.decoder, **of_encoder}), {}
-        files: dict[str, bytes] = {}
-        if self.model is not None:
-            from lmdecode.formats.loading import files_of
-
-            files = files_of(self.model)
-        save_packed(Path(folder), packed, files, **more)
+        save_packed(Path(folder), packed, self._files(), **more)
 
     @classmethod
     def load(
@@ -226,7 +125,7 @@ class Decoding(Batches):
         *,
         cache_dtype: str | torch.dtype | None = None,
         verify: bool = False,
-    ) -> Decoding:
+    ) -> Self:
         """Take a model that ``save`` wrote. Its weights are mapped: processes share them.
 
         Those that were packed for another kind of processor are packed again, with a warning.
@@ -275,158 +174,13 @@ class Decoding(Batches):
         packed: PackedCausalModel | PackedEncoderDecoder,
         manifest: dict[str, Any],
     ) -> None:
-        """Take the model of a folder's configs, and the encoder, where the folder has them."""
-        if "config.json" not in manifest["files"]:
-            return
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+        """Take what else a folder has of a model; called once its weights are mapped."""
 
-        self.model = skeleton_of(folder)
-        if isinstance(packed, PackedEncoderDecoder) and "encoder" in packed.parts:
-            from lmdecode.integrations.transformers.decoding.encoding import Encoder
-
-            self.encoder = Encoder.of_parts(self.model, packed.parts)
-
-    def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
-        from lmdecode.integrations.transformers.decoding.requests import request_of_config
-
-        return request_of_config(prompt_ids, generation_config, self.model)
-
-    def _check_store(self, store: Any) -> None:
-        from lmdecode.integrations.transformers.decoding import causal_store
-
-        causal_store.check_store("Decoding.engine", self, store)
+    def _files(self) -> dict[str, bytes]:
+        """Return the files, by name, that ``save`` writes beside the weights."""
+        return {}
 
     @property
     def config(self) -> DecoderConfig | CausalConfig:
         """Return the decoder's config."""
         return self.decoder.config
-
-    @torch.no_grad()
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        *,
-        store: Any = None,
-        session: str | None = None,
-        append: bool = False,
-        rewind: bool = False,
-        **arguments: Any,
-    ) -> Any:
-        """Return what ``model.generate(...)`` returns.
-
-        With the format "float32" the tokens are those of transformers. It may stand in for the
-        model's own: ``model.generate = decoding.generate``.
-
-        Parameters
-        ----------
-        inputs : Tensor, optional
-            ``input_ids`` or ``input_features``, as for the model.
-        store : KVStore, optional
-            Opened with ``fingerprint()``, for a decoder-only model and one prompt: the keys and
-            values of the longest stored prefix are loaded, the rest is read and stored. Tokens and
-            logits are those without it, bit for bit. What it cannot do is a ``RuntimeWarning``.
-        session : str, optional
-            Name of a conversation of the store: prompt and answer become its tokens.
-        append, rewind : bool, optional
-            ``inputs`` and ``attention_mask`` are of the new tokens alone, behind the session's; and
-            tokens that do not continue the session's rewind it: else they are a ``ValueError``.
-        **arguments
-            Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
-            ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
-            ``decoder_input_ids``, ``encoder_outputs``, ``attention_mask``, ``num_beam_groups``,
-            ``return_dict_in_generate`` with ``output_scores`` and so on, with the model's
-            ``generation_config`` for defaults. Processors and criteria that the loop in C++ does
-            not have are called step by step. ``do_sample`` takes ``seed``; a decoder-only model
-            also takes ``streamer``, ``constraints`` and ``force_words_ids``, as ``sample`` and
-            ``beam_search`` of ``lmdecode.integrations.transformers`` do, and without beams
-            ``prompt_lookup_num_tokens``: the same text in fewer steps.
-            ``use_cache``, ``cache_implementation``, ``cache_config``, ``prefill_chunk_size`` and
-            ``compile_config`` have no meaning here and no effect.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Names an argument that this cannot do, or of another type; no other is ignored.
-        """
-        from lmdecode.integrations.transformers.decoding.call import call_generate
-
-        return call_generate(self, inputs, store, session, arguments, append=append, rewind=rewind)
-
-    def translate(
-        self,
-        sources: Any,
-        *,
-        attention_mask: Tensor | None = None,
-        num_beams: int | None = None,
-        num_return_sequences: int | None = None,
-        max_new_tokens: int | None = None,
-        max_batch_tokens: int | None = None,
-        generation_config: Any = None,
-        **arguments: Any,
-    ) -> list[BeamResult]:
-        """Search any number of sources, without the preparation of ``generate()``.
-
-        They are sorted by length and searched in batches. The tokens are those of ``generate()``.
-
-        Parameters
-        ----------
-        sources : sequence of sequence of int, or Tensor
-            Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
-        attention_mask : Tensor, optional
-            [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
-        num_beams, num_return_sequences, max_new_tokens : int, optional
-            As for ``generate()``. None: as ``generation_config`` says, or else the model's.
-        max_batch_tokens : int, optional
-            Tokens that are searched together, with padding; 4096 by default.
-        generation_config, **arguments
-            As for ``generate()``: what a ``BeamRequest`` can express.
-
-        Returns
-        -------
-        list of BeamResult
-            In the order of the sources; ``request_id`` is a source's number.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Names the argument, what came and what was expected.
-        """
-        from lmdecode.integrations.transformers.decoding.translate import translate
-
-        return translate(
-            self,
-            sources,
-            attention_mask=attention_mask,
-            max_batch_tokens=max_batch_tokens,
-            generation_config=generation_config,
-            num_beams=num_beams,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            **arguments,
-        )
-
-    def fingerprint(self, tokenizer: Any = None) -> Any:
-        """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
-
-        Another revision, ``dtype``, ``cache_dtype`` or CPU capability has another fingerprint, and
-        so have transformers' own caches, ``Fingerprint.from_model``. The packed weights are hashed
-        once (SHA-256, about 2 GB/s).
-
-        Parameters
-        ----------
-        tokenizer
-            Its vocabulary is hashed, where one is given.
-
-        Returns
-        -------
-        Fingerprint
-            Of ``lmdecode.store``.
-
-        Raises
-        ------
-        ValueError
-            The model is no decoder-only one.
-        """
-        from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
-
-        return causal_fingerprint(self, tokenizer)

@@ -8,8 +8,8 @@ from typing import Any
 
 from lmdecode._checks import type_error
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.decoding import Decoding
 from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.decoding import Decoding
 
 __all__ = ["check_is_causal", "load_model", "load_tokenizer"]
 

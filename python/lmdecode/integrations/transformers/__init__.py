@@ -19,7 +19,6 @@ of AWQ and GPTQ, and ``packed_from_awq`` and ``packed_from_gptq`` take single la
 ``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lmdecode._checks import install_hint
@@ -101,6 +100,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # When they are asked for: they are made of classes that only some releases have.
     if name in ("BatchingManager", "generate_batch"):
-        from_module = f"{__name__}.continuous_batching.generation"
-        return getattr(import_module(from_module), name)
+        from lmdecode.integrations.transformers.continuous_batching import generation
+
+        return getattr(generation, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
