@@ -318,6 +318,13 @@ def test_no_import_by_name_goes_around_the_order(path: Path) -> None:
             assert not is_in(module.rstrip("."), "lmdecode"), f"imports {module!r}"
 
 
+def test_one_function_reads_frames() -> None:
+    """What generate() does not hand on to its callable: of no other call a frame is read."""
+    reads = re.compile(r"_getframe|currentframe|inspect\.stack|f_back")
+    found = [name(path) for path in python_files() if reads.search(path.read_text())]
+    assert found == ["python/lmdecode/integrations/transformers/generate_call.py"]
+
+
 # What the reference must not touch: the modules that call ops.
 PYTHON_OPS = (
     "lmdecode._ops", "lmdecode._fakes", "lmdecode._C", "lmdecode.attention.ops",

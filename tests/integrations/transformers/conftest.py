@@ -103,8 +103,8 @@ def spy(monkeypatch) -> WarperSpy:
     from transformers.generation import logits_process
 
     import lmdecode
-    from lmdecode.integrations.transformers.sampling import generation
     from lmdecode.integrations.transformers.sampling import logits_process as ours
+    from lmdecode.integrations.transformers.sampling import loop
 
     seen = WarperSpy()
     op, multinomial = lmdecode.top_k_top_p_sample, torch.multinomial
@@ -118,7 +118,7 @@ def spy(monkeypatch) -> WarperSpy:
         seen.multinomial_calls += 1
         return multinomial(*args, **kwargs)
 
-    for module in (generation, ours):
+    for module in (loop, ours):
         monkeypatch.setattr(module, "top_k_top_p_sample", counted_op)
     monkeypatch.setattr(torch, "multinomial", counted_multinomial)
     for name in ("Temperature", "TopK", "TopP", "MinP"):

@@ -13,8 +13,9 @@ from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import lmdecode
-from lmdecode.integrations.transformers import beam_search
-from lmdecode.integrations.transformers.beam import loop, plain_search
+from lmdecode.integrations.transformers import beam_search, running_model
+from lmdecode.integrations.transformers.beam import plain_search
+from lmdecode.integrations.transformers.beam.loop import SearchResult
 
 PAD, EOS = 0, 2
 END_TOKENS = [EOS, 7, 11, 13, 17, 19]
@@ -23,7 +24,7 @@ PENALTIES = (-1.0, 0.0, 1.0, 2.0)
 
 
 @pytest.fixture
-def results(monkeypatch) -> list[loop.BeamResult]:
+def results(monkeypatch) -> list[SearchResult]:
     """Collect what searches return, with the scores that generate() may not be asked for."""
     seen = []
     finish = plain_search.PlainSearch.finish
@@ -320,13 +321,13 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
 def test_only_maps_that_move_rows_reorder_the_cache(llama, prompts, monkeypatch):
     maps, steps = [], []
-    reorder = loop.reorder_beams
+    reorder = running_model.reorder_beams
 
     def recorded(cache, parents):
         maps.append(parents.tolist())
         reorder(cache, parents)
 
-    monkeypatch.setattr(loop, "reorder_beams", recorded)
+    monkeypatch.setattr(running_model, "reorder_beams", recorded)
     hook = llama.register_forward_pre_hook(lambda *_: steps.append(None))
     try:
         llama.generate(

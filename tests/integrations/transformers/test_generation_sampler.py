@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers import sample
-from lmdecode.integrations.transformers.sampling import generation
+from lmdecode.integrations.transformers.sampling import loop
 from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.plan import plan_sampling
 
@@ -68,13 +68,13 @@ def sampled_by(monkeypatch) -> list[str]:
     """Tell of each step by which function it was done."""
     done: list[str] = []
     for name in ("_sample_by_rules", "_sample_from"):
-        function = getattr(generation, name)
+        function = getattr(loop, name)
 
         def step(*arguments, name=name, function=function, **options):
             done.append(name)
             return function(*arguments, **options)
 
-        monkeypatch.setattr(generation, name, step)
+        monkeypatch.setattr(loop, name, step)
     return done
 
 
@@ -87,7 +87,7 @@ def processors(monkeypatch) -> list[LogitsProcessorList]:
         lists.append(processors)
         return plan_sampling(processors, *arguments)
 
-    monkeypatch.setattr(generation, "plan_sampling", plan)
+    monkeypatch.setattr(loop, "plan_sampling", plan)
     return lists
 
 
@@ -185,7 +185,7 @@ def test_tokens_do_not_depend_on_who_does_it(llama, padded_prompts, do_sample, m
 
     fused = run()
     monkeypatch.setattr(
-        generation,
+        loop,
         "plan_sampling",
         lambda processors, sampled, _: plan_sampling(processors, sampled),
     )

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers import sample
-from lmdecode.integrations.transformers.sampling import generation
+from lmdecode.integrations.transformers.sampling import loop
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
@@ -350,7 +350,7 @@ def test_softmax_is_not_called(llama, prompts, monkeypatch):
     def no_softmax(*args, **kwargs):
         raise AssertionError("softmax was called")
 
-    monkeypatch.setattr(generation, "top_k_top_p_sample", op)
+    monkeypatch.setattr(loop, "top_k_top_p_sample", op)
     monkeypatch.setattr(torch, "softmax", no_softmax)
     monkeypatch.setattr(torch.nn.functional, "softmax", no_softmax)
     monkeypatch.setattr(torch.Tensor, "softmax", no_softmax)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmdecode.integrations.transformers import GrammarLogitsProcessor, sample
-from lmdecode.integrations.transformers.sampling import generation
+from lmdecode.integrations.transformers.sampling import loop
 
 xgrammar = pytest.importorskip("xgrammar", reason="the extra grammar is not installed")
 
@@ -93,9 +93,9 @@ def test_sample_masks_no_logits_in_memory(bible, tokenizer, grammar, inputs, mon
     with monkeypatch.context() as patch:
         patch.setattr(GrammarLogitsProcessor, "__call__", fail)
         fused = run()
-    plan = generation.plan_sampling
+    plan = loop.plan_sampling
     plain = lambda processors, sampled, rows: plan(processors, sampled)  # noqa: E731
-    monkeypatch.setattr(generation, "plan_sampling", plain)
+    monkeypatch.setattr(loop, "plan_sampling", plain)
     assert torch.equal(run(), fused)
 
 

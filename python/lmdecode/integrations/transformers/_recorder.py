@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.utils import (
-    ALL_CACHE_NAMES,
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
@@ -27,7 +26,7 @@ class Recorder:
         self,
         model: GenerativePreTrainedModel,
         config: GenerationConfig,
-        model_kwargs: dict[str, Any],
+        encoder_outputs: Any = None,
     ) -> None:
         self.is_encoder_decoder = model.config.is_encoder_decoder
         self.returns_dict = bool(config.return_dict_in_generate)
@@ -42,8 +41,7 @@ class Recorder:
         self.cross_attentions = wanted(config.output_attentions and self.is_encoder_decoder)
         self.hidden_states = wanted(config.output_hidden_states)
         self.encoder: dict[str, Any] = {}
-        if self.returns_dict and self.is_encoder_decoder:
-            encoder_outputs = model_kwargs["encoder_outputs"]
+        if self.returns_dict and encoder_outputs is not None:
             if config.output_attentions:
                 self.encoder["encoder_attentions"] = encoder_outputs.get("attentions")
             if config.output_hidden_states:
@@ -56,15 +54,16 @@ class Recorder:
         """
         return None if self.logits is None else logits.to(torch.float32, copy=True)
 
-    def record(
-        self, outputs: Any, scores: torch.Tensor | None, logits: torch.Tensor | None
-    ) -> None:
+    def record(self, scores: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         """Add one step; scores and logits are [B, V] float32, used where they are asked for."""
-        prefix = "decoder_" if self.is_encoder_decoder else ""
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
+
+    def record_outputs(self, outputs: Any) -> None:
+        """Add what else the model returned in a step."""
+        prefix = "decoder_" if self.is_encoder_decoder else ""
         if self.attentions is not None:
             self.attentions += (getattr(outputs, f"{prefix}attentions"),)
         if self.cross_attentions is not None:
@@ -73,18 +72,21 @@ class Recorder:
             self.hidden_states += (getattr(outputs, f"{prefix}hidden_states"),)
 
     def result(
-        self, sequences: torch.Tensor, model_kwargs: dict[str, Any]
+        self, sequences: torch.Tensor, cache: Any = None
     ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """Return what ``generate()`` returns; ``sequences`` is [B, length] int64."""
+        """Return what ``generate()`` returns; ``sequences`` is [B, length] int64.
+
+        cache: what ``past_key_values`` is to be.
+        """
         if not self.returns_dict:
             return sequences
-        fields = {"sequences": sequences, **self._common(model_kwargs)}
+        fields = {"sequences": sequences, **self._common(cache)}
         if self.is_encoder_decoder:
             return GenerateEncoderDecoderOutput(**fields)
         return GenerateDecoderOnlyOutput(**fields)
 
     def beam_result(
-        self, result: SearchResult, model_kwargs: dict[str, Any]
+        self, result: SearchResult, cache: Any = None
     ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
         """Return what ``generate()`` returns for beam search."""
         if not self.returns_dict:
@@ -93,19 +95,18 @@ class Recorder:
             "sequences": result.sequences,
             "sequences_scores": result.scores if self.keeps_sequences_scores else None,
             "beam_indices": result.beam_indices,
-            **self._common(model_kwargs),
+            **self._common(cache),
         }
         if self.is_encoder_decoder:
             return GenerateBeamEncoderDecoderOutput(**fields)
         return GenerateBeamDecoderOnlyOutput(**fields)
 
-    def _common(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _common(self, cache: Any) -> dict[str, Any]:
         """Return the fields that every kind of output has."""
-        cache_name = next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
         common: dict[str, Any] = {
             "scores": self.scores,
             "logits": self.logits,
-            "past_key_values": model_kwargs[cache_name] if cache_name else None,
+            "past_key_values": cache,
         }
         if not self.is_encoder_decoder:
             return common | {"attentions": self.attentions, "hidden_states": self.hidden_states}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -32,70 +33,62 @@ class CallerArguments(NamedTuple):
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
     assistant_model: Any = None
-    inputs_tensor: torch.Tensor | None = None
     tokenizer: Any = None
     assistant_tokenizer: Any = None
 
 
-def _is_generate(frame: FrameType) -> bool:
-    generate = inspect.unwrap(generation_utils.GenerationMixin.generate)
-    return frame.f_code is generate.__code__
-
-
-def arguments_of_generate(caller: FrameType | None) -> CallerArguments:
-    """Return what ``generate()`` was called with and does not hand on.
+def arguments_of_generate(model: Any, streamer: Any) -> CallerArguments:
+    """Return what ``generate()`` was called with and does not hand on to its callable.
 
     transformers (5.0 to 5.23) replaces the arguments of a decoding loop by those which a callable
     adds to the signature of ``_sample``. So a callable never gets these: a streamer would be
-    given the prompt and then nothing, and whoever iterates over it would wait for ever. They are
-    read from the frame of ``generate()``, where it is the direct caller, and the tokenizers, which
-    it drops altogether, from that of its decorator.
+    given the prompt and then nothing, and whoever iterates over it would wait for ever. Nothing
+    that a callable or its model is asked on the way tells them, so this one function reads them
+    from the frame of ``generate()``, where that called the loop, and the tokenizers, which it
+    drops altogether, from the frame of its decorator. To be called by the loop itself.
 
     Parameters
     ----------
-    caller
-        The frame that called the loop.
+    model
+        Of the loop.
+    streamer
+        What the loop was given; None: what ``generate()`` was.
 
     Returns
     -------
     CallerArguments
-        All None where the caller is not ``generate()``.
+        All None but for the streamer where the caller is not ``generate()``.
+
+    Raises
+    ------
+    ValueError
+        ``generate()`` has a streamer of which its callable, a function around the loop, knows
+        nothing. The streamer is ended, so that nobody waits for its tokens.
     """
-    if caller is None or not _is_generate(caller):
-        return CallerArguments()
-    given = {name: caller.f_locals.get(name) for name in CallerArguments._fields}
-    kwargs = None if caller.f_back is None else caller.f_back.f_locals.get("kwargs")
-    if isinstance(kwargs, dict):
-        for name in ("tokenizer", "assistant_tokenizer"):
-            given[name] = kwargs.get(name)
-    return CallerArguments(**given)
-
-
-def refuse_dropped_streamer(caller: FrameType | None, model: Any) -> None:
-    """Raise ValueError where ``generate()`` has a streamer of which its callable knows nothing.
-
-    That callable is a function around the loop, and called it without a streamer. The streamer is
-    ended, so that nobody waits for its tokens.
-
-    Parameters
-    ----------
-    caller
-        The frame that called the loop.
-    model
-        Of the loop.
-    """
-    while caller is not None and not _is_generate(caller):
-        caller = caller.f_back
-    if caller is None or caller.f_locals.get("self") is not model:
-        return
-    streamer = caller.f_locals.get("streamer")
-    if streamer is not None:
-        with ending(streamer):
+    code = inspect.unwrap(generation_utils.GenerationMixin.generate).__code__
+    caller = sys._getframe(2)
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("self") is not model:
+        return CallerArguments(streamer)
+    if frame is caller:
+        given = {name: frame.f_locals.get(name) for name in CallerArguments._fields}
+        kwargs = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
+        if isinstance(kwargs, dict):
+            for name in ("tokenizer", "assistant_tokenizer"):
+                given[name] = kwargs.get(name)
+        found = CallerArguments(**given)
+        return found if streamer is None else found._replace(streamer=streamer)
+    dropped = frame.f_locals.get("streamer")
+    if streamer is None and dropped is not None:
+        with ending(dropped):
             raise ValueError(
                 "streamer: generate() was given one, which it does not hand to a function around "
                 "this loop; bind it to that, as by functools.partial(function, streamer=streamer), "
                 "and hand it on"
             )
+    return CallerArguments(streamer)
 
 
 @contextmanager
@@ -150,9 +143,9 @@ def refuse_other_layers(generation_config: Any, reason: str) -> None:
     _refuse(generation_config, ("assistant_early_exit", "dola_layers", "use_mtp"), reason)
 
 
-def refuse_assistance(generation_config: Any, caller: CallerArguments, reason: str) -> None:
+def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str) -> None:
     """Raise ValueError where ``generate()`` was asked for tokens that something else proposes."""
-    if caller.assistant_model is not None:
+    if assistant_model is not None:
         raise ValueError(f"assistant_model: expected None, {reason}")
     _refuse(generation_config, ("prompt_lookup_num_tokens",), reason)
     refuse_other_layers(generation_config, reason)

@@ -131,9 +131,9 @@ class ConstrainedSearch(SearchBase):
             "decoder_prompt_len": settings.prompt_length,
         }
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
         settings, recorder, vocab_size = self.settings, self.recorder, logits.shape[1]
-        accumulated = self.accumulated_scores(outputs, logits, input_ids, self.beam_scores)
+        accumulated = self.accumulated_scores(logits, input_ids, self.beam_scores)
         candidates = top_k_candidates(accumulated, self.num_candidates, vocab_size)
         status = candidates.status.masked_fill(self.scorer._done, 0)
         if status.any():

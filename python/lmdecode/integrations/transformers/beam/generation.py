@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +19,17 @@ from lmdecode.integrations.transformers.beam.constrained_search import (
     constraints_of,
 )
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
-from lmdecode.integrations.transformers.beam.loop import Search, decode
+from lmdecode.integrations.transformers.beam.loop import Search, run_search
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
-from lmdecode.integrations.transformers.beam.settings import SearchSettings
+from lmdecode.integrations.transformers.beam.settings import SearchSettings, check_groups
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     ending,
     needs_synced_gpus,
     refuse_assistance,
-    refuse_dropped_streamer,
     with_stop_strings,
 )
+from lmdecode.integrations.transformers.running_model import RunningModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,32 +64,6 @@ def _check_beams(config: GenerationConfig, rows: int) -> None:
             "low_memory: expected None, as in transformers since 4.50 all beams are run at once, "
             f"got {config.low_memory!r}"
         )
-
-
-def _check_groups(config: GenerationConfig) -> int:
-    """Return the number of groups; raise ValueError where the options do not fit."""
-    groups, penalty = config.num_beam_groups or 1, config.diversity_penalty or 0.0
-    if groups == 1:
-        if penalty:
-            raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
-        return 1
-    if groups < 1 or config.num_beams % groups:
-        raise ValueError(
-            f"num_beam_groups: expected a divisor of num_beams = {config.num_beams}, got {groups}"
-        )
-    if not penalty > 0:
-        raise ValueError(
-            "diversity_penalty: expected a number > 0, else all groups would be the same, "
-            f"got {penalty}"
-        )
-    if config.do_sample:
-        raise ValueError("do_sample: expected False for groups of beams, got True")
-    if config.guidance_scale is not None and config.guidance_scale != 1:
-        raise ValueError(
-            "guidance_scale: expected None, its processor would run the model once a group, "
-            f"got {config.guidance_scale}"
-        )
-    return groups
 
 
 def _constraints(
@@ -184,13 +157,10 @@ def beam_search(
     RuntimeError
         If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
     """
-    caller = arguments_of_generate(sys._getframe(1))
-    refuse_assistance(generation_config, caller, "this is beam search")
-    streamer = caller.streamer if streamer is None else streamer
-    if streamer is None:
-        refuse_dropped_streamer(sys._getframe(1), model)
-    else:
-        with ending(streamer):
+    caller = arguments_of_generate(model, streamer)
+    refuse_assistance(generation_config, caller.assistant_model, "this is beam search")
+    if caller.streamer is not None:
+        with ending(caller.streamer):
             raise ValueError("streamer: expected None for beam search, whose tokens are not final")
     tokenizer = caller.tokenizer if tokenizer is None else tokenizer
     stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
@@ -198,28 +168,52 @@ def beam_search(
         synced_gpus = caller.synced_gpus
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
+    encoder_outputs = model_kwargs["encoder_outputs"] if model.config.is_encoder_decoder else None
+    recorder = Recorder(model, generation_config, encoder_outputs)
+    search = search_of_call(
+        input_ids, logits_processor, stopping_criteria, generation_config, recorder,
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        constraints=constraints, force_words_ids=force_words_ids,
+    )  # fmt: skip
+    with RunningModel(
+        model, generation_config, model_kwargs, recorder, synced_gpus=synced_gpus
+    ) as running:
+        running.follow_beams()
+        beams = run_search(running, search, input_ids)
+        running.wait_for_others(beams)
+        return recorder.beam_result(search.finish(beams), running.cache)
+
+
+def search_of_call(
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    recorder: Recorder,
+    *,
+    vocab_size: int,
+    constraints: Sequence[Constraint] | None,
+    force_words_ids: Sequence[Any] | None,
+) -> Search:
+    """Return the search that ``generate()`` asks for; arguments are those of ``beam_search``.
+
+    Raises
+    ------
+    ValueError
+        Options do not fit.
+    """
     _check_beams(generation_config, input_ids.shape[0])
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)
-    num_groups = _check_groups(generation_config)
+    num_groups = check_groups(generation_config)
     logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
     check_tries(logits_processor, vocab_size)
     if all_constraints:
         refuse_trie(logits_processor, "constraints, force_words_ids", "none", "some")
-
     settings = SearchSettings.of(generation_config, input_ids)
-    recorder = Recorder(model, generation_config, model_kwargs)
-    common = (logits_processor, stopping_criteria, recorder)
-    search: Search
+    common = (input_ids, logits_processor, stopping_criteria, recorder)
     if all_constraints:
-        search = ConstrainedSearch(settings, all_constraints, input_ids, *common)
-    elif num_groups > 1:
-        penalty = generation_config.diversity_penalty
-        search = GroupSearch(settings, num_groups, penalty, input_ids, *common)
-    else:
-        do_sample = bool(generation_config.do_sample)
-        search = PlainSearch(settings, do_sample, input_ids, *common)
-    input_ids, model_kwargs = decode(
-        model, search, input_ids, generation_config, synced_gpus, model_kwargs
-    )
-    return recorder.beam_result(search.finish(input_ids), model_kwargs)
+        return ConstrainedSearch(settings, all_constraints, *common)
+    if num_groups > 1:
+        penalty = generation_config.diversity_penalty or 0.0
+        return GroupSearch(settings, num_groups, penalty, *common)
+    return PlainSearch(settings, bool(generation_config.do_sample), *common)

@@ -111,7 +111,7 @@ class GroupSearch(StateSearch):
             for group in range(num_groups)
         ]
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
         settings, state, recorder = self.settings, self.state, self.recorder
         scores = None
         if recorder.scores is not None:
@@ -134,7 +134,7 @@ class GroupSearch(StateSearch):
             )
             tokens[rows.flatten()] = decided.tokens
             parents[rows.flatten()] = decided.parents
-        recorder.record(outputs, scores, recorder.copy_of(logits))
+        recorder.record(scores, recorder.copy_of(logits))
 
         input_ids = self.sequences(input_ids.shape[1] + 1)
         stopped = self.criteria(input_ids, recorder.scores).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -76,9 +76,9 @@ class PlainSearch(StateSearch):
         self.calls_criteria = ends is None
         self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
         length = input_ids.shape[1]
-        candidates = self._candidates(outputs, logits, input_ids)
+        candidates = self._candidates(logits, input_ids)
         stopped = None
         if self.calls_criteria:
             stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)
@@ -99,10 +99,10 @@ class PlainSearch(StateSearch):
             self.nodes = self.trie.step(self.nodes[decided.parents], decided.tokens)
         return self.next_beams(self.sequences(length + 1), decided.parents)
 
-    def _candidates(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> Candidates:
+    def _candidates(self, logits: Tensor, input_ids: Tensor) -> Candidates:
         recorder, vocab_size = self.recorder, logits.shape[1]
         if not self.do_sample and recorder.scores is None and self.plan.fits(vocab_size):
-            recorder.record(outputs, None, recorder.copy_of(logits))
+            recorder.record(None, recorder.copy_of(logits))
             arguments = self.plan.arguments(input_ids, vocab_size)
             if self.trie is not None:
                 arguments.update(trie=self.trie, nodes=self.nodes)
@@ -114,7 +114,7 @@ class PlainSearch(StateSearch):
                 **arguments,
             )
             return Candidates(best.scores, best.tokens, best.beams, best.status)
-        accumulated = self.accumulated_scores(outputs, logits, input_ids, self.state.scores)
+        accumulated = self.accumulated_scores(logits, input_ids, self.state.scores)
         if self.trie is not None:
             accumulated = self._without_idle_beams(self.trie, accumulated, vocab_size)
         if self.do_sample:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,12 +53,10 @@ class SearchBase:
         self.processors, self.criteria = processors, criteria
         self.rows = torch.arange(len(input_ids), device=input_ids.device)
 
-    def accumulated_scores(
-        self, outputs: Any, logits: Tensor, input_ids: Tensor, beam_scores: Tensor
-    ) -> Tensor:
+    def accumulated_scores(self, logits: Tensor, input_ids: Tensor, beam_scores: Tensor) -> Tensor:
         """Return the scores of all candidates, [batch, num_beams * V], and record the step."""
         log_probs = processed_log_probs(logits, input_ids, self.processors)
-        self.recorder.record(outputs, log_probs, self.recorder.copy_of(logits))
+        self.recorder.record(log_probs, self.recorder.copy_of(logits))
         return accumulate(log_probs, beam_scores)
 
 

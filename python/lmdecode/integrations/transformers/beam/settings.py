@@ -139,6 +139,32 @@ def new_search(
     return parameters, state
 
 
+def check_groups(config: GenerationConfig) -> int:
+    """Return the number of groups; raise ValueError where the options do not fit."""
+    groups, penalty = config.num_beam_groups or 1, config.diversity_penalty or 0.0
+    if groups == 1:
+        if penalty:
+            raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
+        return 1
+    if groups < 1 or config.num_beams % groups:
+        raise ValueError(
+            f"num_beam_groups: expected a divisor of num_beams = {config.num_beams}, got {groups}"
+        )
+    if not penalty > 0:
+        raise ValueError(
+            "diversity_penalty: expected a number > 0, else all num_beam_groups would be the same, "
+            f"got {penalty}"
+        )
+    if config.do_sample:
+        raise ValueError("do_sample: expected False for groups of beams, got True")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise ValueError(
+            "guidance_scale: expected None, its processor would run the model once a group, "
+            f"got {config.guidance_scale}"
+        )
+    return groups
+
+
 def rows_of_beams(beams: Tensor, first_rows: Tensor) -> Tensor:
     """Return beams that are counted within a search as rows; -1, none, stays."""
     return torch.where(beams < 0, beams, beams + first_rows.to(beams.dtype))

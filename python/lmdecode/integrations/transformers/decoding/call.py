@@ -8,29 +8,26 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.decoding.causal_call import causal_call
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
+from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
 from lmdecode.integrations.transformers.decoding.generation import decode
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
 from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
-from lmdecode.integrations.transformers.decoding.whisper import CallEncoder
+from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, CallSounds
 
-__all__ = ["call_generate"]
-
-
-def _causal_loop(decoding: Any, packed: PackedCausalModel, stored: Any) -> Callable[..., Any]:
-    """Return the loop that ``generate()`` calls; it reads names of arguments off it."""
-    new_runner = None if stored is None else stored.new_model
-    return partial(decode_causal, new_runner, packed, decoding.cache_dtype)
+__all__ = ["call_generate", "engine_call_of"]
 
 
-def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Return the loop of an encoder-decoder model; arguments are those of ``generate()``."""
+def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
+    """Raise for what no encoder-decoder model does, before ``generate()`` changes anything."""
     if arguments.get("streamer") is not None:  # before generate() gives it the prompt
         raise ValueError(
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
@@ -44,7 +41,6 @@ def _decoder_loop(decoder: Any, arguments: dict[str, Any]) -> Callable[..., Any]
     if isinstance(arguments.get("encoder_outputs"), dict):
         # generate() writes the outputs of the beams to it.
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
-    return partial(decode, decoder, tokenizer=arguments.get("tokenizer"))
 
 
 def _check_sources(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
@@ -95,31 +91,80 @@ def call_generate(
         raise ValueError(
             "Decoding.generate: append or rewind is True; expected a store and a session with it"
         )
-    if isinstance(decoding.decoder, PackedCausalModel):
-        loop = _causal_loop(decoding, decoding.decoder, stored)
-    else:
-        _check_sources(decoding.model, arguments, inputs)
-        loop = _decoder_loop(decoding.decoder, arguments)
-    # A cache is of no use here, and a good part of a small model's call to prepare.
-    config = arguments.get("generation_config")
-    if config is None:
-        arguments["use_cache"] = False
-    else:  # beside which generate() does not want arguments
-        arguments["generation_config"] = config = copy.deepcopy(config)
-        config.use_cache = False
-        arguments.pop("use_cache", None)
-    model = decoding.model
+    packed, model = decoding.decoder, decoding.model
+    if not isinstance(packed, PackedCausalModel):
+        _check_sources(model, arguments, inputs)
+        _check_decoder_arguments(arguments)
+    arguments = _without_cache(arguments)
+    if isinstance(packed, PackedCausalModel):
+        generate = _generate_of(decoding, model, inputs)
+
+        def run() -> Any:
+            call = causal_call(packed, generate, arguments)
+            new_model = None if stored is None else stored.new_model
+            return decode_causal(packed, decoding.cache_dtype, call, new_model)
+
+        return run() if stored is None else stored.run(run)
+    is_whisper = hasattr(model, "detect_language")  # which runs the model
     if decoding.encoder is not None:
         encoder: Any = decoding.encoder
-        is_whisper = hasattr(model, "detect_language")  # which runs the model
         if is_whisper:
             encoder = CallEncoder(encoder)
         model = with_encoder(model, encoder)
-        if is_whisper and isinstance(decoding.decoder, PackedDecoder):
-            model.forward = PromptLogits(type(model), encoder, decoding.decoder)
+        if is_whisper and isinstance(packed, PackedDecoder):
+            model.forward = PromptLogits(type(model), encoder, packed)
+    elif is_whisper:
+        model = copy.copy(model)  # of its own attributes
+    sounds = CallSounds(model) if is_whisper else None
+    loop = partial(decode, packed, sounds, tokenizer=arguments.get("tokenizer"))
+    return _generate_of(decoding, model, inputs)(custom_generate=loop, **arguments)
+
+
+def engine_call_of(
+    decoding: Any, prompt: list[int], arguments: dict[str, Any]
+) -> EngineCall | None:
+    """Return what ``Decoding.generate(prompt, **arguments)`` would ask an engine for.
+
+    It is the same for every prompt of this length. None: ``generate()`` alone can do it.
+
+    Parameters
+    ----------
+    decoding
+        Of a decoder-only model.
+    prompt
+        At least one token.
+    arguments
+        Of ``generate()``; a seed is not looked at.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As ``Decoding.generate``.
+    """
+    inputs = torch.tensor([prompt])
+    arguments = _without_cache({**arguments, "attention_mask": torch.ones_like(inputs)})
+    generate = _generate_of(decoding, decoding.model, inputs)
+    call = causal_call(decoding.decoder, generate, arguments)
+    return engine_call(decoding.decoder, call) if call.fits_engine and not call.has_beams else None
+
+
+def _without_cache(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``generate()`` by which it prepares no cache.
+
+    It is of no use here, and a good part of a small model's call to prepare.
+    """
+    config = arguments.get("generation_config")
+    if config is None:
+        return {**arguments, "use_cache": False}
+    config = copy.deepcopy(config)  # beside which generate() does not want arguments
+    config.use_cache = False
+    others = {name: value for name, value in arguments.items() if name != "use_cache"}
+    return {**others, "generation_config": config}
+
+
+def _generate_of(decoding: Any, model: Any, inputs: Tensor | None) -> Callable[..., Any]:
+    """Return the ``generate()`` of a transformers model, and not what a caller put there."""
     generate = model.generate
-    if isinstance(getattr(generate, "__self__", None), type(decoding)):  # put there by the caller
+    if isinstance(getattr(generate, "__self__", None), type(decoding)):
         generate = partial(type(model).generate, model)
-    positional = () if inputs is None else (inputs,)
-    run = partial(generate, *positional, custom_generate=loop, **arguments)
-    return run() if stored is None else stored.run(run)
+    return generate if inputs is None else partial(generate, inputs)

@@ -16,7 +16,7 @@ from lmdecode._checks import type_error
 from lmdecode.decoder.causal_caches import CausalCaches, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.prompt_states import PromptStates
-from lmdecode.integrations.transformers.decoding.causal_generation import CausalModel
+from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (
     appended,
@@ -252,6 +252,6 @@ class StoredCausalModel(CausalModel):
         assert leaders == [0]  # one row, and its beams
         return self._call.read_prompt(self.caches, self._prompts[0])
 
-    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
+    def read(self, input_ids: Tensor) -> Tensor:
         self._call.saw(input_ids)
-        return super().__call__(input_ids, **options)
+        return super().read(input_ids)

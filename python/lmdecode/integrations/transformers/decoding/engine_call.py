@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +23,19 @@ from lmdecode.decoder.engine import Engine, Request
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
+from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
 from lmdecode.integrations.transformers.decoding.rules import (
     looks_back,
     token_rules_of_processors,
     trie_of_processors,
 )
-from lmdecode.integrations.transformers.generate_call import (
-    refuse_other_layers,
-    refuse_other_modes,
-)
 from lmdecode.integrations.transformers.sampling.edits import Rows
-from lmdecode.integrations.transformers.sampling.generation import seeds_of_rows
+from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
 from lmdecode.integrations.transformers.sampling.plan import WARPERS, plan_sampling
 from lmdecode.integrations.transformers.sampling.row_sampler import sampler_parameters
 from lmdecode.sampling.sampler_rows import parameters_of_row
 
-__all__ = ["search_on_engine", "write_on_engine"]
+__all__ = ["EngineCall", "engine_call", "search_on_engine", "write_on_engine"]
 
 _MAX_STEP_TOKENS = 512
 # What these ask of a Sampler is the same in every step.
@@ -88,12 +85,73 @@ def _raise_for_failed(requests: list[Request]) -> None:
     )
 
 
-def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[Tensor] | None:
-    """Return the prompts of [rows, S] without padding; None: some have padding within."""
-    seen = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device) != 0
+class EngineCall(NamedTuple):
+    """What an engine is asked for, for every row.
+
+    Attributes
+    ----------
+    max_new_tokens, do_sample, eos_token_id, parameters
+        Of ``Engine.submit``.
+    pad : int
+        What fills a row behind its end.
+    """
+
+    max_new_tokens: int
+    do_sample: bool
+    eos_token_id: list[int]
+    parameters: dict[str, Any]
+    pad: int
+
+    def submit(self, engine: Engine, prompt: Any, seed: int | None) -> Request:
+        """Let an engine write a row; ``seed`` has no meaning where nothing is drawn."""
+        return engine.submit(
+            prompt,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=self.do_sample,
+            seed=seed if self.do_sample else None,
+            eos_token_id=self.eos_token_id,
+            **self.parameters,
+        )
+
+
+def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | None:
+    """Return what an engine is asked for; None where it cannot write this.
+
+    Parameters
+    ----------
+    packed
+        The model.
+    call
+        That ``fits_engine``, without beams.
+    """
+    config, input_ids = call.config, call.input_ids
+    length = input_ids.shape[1]
+    ends, pad = _end_tokens(call.criteria), config._pad_token_tensor
+    new = config.max_length - length
+    if ends is None or new < 1 or config.return_dict_in_generate or (ends and pad is None):
+        return None
+    vocab = packed.config.vocab_size
+    if any(not 0 <= end < vocab for end in ends):
+        return None
+    prompts = _prompts(call)
+    if prompts is None:
+        return None
+    padding: Any = torch.tensor([length - len(prompt) for prompt in prompts])
+    do_sample = bool(config.do_sample)
+    given = _parameters(call.processors, do_sample, Rows(length, vocab, padding, {}))
+    if given is None:
+        return None
+    return EngineCall(new, do_sample, ends, given, 0 if pad is None else int(pad))
+
+
+def _prompts(call: CausalCall) -> list[Tensor] | None:
+    """Return the prompts without padding; None: some have padding within."""
+    if call.mask is None:
+        return list(call.input_ids)
+    seen = call.mask.to(call.input_ids.device) != 0
     if bool((seen[:, 1:] < seen[:, :-1]).any()):
         return None
-    return [ids[row] for ids, row in zip(input_ids, seen.bool(), strict=True)]
+    return [ids[row] for ids, row in zip(call.input_ids, seen, strict=True)]
 
 
 def _new_engine(
@@ -108,27 +166,15 @@ def _new_engine(
     )
 
 
-def write_on_engine(
-    packed: PackedCausalModel,
-    cache_dtype: str,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: Any,
-    *,
-    seed: Any,
-) -> Tensor | None:
+def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCall) -> Tensor | None:
     """Return what ``generate()`` returns; None where an engine cannot write it.
 
     Parameters
     ----------
     packed, cache_dtype
         See ``Engine``.
-    input_ids, mask
-        [rows, S], as ``generate()`` has them, and of padding on the left or None.
-    logits_processor, stopping_criteria, config, seed
-        As ``sample`` takes them.
+    call
+        As of ``engine_call``.
 
     Raises
     ------
@@ -137,48 +183,25 @@ def write_on_engine(
     RuntimeError
         No token can be chosen in a row.
     """
-    refuse_other_modes(config)
-    refuse_other_layers(config, "this loop runs all layers of a model")
-    rows, length = input_ids.shape
-    ends, pad = _end_tokens(stopping_criteria), config._pad_token_tensor
-    new = config.max_length - length
-    if ends is None or new < 1 or config.return_dict_in_generate or (ends and pad is None):
+    asked, prompts, input_ids = engine_call(packed, call), _prompts(call), call.input_ids
+    if asked is None or prompts is None:
         return None
-    vocab = packed.config.vocab_size
-    if any(not 0 <= end < vocab for end in ends):
-        return None
-    prompts = _prompts(input_ids, mask)
-    if prompts is None:
-        return None
-    padding: Any = torch.tensor([length - len(prompt) for prompt in prompts])
-    do_sample = bool(config.do_sample)
-    given = _parameters(logits_processor, do_sample, Rows(length, vocab, padding, {}))
-    if given is None:
-        return None
-    seeds = seeds_of_rows(seed, input_ids, config)
-    if seeds is None and do_sample:
-        seeds = torch.randint(0, 2**63 - 1, (rows,))
+    seeds = seeds_of_rows(call.seed, input_ids, call.config)
     if isinstance(seeds, Tensor) and int(seeds.min()) < 0:
         return None
+    if seeds is None and asked.do_sample:
+        seeds = noise_of_rows(None, input_ids, call.config)
     noise = seeds.tolist() if isinstance(seeds, Tensor) else seeds
-    engine = _new_engine(packed, cache_dtype, rows, prompts, new)
+    engine = _new_engine(packed, cache_dtype, len(prompts), prompts, asked.max_new_tokens)
     requests = [
-        engine.submit(
-            prompt,
-            max_new_tokens=new,
-            do_sample=do_sample,
-            seed=parameters_of_row({"seed": noise}, row)["seed"] if do_sample else None,
-            eos_token_id=ends,
-            **given,
-        )
+        asked.submit(engine, prompt, parameters_of_row({"seed": noise}, row)["seed"])
         for row, prompt in enumerate(prompts)
     ]
     while engine.step():
         pass
     _raise_for_failed(requests)
     longest = max(len(request._tokens) for request in requests)
-    fill = 0 if pad is None else int(pad)
-    texts = [r._tokens + [fill] * (longest - len(r._tokens)) for r in requests]
+    texts = [r._tokens + [asked.pad] * (longest - len(r._tokens)) for r in requests]
     return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype)], dim=1)
 
 
@@ -193,31 +216,26 @@ def _shifted(rules: TokenRules, padding: int) -> TokenRules:
 
 
 def search_on_engine(
-    packed: PackedCausalModel,
-    cache_dtype: str,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: Any,
+    packed: PackedCausalModel, cache_dtype: str, call: CausalCall
 ) -> Tensor | None:
     """Return what ``generate()`` with beams returns; None where an engine cannot search so.
 
-    The arguments are those of ``write_on_engine``; input_ids has each prompt ``num_beams`` times.
+    The arguments are those of ``write_on_engine``; there are ``num_beams`` rows of each prompt.
     """
+    config, input_ids, processors = call.config, call.input_ids, call.processors
     if config.do_sample or config.return_dict_in_generate or (config.num_beam_groups or 1) > 1:
         return None
     vocab, num_beams = packed.config.vocab_size, config.num_beams
     rows, length = input_ids.shape
     settings = SearchSettings.of(config, input_ids)
-    ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
+    ends = end_tokens_of_criteria(call.criteria, settings.max_length)
     new = settings.max_length - length
     fits = num_beams > 1 and rows % num_beams == 0 and not config.low_memory and new > 0
     fits &= settings.num_return_sequences <= num_beams and not config.diversity_penalty
     if ends is None or not fits or not 0 <= settings.pad_token < vocab or min(ends, default=0) < 0:
         return None
-    prompts = _prompts(input_ids, mask)
-    rules = token_rules_of_processors(logits_processor, vocab, has_timestamps=False)
+    prompts = _prompts(call)
+    rules = token_rules_of_processors(processors, vocab, has_timestamps=False)
     if prompts is None or rules is None or bool(rules.diversity_penalty.any()):
         return None
     prompts = prompts[::num_beams]
@@ -235,7 +253,7 @@ def search_on_engine(
                 early_stopping=settings.early_stopping,
                 eos_token_id=ends,
                 pad_token_id=settings.pad_token,
-                trie=trie_of_processors(logits_processor, vocab),
+                trie=trie_of_processors(processors, vocab),
             ),
             token_rules=_shifted(rules, length - len(prompt)),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_c
 from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
+    check_groups,
     new_search,
     raise_for_prompts,
 )
@@ -47,13 +47,12 @@ from lmdecode.integrations.transformers.decoding.sampled import decode_by_sampli
 from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
 from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
-from lmdecode.integrations.transformers.decoding.whisper import cross_attentions, sounds_of_rows
+from lmdecode.integrations.transformers.decoding.whisper import CallSounds, cross_attentions
 from lmdecode.integrations.transformers.generate_call import (
-    arguments_of_generate,
     refuse_assistance,
     with_stop_strings,
 )
-from lmdecode.integrations.transformers.sampling.generation import seeds_of_rows
+from lmdecode.integrations.transformers.sampling.loop import seeds_of_rows
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -77,16 +76,8 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
             raise ValueError(f"{name}: expected None, got {value!r}")
-    groups, num_beams = config.num_beam_groups or 1, config.num_beams or 1
-    if config.do_sample and groups > 1:
-        raise ValueError("do_sample: expected False for groups of beams, got True")
-    if groups > 1 and (num_beams % groups or not (config.diversity_penalty or 0.0) > 0):
-        raise ValueError(
-            f"num_beam_groups: expected a divisor of num_beams = {num_beams} and a "
-            f"diversity_penalty > 0, got {groups} and {config.diversity_penalty}"
-        )
-    if groups == 1 and config.diversity_penalty:
-        raise ValueError("num_beam_groups: expected at least 2 with a diversity_penalty, got 1")
+    num_beams = config.num_beams = config.num_beams or 1
+    check_groups(config)
     if config.num_return_sequences > num_beams and not (config.do_sample and num_beams == 1):
         raise ValueError(
             f"num_return_sequences: expected at most num_beams = {num_beams}, "
@@ -144,6 +135,7 @@ def memory_of(
 
 def decode(
     decoder: PackedDecoder | DeviceDecoder,
+    sounds: CallSounds | None,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -163,6 +155,8 @@ def decode(
     ----------
     decoder
         That of the model.
+    sounds
+        Those of Whisper's rows.
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         As ``generate()`` prepares them, the encoder's outputs among them.
     synced_gpus, streamer
@@ -186,8 +180,7 @@ def decode(
         A prompt has NaN in its logits, or no candidate above -inf.
     """
     config = generation_config
-    caller = arguments_of_generate(sys._getframe(1))
-    refuse_assistance(config, caller, "Decoding runs the model itself")
+    refuse_assistance(config, None, "Decoding runs the model itself")
     stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
     # Whisper's generate() asks for attentions to find the times of tokens by.
     aligns_tokens = bool(getattr(config, "return_token_timestamps", None))
@@ -195,19 +188,17 @@ def decode(
         config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
     _refuse(config, model_kwargs)
-    config.num_beams = config.num_beams or 1
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
     logits_processor = behind_prompt(logits_processor, settings.prompt_length)
     check_tries(logits_processor, decoder.config.vocab_size)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
-    windows = None if model.main_input_name == "input_ids" else sounds_of_rows(sys._getframe(1))
-    if windows is not None:  # with beams nothing is drawn, until a temperature is tried without
-        sounds, num_sounds = windows
-        seed = seeds_of_rows(seed, input_ids[:1].expand(num_sounds, -1), config)
+    if sounds is not None and sounds.count:
+        # With beams nothing is drawn, until a temperature is tried without.
+        seed = seeds_of_rows(seed, input_ids[:1].expand(sounds.count, -1), config)
         if isinstance(seed, Tensor):
-            seed = seed[sounds]
+            seed = seed[sounds.of_rows()]
     else:
         if config.num_beams > 1:
             refuse_seed_of_beams(seed)

@@ -10,33 +10,36 @@ from torch import Tensor
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.settings import new_search
 from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out
 from lmdecode.integrations.transformers.decoding.search_call import SearchCall
-from lmdecode.integrations.transformers.decoding.step_model import StepModel, StepOutputs
-from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 
 __all__ = ["decode_by_sampling"]
 
 
-class _Decoder(StepModel):
-    """The decoder to the loop of ``sample``."""
+class _Decoder:
+    """The decoder as ``StepwiseModel``; its rows stay where they are."""
 
-    def __init__(self, model: Any, searches: DecodingSearches) -> None:
-        self.config, self._searches = model.config, searches
+    def __init__(self, searches: DecodingSearches) -> None:
+        self._searches = searches
         self._vocab_size = searches.decoder.config.vocab_size
 
-    def _prefill(self, *arguments: Any, **options: Any) -> StepOutputs:
-        return StepOutputs(self._searches.read_tokens()[:, None])
+    def read_prompts(self, input_ids: Tensor) -> Tensor:
+        return self._searches.read_tokens()
 
-    def __call__(self, input_ids: Tensor, **options: Any) -> StepOutputs:
+    def read(self, input_ids: Tensor) -> Tensor:
         state = self._searches.state
         # A row that has ended goes on with padding, which may be no token.
         state.sequences[:, 0, input_ids.shape[1] - 1] = input_ids[:, -1].clamp(
             0, self._vocab_size - 1
         )
         state.lengths.fill_(input_ids.shape[1])
-        return self._prefill()
+        return self._searches.read_tokens()
+
+    def reorder(self, parents: Tensor) -> None:
+        raise NotImplementedError
 
 
 def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> Any:
@@ -70,12 +73,11 @@ def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> A
     searches.read_memory(call.memory, call.lengths, torch.arange(call.settings.batch))
     if call.no_speech is not None:
         call.no_speech.read(searches)
-    runner: Any = _Decoder(call.model, searches)
-    options: dict[str, Any] = {"seed": seed, "use_cache": True, "encoder_outputs": {}}
-    if call.padding is not None:  # the noise of a row is that of its own positions
-        options["decoder_attention_mask"] = ~call.padding
-    result: Any = sample(
-        runner, call.input_ids, call.processors, call.criteria, call.config, False, None, **options
-    )
+    recorder = Recorder(call.model, call.config, {})
+    sequences = sample_tokens(
+        _Decoder(searches), call.input_ids, call.processors, call.criteria, call.config, recorder,
+        noise=noise_of_rows(seed, call.input_ids, call.config),
+        mask=None if call.padding is None else ~call.padding,
+    )  # fmt: skip
     searches.release()
-    return result
+    return recorder.result(sequences)

@@ -51,10 +51,10 @@ class GreedySearch(StateSearch):
         # As in transformers: without end tokens prompts go on until all have ended.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
-    def step(self, outputs: Any, logits: Tensor, input_ids: Tensor) -> NextBeams:
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
         state, length, raw = self.state, input_ids.shape[1], self.recorder.copy_of(logits)
         scores: Tensor = self.processors(input_ids, logits)  # type: ignore[arg-type]
-        self.recorder.record(outputs, scores, raw)
+        self.recorder.record(scores, raw)
         best, tokens = scores.max(dim=1)
         failed = (best.isnan() * STATUS_NAN + (best == -torch.inf) * STATUS_EMPTY) * ~self.ended
         if bool(failed.any()):
@@ -88,7 +88,7 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     """
     config, settings, prompts = call.config, call.settings, call.input_ids
     groups, greedy = config.num_beam_groups or 1, settings.num_beams == 1
-    recorder = Recorder(call.model, config, {"encoder_outputs": {}})
+    recorder = Recorder(call.model, config, {})
     common = (prompts, call.processors, call.criteria, recorder)
     search: GreedySearch | PlainSearch | GroupSearch
     if greedy:
@@ -114,7 +114,7 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     beams = search.state.scores.shape[1]
     while not finished:
         length, had_ended = input_ids.shape[1], (search.state.done != 0).repeat_interleave(beams)
-        input_ids, parents, finished = search.step(None, searches.read_tokens(), input_ids)
+        input_ids, parents, finished = search.step(searches.read_tokens(), input_ids)
         input_ids[:, : prompts.shape[1]] = prompts  # with the padding
         if recorder.scores is not None:
             recorder.scores[-1][had_ended] = 0.0
@@ -122,4 +122,4 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
             ops.update_beam_indirection_(searches.caches.table, parents, length, None)
     result = search.finish(input_ids)
     searches.release()
-    return recorder.result(result.sequences, {}) if greedy else recorder.beam_result(result, {})
+    return recorder.result(result.sequences) if greedy else recorder.beam_result(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 
-__all__ = ["CallEncoder", "cross_attentions", "sounds_of_rows"]
+__all__ = ["CallEncoder", "CallSounds", "cross_attentions"]
 
 
 class CallEncoder:
@@ -124,27 +123,43 @@ def cross_attentions(
     return (tuple(layer.repeat_interleave(num_beams, 0) for layer in found.cross_attentions),)
 
 
-def sounds_of_rows(caller: FrameType | None) -> tuple[list[int], int] | None:
-    """Return the sound that each row is of, and how many sounds there are.
+class CallSounds:
+    """The sounds that the rows of one call of Whisper's ``generate()`` are of.
 
-    ``generate()`` of Whisper calls that of transformers for a window of the sounds that are not yet
-    at their end, and again for those whose text was not good enough. Which ones these are is known
-    to the frame of its method alone.
+    It calls that of transformers for a window of the sounds that are not yet at their end, and
+    again for those whose text was not good enough. Its methods that are asked which these are note
+    it here.
 
     Parameters
     ----------
-    caller
-        The frame that called the loop.
+    model
+        Of this call alone.
 
-    Returns
-    -------
-    tuple or None
-        None where the caller is not ``generate()`` of Whisper.
+    Attributes
+    ----------
+    count : int
+        Sounds of the call.
     """
-    while caller is not None and caller.f_code.co_name != "generate_with_fallback":
-        caller = caller.f_back
-    if caller is None:
-        return None
-    known = caller.f_locals
-    sounds = [known["batch_idx_map"][row] for row in known["fallback_index_map"]]
-    return sounds, len(known["seek"])
+
+    def __init__(self, model: Any) -> None:
+        self.count = 0
+        self._rows: list[int] = []
+        self._again: list[int] = []  # the sounds of the rows that are tried once more
+        self._generate, self._need_fallback = model.generate_with_fallback, model._need_fallback
+        model.generate_with_fallback, model._need_fallback = self._window, self._judge
+
+    def of_rows(self) -> list[int]:
+        """Return the sound of each row, of the loop that begins."""
+        if self._again:
+            self._rows, self._again = self._again, []
+        return self._rows
+
+    def _window(self, *arguments: Any, seek: Any, batch_idx_map: Any, **options: Any) -> Any:
+        self.count, self._rows, self._again = len(seek), list(batch_idx_map), []
+        return self._generate(*arguments, seek=seek, batch_idx_map=batch_idx_map, **options)
+
+    def _judge(self, sequence: Any, outputs: Any, index: int, *arguments: Any) -> Any:
+        needs_fallback, should_skip = self._need_fallback(sequence, outputs, index, *arguments)
+        if needs_fallback:
+            self._again.append(self._rows[index])
+        return needs_fallback, should_skip

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import functools
-import sys
-from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmdecode._checks import check_int, dtype_name
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers._recorder import Recorder
-from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
     ending,
     needs_synced_gpus,
-    next_inputs,
-    prefill,
-    refuse_dropped_streamer,
     refuse_other_drafts,
     refuse_other_layers,
     refuse_other_modes,
     with_stop_strings,
 )
+from lmdecode.integrations.transformers.running_model import RunningModel
 from lmdecode.integrations.transformers.sampling.assistant import AssistantDrafts
-from lmdecode.integrations.transformers.sampling.edits import Rows
-from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
-from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
+from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 from lmdecode.integrations.transformers.sampling.read_ahead import lookup_of
-from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
 from lmdecode.integrations.transformers.sampling.speculation import (
     Drafts,
     LookupDrafts,
     Speculation,
     check_speculation,
 )
-from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,121 +39,6 @@ if TYPE_CHECKING:
         GenerateDecoderOnlyOutput,
         GenerateEncoderDecoderOutput,
     )
-
-
-class _ChosenTokens(NamedTuple):
-    """The tokens of one step.
-
-    tokens and status are [B] int64 and uint8 (see ``top_k_top_p_sample``); scores, the processed
-    logits, and logits, the model's own, are [B, V] float32, or None where not asked for.
-    """
-
-    tokens: torch.Tensor
-    status: torch.Tensor
-    scores: torch.Tensor | None
-    logits: torch.Tensor | None
-
-
-def _sample_from(
-    logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    plan: SamplingPlan,
-    seed: int | torch.Tensor | None,
-    position: int | torch.Tensor,
-    keep_scores: bool,
-    keep_logits: bool,
-) -> _ChosenTokens:
-    """Choose a token for every row of ``logits`` [B, V], a view of the model's in its dtype."""
-    if plan.processors is not None or keep_logits or (keep_scores and not plan.stages):
-        # Processors expect float32 of their own, and what is kept must not keep the whole prompt's
-        # logits alive. In every other case the op reads the model's logits where they are.
-        logits = logits.to(torch.float32, copy=True)
-    scores = as_op_logits(logits)
-    if plan.processors is not None:
-        scores = as_op_logits(plan.processors(input_ids, logits))  # type: ignore[arg-type]
-    if plan.greedy:
-        drawn = top_k_top_p_sample(scores, temperature=0.0, dialect="transformers")
-    else:
-        drawn = top_k_top_p_sample(
-            scores,
-            **plan.stages,
-            seed=seed,
-            position=position,
-            return_logits=keep_scores and bool(plan.stages),
-            dialect="transformers",
-        )
-    processed = drawn.kept_logits if plan.stages else scores
-    return _ChosenTokens(
-        drawn.index,
-        drawn.status,
-        processed if keep_scores else None,
-        logits if keep_logits else None,
-    )
-
-
-def _mask_name(model: GenerativePreTrainedModel) -> str:
-    return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-
-
-def _sample_by_rules(
-    logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    plan: SamplingPlan,
-    sampler: RowSampler,
-    rows: Rows,
-    keep_scores: bool,
-    keep_logits: bool,
-) -> _ChosenTokens:
-    """Choose a token for every row of ``logits`` [B, V] as ``plan.sampler`` says."""
-    assert plan.sampler is not None
-    processors = plan.sampler.processors
-    if processors is not None or keep_logits:
-        logits = logits.to(torch.float32, copy=True)
-    scores = logits
-    if processors is not None:
-        scores = processors(input_ids, logits)  # type: ignore[arg-type]
-    drawn = sampler.sample(as_op_logits(scores), input_ids, plan.sampler.arguments, rows)
-    return _ChosenTokens(
-        drawn.index,
-        drawn.status.clone(),
-        drawn.kept_logits.clone() if keep_scores and drawn.kept_logits is not None else None,
-        logits if keep_logits else None,
-    )
-
-
-def _padding(
-    input_ids: torch.Tensor, position: int | torch.Tensor, model_kwargs: dict[str, Any], name: str
-) -> int | torch.Tensor | None:
-    """Return the tokens of padding before each row, < 0: tokens in the cache alone; None: unknown.
-
-    ``position`` is what ``_first_position`` gives, [B] where the mask called ``name`` gave it.
-    """
-    length = input_ids.shape[1]
-    if not isinstance(position, torch.Tensor):
-        return length - position
-    mask = model_kwargs[name]
-    ones = mask != 0
-    if mask.shape[1] != length or not bool((ones[:, 1:] >= ones[:, :-1]).all()):
-        return None
-    return length - position
-
-
-def _first_position(
-    model: GenerativePreTrainedModel,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> int | torch.Tensor:
-    """Return the length of the sequences, padding not counted: int or [B] int64.
-
-    Noise is a function of it, so a row draws the same tokens whatever it was padded to.
-    """
-    mask = model_kwargs.get(_mask_name(model))
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return (mask != 0).sum(dim=-1).to(input_ids.device)
-    # generate() drops a mask of ones and notes its length, which is not that of input_ids where
-    # the prompt came as embeddings or is in the cache already.
-    return getattr(generation_config, "_mask_length", input_ids.shape[1])
 
 
 def sample(
@@ -179,6 +54,7 @@ def sample(
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     assistant_model: GenerativePreTrainedModel | None = None,
+    inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """Decode by sampling or greedily: ``model.generate(..., custom_generate=sample)``.
@@ -222,6 +98,9 @@ def sample(
     assistant_model
         Of the same vocabulary: writes what is proposed, with the noise of ``seed``. None: what
         ``generate()`` was given.
+    inputs_tensor
+        What ``generate()`` was given to read, for an assistant's encoder; ``generate()`` hands it
+        on.
     **model_kwargs
         Arguments of the model's forward pass.
 
@@ -246,10 +125,8 @@ def sample(
     RuntimeError
         If the logits of a row that is not finished have NaN, or nothing above -inf.
     """
-    caller = arguments_of_generate(sys._getframe(1))
-    streamer = caller.streamer if streamer is None else streamer
-    if streamer is None:
-        refuse_dropped_streamer(sys._getframe(1), model)
+    caller = arguments_of_generate(model, streamer)
+    streamer = caller.streamer
     synced_gpus = caller.synced_gpus if synced_gpus is None else synced_gpus
     if synced_gpus is None:
         synced_gpus = needs_synced_gpus(model)
@@ -261,54 +138,32 @@ def sample(
         if assistant_model is not None:
             refuse_other_drafts(generation_config, caller)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
-        result = _decode(
-            model,
-            input_ids,
-            logits_processor,
-            with_stop_strings(stopping_criteria, stop_strings, tokenizer),
-            generation_config,
-            synced_gpus,
-            streamer,
-            seeds_of_rows(seed, input_ids, generation_config),
-            assistant_model,
-            caller.inputs_tensor,
-            model_kwargs,
-        )
+        stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
+        noise = noise_of_rows(seed, input_ids, generation_config)
+        logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
+        check_tries(logits_processor, model.config.get_text_config(decoder=True).vocab_size)
+        of_decoder = model.config.is_encoder_decoder
+        mask = model_kwargs.get("decoder_attention_mask" if of_decoder else "attention_mask")
+        encoder_outputs = model_kwargs["encoder_outputs"] if of_decoder else None
+        recorder = Recorder(model, generation_config, encoder_outputs)
+        with RunningModel(
+            model, generation_config, model_kwargs, recorder, synced_gpus=synced_gpus,
+            optimizes=True,
+        ) as running:  # fmt: skip
+            running.speculation = _speculation(
+                model, running.forward, input_ids, logits_processor, stopping_criteria,
+                generation_config, synced_gpus, noise, assistant_model, inputs_tensor,
+                model_kwargs,
+            )  # fmt: skip
+            sequences = sample_tokens(
+                running, input_ids, logits_processor, stopping_criteria, generation_config,
+                recorder, noise=noise, mask=mask, streamer=streamer,
+            )  # fmt: skip
+            running.wait_for_others(sequences)
+        result = recorder.result(sequences, running.cache)
     if streamer is not None:
         streamer.end()
     return result
-
-
-def seeds_of_rows(
-    seed: int | Sequence[int] | torch.Tensor | None,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-) -> int | torch.Tensor | None:
-    """Return the noise as the op takes it; raise for what is none, or does not fit the rows.
-
-    Greedy search, which the op does without noise, gets what it asks for checked here too.
-    """
-    if seed is None:
-        return None
-    if isinstance(seed, (list, tuple)):
-        seed = row_tensor("seed", seed, torch.int64, input_ids.device)
-    elif not isinstance(seed, torch.Tensor) or not seed.dim():
-        number = check_int("sample", "seed", seed, kind="an int, a list or a tensor of them")
-        if number < 0:
-            raise ValueError(f"seed: expected an int >= 0, got {number}")
-        return number
-    if seed.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"seed: expected a tensor of int64 or int32, got {dtype_name(seed)}")
-    rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
-    if seed.shape != (rows,):
-        reason = ""
-        if results > 1:
-            reason = f", as num_return_sequences = {results} makes {results} rows of each prompt"
-        raise ValueError(
-            f"seed: expected one number, or one for each of {rows} rows{reason}; "
-            f"got {list(seed.shape)}"
-        )
-    return seed
 
 
 def _speculation(
@@ -347,95 +202,3 @@ def _speculation(
     else:
         return None
     return Speculation(name, model, forward, drafts, model_kwargs, stopping_criteria.max_length)
-
-
-def _decode(
-    model: GenerativePreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: BaseStreamer | None,
-    seed: int | torch.Tensor | None,
-    assistant_model: GenerativePreTrainedModel | None,
-    inputs_tensor: torch.Tensor | None,
-    model_kwargs: dict[str, Any],
-) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """Run the loop of ``sample``, whose arguments these are."""
-    device, batch = input_ids.device, input_ids.shape[0]
-    is_encoder_decoder = model.config.is_encoder_decoder
-    logits_processor = behind_prompt(logits_processor, input_ids.shape[1])
-    check_tries(logits_processor, model.config.get_text_config(decoder=True).vocab_size)
-    pad_token = generation_config._pad_token_tensor
-    if pad_token is not None:  # with inputs on several devices it may be on another one
-        pad_token = pad_token.to(device)
-    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    do_sample = bool(generation_config.do_sample)
-    if seed is None and do_sample:
-        seed = torch.randint(0, 2**63 - 1, (batch,), device=device)
-    position = _first_position(model, input_ids, generation_config, model_kwargs)
-    padding = _padding(input_ids, position, model_kwargs, _mask_name(model))
-    kept: dict[tuple[str, int], Any] = {}
-    unfinished = torch.ones(batch, dtype=torch.int64, device=device)
-    recorder = Recorder(model, generation_config, model_kwargs)
-    keeps = {
-        "keep_scores": recorder.scores is not None,
-        "keep_logits": recorder.logits is not None,
-    }
-    noise = seed if do_sample else None
-    sampler = RowSampler(noise, keeps["keep_scores"])
-
-    forward = model
-    if model._valid_auto_compile_criteria(model_kwargs, generation_config):
-        forward = model.get_compiled_call(generation_config.compile_config)
-    speculation = _speculation(
-        model, forward, input_ids, logits_processor, stopping_criteria, generation_config,
-        synced_gpus, noise, assistant_model, inputs_tensor, model_kwargs,
-    )  # fmt: skip
-    outputs = prefill(model, input_ids, generation_config, model_kwargs)
-
-    finished, steps = False, 0
-    reading = nullcontext() if speculation is None else closing(speculation)
-    with model._optimize_model_for_decode(), reading:
-        while model._has_unfinished_sequences(finished, synced_gpus, device=device):
-            if outputs is None and speculation is not None:
-                outputs = speculation.outputs(input_ids, model_kwargs)
-            elif outputs is None:
-                inputs = next_inputs(model, input_ids, model_kwargs)
-                outputs = forward(**inputs, return_dict=True)
-            model_kwargs = model._update_model_kwargs_for_generation(
-                outputs, model_kwargs, is_encoder_decoder=is_encoder_decoder
-            )
-            if finished:  # the other processes are not: the model runs for their sake
-                outputs = None
-                continue
-
-            logits = outputs.logits[:, -1].to(device)
-            rows = None
-            if device.type == "cpu" and padding is not None:
-                rows = Rows(input_ids.shape[1], logits.shape[1], padding, kept)
-            plan = plan_sampling(logits_processor, do_sample, rows)
-            if plan.sampler is not None and rows is not None:
-                step = _sample_by_rules(logits, input_ids, plan, sampler, rows, **keeps)
-            else:
-                step = _sample_from(logits, input_ids, plan, seed, position + steps, **keeps)
-            recorder.record(outputs, step.scores, step.logits)
-            outputs = logits = None  # the logits of a long prompt must not live on
-
-            tokens = step.tokens
-            if has_eos and pad_token is not None:
-                tokens = torch.where(unfinished.bool(), tokens, pad_token)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-            status = step.status * unfinished
-            unfinished = unfinished & ~stopping_criteria(input_ids, recorder.scores)
-            # The one point of a step at which the host waits for the device.
-            failed, any_unfinished = torch.stack((status.max(), unfinished.max())).tolist()
-            if failed:
-                raise_for_status(status.tolist(), steps)
-            finished = not any_unfinished
-            if streamer is not None:
-                streamer.put(tokens.cpu())
-            steps += 1
-
-    return recorder.result(input_ids, model_kwargs)

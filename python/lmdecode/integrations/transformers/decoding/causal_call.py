@@ -1,0 +1,237 @@
+"""A call of ``generate()`` of a decoder-only model, as transformers prepares it, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import dtype_name
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
+from lmdecode.integrations.transformers.decoding.refused import (
+    refuse_handed_on,
+    refuse_inner_outputs,
+    refuse_seed_of_beams,
+)
+from lmdecode.integrations.transformers.generate_call import (
+    ending,
+    refuse_assistance,
+    refuse_other_modes,
+    with_stop_strings,
+)
+from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, lookup_of
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+__all__ = ["CausalCall", "causal_call"]
+
+_OP = "Decoding.generate"
+# What generate() hands on and is of no account here.
+_IGNORED = frozenset(
+    ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
+     "use_cache")
+)  # fmt: skip
+
+
+class CausalCall(NamedTuple):
+    """What ``generate()`` was asked for.
+
+    Attributes
+    ----------
+    model
+        Of transformers, or its stand-in.
+    input_ids, mask : Tensor
+        [rows, S] int64 on the CPU; the mask or None: 0 is padding on the left.
+    device
+        Of the caller's tokens, where those of the result go.
+    processors, criteria, config
+        As ``generate()`` prepares them; tries are bound to the prompt.
+    lookup, streamer, seed, constraints, force_words_ids
+        As they were given, or None.
+    has_beams : bool
+        Whether it is a search.
+    fits_engine : bool
+        Whether nothing is asked for that an engine never does: lookups, streamers, constraints.
+    """
+
+    model: Any
+    input_ids: Tensor
+    mask: Tensor | None
+    device: torch.device
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    lookup: Lookup | None
+    streamer: Any
+    seed: Any
+    constraints: Any
+    force_words_ids: Any
+    has_beams: bool
+    fits_engine: bool
+
+
+def _first(rows: Tensor) -> int:
+    """Return the first row, [rows], of which something is true."""
+    return int(rows.int().argmax())
+
+
+def _some(numbers: Tensor) -> str:
+    """Return the first of some numbers, [n]."""
+    return f"{numbers[:8].tolist()}{' and more' if len(numbers) > 8 else ''}"
+
+
+def _refuse(
+    config: GenerationConfig,
+    model: Any,
+    input_ids: Tensor,
+    model_kwargs: dict[str, Any],
+    has_windows: bool,
+) -> None:
+    """Raise ValueError for what ``generate()`` was asked for and this does not do."""
+    refuse_inner_outputs(config)
+    # Outputs of encoders, of which there are none.
+    empty = {name for name, value in model_kwargs.items() if isinstance(value, dict) and not value}
+    types = model_kwargs.get("token_type_ids")
+    # Zeros of Gemma 3's processor say that all is text; other models embed zeros, too.
+    if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
+        empty.add("token_type_ids")
+    refuse_handed_on(model_kwargs, _IGNORED | empty | {"past_key_values"}, "model")
+    if model_kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
+            "are there for a later call with store=, and between steps with Decoding.batch()"
+        )
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: expected integers, got dtype {dtype_name(input_ids)}")
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: expected shape {list(input_ids.shape)}, that of input_ids, got "
+            f"{list(mask.shape)}"
+        )
+    seen = mask != 0
+    if not bool(seen.any(dim=-1).all()):
+        raise ValueError("attention_mask: expected a token in each row, one is padding alone")
+    if not bool(seen[:, -1].all()):
+        raise ValueError(
+            "attention_mask: expected prompts that are padded on the left, as a tokenizer with "
+            f'padding_side="left" does, got 0 for the last token of row {_first(~seen[:, -1])}'
+        )
+    within = seen[:, :-1] & ~seen[:, 1:]
+    if has_windows and bool(within.any()):
+        raise ValueError(
+            "attention_mask: expected padding on the left alone, got 0 behind 1 in row "
+            f"{_first(within.any(-1))}: the windows of transformers' layers count what is masked "
+            "within a prompt, those of Decoding do not"
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        return
+    expected = "position_ids: expected None, or those of prompts that begin at 0"
+    if positions.shape[-1] != seen.shape[-1]:
+        raise ValueError(f"{expected}, {list(seen.shape)}, got shape {list(positions.shape)}")
+    wrong = (positions != seen.cumsum(-1) - 1) & seen
+    if bool(wrong.any()):
+        row = _first(wrong.any(-1).flatten())
+        got = positions.expand(wrong.shape).flatten(0, -2)[row]
+        raise ValueError(f"{expected}, got {_some(got)} in row {row}")
+
+
+def _check_length(packed: PackedCausalModel, config: GenerationConfig, mask: Tensor | None) -> None:
+    """Raise ValueError for texts that might outgrow the model."""
+    most = packed.max_positions
+    padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
+    if most is not None and config.max_length > padding + most + 1:
+        raise ValueError(
+            f"max_length: expected at most {padding + most + 1}, as the model has {most} "
+            f"positions, got {config.max_length}"
+        )
+
+
+def causal_call(
+    packed: PackedCausalModel, generate: Callable[..., Any], arguments: dict[str, Any]
+) -> CausalCall:
+    """Let transformers prepare a call, and return it.
+
+    Parameters
+    ----------
+    packed
+        The model.
+    generate
+        The method of the transformers model, with its ``inputs`` bound.
+    arguments
+        Of ``generate()``.
+
+    Raises
+    ------
+    ValueError
+        Names an argument of ``generate()`` that ``Decoding`` cannot do.
+    """
+    streamer, given_tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
+    assistant_model = arguments.get("assistant_model")
+
+    # transformers hands on what this adds to the arguments of its own loops.
+    def take(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: Any = None,
+        stop_strings: str | list[str] | None = None,
+        constraints: Any = None,
+        force_words_ids: Any = None,
+        **model_kwargs: Any,
+    ) -> CausalCall:
+        with ending(streamer):
+            config, lookup = lookup_of(generation_config, _OP)
+            refuse_assistance(config, assistant_model, "Decoding runs the model itself")
+            _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
+            has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
+            if has_beams:
+                refuse_seed_of_beams(seed)
+            if has_beams and lookup is not None:
+                raise ValueError(
+                    f"prompt_lookup_num_tokens: expected None with beams, got {lookup.num_tokens}"
+                )
+            if has_beams and streamer is not None:
+                raise ValueError(
+                    "streamer: expected None for beam search, whose tokens are not final"
+                )
+            if not has_beams:
+                refuse_other_modes(config)
+            mask = model_kwargs.get("attention_mask")
+            _check_length(packed, config, mask)
+            processors = behind_prompt(logits_processor, input_ids.shape[1])
+            check_tries(processors, model.config.get_text_config(decoder=True).vocab_size)
+            others = (
+                lookup, streamer, constraints, force_words_ids,
+                getattr(config, "constraints", None), getattr(config, "force_words_ids", None),
+            )  # fmt: skip
+            return CausalCall(
+                model,
+                input_ids.to("cpu", torch.int64),
+                mask,
+                input_ids.device,
+                processors,
+                with_stop_strings(stopping_criteria, stop_strings, given_tokenizer),
+                config,
+                lookup,
+                streamer,
+                seed,
+                constraints,
+                force_words_ids,
+                has_beams,
+                all(asked is None for asked in others),
+            )
+
+    call: CausalCall = generate(custom_generate=take, **arguments)
+    return call

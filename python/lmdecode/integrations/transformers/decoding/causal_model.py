@@ -1,0 +1,93 @@
+"""A decoder-only model in C++, step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
+from lmdecode.integrations.transformers.sampling.read_ahead import Lookup
+
+__all__ = ["CausalModel"]
+
+
+class CausalModel:
+    """A packed decoder-only model as ``StepwiseModel``.
+
+    Rows whose prompts are the same share them: they are read once.
+
+    Parameters
+    ----------
+    packed : PackedCausalModel
+        Reads tokens.
+    input_ids : Tensor
+        [rows, S] int64, the prompts, padded on the left.
+    attention_mask : Tensor or None
+        [rows, S]: 0 is padding.
+    max_length : int
+        Of a row, padding counted.
+    cache_dtype : str
+        See ``CausalCaches``.
+    lookup : Lookup, optional
+        Lets steps read tokens ahead; for loops whose rows stay where they are.
+    """
+
+    def __init__(
+        self,
+        packed: PackedCausalModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_length: int,
+        cache_dtype: str,
+        lookup: Lookup | None = None,
+    ) -> None:
+        rows = input_ids.shape[0]
+        if attention_mask is None:
+            self._prompts = list(input_ids)
+        else:
+            mask = attention_mask.to(input_ids.device) != 0
+            self._prompts = [row[seen] for row, seen in zip(input_ids, mask, strict=True)]
+        longest = max(map(len, self._prompts))
+        self.caches = CausalCaches(
+            packed,
+            rows,
+            longest + max(1, max_length - input_ids.shape[1]),
+            dtype=cache_dtype,
+            rollback=0 if lookup is None else lookup.num_tokens,
+        )
+        self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        self._lookahead: Lookahead | None = None
+        if lookup is not None:
+            self._lookahead = Lookahead(self.caches, self._prompts, *lookup)
+
+    def read_prompts(self, input_ids: Tensor) -> Tensor:
+        prompts, leaders, parents = self._prompts, list[int](), list[int]()
+        places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
+        for row, prompt in enumerate(prompts):
+            place = places.setdefault(tuple(prompt.tolist()), len(leaders))
+            if place == len(leaders):
+                leaders.append(row)
+            parents.append(place)
+        logits = self._read_prompts(leaders)
+        if len(leaders) < len(prompts):
+            of_rows = torch.tensor(parents)
+            self.caches.reorder(torch.tensor(leaders)[of_rows])
+            logits = logits[of_rows]
+        return logits
+
+    def _read_prompts(self, leaders: list[int]) -> Tensor:
+        """Read the prompts of these rows; returns the logits of their last tokens, [n, V]."""
+        entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
+        tokens = torch.cat([self._prompts[row] for row in leaders])
+        return self.caches.forward(tokens, entries, len(leaders))
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        last = input_ids[:, -1].contiguous()
+        if self._lookahead is not None:
+            return self._lookahead.logits(last)
+        return self.caches.forward(last, self._entries, len(self._entries))
+
+    def reorder(self, parents: Tensor) -> None:
+        self.caches.reorder(parents)
