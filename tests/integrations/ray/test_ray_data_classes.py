@@ -92,6 +92,35 @@ def test_texts_are_those_of_generate_with_the_seed_of_the_row() -> None:
         )
 
 
+def test_one_engine_writes_the_rows_of_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = " ".join(PROMPTS)
+    rows = [*ROWS, {"prompt": long, "id": 8}, {"prompt": f"{long} and", "id": 9}]
+    expected = run(Generate(KJV, **SAMPLED), rows, [10])
+    decoding, engines = lmdecode.Decoding.from_pretrained(KJV), list[lmdecode.Engine]()
+    make = decoding.engine
+
+    def engine(**sizes: Any) -> lmdecode.Engine:
+        engines.append(make(**sizes))
+        return engines[-1]
+
+    def refuse(*inputs: Any, **arguments: Any) -> Any:
+        raise AssertionError("generate() was called")
+
+    monkeypatch.setattr(decoding, "engine", engine)
+    monkeypatch.setattr(decoding, "generate", refuse)
+    assert run(Generate(decoding, KJV, **SAMPLED), rows, [3, 4, 2, 1]) == expected
+    assert len(engines) == 1
+    assert engines[0].stats.cached_tokens > 0  # the beginning of the last prompt
+    with pytest.raises(AssertionError, match="was called"):
+        Generate(decoding, KJV, num_beams=2)(batch_of(ROWS))
+
+
+def test_an_engine_grows_with_the_longest_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(Generate(KJV, **SAMPLED), ROWS, [8])
+    monkeypatch.setattr("lmdecode.integrations.ray.data.CAPACITY", 16)
+    assert run(Generate(KJV, **SAMPLED), ROWS, [1, 1, 6]) == expected
+
+
 def test_seeds_come_from_ids_or_from_prompts() -> None:
     generate = Generate(KJV, **SAMPLED)
     by_prompt = generate({"prompt": column(PROMPTS)})

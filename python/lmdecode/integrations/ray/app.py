@@ -22,14 +22,19 @@ from lmdecode.integrations.ray.completions import (
     body_of,
     error_body,
 )
-from lmdecode.integrations.ray.models import check_is_causal, load_model, load_tokenizer
+from lmdecode.integrations.ray.models import (
+    CAPACITY,
+    check_is_causal,
+    load_model,
+    load_tokenizer,
+    positions_of,
+)
 from lmdecode.linear.formats import FORMATS
 from lmdecode.store import KVStore
 
 __all__ = ["build_app"]
 
 _OP = "build_app"
-_CAPACITY = 8192  # tokens of a text, if the model has no fewer positions
 _OF_ENGINES = ("capacity", "max_step_tokens")
 
 _api = FastAPI()
@@ -47,10 +52,8 @@ class Completions:
         packed = check_is_causal(_OP, decoding)
         self._tokenizer = load_tokenizer(_OP, tokenizer, model)
         self._name, self._vocab = name, packed.config.vocab_size
-        positions = getattr(
-            decoding.model.config.get_text_config(), "max_position_embeddings", _CAPACITY
-        )
-        batching = {"capacity": min(positions, _CAPACITY), **batching}
+        positions = positions_of(decoding)
+        batching = {"capacity": min(positions, CAPACITY), **batching}
         self._max_length = min(positions, batching["capacity"])
         self._store = None
         if store is not None:

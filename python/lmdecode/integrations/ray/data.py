@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int
-from lmdecode.integrations.ray.models import check_is_causal, load_model, load_tokenizer
+from lmdecode.decoder.engine import Engine
+from lmdecode.integrations.ray.models import (
+    CAPACITY,
+    check_is_causal,
+    load_model,
+    load_tokenizer,
+    positions_of,
+)
 from lmdecode.integrations.ray.rows import (
     Batch,
     audio_of,
@@ -18,9 +25,12 @@ from lmdecode.integrations.ray.rows import (
     row_seeds,
     texts_of,
 )
+from lmdecode.integrations.transformers.decoding.call import engine_call_of
+from lmdecode.integrations.transformers.decoding.engine_call import EngineCall
 
 __all__ = ["Generate", "Transcribe", "Translate"]
 
+_PLACES = 64  # rows that an engine writes at a time
 # Arguments of generate() that are the job's, or that return something else than tokens.
 _REFUSED = (
     "append", "attention_mask", "custom_generate", "decoder_input_ids", "input_features",
@@ -113,9 +123,11 @@ class Generate:
     dtype : str, optional
         Of a model of transformers, see ``Decoding``.
     **arguments
-        Those of ``Decoding.generate``. Rows are padded where that cannot change them, and are
-        searched by equal lengths otherwise, as with penalties; one by one with ``stop_strings`` and
-        ``prompt_lookup_num_tokens``.
+        Those of ``Decoding.generate``. An ``Engine``, which stays with the actor, writes all rows
+        of a batch at a time, and computes the beginnings once that prompts share. With beams, and
+        with processors that Python calls, ``Decoding.generate`` does: rows are padded where that
+        cannot change them, and are searched by equal lengths otherwise; one by one with
+        ``stop_strings`` and ``prompt_lookup_num_tokens``.
 
     Raises
     ------
@@ -158,6 +170,8 @@ class Generate:
         self._arguments = _Arguments(op, self._decoding.model, arguments)
         pad, ends = self._arguments.get("pad_token_id"), self._arguments.ends
         self._pad = int(pad) if pad is not None else min(ends, default=0)
+        self._engine: Engine | None = None
+        self._calls: dict[int, EngineCall | None] = {}  # by the length of a prompt
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with "text" and "tokens"; ``map_batches`` calls it."""
@@ -171,23 +185,53 @@ class Generate:
                     f"Generate: column 'prompt', row {row} of the batch, is {prompts[row]!r}; "
                     "expected a text of at least one token"
                 )
-        found: list[list[int]] = [[] for _ in prompts]
-        for rows in self._groups(ids):
+        found = self._write(ids, seeds)
+        left = {row: len(prompt) for row, prompt in enumerate(ids) if row not in found}
+        for rows in self._groups(left):
             texts = self._generate([ids[row] for row in rows], [seeds[row] for row in rows])
-            for row, tokens in zip(rows, texts, strict=True):
-                found[row] = tokens
-        texts = self._tokenizer.batch_decode(found, skip_special_tokens=True)
-        return output_of(batch, texts, found)
+            found.update(zip(rows, texts, strict=True))
+        tokens = [found[row] for row in range(len(ids))]
+        return output_of(
+            batch, self._tokenizer.batch_decode(tokens, skip_special_tokens=True), tokens
+        )
 
-    def _groups(self, ids: list[list[int]]) -> Iterator[list[int]]:
-        """Yield the rows that are generated in one call."""
+    def _write(self, ids: list[list[int]], seeds: list[int]) -> dict[int, list[int]]:
+        """Return the texts that an engine can write, by row."""
+        asked = {row: call for row, prompt in enumerate(ids) if (call := self._asked(prompt))}
+        if not asked:
+            return {}
+        longest = max(len(ids[row]) + call.max_new_tokens for row, call in asked.items())
+        if self._engine is None or longest > self._engine.capacity + 1:
+            capacity = max(longest - 1, min(positions_of(self._decoding), CAPACITY))
+            self._engine = self._decoding.engine(max_requests=_PLACES, capacity=capacity)
+        requests = {
+            row: call.submit(self._engine, ids[row], seeds[row]) for row, call in asked.items()
+        }
+        try:
+            return {row: request.result().tokens for row, request in requests.items()}
+        except BaseException:
+            for request in requests.values():
+                request.cancel()
+            raise
+
+    def _asked(self, prompt: list[int]) -> EngineCall | None:
+        """Return what an engine is asked for; None where ``generate()`` is needed."""
+        length = len(prompt)
+        if length not in self._calls:
+            options = {"pad_token_id": self._pad, **self._arguments.given}
+            if self._arguments.get("stop_strings") is not None:
+                options["tokenizer"] = self._tokenizer
+            self._calls[length] = engine_call_of(self._decoding, prompt, options)
+        return self._calls[length]
+
+    def _groups(self, lengths: dict[int, int]) -> Iterator[list[int]]:
+        """Yield the rows that are generated in one call, of all rows with their lengths."""
         if any(self._arguments.get(name) is not None for name in _ONE_BY_ONE):
-            yield from ([row] for row in range(len(ids)))
+            yield from ([row] for row in lengths)
         elif self._arguments.takes_padding:
-            yield from [list(range(len(ids)))] if ids else []
+            yield from [list(lengths)] if lengths else []
         else:
-            rows = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-            for _, group in groupby(rows, key=lambda row: len(ids[row])):
+            for _, group in groupby(sorted(lengths, key=lengths.__getitem__), lengths.__getitem__):
                 yield list(group)
 
     def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:

@@ -11,7 +11,9 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 
-__all__ = ["check_is_causal", "load_model", "load_tokenizer"]
+__all__ = ["CAPACITY", "check_is_causal", "load_model", "load_tokenizer", "positions_of"]
+
+CAPACITY = 8192  # tokens of a text on an engine, if the model has no fewer positions
 
 
 def load_model(op: str, model: Any, dtype: str | None) -> Decoding:
@@ -61,6 +63,12 @@ def check_is_causal(op: str, decoding: Decoding) -> PackedCausalModel:
             f"{op}: model is a {kind!r}, an encoder-decoder model; expected a decoder-only one"
         )
     return decoding.decoder
+
+
+def positions_of(decoding: Decoding) -> int:
+    """Return the most tokens of a text that a model takes; ``CAPACITY`` where it sets no limit."""
+    config = decoding.model.config.get_text_config()
+    return int(getattr(config, "max_position_embeddings", CAPACITY))
 
 
 def load_tokenizer(op: str, tokenizer: Any, model: Any, *, is_processor: bool = False) -> Any:
