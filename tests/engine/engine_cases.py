@@ -69,7 +69,7 @@ def outcome(result: Any) -> tuple[Any, ...]:
 
 def is_whole(engine: Engine) -> bool:
     """Whether nothing of an engine without requests is in use: no place, no row, no block."""
-    places, caches = engine._places, engine._caches
+    places, caches = engine._model.places, engine._model.caches
     for place in list(places._prompts):
         places._forget(place)
     pools = [pool.shape[3] for pool in caches._tensors[::6]]

@@ -145,7 +145,7 @@ def test_a_failure_of_a_step_does_not_end_the_thread(
     decoding: lmdecode.Decoding, wanted: list[list[int]]
 ) -> None:
     engine = decoding.engine(max_requests=2, capacity=CAPACITY)
-    forward, has_failed = engine._caches.forward, threading.Event()
+    forward, has_failed = engine._model.caches.forward, threading.Event()
 
     def fail_once(*arguments: Any) -> Any:
         if not has_failed.is_set():
@@ -153,7 +153,7 @@ def test_a_failure_of_a_step_does_not_end_the_thread(
             raise MemoryError("no memory")
         return forward(*arguments)
 
-    engine._caches.forward = fail_once  # type: ignore[method-assign]
+    engine._model.caches.forward = fail_once  # type: ignore[method-assign]
     with engine:
         failed = engine.submit(PROMPTS[0], max_new_tokens=12)
         with pytest.raises(RuntimeError, match="a step failed"):

@@ -16,8 +16,8 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.places import Places
-from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
+from lmdecode.decoder.engine.causal_steps import CausalSteps
+from lmdecode.decoder.engine.model_steps import ModelSteps
 from lmdecode.decoder.engine.request import Request
 from lmdecode.decoder.engine.rows import (
     DrawnRows,
@@ -28,7 +28,6 @@ from lmdecode.decoder.engine.rows import (
     SearchedSequence,
     WrittenSequence,
 )
-from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 from lmdecode.decoder.engine.submission import Submission
 from lmdecode.sampling.sampler_rows import ORDERS
 
@@ -124,22 +123,17 @@ class Engine:
         if order not in ORDERS:
             raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
         self.max_requests, self.capacity = max_requests, capacity
-        self._max_step_tokens, self._order = max_step_tokens, order
         self._vocab = model.config.vocab_size
         self._submission = Submission(
             self._vocab, self.capacity, max_requests, order, tuple(eos_token_id)
         )
-        self._caches = CausalCaches(
+        caches = CausalCaches(
             model, max_requests, self.capacity, dtype=cache_dtype, max_rows=max_step_tokens
         )
-        self._places = Places(self._caches)
-        self._stored = None if store is None else StoredPrompts(store, self._caches)
+        self._model: ModelSteps = CausalSteps(caches, max_step_tokens, store)
         self._drawn = DrawnRows(max_requests, self._vocab, order)
-        self._searched = SearchedRows(self._caches, self._vocab)
+        self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # has no place yet
-        self._reader = PromptReader(self._places, self._stored)
-        # The entries of a step like the one before: no prompts, and the same rows.
-        self._entries: Tensor | None = None
         self._steps = self._new_tokens = 0
         self._lock = threading.RLock()  # of whoever does a step
         self._stepper: int | None = None  # the thread that does
@@ -278,8 +272,7 @@ class Engine:
                 self._thread.join()
             self._thread = None
             _started.discard(self)
-        if self._stored is not None:
-            self._stored.flush()
+        self._model.flush()
         with self._lock:  # those who wait do the steps themselves
             for sequence in (*self._everyone, *self._arrived):
                 sequence.request._tell()
@@ -319,7 +312,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether there are requests that have not ended."""
         return bool(
-            self._drawn.running or self._reader.sequences or self._searched.running or self._arrived
+            self._drawn.running or self._model.reading or self._searched.running or self._arrived
         )
 
     @property
@@ -328,10 +321,10 @@ class Engine:
         return EngineStats(
             running=len(self._everyone),
             waiting=len(self._arrived),
-            free_places=self._places.num_free,
+            free_places=self._model.num_free,
             steps=self._steps,
-            prompt_tokens=self._reader.prompt_tokens,
-            cached_tokens=self._reader.cached_tokens,
+            prompt_tokens=self._model.prompt_tokens,
+            cached_tokens=self._model.cached_tokens,
             new_tokens=self._new_tokens,
         )
 
@@ -371,13 +364,12 @@ class Engine:
     @property
     def _everyone(self) -> list[WrittenSequence]:
         """Those who have places."""
-        reading = self._reader.sequences
-        return [*reading, *self._drawn.running, *self._searched.running.values()]
+        return [*self._model.reading, *self._drawn.running, *self._searched.running.values()]
 
     def _drop_cancelled(self, told: list[Request]) -> None:
         for sequence in [s for s in self._everyone if s.request._is_cancelled]:
-            if sequence in self._reader.sequences:
-                self._reader.sequences.remove(sequence)
+            if sequence in self._model.reading:
+                self._model.reading.remove(sequence)
             elif isinstance(sequence, DrawnSequence):
                 self._drawn.end(sequence)
             elif isinstance(sequence, SearchedSequence):
@@ -390,10 +382,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Give places to those who have waited for longest, as far as there are some."""
-        while self._arrived and self._arrived[0].num_places <= self._places.num_free:
+        while self._arrived and self._model.has_room(self._arrived[0]):
             sequence = self._arrived[0]
             try:
-                self._reader.begin(sequence)
+                self._model.begin(sequence)
             finally:  # whoever has places fails with the step
                 if sequence.places:
                     self._arrived.popleft()
@@ -402,56 +394,28 @@ class Engine:
     def _compute(self, told: list[Request]) -> None:
         """Read tokens, and choose the next ones."""
         drawn, searched = self._drawn, self._searched
-        parts: list[Part] = []
-        if self._reader.sequences or self._entries is None or drawn.tokens is None:
-            room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
-            parts = self._reader.parts(room)
-            ids, entries = self._inputs(parts)
-            self._entries = None if parts or searched.running else entries
-        else:
-            ids, entries = drawn.tokens, self._entries
-        if not len(entries):
+        step = self._model.read(drawn, searched)
+        if step is None:
             return
-        logits = self._caches.forward(ids, entries, self._num_logits(parts))
         self._steps += 1
-        for part in parts:
-            if self._reader.advance(part):
-                self._begin(part[0])
+        for sequence in step.begun:
+            self._begin(sequence)
         ended: list[Ended] = []
         num_drawn = len(drawn.running)
         if num_drawn:
             told += [sequence.request for sequence in drawn.running]
-            ended = drawn.step(logits[:num_drawn])
+            ended = drawn.step(step.logits[:num_drawn])
             self._new_tokens += num_drawn - sum(e.reason == "error" for e in ended)
             for end in ended:
                 assert isinstance(end.sequence, DrawnSequence)
                 drawn.end(end.sequence)
         if searched.running:
-            of_searches = searched.step(logits[num_drawn:])
+            of_searches = searched.step(step.logits[num_drawn:])
             self._new_tokens += sum(e.sequence.request.stats.new_tokens
                                               for e in of_searches)  # fmt: skip
             ended += of_searches
         for end in ended:
             self._leave(end, told)
-
-    def _num_logits(self, parts: list[Part]) -> int:
-        ends = sum(
-            sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
-        )
-        return len(self._drawn.running) + len(self._searched.places) + ends
-
-    def _inputs(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
-        """Return a step's tokens and entries: the logits of those who draw come first."""
-        if not parts and not self._drawn.running:
-            return self._searched.tokens, self._searched.entries
-        ids = [sequence.last for sequence in self._drawn.running]
-        entries = [(sequence.places[0], 1, 0, 1) for sequence in self._drawn.running]
-        add_parts([part for part in parts if isinstance(part[0], DrawnSequence)], ids, entries)
-        ids += self._searched.tokens.tolist()
-        entries += [(place, 1, 0, 1) for place in self._searched.places]
-        add_parts([part for part in parts if isinstance(part[0], SearchedSequence)], ids, entries)
-        kind: Any = {"dtype": torch.int64, "device": "cpu"}
-        return torch.tensor(ids, **kind), torch.tensor(entries, **kind)
 
     def _begin(self, sequence: WrittenSequence) -> None:
         """Let a sequence write, whose prompt has been read."""
@@ -467,28 +431,23 @@ class Engine:
         Its prompt is kept where tokens were chosen behind it: a NaN spoils what was read with it.
         """
         sequence = end.sequence
-        first, *others = sequence.places
         is_sound = bool(sequence.request._tokens) and end.reason != "error"
-        self._places.give_back(first, keep=sequence.read if is_sound else 0)
-        for place in others:
-            self._places.give_back(place)
-        sequence.places = []
+        self._model.leave(sequence, is_sound=is_sound)
         sequence.request._end(end.reason, end.error)
         told.append(sequence.request)
 
     def _fail_all(self, error: BaseException, told: list[Request]) -> None:
         """End every request that has a place, and begin anew for those that wait."""
-        everyone, self._reader.sequences, self._entries = self._everyone, [], None
+        everyone = self._everyone
+        self._model.clear()
         for sequence in everyone:
-            for place in sequence.places:
-                self._places.give_back(place)
-            sequence.places = []
+            self._model.leave(sequence, is_sound=False)
             failure = RuntimeError(f"Engine: a step failed ({error})")
             failure.__cause__ = error
             sequence.request._end("error", failure)
             told.append(sequence.request)
         self._drawn.clear()
-        self._searched = SearchedRows(self._caches, self._vocab)
+        self._searched = SearchedRows(self._model.caches, self._vocab)
 
 
 _started: weakref.WeakSet[Engine] = weakref.WeakSet()

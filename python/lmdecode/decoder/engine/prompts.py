@@ -38,7 +38,7 @@ class PromptReader:
         """Give places to a sequence; there are enough."""
         prompt = sequence.request.prompt_ids
         of, length = self._places.longest_common(prompt)
-        sequence.places = self._places.take(prompt, sequence.num_places, of)
+        sequence.places = self._places.take(prompt, sequence.num_beams, of)
         self.sequences.append(sequence)
         self._look_for_prefix(sequence, of, length)
 

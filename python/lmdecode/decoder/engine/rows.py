@@ -12,7 +12,6 @@ from torch import Tensor
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.beam.token_rules import TokenRules
-from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
 from lmdecode.sampling.compact import CompactSampler, Results
 from lmdecode.sampling.sampler_rows import RowRules
@@ -21,6 +20,7 @@ __all__ = [
     "DrawnRows",
     "DrawnSequence",
     "Ended",
+    "FollowingCaches",
     "Grammar",
     "SearchedRows",
     "SearchedSequence",
@@ -88,8 +88,8 @@ class WrittenSequence:
         self.keep_at = 0
 
     @property
-    def num_places(self) -> int:
-        """Places that it needs."""
+    def num_beams(self) -> int:
+        """Rows that it needs at most."""
         return 1
 
     def next_part(self, room: int) -> int:
@@ -138,9 +138,24 @@ class SearchedSequence(WrittenSequence):
         self.id: Hashable = None
 
     @property
-    def num_places(self) -> int:
-        """Places that it needs: one a beam."""
+    def num_beams(self) -> int:
+        """Rows that it needs at most."""
         return self.search.num_beams
+
+
+class FollowingCaches(Protocol):
+    """Caches whose places follow beams.
+
+    Attributes
+    ----------
+    sequences : int
+        How many places there are.
+    """
+
+    sequences: int
+
+    def reorder(self, parents: Tensor) -> None:
+        """Let each place go on as another: [sequences] int64, in which most name themselves."""
 
 
 class Ended(NamedTuple):
@@ -297,7 +312,7 @@ class SearchedRows:
         [rows] int64, what each row reads next. New prompts have none yet; they come last.
     """
 
-    def __init__(self, caches: CausalCaches, vocab: int) -> None:
+    def __init__(self, caches: FollowingCaches, vocab: int) -> None:
         self._caches, self._search = caches, BeamSearch(vocab)
         self.running: dict[Hashable, SearchedSequence] = {}
         self.places: list[int] = []

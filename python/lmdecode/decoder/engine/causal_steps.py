@@ -1,0 +1,123 @@
+"""The steps of an ``Engine`` of a decoder-only model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.engine.model_steps import StepLogits
+from lmdecode.decoder.engine.places import Places
+from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
+from lmdecode.decoder.engine.rows import (
+    DrawnRows,
+    DrawnSequence,
+    SearchedRows,
+    SearchedSequence,
+    WrittenSequence,
+)
+from lmdecode.decoder.engine.stored_prompts import StoredPrompts
+
+__all__ = ["CausalSteps"]
+
+
+class CausalSteps:
+    """``ModelSteps`` of a decoder-only model: prompts are read in parts, beside texts.
+
+    Parameters
+    ----------
+    caches : CausalCaches
+        Where sequences have places.
+    max_step_tokens : int
+        The most tokens of a step.
+    store : KVStore or None
+        Where prompts are found and kept.
+    """
+
+    def __init__(self, caches: CausalCaches, max_step_tokens: int, store: Any) -> None:
+        self.caches, self._max_step_tokens = caches, max_step_tokens
+        self.places = Places(caches)
+        self._stored = None if store is None else StoredPrompts(store, caches)
+        self._reader = PromptReader(self.places, self._stored)
+        # The entries of a step like the one before: no prompts, and the same rows.
+        self._entries: Tensor | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See ``ModelSteps``."""
+        return self._reader.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """See ``ModelSteps``."""
+        return self._reader.cached_tokens
+
+    @property
+    def reading(self) -> list[WrittenSequence]:
+        """See ``ModelSteps``."""
+        return self._reader.sequences
+
+    @property
+    def num_free(self) -> int:
+        """See ``ModelSteps``."""
+        return self.places.num_free
+
+    def has_room(self, sequence: WrittenSequence) -> bool:
+        """See ``ModelSteps``."""
+        return sequence.num_beams <= self.places.num_free
+
+    def begin(self, sequence: WrittenSequence) -> None:
+        """See ``ModelSteps``."""
+        self._reader.begin(sequence)
+
+    def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
+        """See ``ModelSteps``."""
+        parts: list[Part] = []
+        if self._reader.sequences or self._entries is None or drawn.tokens is None:
+            room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
+            parts = self._reader.parts(room)
+            ids, entries = _inputs(drawn, searched, parts)
+            self._entries = None if parts or searched.running else entries
+        else:
+            ids, entries = drawn.tokens, self._entries
+        if not len(entries):
+            return None
+        ends = sum(
+            sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
+        )
+        num_logits = len(drawn.running) + len(searched.places) + ends
+        logits = self.caches.forward(ids, entries, num_logits)
+        return StepLogits(logits, (part[0] for part in parts if self._reader.advance(part)))
+
+    def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
+        """See ``ModelSteps``. The prompt of a sound one is kept."""
+        first, *others = sequence.places
+        self.places.give_back(first, keep=sequence.read if is_sound else 0)
+        for place in others:
+            self.places.give_back(place)
+        sequence.places = []
+
+    def clear(self) -> None:
+        """See ``ModelSteps``."""
+        self._reader.sequences, self._entries = [], None
+
+    def flush(self) -> None:
+        """See ``ModelSteps``."""
+        if self._stored is not None:
+            self._stored.flush()
+
+
+def _inputs(drawn: DrawnRows, searched: SearchedRows, parts: list[Part]) -> tuple[Tensor, Tensor]:
+    """Return a step's tokens and entries: the logits of those who draw come first."""
+    if not parts and not drawn.running:
+        return searched.tokens, searched.entries
+    ids = [sequence.last for sequence in drawn.running]
+    entries = [(sequence.places[0], 1, 0, 1) for sequence in drawn.running]
+    add_parts([part for part in parts if isinstance(part[0], DrawnSequence)], ids, entries)
+    ids += searched.tokens.tolist()
+    entries += [(place, 1, 0, 1) for place in searched.places]
+    add_parts([part for part in parts if isinstance(part[0], SearchedSequence)], ids, entries)
+    kind: Any = {"dtype": torch.int64, "device": "cpu"}
+    return torch.tensor(ids, **kind), torch.tensor(entries, **kind)
