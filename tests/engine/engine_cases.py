@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import lmdecode
 from lmdecode import Engine, Request
+from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
 from tests.decoder.causal_steps import free_blocks
 from tests.support.causal_models import EOS, VOCAB
 
@@ -54,10 +56,10 @@ def prompt_of(rng: random.Random, shared: list[list[int]]) -> list[int]:
     return begin + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))]
 
 
-def alone(decoding: lmdecode.Decoding, prompt: list[int], **options: Any) -> Any:
+def alone(decoding: lmdecode.Decoding, prompt_ids: list[int], **options: Any) -> Any:
     """Return the result of a request with nothing else in an engine of its own."""
     engine = decoding.engine(max_requests=4, capacity=CAPACITY)
-    return engine.submit(prompt, **options).result()
+    return engine.submit(prompt_ids, **options).result()
 
 
 def outcome(result: Any) -> tuple[Any, ...]:
@@ -69,18 +71,53 @@ def outcome(result: Any) -> tuple[Any, ...]:
 
 def is_whole(engine: Engine) -> bool:
     """Whether nothing of an engine without requests is in use: no place, no row, no block."""
-    places, caches = engine._model.places, engine._model.caches
-    for place in list(places._prompts):
-        places._forget(place)
-    pools = [pool.shape[3] for pool in caches._tensors[::6]]
     return (
         engine.stats.free_places == engine.max_requests
         and not engine.has_work
-        and free_blocks(caches) == pools
         and engine._drawn.count == 0
         and not engine._searched.places
-        and bool((caches.lengths == 0).all())
+        and _is_empty(engine._model)
     )
+
+
+def _is_empty(model: Any) -> bool:
+    if isinstance(model, EncoderDecoderSteps):
+        return bool(model._state.done.all()) and not bool(model._grows.any())
+    places, caches = model.places, model.caches
+    for place in list(places._prompts):
+        places._forget(place)
+    pools = [pool.shape[3] for pool in caches._tensors[::6]]
+    return free_blocks(caches) == pools and bool((caches.lengths == 0).all())
+
+
+def live_of(
+    engine: Engine,
+    rng: random.Random,
+    arguments_of: Callable[[], dict[str, Any]],
+    alone_of: Callable[[dict[str, Any]], Any],
+) -> None:
+    """One random life: requests come and are cancelled at any time; each text is the one alone."""
+    has_thread = rng.random() < 0.3
+    if has_thread:
+        engine.start()
+    left, running = 16, list[tuple[Request, dict[str, Any]]]()
+    while left or (engine.has_work and not has_thread):
+        if left and rng.random() < 0.4:
+            arguments = arguments_of()
+            running.append((engine.submit(**arguments), arguments))
+            left -= 1
+        if running and rng.random() < 0.06:
+            rng.choice(running)[0].cancel()
+        if not has_thread:
+            engine.step()
+    for request, arguments in running:
+        got, want = request.result(timeout=120), alone_of(arguments)
+        if got.finish_reason == "cancelled":
+            assert got.tokens == want.tokens[: len(got.tokens)]
+        else:
+            assert outcome(got) == outcome(want)
+    engine.stop()
+    assert is_whole(engine)
 
 
 def run(engine: Engine, *requests: Request) -> None:

@@ -18,6 +18,7 @@ from tests.engine.engine_cases import (
     alone,
     greedy,
     is_whole,
+    live_of,
     options_of,
     outcome,
     prompt_of,
@@ -86,7 +87,7 @@ def test_the_text_of_generate(
 
 
 def live(decoding: lmdecode.Decoding, seed: int, store: lmdecode.KVStore | None) -> None:
-    """One random life: requests come and are cancelled at any time; each text is the one alone."""
+    """One random life of an engine of a decoder-only model."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (33, 50, 64)]
     engine = decoding.engine(
@@ -95,27 +96,12 @@ def live(decoding: lmdecode.Decoding, seed: int, store: lmdecode.KVStore | None)
         max_step_tokens=rng.choice([8, 50]),
         store=store,
     )
-    has_thread = rng.random() < 0.3
-    if has_thread:
-        engine.start()
-    left, running = 16, list[tuple[Any, list[int], dict[str, Any]]]()
-    while left or (engine.has_work and not has_thread):
-        if left and rng.random() < 0.4:
-            prompt, options = prompt_of(rng, shared), options_of(rng)
-            running.append((engine.submit(prompt, **options), prompt, options))
-            left -= 1
-        if running and rng.random() < 0.06:
-            rng.choice(running)[0].cancel()
-        if not has_thread:
-            engine.step()
-    for request, prompt, options in running:
-        got, want = request.result(timeout=120), alone(decoding, prompt, **options)
-        if got.finish_reason == "cancelled":
-            assert got.tokens == want.tokens[: len(got.tokens)]
-        else:
-            assert outcome(got) == outcome(want)
-    engine.stop()
-    assert is_whole(engine)
+    live_of(
+        engine,
+        rng,
+        lambda: {"prompt_ids": prompt_of(rng, shared), **options_of(rng)},
+        lambda arguments: alone(decoding, **arguments),
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

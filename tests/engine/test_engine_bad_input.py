@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import lmdecode
-from tests.decoder.decoder_models import make_model
 from tests.support.causal_models import random_model
 
 
@@ -103,7 +102,30 @@ def test_tokens_of_every_kind(decoding: lmdecode.Decoding) -> None:
         assert engine.submit([5, 7], max_new_tokens=9, eos_token_id=[2, 9]).result() == want
 
 
-def test_an_encoder_decoder_model() -> None:
-    decoding = lmdecode.Decoding.from_pretrained(make_model("t5"))
-    with pytest.raises(ValueError, match="an encoder-decoder one; expected a decoder-only model"):
-        decoding.engine(max_requests=4, capacity=64)
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("num_beams is given; expected None for a decoder-only model", {"num_beams": 2}),
+        ("source is given; expected None for a decoder-only model", {"source": 2}),
+    ],
+)
+def test_what_is_of_encoder_decoder_models(
+    decoding: lmdecode.Decoding, message: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoding.engine(max_requests=4, capacity=64, **options)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "input_features", "memory", "generation_config"])
+def test_inputs_of_encoder_decoder_models(decoding: lmdecode.Decoding, name: str) -> None:
+    engine = decoding.engine(max_requests=4, capacity=64)
+    with pytest.raises(ValueError, match=f"{name} is given; expected None for a decoder-only"):
+        engine.submit([5], max_new_tokens=5, **{name: [5]})
+
+
+def test_what_must_be_given(decoding: lmdecode.Decoding) -> None:
+    engine = decoding.engine(max_requests=4, capacity=64)
+    with pytest.raises(TypeError, match="max_new_tokens is of type NoneType"):
+        engine.submit([5])
+    with pytest.raises(TypeError, match="prompt_ids is of type NoneType"):
+        engine.submit(max_new_tokens=5)

@@ -18,7 +18,7 @@ from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import ALWAYS, new_token_rules, write_token_rules
-from lmdecode.decoder.checks import check_floats
+from lmdecode.decoder.checks import check_memory
 from lmdecode.decoder.searches import DecodingSearches, check_length
 from lmdecode.decoder.weights import PackedDecoder
 
@@ -140,15 +140,7 @@ class DecodingBatch:
         if request.trie is not None:
             request.trie.check_vocab(f"{_OP}.add", self._decoder.config.vocab_size)
         size = self._decoder.config.memory_size
-        if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
-            shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
-            raise ValueError(f"{_OP}.add: memory is {shape}; expected a tensor [source, {size}]")
-        check_floats(f"{_OP}.add", "memory", memory)
-        if memory.shape[0] > self._source:
-            raise ValueError(
-                f"{_OP}.add: memory has {memory.shape[0]} positions; "
-                f"expected at most {self._source}"
-            )
+        check_memory(f"{_OP}.add", memory, size, self._source)
 
     def add(self, request: Any, memory: Tensor, *, generation_config: Any = None) -> Hashable:
         """Add a request; its search begins with the next step.

@@ -24,12 +24,15 @@ class Batches:
         The packed model.
     model
         The transformers model, its stand-in, or None.
+    encoder
+        Of an encoder-decoder model, or None.
     cache_dtype : str
         Of a decoder-only model.
     """
 
     decoder: PackedDecoder | DeviceDecoder | PackedCausalModel
     model: Any
+    encoder: Any
     cache_dtype: str
 
     def batch(
@@ -114,39 +117,53 @@ class Batches:
         max_step_tokens: int = 512,
         order: str = "transformers",
         store: Any = None,
+        num_beams: int | None = None,
+        source: int | None = None,
     ) -> Engine:
-        """Return an engine: requests in, texts out, of a decoder-only model.
+        """Return an engine: requests in, texts out.
 
         Parameters
         ----------
-        max_requests, capacity, max_step_tokens, order
+        max_requests, capacity, max_step_tokens, order, num_beams, source
             See ``Engine``. What ends a text is what ends it for ``generate``.
         store : KVStore, optional
-            Opened with ``fingerprint()``: prompts that are stored need not be read.
+            Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
+            be read.
 
         Raises
         ------
         ValueError, TypeError
-            Names the argument, what came and what was expected; or the model is not a decoder-only
-            one, which ``batch`` serves; or the store is another model's.
+            Names the argument, what came and what was expected; or the decoder is on a device; or
+            the store is another model's.
         """
-        if not isinstance(self.decoder, PackedCausalModel):
+        if isinstance(self.decoder, DeviceDecoder):
             raise ValueError(
-                "Decoding.engine: the model is an encoder-decoder one; expected a decoder-only "
-                "model: see Decoding.batch"
+                f"Decoding.engine: the decoder is on {self.decoder.device}; expected cpu"
             )
-        if store is not None:
-            self._check_store(store)
-        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        config = getattr(self.model, "generation_config", None)
+        ends = getattr(config, "eos_token_id", None)
         if ends is None:
             ends = ()
+        more: dict[str, Any] = {}
+        if isinstance(self.decoder, PackedCausalModel):
+            more["cache_dtype"] = self.cache_dtype
+            if store is not None:
+                self._check_store(store)
+        else:
+            start = getattr(config, "decoder_start_token_id", None)
+            if start is None:
+                start = getattr(config, "bos_token_id", None)
+            more["decoder_start_token_id"] = start if isinstance(start, int) else None
+            more |= {"encoder": self.encoder, "request_of_config": self._request_of_config}
         return Engine(
             self.decoder,
             max_requests=max_requests,
             capacity=capacity,
             max_step_tokens=max_step_tokens,
-            cache_dtype=self.cache_dtype,
             order=order,
             store=store,
+            num_beams=num_beams,
+            source=source,
+            **more,
             eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends),
         )

@@ -93,7 +93,7 @@ class CausalBatch:
         cache_dtype: str = "float32",
     ) -> None:
         max_requests, capacity, self._max_step_tokens = check_sizes_of_batch(
-            _OP, model, max_requests, capacity, max_step_tokens
+            _OP, model.max_positions, max_requests, capacity, max_step_tokens
         )
         self._vocab_size, self._capacity = model.config.vocab_size, capacity
         self._caches = CausalCaches(

@@ -26,10 +26,13 @@ def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
 
 
 def check_sizes_of_batch(
-    op: str, model: PackedCausalModel, max_requests: int, capacity: int, max_step_tokens: int
+    op: str, longest: int | None, max_requests: int, capacity: int, max_step_tokens: int
 ) -> tuple[int, int, int]:
-    """Return the sizes of a batch of sequences; raise ValueError or TypeError for what is none."""
-    most = model.max_positions or (1 << 30)
+    """Return the sizes of a batch of sequences; raise ValueError or TypeError for what is none.
+
+    ``longest`` is the most positions that the model has.
+    """
+    most = longest or (1 << 30)
     return (
         check_int(op, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536"),
         check_int(op, "capacity", capacity, 1, most, limits=f"1 to {most}"),

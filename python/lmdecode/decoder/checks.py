@@ -11,7 +11,7 @@ from torch import Tensor
 from lmdecode._checks import check_dense_tensors, dtype_name, type_error
 from lmdecode.decoder.config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
 
-__all__ = ["check_floats", "check_layer", "check_weights", "indices"]
+__all__ = ["check_floats", "check_layer", "check_memory", "check_weights", "indices"]
 
 _OP = "DecoderWeights"
 _Shape = tuple[int | None, ...]  # None: any size above 0
@@ -25,6 +25,16 @@ def check_floats(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected floats")
     if value.device.type == "meta":
         raise ValueError(f"{op}: {name} is on meta; expected a tensor with values")
+
+
+def check_memory(op: str, memory: Any, size: int | None, source: int) -> None:
+    """Raise ValueError for what is no memory, [source or fewer, size] floats."""
+    if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
+        shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
+        raise ValueError(f"{op}: memory is {shape}; expected a tensor [source, {size}]")
+    check_floats(op, "memory", memory)
+    if memory.shape[0] > source:
+        raise ValueError(f"{op}: memory has {memory.shape[0]} positions; expected at most {source}")
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:

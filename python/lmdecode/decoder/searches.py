@@ -136,16 +136,22 @@ class DecodingSearches:
         """
         return self._run([max_steps, int(stop_when_done), 1], logits)
 
-    def read_tokens(self) -> Tensor:
+    def read_tokens(self, logits: Tensor | None = None) -> Tensor:
         """Read the last token of every beam of the searches that go on, and choose none.
+
+        Parameters
+        ----------
+        logits : Tensor, optional
+            [rows of the caches, V] float32: it is written to, in the rows that are read.
 
         Returns
         -------
         Tensor
-            [rows of the caches, V] float32: the logits, 0 in rows that are not read.
+            These, or new ones, 0 in rows that are not read.
         """
-        rows = self.caches.table.shape[0]
-        logits = torch.zeros(rows, self.decoder.config.vocab_size, dtype=torch.float32)
+        if logits is None:
+            rows = self.caches.table.shape[0]
+            logits = torch.zeros(rows, self.decoder.config.vocab_size, dtype=torch.float32)
         self._run([1, 0, 0], logits)
         return logits
 

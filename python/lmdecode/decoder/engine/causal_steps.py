@@ -14,6 +14,7 @@ from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
 from lmdecode.decoder.engine.rows import (
     DrawnRows,
     DrawnSequence,
+    Ended,
     SearchedRows,
     SearchedSequence,
     WrittenSequence,
@@ -71,6 +72,10 @@ class CausalSteps:
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
         self._reader.begin(sequence)
+
+    def encode(self) -> list[Ended]:
+        """See ``ModelSteps``: there is nothing."""
+        return []
 
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""

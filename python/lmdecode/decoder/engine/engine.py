@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
-from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.causal_steps import CausalSteps
-from lmdecode.decoder.engine.model_steps import ModelSteps
+from lmdecode.decoder.engine.encoder_inputs import Encoder
+from lmdecode.decoder.engine.kinds import causal_parts, encoder_decoder_parts
 from lmdecode.decoder.engine.request import Request
 from lmdecode.decoder.engine.rows import (
     DrawnRows,
@@ -28,8 +27,7 @@ from lmdecode.decoder.engine.rows import (
     SearchedSequence,
     WrittenSequence,
 )
-from lmdecode.decoder.engine.submission import Submission
-from lmdecode.sampling.sampler_rows import ORDERS
+from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -58,33 +56,44 @@ class EngineStats(NamedTuple):
 
 
 class Engine:
-    """Continuous batching of a decoder-only model, from prompts to texts.
+    """Continuous batching of a model, from prompts or inputs to texts.
 
-    Requests come at any time. Each step reads a token of every text that is being written, and
-    parts of prompts beside them. Prompts that begin alike are computed once: they share keys and
-    values, and those of requests that have ended stay until their place is needed. A request's
-    tokens are the same, bit for bit, alone and in any company.
+    Requests come at any time, and each step reads a token of every text that is being written. A
+    request's tokens are the same, bit for bit, alone and in any company.
+
+    Of a decoder-only model a step reads parts of prompts, too. Prompts that begin alike are
+    computed once: they share keys and values, and those of requests that have ended stay until
+    their place is needed. Of an encoder-decoder model an input is encoded before the step in which
+    its text begins.
 
     Parameters
     ----------
-    model : PackedCausalModel
+    model : PackedCausalModel or PackedDecoder
         Of a ``Decoding``, whose ``engine`` makes such an object.
     max_requests : int
-        Places: a request takes one, a search one for each beam. Further requests wait, in order.
+        Places: a request takes one. Of a decoder-only model a search takes one for each beam.
+        Further requests wait, in order.
     capacity : int
         The most tokens of a text, prompt included. Memory is taken as texts grow.
     max_step_tokens : int
         The most tokens of a step: first those of texts, then of prompts as many as there is room
-        for.
+        for. Of an encoder-decoder model: the most positions of inputs that are encoded before a
+        step, unless it is one input.
     cache_dtype : str
-        Of keys and values.
+        Of keys and values; "float32" for an encoder-decoder model.
     order : str
         Of ``Sampler``.
     eos_token_id : sequence of int
         What ends a text, unless the request says so.
     store : KVStore, optional
-        Of the model's fingerprint: what is stored of a prompt is loaded, and what is read of it
-        stored. It must stay open while the engine runs.
+        Of a decoder-only model's fingerprint: what is stored of a prompt is loaded, and what is
+        read of it stored. It must stay open while the engine runs.
+    num_beams, source : int, optional
+        Of an encoder-decoder model: the most beams of a search, 4 by default; the most positions of
+        an input, by default those of Whisper's inputs. Memory for all places is set aside at once.
+    encoder, decoder_start_token_id, request_of_config
+        Of an encoder-decoder model: what reads inputs, the prompt of a request without one, and
+        what makes a search of a ``generation_config``.
 
     Raises
     ------
@@ -102,7 +111,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PackedCausalModel,
+        model: PackedCausalModel | PackedDecoder,
         *,
         max_requests: int,
         capacity: int,
@@ -111,27 +120,26 @@ class Engine:
         order: str = "transformers",
         eos_token_id: Sequence[int] = (),
         store: Any = None,
+        num_beams: int | None = None,
+        source: int | None = None,
+        encoder: Encoder | None = None,
+        decoder_start_token_id: int | None = None,
+        request_of_config: Callable[[Any, Any], BeamRequest] | None = None,
     ) -> None:
-        max_requests, capacity, max_step_tokens = check_sizes_of_batch(
-            _OP, model, max_requests, capacity, max_step_tokens
-        )
-        if max_step_tokens < max_requests:
-            raise ValueError(
-                f"{_OP}: max_step_tokens is {max_step_tokens}; expected at least {max_requests}, "
-                "max_requests: a step reads a token of each"
-            )
-        if order not in ORDERS:
-            raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
-        self.max_requests, self.capacity = max_requests, capacity
-        self._vocab = model.config.vocab_size
-        self._submission = Submission(
-            self._vocab, self.capacity, max_requests, order, tuple(eos_token_id)
-        )
-        caches = CausalCaches(
-            model, max_requests, self.capacity, dtype=cache_dtype, max_rows=max_step_tokens
-        )
-        self._model: ModelSteps = CausalSteps(caches, max_step_tokens, store)
-        self._drawn = DrawnRows(max_requests, self._vocab, order)
+        given: dict[str, Any] = {
+            "max_requests": max_requests, "capacity": capacity, "max_step_tokens": max_step_tokens,
+            "cache_dtype": cache_dtype, "order": order, "eos_token_id": tuple(eos_token_id),
+            "store": store, "num_beams": num_beams, "source": source, "encoder": encoder,
+            "decoder_start_token_id": decoder_start_token_id,
+            "request_of_config": request_of_config,
+        }  # fmt: skip
+        if isinstance(model, PackedCausalModel):
+            parts = causal_parts(model, **given)
+        else:
+            parts = encoder_decoder_parts(model, **given)
+        self._model, self._submission, self.max_requests = parts
+        self.capacity, self._vocab = self._submission.capacity, self._submission.vocab
+        self._drawn = DrawnRows(self.max_requests, self._vocab, order)
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # has no place yet
         self._steps = self._new_tokens = 0
@@ -146,15 +154,19 @@ class Engine:
 
     def submit(
         self,
-        prompt_ids: Sequence[int] | Tensor,
+        prompt_ids: Sequence[int] | Tensor | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         min_tokens: int = 0,
         do_sample: bool | None = None,
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        input_ids: Sequence[int] | Tensor | None = None,
+        input_features: Any = None,
+        memory: Tensor | None = None,
+        generation_config: Any = None,
         **parameters: Any,
     ) -> Request:
         """Let a text be written. Any thread may call, at any time.
@@ -162,9 +174,10 @@ class Engine:
         Parameters
         ----------
         prompt_ids : sequence of int or Tensor
-            [length] token ids, at least one.
+            [length] token ids, at least one. Of an encoder-decoder model: those of the decoder,
+            None being its start token.
         max_new_tokens : int
-            It ends there at the latest.
+            It ends there at the latest. None: as the ``generation_config`` says.
         min_tokens : int
             No end token before so many new tokens.
         do_sample : bool, optional
@@ -179,6 +192,17 @@ class Engine:
             0 to 64: the request gives ``TokenLogprob``, with so many of the best tokens.
         grammar : Grammar, optional
             What limits the tokens, of this request alone: see ``Grammar``.
+        input_ids : sequence of int or Tensor
+            [source] token ids of the encoder, without padding. An encoder-decoder model takes this,
+            ``input_features`` or ``memory``.
+        input_features : Tensor or array
+            [channels, frames] floats of the encoder: of Whisper.
+        memory : Tensor
+            [source, memory_size] floats: what the encoder gives.
+        generation_config : transformers.GenerationConfig, optional
+            Of an encoder-decoder model: the request is searched as ``generate()`` does it with this
+            config, and with the model's for what is None in it. Beside it only ``max_new_tokens``
+            and ``prompt_ids`` may be given.
         **parameters
             Of a ``Sampler``; or of a ``BeamRequest``, where ``num_beams`` of more than 1 or a
             ``trie`` is among them: then it searches.
@@ -203,12 +227,24 @@ class Engine:
             eos_token_id=eos_token_id,
             logprobs=logprobs,
             grammar=grammar,
+            encoder_inputs={
+                "input_ids": input_ids,
+                "input_features": input_features,
+                "memory": memory,
+            },
+            generation_config=generation_config,
             **parameters,
         )
         return self._submit(sequence)
 
     def submit_search(
-        self, search: BeamRequest, *, token_rules: TokenRules | None = None
+        self,
+        search: BeamRequest,
+        *,
+        token_rules: TokenRules | None = None,
+        input_ids: Sequence[int] | Tensor | None = None,
+        input_features: Any = None,
+        memory: Tensor | None = None,
     ) -> Request:
         """Let a search find texts, as ``submit`` does with its parameters.
 
@@ -219,6 +255,8 @@ class Engine:
         token_rules : TokenRules, optional
             Of one slot, in place of those that the parameters of ``search`` make: see
             ``lmdecode.beam.token_rules``.
+        input_ids, input_features, memory
+            Of an encoder-decoder model: see ``submit``.
 
         Returns
         -------
@@ -230,7 +268,8 @@ class Engine:
         ValueError, TypeError
             Names what does not fit; nothing has been submitted then.
         """
-        return self._submit(self._submission.search_of(self, search, token_rules))
+        given = {"input_ids": input_ids, "input_features": input_features, "memory": memory}
+        return self._submit(self._submission.search_of(self, search, token_rules, given))
 
     def _submit(self, sequence: WrittenSequence) -> Request:
         with self._wake:
@@ -394,6 +433,8 @@ class Engine:
     def _compute(self, told: list[Request]) -> None:
         """Read tokens, and choose the next ones."""
         drawn, searched = self._drawn, self._searched
+        for end in self._model.encode():
+            self._leave(end, told)
         step = self._model.read(drawn, searched)
         if step is None:
             return

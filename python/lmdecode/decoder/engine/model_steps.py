@@ -7,7 +7,13 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lmdecode.decoder.engine.rows import DrawnRows, FollowingCaches, SearchedRows, WrittenSequence
+from lmdecode.decoder.engine.rows import (
+    DrawnRows,
+    Ended,
+    FollowingCaches,
+    SearchedRows,
+    WrittenSequence,
+)
 
 __all__ = ["ModelSteps", "StepLogits"]
 
@@ -56,6 +62,9 @@ class ModelSteps(Protocol):
 
     def begin(self, sequence: WrittenSequence) -> None:
         """Give places to a sequence; there are enough."""
+
+    def encode(self) -> list[Ended]:
+        """Do what is to be done before a sequence can read; return those that failed by it."""
 
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
         """Read the last token of every row, and of prompts what there is room for.

@@ -12,6 +12,7 @@ from torch import Tensor
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.decoder.engine.encoder_inputs import EncoderInput
 from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
 from lmdecode.sampling.compact import CompactSampler, Results
 from lmdecode.sampling.sampler_rows import RowRules
@@ -77,6 +78,8 @@ class WrittenSequence:
         Lengths at which a part of the prompt ends, as others share them, or the store.
     keep_at : int
         The length at which the store gets it; 0: it does not.
+    input : EncoderInput or None
+        Of an encoder-decoder model: what is still to be encoded.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
@@ -86,11 +89,17 @@ class WrittenSequence:
         self.follows: tuple[WrittenSequence, int] | None = None
         self.stops: set[int] = set()
         self.keep_at = 0
+        self.input: EncoderInput | None = None
 
     @property
     def num_beams(self) -> int:
         """Rows that it needs at most."""
         return 1
+
+    def with_input(self, input: EncoderInput | None) -> WrittenSequence:
+        """Let it have an input; return itself."""
+        self.input = input
+        return self
 
     def next_part(self, room: int) -> int:
         """Return how many tokens of the prompt to read, of at most so many."""

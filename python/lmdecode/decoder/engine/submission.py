@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_bool, check_int, is_int, type_error
+from lmdecode._checks import MAX_INT, check_bool, check_int, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
 from lmdecode.decoder.engine.request import Driver, Request
 from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
+from lmdecode.decoder.engine.tokens import tokens_of
 from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
 
 __all__ = ["Submission"]
@@ -41,28 +43,6 @@ _BEAM_PARAMETERS = tuple(
 )
 
 
-def _tokens(name: str, tokens: Any, vocab: int) -> tuple[int, ...]:
-    """Return the tokens of an int, a sequence, a set, or a tensor or array of one dimension."""
-    if isinstance(tokens, Tensor) or (hasattr(tokens, "__array__") and hasattr(tokens, "tolist")):
-        if len(tokens.shape) > 1 or "int" not in str(tokens.dtype):
-            raise ValueError(
-                f"{_OP}: {name} has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected "
-                "[length] of integers"
-            )
-        tokens = tokens.tolist()
-    if is_int(tokens):
-        tokens = (tokens,)
-    is_text = isinstance(tokens, (str, bytes, bytearray, memoryview))
-    if is_text or not isinstance(tokens, (Sequence, Set)):
-        raise type_error(_OP, name, tokens, "a sequence of int, or a tensor")
-    for token in tokens:
-        if not is_int(token):
-            raise type_error(_OP, f"a token of {name}", token, "an int")
-        if not 0 <= token < vocab:
-            raise ValueError(f"{_OP}: {name} has the token {token}; expected 0 to {vocab - 1}")
-    return tuple(int(token) for token in tokens)
-
-
 class _Asked(NamedTuple):
     """What every request is asked; ``least`` is its ``min_tokens``."""
 
@@ -78,36 +58,58 @@ class _Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """What an engine's requests are checked by; attributes are those of the ``Engine``."""
+    """What an engine's requests are checked by; attributes are those of the ``Engine``.
+
+    Attributes
+    ----------
+    most_beams : tuple of (int, str)
+        The most beams of a search, and what says so.
+    inputs : EncoderInputs or None
+        Of an encoder-decoder model.
+    """
 
     vocab: int
     capacity: int
-    max_requests: int
+    most_beams: tuple[int, str]
     order: str
     eos_token_id: tuple[int, ...]
+    inputs: EncoderInputs | None = None
+    decoder_start_token_id: int | None = None
+    request_of_config: Callable[[Any, Any], BeamRequest] | None = None
 
     def sequence_of(
         self,
         driver: Driver,
         prompt_ids: Any,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         min_tokens: int,
         eos_token_id: Any,
         do_sample: bool | None,
         seed: int | None,
         logprobs: int | None,
         grammar: Grammar | None,
+        encoder_inputs: dict[str, Any],
+        generation_config: Any,
         **parameters: Any,
     ) -> WrittenSequence:
         """Return the sequence that is to be written; arguments are those of ``submit``."""
+        if generation_config is not None:
+            others = {
+                "min_tokens": min_tokens or None, "eos_token_id": eos_token_id,
+                "do_sample": do_sample, "seed": seed, "logprobs": logprobs, "grammar": grammar,
+                **parameters,
+            }  # fmt: skip
+            search = self._search_of_config(prompt_ids, max_new_tokens, generation_config, others)
+            return self.search_of(driver, search, None, encoder_inputs)
+        read = self._input(encoder_inputs)
         prompt = self._prompt(prompt_ids)
         new = check_int(_OP, "max_new_tokens", max_new_tokens, 1)
         least = check_int(_OP, "min_tokens", min_tokens, 0)
         self._check_length(prompt, new)
         ends = self.eos_token_id
         if eos_token_id is not None:
-            ends = _tokens("eos_token_id", eos_token_id, self.vocab)
+            ends = tokens_of(_OP, "eos_token_id", eos_token_id, self.vocab)
         asked = _Asked(
             Request(prompt, driver), new, least, ends, do_sample, seed, logprobs, grammar
         )
@@ -115,8 +117,41 @@ class Submission:
         if num_beams is not None:
             num_beams = check_int(_OP, "num_beams", num_beams, 1)
         if (num_beams or 1) > 1 or parameters.get("trie") is not None:
-            return self._searched(asked, parameters)
-        return self._drawn(asked, parameters)
+            return self._searched(asked, parameters).with_input(read)
+        return self._drawn(asked, parameters).with_input(read)
+
+    def _input(self, given: dict[str, Any]) -> EncoderInput | None:
+        if self.inputs is not None:
+            return self.inputs.take(_OP, **given)
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{_OP}: {name} is given; expected None for a decoder-only model")
+        return None
+
+    def _search_of_config(
+        self,
+        prompt_ids: Any,
+        max_new_tokens: int | None,
+        generation_config: Any,
+        others: dict[str, Any],
+    ) -> BeamRequest:
+        """Return the search that ``generate()`` does with a config."""
+        if self.request_of_config is None:
+            raise ValueError(
+                f"{_OP}: generation_config is given; expected None for a decoder-only model, or "
+                "without Decoding.engine"
+            )
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"{_OP}: {name} is {value!r}; expected None beside generation_config"
+                )
+        if max_new_tokens is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.max_new_tokens = check_int(_OP, "max_new_tokens", max_new_tokens, 1)
+        if prompt_ids is not None:
+            prompt_ids = self._prompt(prompt_ids)
+        return self.request_of_config(prompt_ids, generation_config)
 
     def _check_length(self, prompt: Sequence[int], new: int) -> None:
         if len(prompt) + new > self.capacity + 1:  # the last token is never read
@@ -126,7 +161,14 @@ class Submission:
             )
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
-        prompt = _tokens("prompt_ids", prompt_ids, self.vocab)
+        if prompt_ids is None and self.inputs is not None:
+            prompt_ids = self.decoder_start_token_id
+            if prompt_ids is None:
+                raise ValueError(
+                    f"{_OP}: prompt_ids is None; expected tokens, as the model has no "
+                    "decoder_start_token_id"
+                )
+        prompt = tokens_of(_OP, "prompt_ids", prompt_ids, self.vocab)
         if not prompt:
             raise ValueError(f"{_OP}: prompt_ids is empty; expected at least one token")
         return prompt
@@ -157,24 +199,32 @@ class Submission:
         return SearchedSequence(asked.request, search)
 
     def search_of(
-        self, driver: Driver, search: BeamRequest, token_rules: TokenRules | None
+        self,
+        driver: Driver,
+        search: BeamRequest,
+        token_rules: TokenRules | None,
+        encoder_inputs: dict[str, Any],
     ) -> SearchedSequence:
         """Return the sequence of a search; arguments are those of ``Engine.submit_search``."""
+        read = self._input(encoder_inputs)
         if not isinstance(search, BeamRequest):
             raise type_error(_OP, "search", search, "a BeamRequest")
         self._check_length(search.prompt_ids, search.max_new_tokens)
         self._check_search(search)
-        return SearchedSequence(
+        sequence = SearchedSequence(
             Request(tuple(search.prompt_ids), driver),
             dataclasses.replace(search, request_id=None),
             token_rules,
         )
+        sequence.input = read
+        return sequence
 
     def _check_search(self, search: BeamRequest) -> None:
-        if search.num_beams > self.max_requests:
+        most, what = self.most_beams
+        if search.num_beams > most:
             raise ValueError(
-                f"{_OP}: num_beams is {search.num_beams}; expected at most {self.max_requests}, "
-                "max_requests of the engine"
+                f"{_OP}: num_beams is {search.num_beams}; expected at most {most}, {what} of the "
+                "engine"
             )
         if search.coverage_penalty:
             raise ValueError(

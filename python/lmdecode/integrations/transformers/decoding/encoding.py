@@ -110,7 +110,7 @@ class Encoder:
         elif "inputs_embeds" in given:
             what = "inputs_embeds is given; expected input_ids"
         elif "input_features" in given:
-            size, longest = self.parts["conv1"].in_features // 3, 2 * (self.longest or 0)
+            size, longest = self._features_shape
             what = (
                 f"input_features has shape {list(given['input_features'].shape)} on "
                 f"{given['input_features'].device}; expected [batch, {size}, {longest}] on cpu"
@@ -139,6 +139,11 @@ class Encoder:
         """The most tokens of a source, where that is limited."""
         return self._packed.longest
 
+    @property
+    def _features_shape(self) -> list[int]:
+        """The channels and frames of features."""
+        return [self.parts["conv1"].in_features // 3, 2 * (self.longest or 0)]
+
     def check_source(self, name: str, source: Sequence[int]) -> None:
         """Raise ValueError for tokens that the model does not take."""
         most, tokens = self.longest, self._packed.config.vocab_size
@@ -153,6 +158,21 @@ class Encoder:
             raise ValueError(
                 f"{name}: tokens[{i}] is {source[i]}; expected no padding, which has no position"
             )
+
+    def check_features(self, name: str, features: Tensor) -> None:
+        """Raise ValueError for features that the model does not take, [channels, frames]."""
+        shape = list(features.shape)
+        if shape != self._features_shape:
+            raise ValueError(f"{name} has shape {shape}; expected {self._features_shape}")
+
+    def memory_of_tokens(self, source: Sequence[int]) -> Tensor:
+        """Return [S, D] float32 of one source."""
+        return self.memories([source])[0][0]
+
+    def memory_of_features(self, features: Tensor) -> Tensor:
+        """Return [S, D] float32 of [channels, 2 S]."""
+        memory: Tensor = self(input_features=features[None]).last_hidden_state[0]
+        return memory
 
     def memories(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return [n, S, D] float32 of sources of tokens, and their lengths, [n] int64.

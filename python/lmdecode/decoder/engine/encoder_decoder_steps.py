@@ -1,0 +1,214 @@
+"""The steps of an ``Engine`` of an encoder-decoder model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.token_rules import new_token_rules
+from lmdecode.decoder.engine.model_steps import StepLogits
+from lmdecode.decoder.engine.rows import (
+    DrawnRows,
+    DrawnSequence,
+    Ended,
+    FollowingCaches,
+    SearchedRows,
+    WrittenSequence,
+)
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.weights import PackedDecoder
+
+__all__ = ["EncoderDecoderSteps"]
+
+
+class EncoderDecoderSteps:
+    """``ModelSteps`` of an encoder-decoder model: a request has one place, with a row a beam.
+
+    A step reads the last token of every row; that of a request that has just been encoded reads its
+    prompt before. Row ``place * num_beams + b`` of the caches is that of beam b, and the rows are
+    the ``places`` of sequences.
+
+    Parameters
+    ----------
+    decoder : PackedDecoder
+        The model's.
+    max_requests, num_beams : int
+        Places, and rows of each.
+    capacity, source : int
+        The most tokens that a row reads, and positions of a memory.
+    max_step_tokens : int
+        So many positions of inputs are encoded before a step, or one input.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        *,
+        max_requests: int,
+        num_beams: int,
+        capacity: int,
+        source: int,
+        max_step_tokens: int,
+    ) -> None:
+        self._num_beams, self._max_step_tokens = num_beams, max_step_tokens
+        self.sequences = max_requests * num_beams
+        # A row that has so many tokens as the state has room for is not read.
+        state = self._state = new_beam_state(max_requests, num_beams, capacity + 1)
+        state.done.fill_(1)
+        self._searches = DecodingSearches(
+            decoder,
+            state,
+            beam_parameters(max_requests, 1),
+            new_token_rules(max_requests),
+            source,
+            num_candidates=1,
+        )
+        with torch.inference_mode(False):
+            self._logits = torch.empty(self.sequences, decoder.config.vocab_size, device="cpu")
+            self._grows = torch.zeros(max_requests, dtype=torch.int64, device="cpu")
+        self._tokens = state.sequences.view(-1)
+        self._free = list(range(max_requests - 1, -1, -1))
+        self._encoded: list[WrittenSequence] = []  # by this step, of those that read
+        self.reading: list[WrittenSequence] = []
+        self.prompt_tokens, self.cached_tokens = 0, 0
+        self._widths: dict[int, int] = {}  # of the places that search: rows, where more than 1
+        # Rows of a step like the one before, which draw alone, and where their next tokens go.
+        self._rows: Tensor | None = None
+        self._places_of_tokens = self._grows
+
+    @property
+    def caches(self) -> FollowingCaches:
+        """See ``ModelSteps``."""
+        return self
+
+    @property
+    def num_free(self) -> int:
+        """See ``ModelSteps``."""
+        return len(self._free)
+
+    def has_room(self, sequence: WrittenSequence) -> bool:
+        """See ``ModelSteps``."""
+        return bool(self._free)
+
+    def begin(self, sequence: WrittenSequence) -> None:
+        """See ``ModelSteps``."""
+        first = self._free.pop() * self._num_beams
+        sequence.places = list(range(first, first + sequence.num_beams))
+        self.reading.append(sequence)
+
+    def encode(self) -> list[Ended]:
+        """See ``ModelSteps``."""
+        failed, positions = list[Ended](), 0
+        for sequence in tuple(self.reading):
+            assert sequence.input is not None
+            positions += sequence.input.positions
+            if self._encoded and positions > self._max_step_tokens:
+                break
+            try:
+                with torch.device("cpu"):
+                    memory = sequence.input.encode()
+            except Exception as error:
+                self.reading.remove(sequence)
+                failed.append(Ended(sequence, "error", error))
+                continue
+            self._read_memory(sequence, memory)
+            self._encoded.append(sequence)
+        return failed
+
+    def _read_memory(self, sequence: WrittenSequence, memory: Tensor) -> None:
+        """Let the place of a sequence have this memory, and its prompt."""
+        place, prompt = self._place_of(sequence), sequence.request.prompt_ids
+        sequence.input = None
+        places = torch.tensor([place], device="cpu")
+        lengths = torch.tensor([len(memory)], device="cpu")
+        self._searches.read_memory(memory[None], lengths, places)
+        state = self._state
+        state.sequences[place, 0, : len(prompt)] = torch.tensor(prompt, device="cpu")
+        state.lengths[place] = len(prompt)
+        self._searches.caches.cached_lengths[place] = 0
+        state.done[place] = 0
+
+    def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
+        """See ``ModelSteps``."""
+        begun, self._encoded = self._encoded, []
+        if self._rows is None or drawn.tokens is None or searched.running or begun:
+            rows = self._write_tokens(drawn, searched, begun)
+            self._rows = None if searched.running or begun else rows
+        else:
+            assert drawn.tokens is not None
+            rows = self._rows
+            self._state.lengths.add_(self._grows)
+            self._places_of_tokens = self._places_of_tokens + 1
+            self._tokens.index_copy_(0, self._places_of_tokens, drawn.tokens)
+        if not len(rows):
+            return None
+        self._searches.read_tokens(self._logits)
+        return StepLogits(self._logits.index_select(0, rows), map(self._begun, begun))
+
+    def _begun(self, sequence: WrittenSequence) -> WrittenSequence:
+        self.reading.remove(sequence)
+        self._grows[self._place_of(sequence)] = 1
+        self.prompt_tokens += len(sequence.request.prompt_ids)
+        return sequence
+
+    def _write_tokens(
+        self, drawn: DrawnRows, searched: SearchedRows, begun: Sequence[WrittenSequence]
+    ) -> Tensor:
+        """Let rows have the tokens that were chosen; return the rows of the step, [n] int64."""
+        kind: Any = {"dtype": torch.int64, "device": "cpu"}
+        self._state.lengths.add_(self._grows)
+        of_drawn = [sequence.places[0] for sequence in drawn.running]
+        rows = torch.tensor(of_drawn + searched.places, **kind)
+        last = torch.tensor([sequence.last for sequence in drawn.running], **kind)
+        lengths = self._state.lengths[rows // self._num_beams]
+        self._places_of_tokens = rows * self._state.sequences.shape[2] + lengths - 1
+        self._tokens[self._places_of_tokens] = torch.cat((last, searched.tokens))
+        self._set_widths(searched.places)
+        if not begun:
+            return rows
+        of_begun = ([], [])  # type: tuple[list[int], list[int]]
+        for sequence in begun:
+            of_begun[not isinstance(sequence, DrawnSequence)].append(sequence.places[0])
+        return torch.tensor([*of_drawn, *of_begun[0], *searched.places, *of_begun[1]], **kind)
+
+    def _set_widths(self, rows: Sequence[int]) -> None:
+        """Let the places of these rows read so many of them, and the others one."""
+        counts = Counter(row // self._num_beams for row in rows)
+        widths = {place: count for place, count in counts.items() if count > 1}
+        if widths == self._widths:
+            return
+        num_beams = self._searches.parameters.num_beams
+        for place in self._widths:
+            num_beams[place] = 1
+        for place, count in widths.items():
+            num_beams[place] = count
+        self._widths = widths
+
+    def reorder(self, parents: Tensor) -> None:
+        """See ``FollowingCaches``: it is the table of the rows that changes."""
+        lengths = self._state.lengths.repeat_interleave(self._num_beams)
+        ops.update_beam_indirection_(self._searches.caches.table, parents, 0, lengths)
+
+    def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
+        """See ``ModelSteps``."""
+        place = self._place_of(sequence)
+        self._state.done[place] = 1
+        self._grows[place] = 0
+        self._free.append(place)
+        sequence.places, self._rows = [], None
+
+    def _place_of(self, sequence: WrittenSequence) -> int:
+        return sequence.places[0] // self._num_beams
+
+    def clear(self) -> None:
+        """See ``ModelSteps``."""
+        self.reading, self._encoded, self._rows = [], [], None
+
+    def flush(self) -> None:
+        """See ``ModelSteps``: there is nothing."""
