@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +77,10 @@ class EncoderDecoderSteps:
         self.reading: list[WrittenSequence] = []
         self.prompt_tokens, self.cached_tokens = 0, 0
         self._widths: dict[int, int] = {}  # of the places that search: rows, where more than 1
-        # Rows of a step like the one before, which draw alone, and where their next tokens go.
+        # The rows of a step like the one before, those of them that search, and their last tokens.
         self._rows: Tensor | None = None
-        self._places_of_tokens = self._grows
+        self._searched: list[int] = []
+        self._ends = self._grows
 
     @property
     def caches(self) -> FollowingCaches:
@@ -104,7 +104,8 @@ class EncoderDecoderSteps:
 
     def encode(self) -> list[Ended]:
         """See ``ModelSteps``."""
-        failed, positions = list[Ended](), 0
+        failed: list[Ended] = []
+        positions = 0
         for sequence in tuple(self.reading):
             assert sequence.input is not None
             positions += sequence.input.positions
@@ -137,16 +138,17 @@ class EncoderDecoderSteps:
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
         begun, self._encoded = self._encoded, []
-        if self._rows is None or drawn.tokens is None or searched.running or begun:
-            rows = self._write_tokens(drawn, searched, begun)
-            self._rows = None if searched.running or begun else rows
-        else:
-            assert drawn.tokens is not None
-            rows = self._rows
-            self._state.lengths.add_(self._grows)
-            self._places_of_tokens = self._places_of_tokens + 1
-            self._tokens.index_copy_(0, self._places_of_tokens, drawn.tokens)
-        if not len(rows):
+        self._state.lengths.add_(self._grows)
+        self._write_tokens(drawn, searched)
+        rows = self._rows
+        if begun:
+            of_begun: tuple[list[int], list[int]] = [], []
+            for sequence in begun:
+                of_begun[not isinstance(sequence, DrawnSequence)].append(sequence.places[0])
+            rows = self._rows_of(drawn, of_begun[0], searched.places, of_begun[1])
+            self._rows = None
+        assert rows is not None
+        if not rows.numel():
             return None
         self._searches.read_tokens(self._logits)
         return StepLogits(self._logits.index_select(0, rows), map(self._begun, begun))
@@ -157,25 +159,27 @@ class EncoderDecoderSteps:
         self.prompt_tokens += len(sequence.request.prompt_ids)
         return sequence
 
-    def _write_tokens(
-        self, drawn: DrawnRows, searched: SearchedRows, begun: Sequence[WrittenSequence]
-    ) -> Tensor:
-        """Let rows have the tokens that were chosen; return the rows of the step, [n] int64."""
-        kind: Any = {"dtype": torch.int64, "device": "cpu"}
-        self._state.lengths.add_(self._grows)
-        of_drawn = [sequence.places[0] for sequence in drawn.running]
-        rows = torch.tensor(of_drawn + searched.places, **kind)
-        last = torch.tensor([sequence.last for sequence in drawn.running], **kind)
-        lengths = self._state.lengths[rows // self._num_beams]
-        self._places_of_tokens = rows * self._state.sequences.shape[2] + lengths - 1
-        self._tokens[self._places_of_tokens] = torch.cat((last, searched.tokens))
-        self._set_widths(searched.places)
-        if not begun:
-            return rows
-        of_begun = ([], [])  # type: tuple[list[int], list[int]]
-        for sequence in begun:
-            of_begun[not isinstance(sequence, DrawnSequence)].append(sequence.places[0])
-        return torch.tensor([*of_drawn, *of_begun[0], *searched.places, *of_begun[1]], **kind)
+    def _write_tokens(self, drawn: DrawnRows, searched: SearchedRows) -> None:
+        """Let rows have the tokens that were chosen."""
+        if self._rows is not None and searched.places == self._searched:
+            self._ends = self._ends + 1
+            tokens = [searched.tokens] if drawn.tokens is None else [drawn.tokens, searched.tokens]
+        else:
+            rows = self._rows = self._rows_of(drawn, searched.places)
+            self._searched = list(searched.places)
+            self._set_widths(searched.places)
+            lengths = self._state.lengths[rows // self._num_beams]
+            self._ends = rows * self._state.sequences.shape[2] + lengths - 1
+            last = [sequence.last for sequence in drawn.running]
+            tokens = [torch.tensor(last, dtype=torch.int64, device="cpu"), searched.tokens]
+        used = [part for part in tokens if part.numel()]
+        if used:
+            self._tokens.index_copy_(0, self._ends, used[0] if len(used) == 1 else torch.cat(used))
+
+    @staticmethod
+    def _rows_of(drawn: DrawnRows, *others: list[int]) -> Tensor:
+        rows = [sequence.places[0] for sequence in drawn.running]
+        return torch.tensor(sum(others, rows), dtype=torch.int64, device="cpu")
 
     def _set_widths(self, rows: Sequence[int]) -> None:
         """Let the places of these rows read so many of them, and the others one."""
