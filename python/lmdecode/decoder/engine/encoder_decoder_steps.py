@@ -80,7 +80,7 @@ class EncoderDecoderSteps:
         # The rows of a step like the one before, those of them that search, and their last tokens.
         self._rows: Tensor | None = None
         self._searched: list[int] = []
-        self._ends = self._grows
+        self._ends = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def caches(self) -> FollowingCaches:
