@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode import Engine
+from lmdecode import BeamRequest, Engine
 from lmdecode.decoder.searches import DecodingSearches
 from tests.decoder.decoder_models import END, PAD, VOCAB, make_inputs, make_model
 from tests.engine.engine_cases import OddTokens, is_whole, live_of, outcome, run
@@ -130,6 +130,21 @@ def test_a_generation_config(decoding: lmdecode.Decoding, config: dict[str, Any]
         assert found[0, 1:].tolist()[: len(tokens)] == tokens
         assert set(found[0, 1 + len(tokens) :].tolist()) <= {PAD}
     assert given.max_new_tokens is None and is_whole(engine)
+
+
+def test_a_search_that_is_given(decoding: lmdecode.Decoding) -> None:
+    engine = engine_of(decoding, max_requests=2)
+    search = BeamRequest([END], num_beams=4, max_new_tokens=NEW, eos_token_id=[END, 5])
+    requests = [engine.submit_search(search, input_ids=source) for source in SOURCES]
+    for request, source in zip(requests, SOURCES, strict=True):
+        wanted = alone(
+            decoding, prompt_ids=[END], input_ids=source, num_beams=4, max_new_tokens=NEW,
+            eos_token_id=[END, 5],
+        )  # fmt: skip
+        assert outcome(request.result()) == outcome(wanted)
+    with pytest.raises(ValueError, match="nothing is given as input; expected one of"):
+        engine.submit_search(search)
+    assert is_whole(engine)
 
 
 def test_the_features_of_whisper() -> None:
