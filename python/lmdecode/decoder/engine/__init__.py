@@ -1,6 +1,6 @@
 """``Engine``: continuous batching from prompts to texts."""
 
-from lmdecode.decoder.engine.engine import Engine, EngineStats
+from lmdecode.decoder.engine.engine import Engine
 from lmdecode.decoder.engine.request import (
     FinishReason,
     Request,
@@ -9,6 +9,7 @@ from lmdecode.decoder.engine.request import (
     TokenLogprob,
 )
 from lmdecode.decoder.engine.rows import Grammar
+from lmdecode.decoder.engine.stats import EngineStats
 
 __all__ = [
     "Engine",

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,32 +27,12 @@ from lmdecode.decoder.engine.rows import (
     SearchedSequence,
     WrittenSequence,
 )
+from lmdecode.decoder.engine.stats import EngineStats
 from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine"]
 
 _OP = "Engine"
-
-
-class EngineStats(NamedTuple):
-    """Counts of an ``Engine``.
-
-    Attributes
-    ----------
-    running, waiting, free_places : int
-        Requests that have places, those that wait for some, and places.
-    steps, prompt_tokens, cached_tokens, new_tokens : int
-        Since the engine was made: steps, tokens of prompts that were computed and that were shared,
-        and tokens that were written.
-    """
-
-    running: int
-    waiting: int
-    free_places: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
 
 
 class Engine:
