@@ -8,6 +8,7 @@ from numpy.lib.stride_tricks import as_strided
 import lmdecode.reference
 from lmdecode import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 from lmdecode.attention import masks
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 FORMS = ("float", "bool")
 
@@ -153,58 +154,27 @@ def test_attention_by_the_expanded_mask() -> None:
 
 
 MASK = torch.zeros(512, 512)
-WRONG = {
-    "window 0": (lambda: swa_mask(5, 0), ValueError, "swa_mask: window is 0; expected"),
-    "window: float": (lambda: swa_mask(5, 1.0), TypeError, "swa_mask: window is of type float"),
-    "window: bool": (lambda: swa_mask(5, True), TypeError, "swa_mask: window is of type bool"),
-    "length -1": (lambda: swa_mask(-1, 2), ValueError, "swa_mask: seq_len is -1"),
-    "form": (lambda: swa_mask(5, 2, form="int"), ValueError, "swa_mask: form is 'int'"),
-    "65 bits": (lambda: swa_mask(5, 2**64), ValueError, "swa_mask: window is 18446744073709551616"),
-    "compressed: window": (
-        lambda: compressed_swa_mask(0, 64),
-        ValueError,
-        "compressed_swa_mask: window is 0",
-    ),
-    "compressed: head size": (
-        lambda: compressed_swa_mask(5, 0),
-        ValueError,
-        "compressed_swa_mask: head_size is 0",
-    ),
-    "compressed: form": (
-        lambda: compressed_swa_mask(5, 64, form="b"),
-        ValueError,
-        "compressed_swa_mask: form is 'b'",
-    ),
-    "compressed: variant": (
-        lambda: compressed_swa_mask(5, 64, variant="c"),
-        ValueError,
-        "variant is 'c'; expected None",
-    ),
-    "compressed: a head of no tile": (
-        lambda: compressed_swa_mask(5, 1025, variant="cpp"),
-        ValueError,
-        "head_size is 1025",
-    ),
-    "expanded: a list": (
-        lambda: expand_compressed_swa_mask([1], 5, 5, 64),
-        TypeError,
-        "mask is of type list",
-    ),
-    "expanded: a shape": (
-        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64),
-        ValueError,
+WRONG = [
+    ("swa_mask: window is 0; expected", lambda: swa_mask(5, 0)),
+    ("swa_mask: window is of type float", lambda: swa_mask(5, 1.0)),
+    ("swa_mask: window is of type bool", lambda: swa_mask(5, True)),
+    ("swa_mask: seq_len is -1", lambda: swa_mask(-1, 2)),
+    ("swa_mask: form is 'int'", lambda: swa_mask(5, 2, form="int")),
+    ("swa_mask: window is 18446744073709551616", lambda: swa_mask(5, 2**64)),
+    ("compressed_swa_mask: window is 0", lambda: compressed_swa_mask(0, 64)),
+    ("compressed_swa_mask: head_size is 0", lambda: compressed_swa_mask(5, 0)),
+    ("compressed_swa_mask: form is 'b'", lambda: compressed_swa_mask(5, 64, form="b")),
+    ("variant is 'c'; expected None", lambda: compressed_swa_mask(5, 64, variant="c")),
+    ("head_size is 1025", lambda: compressed_swa_mask(5, 1025, variant="cpp")),
+    ("mask is of type list", lambda: expand_compressed_swa_mask([1], 5, 5, 64)),
+    (
         r"mask has shape \[1, 512, 512\]; expected \[512, 512\]",
+        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64),
     ),
-    "expanded: a length": (
-        lambda: expand_compressed_swa_mask(MASK, -5, 5, 64),
-        ValueError,
-        "seq_len is -5",
-    ),
-}
+    ("seq_len is -5", lambda: expand_compressed_swa_mask(MASK, -5, 5, 64)),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_name_the_argument(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+@wrong_calls(WRONG)
+def test_errors_name_the_argument(wrong: WrongCall) -> None:
+    assert_refused(wrong)

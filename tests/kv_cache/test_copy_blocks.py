@@ -9,6 +9,7 @@ from cache_memory import filled, on_device, raw
 
 import lmdecode
 from lmdecode.reference import copy_blocks_ as reference
+from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn,
@@ -80,77 +81,31 @@ def copies(*rows: tuple[int, int, int]) -> torch.Tensor:
 SHARED = pool()
 INTEGERS = torch.zeros(4, 2, 3, 5, dtype=torch.int32)
 ONE = copies((0, 1, 3))
-WRONG: dict[str, tuple[str, type[Exception], object, object]] = {
-    "a tensor": (r"pools is of type Tensor", TypeError, pool(), ONE),
-    "None": (r"pools\[1\] is of type NoneType", TypeError, [pool(), None], ONE),
-    "copies: a list": (r"copies is of type list", TypeError, [pool()], [[0, 1, 3]]),
-    "copies: int64": (r"copies has dtype int64", ValueError, [pool()], ONE.long()),
-    "copies: pairs": (r"copies has shape \[1, 2\]", ValueError, [pool()], ONE[:, :2]),
-    "copies: a vector": (r"copies has shape \[3\]", ValueError, [pool()], ONE[0]),
-    "copies: strides": (
-        r"copies is not contiguous",
-        ValueError,
-        [pool()],
-        torch.zeros(3, 2, dtype=torch.int32).t(),
-    ),
-    "copies: meta": (r"pools\[0\]", ValueError, [pool()], ONE.to("meta")),
-    "copies: in a pool": (
-        r"copies shares memory with pools\[0\]",
-        ValueError,
-        [INTEGERS],
-        INTEGERS.view(-1)[:3].view(1, 3),
-    ),
-    "three dimensions": (r"pools\[0\] has shape", ValueError, [pool()[0]], ONE),
-    "transposed": (r"pools\[1\] has strides", ValueError, [pool(), pool().mT], ONE),
-    "expanded": (
-        r"pools\[0\] has strides",
-        ValueError,
-        [torch.zeros(1, 2, 3, 5).expand(4, 2, 3, 5)],
-        ONE,
-    ),
-    "one pool twice": (
-        r"pools\[2\] shares memory with pools\[0\]",
-        ValueError,
-        [SHARED, pool(), SHARED],
-        ONE,
-    ),
-    "a source too large": (r"copies\[0\] is \(4, 1, 3\)", ValueError, [pool()], copies((4, 1, 3))),
-    "a target below 0": (
-        r"copies\[1\] is \(0, -1, 3\); expected blocks 0 to 3",
-        ValueError,
-        [pool()],
-        copies((0, 1, 3), (0, -1, 3)),
-    ),
-    "too many positions": (r"0 to 3 positions", ValueError, [pool()], copies((0, 1, 4))),
-    "positions below 0": (r"copies\[0\]", ValueError, [pool()], copies((0, 1, -1))),
-    "for one of the pools": (
-        r"those of pools\[1\]",
-        ValueError,
-        [pool(), pool()[:, :, :2].contiguous()],
-        ONE,
-    ),
-    "a target twice": (
-        r"copies\[1\] has the target 1",
-        ValueError,
-        [pool()],
-        copies((0, 1, 3), (2, 1, 3)),
-    ),
-    "a target that is read": (
-        r"block 1 as a source and as a target",
-        ValueError,
-        [pool()],
-        copies((0, 1, 3), (1, 2, 3)),
-    ),
-    "onto itself": (r"block 1 as a source", ValueError, [pool()], copies((1, 1, 3))),
-}
+WRONG = [
+    (r"pools is of type Tensor", {0: pool()}),
+    (r"pools\[1\] is of type NoneType", {0: [pool(), None]}),
+    (r"copies is of type list", {1: [[0, 1, 3]]}),
+    (r"copies has dtype int64", {1: ONE.long()}),
+    (r"copies has shape \[1, 2\]", {1: ONE[:, :2]}),
+    (r"copies has shape \[3\]", {1: ONE[0]}),
+    (r"copies is not contiguous", {1: torch.zeros(3, 2, dtype=torch.int32).t()}),
+    (r"pools\[0\]", {1: ONE.to("meta")}),
+    (r"copies shares memory with pools\[0\]", {0: [INTEGERS], 1: INTEGERS.view(-1)[:3].view(1, 3)}),
+    (r"pools\[0\] has shape", {0: [pool()[0]]}),
+    (r"pools\[1\] has strides", {0: [pool(), pool().mT]}),
+    (r"pools\[0\] has strides", {0: [torch.zeros(1, 2, 3, 5).expand(4, 2, 3, 5)]}),
+    (r"pools\[2\] shares memory with pools\[0\]", {0: [SHARED, pool(), SHARED]}),
+    (r"copies\[0\] is \(4, 1, 3\)", {1: copies((4, 1, 3))}),
+    (r"copies\[1\] is \(0, -1, 3\); expected blocks 0 to 3", {1: copies((0, 1, 3), (0, -1, 3))}),
+    (r"0 to 3 positions", {1: copies((0, 1, 4))}),
+    (r"copies\[0\]", {1: copies((0, 1, -1))}),
+    (r"those of pools\[1\]", {0: [pool(), pool()[:, :, :2].contiguous()]}),
+    (r"copies\[1\] has the target 1", {1: copies((0, 1, 3), (2, 1, 3))}),
+    (r"block 1 as a source and as a target", {1: copies((0, 1, 3), (1, 2, 3))}),
+    (r"block 1 as a source", {1: copies((1, 1, 3))}),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_name_the_argument_and_nothing_is_written(case: str) -> None:
-    message, error, pools, given = WRONG[case]
-    tensors = [p for p in pools if isinstance(p, torch.Tensor)] if isinstance(pools, list) else []
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(error, match=message) as raised:
-        lmdecode.copy_blocks_(pools, given)
-    assert str(raised.value).startswith("copy_blocks_: ")
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+@wrong_calls(WRONG)
+def test_errors_name_the_argument_and_nothing_is_written(wrong: WrongCall) -> None:
+    assert_op_refuses(lmdecode.copy_blocks_, wrong, [pool()], ONE)

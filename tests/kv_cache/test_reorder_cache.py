@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode.reference import reorder_cache_ as reference
+from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8,
@@ -310,105 +311,64 @@ def cache(*shape: int) -> torch.Tensor:
 
 MAP = torch.tensor([1, 2, 0])
 SHARED = cache()
-# What the message must say; the error; the arguments.
-WRONG: dict[str, tuple[str, type[Exception], dict[str, object]]] = {
-    "a tensor": (r"tensors is of type Tensor", TypeError, {"tensors": cache()}),
-    "an iterator": (r"tensors is of type", TypeError, {"tensors": iter([cache()])}),
-    "None": (r"tensors\[1\] is of type NoneType", TypeError, {"tensors": [cache(), None]}),
-    "parents: a list": (r"parents is of type list", TypeError, {"parents": [1, 2, 0]}),
-    "parents: float": (r"parents has dtype float32", ValueError, {"parents": MAP.float()}),
-    "parents: int16": (r"parents has dtype", ValueError, {"parents": MAP.short()}),
-    "parents: bool": (r"parents has dtype bool", ValueError, {"parents": MAP > 0}),
-    "parents: a matrix": (r"parents has shape \[1, 3\]", ValueError, {"parents": MAP[None]}),
-    "parents: no dimension": (r"parents has shape \[\]", ValueError, {"parents": MAP[0]}),
-    "parents: too few": (
-        r"parents has shape \[2\]; expected \[3\]",
-        ValueError,
-        {"parents": MAP[:2]},
-    ),
-    "parents: meta": (r"tensors\[0\]", ValueError, {"parents": MAP.to("meta")}),
-    "parents: in a cache": (
+WRONG = [
+    (r"tensors is of type Tensor", {"tensors": cache()}),
+    (r"tensors is of type", {"tensors": iter([cache()])}),
+    (r"tensors\[1\] is of type NoneType", {"tensors": [cache(), None]}),
+    (r"parents is of type list", {"parents": [1, 2, 0]}),
+    (r"parents has dtype float32", {"parents": MAP.float()}),
+    (r"parents has dtype", {"parents": MAP.short()}),
+    (r"parents has dtype bool", {"parents": MAP > 0}),
+    (r"parents has shape \[1, 3\]", {"parents": MAP[None]}),
+    (r"parents has shape \[\]", {"parents": MAP[0]}),
+    (r"parents has shape \[2\]; expected \[3\]", {"parents": MAP[:2]}),
+    (r"tensors\[0\]", {"parents": MAP.to("meta")}),
+    (
         r"parents shares memory with tensors\[1\]",
-        ValueError,
         {
             "tensors": [cache(), (long := torch.zeros(3, 2, dtype=torch.int64))],
             "parents": long[:, 0],
         },
     ),
-    "other rows": (r"tensors\[1\]", ValueError, {"tensors": [cache(), cache(2, 4)]}),
-    "no dimension": (r"batch_dim is 0", ValueError, {"tensors": [torch.tensor(1.0)]}),
-    "batch_dim: too large": (r"batch_dim is 3", ValueError, {"batch_dim": 3}),
-    "batch_dim: too small": (r"batch_dim is -4", ValueError, {"batch_dim": -4}),
-    "batch_dim: another": (
-        r"parents has shape \[3\]; expected \[4\]",
-        ValueError,
-        {"batch_dim": 2},
-    ),
-    "batch_dim: None": (r"batch_dim is of type NoneType", TypeError, {"batch_dim": None}),
-    "batch_dim: bool": (r"batch_dim is of type bool", TypeError, {"batch_dim": True}),
-    "batch_dim: 65 bits": (r"batch_dim is 18446744073709551616", ValueError, {"batch_dim": 2**64}),
-    "length_dim alone": (r"length_dim .* without length", ValueError, {"length_dim": 1}),
-    "length alone": (r"length .* without length_dim", ValueError, {"length": 1}),
-    "length_dim: the batch's": (r"length_dim is 0", ValueError, {"length_dim": 0, "length": 1}),
-    "length_dim: again": (r"length_dim is -3", ValueError, {"length_dim": -3, "length": 1}),
-    "length_dim: too large": (r"length_dim is 3", ValueError, {"length_dim": 3, "length": 1}),
-    "length_dim: str": (r"length_dim is of type str", TypeError, {"length_dim": "1", "length": 1}),
-    "length: negative": (
-        r"length is -1; expected 0 to 4",
-        ValueError,
-        {"length_dim": 2, "length": -1},
-    ),
-    "length: too long": (
-        r"length is 5; expected 0 to 4",
-        ValueError,
-        {"length_dim": 2, "length": 5},
-    ),
-    "length: float": (r"length is of type float", TypeError, {"length_dim": 2, "length": 1.0}),
-    "length: for one": (
+    (r"tensors\[1\]", {"tensors": [cache(), cache(2, 4)]}),
+    (r"batch_dim is 0", {"tensors": [torch.tensor(1.0)]}),
+    (r"batch_dim is 3", {"batch_dim": 3}),
+    (r"batch_dim is -4", {"batch_dim": -4}),
+    (r"parents has shape \[3\]; expected \[4\]", {"batch_dim": 2}),
+    (r"batch_dim is of type NoneType", {"batch_dim": None}),
+    (r"batch_dim is of type bool", {"batch_dim": True}),
+    (r"batch_dim is 18446744073709551616", {"batch_dim": 2**64}),
+    (r"length_dim .* without length", {"length_dim": 1}),
+    (r"length .* without length_dim", {"length": 1}),
+    (r"length_dim is 0", {"length_dim": 0, "length": 1}),
+    (r"length_dim is -3", {"length_dim": -3, "length": 1}),
+    (r"length_dim is 3", {"length_dim": 3, "length": 1}),
+    (r"length_dim is of type str", {"length_dim": "1", "length": 1}),
+    (r"length is -1; expected 0 to 4", {"length_dim": 2, "length": -1}),
+    (r"length is 5; expected 0 to 4", {"length_dim": 2, "length": 5}),
+    (r"length is of type float", {"length_dim": 2, "length": 1.0}),
+    (
         r"length is 4; .*tensors\[1\]",
-        ValueError,
         {"tensors": [cache(), cache(3, 2, 3)], "length_dim": 2, "length": 4},
     ),
-    "expanded rows": (
-        r"tensors\[0\] has strides",
-        ValueError,
-        {"tensors": [cache(1, 4).expand(3, 4)]},
-    ),
-    "expanded": (r"tensors\[0\] has strides", ValueError, {"tensors": [cache(3, 1).expand(3, 4)]}),
-    "windows": (
-        r"tensors\[1\] has strides",
-        ValueError,
-        {"tensors": [cache(), cache(9).unfold(0, 5, 2)]},
-    ),
-    "one tensor twice": (
-        r"tensors\[2\] shares memory with tensors\[0\]",
-        ValueError,
-        {"tensors": [SHARED, cache(), SHARED]},
-    ),
-    "views that meet": (
+    (r"tensors\[0\] has strides", {"tensors": [cache(1, 4).expand(3, 4)]}),
+    (r"tensors\[0\] has strides", {"tensors": [cache(3, 1).expand(3, 4)]}),
+    (r"tensors\[1\] has strides", {"tensors": [cache(), cache(9).unfold(0, 5, 2)]}),
+    (r"tensors\[2\] shares memory with tensors\[0\]", {"tensors": [SHARED, cache(), SHARED]}),
+    (
         r"tensors\[1\] shares memory with tensors\[0\]",
-        ValueError,
         {"tensors": [SHARED[:, :, :3], SHARED[:, :, 2:]]},
     ),
-    "nine dimensions": (
+    (
         r"tensors\[0\] .* more than 6",
-        ValueError,
         {"tensors": [torch.zeros(3, *[3] * 7)[:, ::2, ::2, ::2, ::2, ::2, ::2, ::2]]},
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_name_the_argument_and_nothing_is_written(case: str) -> None:
-    message, error, changes = WRONG[case]
-    arguments = {"tensors": [cache()], "parents": MAP, **changes}
-    given = arguments["tensors"]
-    tensors = [t for t in given if isinstance(t, torch.Tensor)] if isinstance(given, list) else []
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(error, match=message) as raised:
-        lmdecode.reorder_cache_(**arguments)
-    assert str(raised.value).startswith("reorder_cache_: ")
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+@wrong_calls(WRONG)
+def test_errors_name_the_argument_and_nothing_is_written(wrong: WrongCall) -> None:
+    assert_op_refuses(lmdecode.reorder_cache_, wrong, tensors=[cache()], parents=MAP)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import PackedLinearModule, pack_linears_
 from lmdecode.integrations.transformers.linear import packing
-from tests.support.wrong_calls import WrongCalls, assert_refused
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 IDS = torch.randint(3, 200, (2, 9), generator=torch.Generator().manual_seed(0))
 SMALL: dict[str, Any] = dict(vocab_size=200, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -261,32 +261,40 @@ def test_compile() -> None:
 
 
 LINEARS = nn.Sequential(nn.Linear(4, 4))
-WRONG: WrongCalls = {
-    "model": ("model is of type str; expected an nn.Module", TypeError,
-              lambda: pack_linears_("llama")),
-    "a linear layer": ("model is a linear layer itself", ValueError,
-                       lambda: pack_linears_(nn.Linear(3, 3))),
-    "dtype": ("dtype is 'int3'; expected one of float32", ValueError,
-              lambda: pack_linears_(LINEARS, "int3")),
-    "group_size": ("group_size is 48; expected 32, 64 or 128", ValueError,
-                   lambda: pack_linears_(LINEARS, "int4", group_size=48)),
-    "group_size of int8": ("group_size is 32; expected None with int8", ValueError,
-                           lambda: pack_linears_(LINEARS, group_size=32)),
-    "skip, a str": ("skip is of type str; expected a sequence of str", TypeError,
-                    lambda: pack_linears_(LINEARS, skip="lm_head")),
-    "skip, numbers": ("skip is of type int", TypeError, lambda: pack_linears_(LINEARS, skip=[1])),
-    "skip, no name": ("skip has 'lm_heed', which is in the name of no module", ValueError,
-                      lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"])),
-    "meta": ("0.1 is on meta; expected a model on cpu", ValueError, lambda: pack_linears_(
-        nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta"))))),
-    "float64": ("1 has dtype float64", ValueError, lambda: pack_linears_(
-        nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64)))),
-}  # fmt: skip
+WRONG = [
+    ("model is of type str; expected an nn.Module", lambda: pack_linears_("llama")),
+    ("model is a linear layer itself", lambda: pack_linears_(nn.Linear(3, 3))),
+    ("dtype is 'int3'; expected one of float32", lambda: pack_linears_(LINEARS, "int3")),
+    (
+        "group_size is 48; expected 32, 64 or 128",
+        lambda: pack_linears_(LINEARS, "int4", group_size=48),
+    ),
+    ("group_size is 32; expected None with int8", lambda: pack_linears_(LINEARS, group_size=32)),
+    (
+        "skip is of type str; expected a sequence of str",
+        lambda: pack_linears_(LINEARS, skip="lm_head"),
+    ),
+    ("skip is of type int", lambda: pack_linears_(LINEARS, skip=[1])),
+    (
+        "skip has 'lm_heed', which is in the name of no module",
+        lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"]),
+    ),
+    (
+        "0.1 is on meta; expected a model on cpu",
+        lambda: pack_linears_(
+            nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta")))
+        ),
+    ),
+    (
+        "1 has dtype float64",
+        lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64))),
+    ),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name: str) -> None:
-    assert_refused(*WRONG[name])
+@wrong_calls(WRONG)
+def test_wrong_calls(wrong: WrongCall) -> None:
+    assert_refused(wrong)
     assert type(LINEARS[0]) is nn.Linear and LINEARS[0].weight.requires_grad
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import packed_from_awq, packed_from_gptq
-from tests.support.wrong_calls import WrongCalls, assert_refused
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 INPUTS, OUTPUTS = 256, 72
 
@@ -74,36 +74,40 @@ def test_words_are_those_of_the_formats() -> None:
 Q, S, Z = random_layer(64)
 GPTQ = (words_of(Q.T).T, words_of(Z), S)
 AWQ = (words_of(awq_columns(Q)), words_of(awq_columns(Z)), S)
-WRONG: WrongCalls = {
-    "awq, qweight: a list": ("packed_from_awq: qweight is of type list", TypeError,
-                             lambda: packed_from_awq([1], *AWQ[1:])),
-    "awq, qweight: int64": ("qweight has dtype int64; expected int32", ValueError,
-                            lambda: packed_from_awq(AWQ[0].long(), *AWQ[1:])),
-    "awq, qzeros: a shape": (r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
-                             ValueError, lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S)),
-    "awq, scales: beyond float16": (
+WRONG = [
+    ("packed_from_awq: qweight is of type list", lambda: packed_from_awq([1], *AWQ[1:])),
+    ("qweight has dtype int64; expected int32", lambda: packed_from_awq(AWQ[0].long(), *AWQ[1:])),
+    (
+        r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
+        lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S),
+    ),
+    (
         r"scales holds numbers that float16 does not hold, 0\.\d+ the first of them; expected",
-        ValueError, lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9)),
-    "gptq, scales: a shape": (r"scales is of \[4, 71\]", ValueError,
-                              lambda: packed_from_gptq(*GPTQ[:2], S[:, :71])),
-    "gptq, scales: a vector": (r"scales has shape \[72\]; expected two", ValueError,
-                               lambda: packed_from_gptq(*GPTQ[:2], S[0])),
-    "gptq, g_idx: a size": (r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]", ValueError,
-                            lambda: packed_from_gptq(*GPTQ, torch.arange(3))),
-    "gptq, g_idx: another number": (
+        lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9),
+    ),
+    (r"scales is of \[4, 71\]", lambda: packed_from_gptq(*GPTQ[:2], S[:, :71])),
+    (r"scales has shape \[72\]; expected two", lambda: packed_from_gptq(*GPTQ[:2], S[0])),
+    (
+        r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]",
+        lambda: packed_from_gptq(*GPTQ, torch.arange(3)),
+    ),
+    (
         "does not have 64 inputs of each of 4 groups, but 256 of group 0; expected 64 of each from "
-        "0 to 3", ValueError, lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int())),
-    "gptq, g_idx: a group beyond": (
-        "does not have 64 inputs of each of 4 groups, but 64 of group 4; expected", ValueError,
-        lambda: packed_from_gptq(*GPTQ, torch.arange(1, 5).repeat_interleave(64))),
-    "gptq, g_idx: a group before": (
-        "does not have 64 inputs of each of 4 groups, but 64 of group -1; expected", ValueError,
-        lambda: packed_from_gptq(*GPTQ, torch.arange(-1, 3).repeat_interleave(64))),
-    "gptq, zero_offset": ("zero_offset is 2; expected 0 or 1", ValueError,
-                          lambda: packed_from_gptq(*GPTQ, zero_offset=2)),
-}  # fmt: skip
+        "0 to 3",
+        lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int()),
+    ),
+    (
+        "does not have 64 inputs of each of 4 groups, but 64 of group 4; expected",
+        lambda: packed_from_gptq(*GPTQ, torch.arange(1, 5).repeat_interleave(64)),
+    ),
+    (
+        "does not have 64 inputs of each of 4 groups, but 64 of group -1; expected",
+        lambda: packed_from_gptq(*GPTQ, torch.arange(-1, 3).repeat_interleave(64)),
+    ),
+    ("zero_offset is 2; expected 0 or 1", lambda: packed_from_gptq(*GPTQ, zero_offset=2)),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name: str) -> None:
-    assert_refused(*WRONG[name])
+@wrong_calls(WRONG)
+def test_wrong_calls(wrong: WrongCall) -> None:
+    assert_refused(wrong)
