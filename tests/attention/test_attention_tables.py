@@ -9,6 +9,7 @@ from attention_cases import DTYPES, AttentionCase, assert_accurate
 
 import lmdecode
 from lmdecode import reference, sliding_window_attention, sliding_window_decode
+from tests.support.op_contract import on_threads
 
 OPS = {"attention": sliding_window_attention, "decode": sliding_window_decode}
 NAN = float("nan")
@@ -235,17 +236,13 @@ def test_ragged_queries_of_a_paged_cache(dtype: torch.dtype) -> None:
         assert torch.equal(got_lse[:, begin:end], lse[0])
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("op", OPS)
 def test_threads_and_batch(op: str) -> None:
     paged = Paged([1500, 3, 700, 1100])
     q = normal(4, 4, 3, 32, seed=3)
     options: dict[str, Any] = {"window": 900, "return_lse": True}
-    torch.set_num_threads(1)
-    want = OPS[op](q, paged.k, paged.v, **paged.options(), **options)
-    for count in (2, 5):
-        torch.set_num_threads(count)
-        same(OPS[op](q, paged.k, paged.v, **paged.options(), **options), want)
+    tables = paged.options()
+    want = on_threads(lambda: OPS[op](q, paged.k, paged.v, **tables, **options), (1, 2, 5))
     for row in range(4):
         table, lengths = paged.table[row : row + 1], paged.lengths[row : row + 1]
         one = OPS[op](

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from lmdecode import merge_attention_states as merge
 from lmdecode import sliding_window_attention as attend
 from lmdecode.reference import merge_attention_states as reference
-from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
+from tests.support.op_contract import (
+    WrongCall,
+    assert_op_refuses,
+    assert_same_bits,
+    on_threads,
+    wrong_calls,
+)
 
 INF = float("inf")
 
@@ -72,18 +78,9 @@ def test_strides_threads_and_empty() -> None:
     want = merge(*arguments)
     for change in (lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
                    lambda x: torch.stack((x, x), dim=-1)[..., 0]):  # fmt: skip
-        for got, expected in zip(merge(*(change(x) for x in arguments)), want, strict=True):
-            assert torch.equal(got, expected)
-    before = torch.get_num_threads()
-    try:
-        big = states(4, 8, 300, 64)
-        torch.set_num_threads(1)
-        alone = merge(*big)
-        torch.set_num_threads(4)
-        for got, expected in zip(merge(*big), alone, strict=True):
-            assert torch.equal(got, expected)
-    finally:
-        torch.set_num_threads(before)
+        assert_same_bits(merge(*(change(x) for x in arguments)), want)
+    big = states(4, 8, 300, 64)
+    on_threads(lambda: merge(*big), (1, 4))
     out, lse = merge(*(x[:0] for x in arguments))
     assert out.shape == (0, 3, 5, 40) and lse.shape == (0, 3, 5)
 

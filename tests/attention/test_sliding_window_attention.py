@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode import sliding_window_attention as attend
+from tests.support.op_contract import assert_same_bits, on_threads
 
 INF = float("inf")
 
@@ -224,25 +225,17 @@ def test_chunks_give_the_bits_of_the_whole(dtype: torch.dtype, window: int | Non
             assert torch.equal(lse, whole_lse[:, :, begin:end])
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_and_batch(dtype: torch.dtype) -> None:
     q, k, v = qkv(333, 400, batch=3, heads=6, dtype=dtype)
     options: dict[str, Any] = {"window": 90, "sinks": normal(6), "return_lse": True}
-    torch.set_num_threads(1)
-    expected = attend(q, k, v, **options)
-    for count in (2, 3, 8):
-        torch.set_num_threads(count)
-        for got, want in zip(attend(q, k, v, **options), expected, strict=True):
-            assert torch.equal(got, want)
+    expected = on_threads(lambda: attend(q, k, v, **options), (1, 2, 3, 8))
     for row in range(3):
         alone = attend(*(x[row : row + 1] for x in (q, k, v)), **options)
-        for got, want in zip(alone, expected, strict=True):
-            assert torch.equal(got[0], want[row])
+        assert_same_bits(alone, [x[row : row + 1] for x in expected])
     pair = [0, 1, 2]  # the heads of the first KV head
     some = attend(q[:, pair], k[:, :1], v[:, :1], **{**options, "sinks": options["sinks"][pair]})
-    for got, want in zip(some, expected, strict=True):
-        assert torch.equal(got, want[:, pair])
+    assert_same_bits(some, [x[:, pair] for x in expected])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

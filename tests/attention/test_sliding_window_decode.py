@@ -10,6 +10,7 @@ from attention_cases import DTYPES, AttentionCase, assert_accurate, random_cases
 
 from lmdecode import sliding_window_attention as attend
 from lmdecode import sliding_window_decode as decode
+from tests.support.op_contract import assert_same_bits, on_threads
 
 INF = float("inf")
 
@@ -179,26 +180,18 @@ def test_strides_are_not_in_the_bits(dtype: torch.dtype) -> None:
                     assert torch.equal(got, expected), size
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_batch_and_heads(dtype: torch.dtype) -> None:
     q, k, v = cache(1500, batch=3, queries=2, dtype=dtype)
     options: dict[str, Any] = {"window": 1300, "sinks": normal(4), "return_lse": True}
-    torch.set_num_threads(1)
-    expected = decode(q, k, v, **options)
-    for count in (2, 3, 8):
-        torch.set_num_threads(count)
-        for got, want in zip(decode(q, k, v, **options), expected, strict=True):
-            assert torch.equal(got, want)
+    expected = on_threads(lambda: decode(q, k, v, **options), (1, 2, 3, 8))
     for row in range(3):
         alone = decode(*(x[row : row + 1] for x in (q, k, v)), **options)
-        for got, want in zip(alone, expected, strict=True):
-            assert torch.equal(got[0], want[row])
+        assert_same_bits(alone, [x[row : row + 1] for x in expected])
     for token in range(2):  # one query at a time
         options["q_positions"] = torch.tensor([1498 + token])
         one = decode(q[:, :, token : token + 1], k, v, **options)
-        for got, want in zip(one, expected, strict=True):
-            assert torch.equal(got[:, :, 0], want[:, :, token])
+        assert_same_bits(one, [x[:, :, token : token + 1] for x in expected])
 
 
 def test_a_longer_cache_gives_the_same_bits() -> None:

@@ -14,6 +14,7 @@ from lmdecode.reference import log_softmax_top_k as reference
 from lmdecode.reference.beam import log_softmax_row
 from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.op_contract import on_threads
 from tests.support.random_cases import beam_cases
 from tests.support.random_tensors import randint, randn
 
@@ -362,18 +363,11 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
 # --- Invariance -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("threads")
 def test_thread_count() -> None:
     chosen = [*beam_cases(14, 60, processors=True, vocab_sizes=(200, 4099))]
     options = {"sequences": randint(9000, 64, 40), "repetition_penalty": 1.3}
     chosen.append(BeamCase("wide", randn(64, 9000) * 3, randn(64, seed=1), 8, 4, options))
-    results = []
-    for count in (1, 2, 4):
-        torch.set_num_threads(count)
-        results.append([case.call(log_softmax_top_k) for case in chosen])
-    for case, one, *others in zip(chosen, *results, strict=True):
-        for other in others:
-            assert_same_bits(other, one, case.name)
+    on_threads(lambda: [case.call(log_softmax_top_k) for case in chosen])
 
 
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from lmdecode.beam.state import DECISIONS
 from lmdecode.beam.types import STATUS_CONTINUATIONS
 from lmdecode.reference import beam_step as reference
 from tests.support.cases import assert_same_bits
+from tests.support.op_contract import on_threads
 
 INF, NAN = float("inf"), float("nan")
 
@@ -280,15 +281,13 @@ def test_threads_make_no_difference() -> None:
     rows = torch.randint(0, beams, (requests, 16), generator=generator)
     want_state = clone(state)
     want = reference(want_state, parameters, scores, tokens, rows)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            got_state = clone(state)
-            assert_same_bits(beam_step(got_state, parameters, scores, tokens, rows), want)
-            assert_same_bits(got_state, want_state)
-    finally:
-        torch.set_num_threads(threads)
+
+    def step() -> None:
+        got_state = clone(state)
+        assert_same_bits(beam_step(got_state, parameters, scores, tokens, rows), want)
+        assert_same_bits(got_state, want_state)
+
+    on_threads(step, (1, 2, 3))
 
 
 # --- Bad input ------------------------------------------------------------------------------------

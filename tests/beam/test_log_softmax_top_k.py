@@ -13,7 +13,13 @@ from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
-from tests.support.op_contract import WrongCall, assert_refused, by_argument, wrong_calls
+from tests.support.op_contract import (
+    WrongCall,
+    assert_refused,
+    by_argument,
+    on_threads,
+    wrong_calls,
+)
 from tests.support.random_cases import beam_cases
 from tests.support.random_tensors import randn
 
@@ -216,20 +222,13 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
 # --- Invariance -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("threads")
 def test_thread_count() -> None:
     chosen = [
         *beam_cases(7, 60, vocab_sizes=ALL_VOCABS),
         BeamCase("wide", randn(64, 9000) * 3, randn(64, seed=1), 8, 4),
         BeamCase("many", randn(6000, 20) * 3, randn(6000, seed=1), 8, 2),
     ]
-    results = []
-    for count in (1, 2, 4):
-        torch.set_num_threads(count)
-        results.append([case.call(log_softmax_top_k) for case in chosen])
-    for case, one, *others in zip(chosen, *results, strict=True):
-        for other in others:
-            assert_same_bits(other, one, case.name)
+    on_threads(lambda: [case.call(log_softmax_top_k) for case in chosen])
 
 
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:

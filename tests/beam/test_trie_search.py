@@ -13,6 +13,7 @@ from lmdecode.reference import log_softmax_top_k as reference
 from tests.support.beam_searches import TableModel, assert_same_result, random_request, run_requests
 from tests.support.cases import BeamCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.op_contract import on_threads
 from tests.support.random_cases import beam_cases
 
 INF = float("inf")
@@ -104,14 +105,9 @@ def test_bad_arguments() -> None:
         log_softmax_top_k(x[:, :7], scores, 1, num_beams=1, trie=trie, nodes=nodes)
 
 
-@pytest.mark.usefixtures("threads")
 def test_thread_count() -> None:
-    cases, found = held_to_tries(4, 40, (500, 4099)), []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append([case.call(log_softmax_top_k) for case in cases])
-    for one, many, case in zip(*found, cases, strict=True):
-        assert_same_bits(one, many, case)
+    cases = held_to_tries(4, 40, (500, 4099))
+    on_threads(lambda: [case.call(log_softmax_top_k) for case in cases], (1, 3))
 
 
 def digest() -> str:

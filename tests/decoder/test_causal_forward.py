@@ -35,6 +35,7 @@ from tests.support.causal_models import (
     WINDOW,
     random_tokens,
 )
+from tests.support.op_contract import on_threads
 
 LENGTH = 6 * WINDOW + 3
 
@@ -240,7 +241,7 @@ def test_company_in_every_format(weight_format: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_any_number_of_threads(threads: None, weight_format: str) -> None:
+def test_any_number_of_threads(weight_format: str) -> None:
     model = wide(weight_format)
     vocab = model.config.vocab_size
     texts = [torch.arange(length) * 7919 % vocab for length in (150, 1, 61)]
@@ -253,11 +254,7 @@ def test_any_number_of_threads(threads: None, weight_format: str) -> None:
         read = step(caches, prompts[0], others[0], *prompts[1:])
         return torch.cat(read + step(caches, Entry(2, generated, False), others[1]))
 
-    torch.set_num_threads(1)
-    expected = logits()
-    for count in (2, 5):
-        torch.set_num_threads(count)
-        assert logits().equal(expected)
+    on_threads(logits, (1, 2, 5))
 
 
 # --- sequences that share, and go back ------------------------------------------------------------

@@ -12,6 +12,7 @@ from lmdecode import PackedLinear
 from lmdecode.linear import QuantizedWeight
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import packed_quantized_linear, quantize_groups, quantize_rows
+from tests.support.op_contract import on_threads
 
 GROUPS = [None, 32, 64, 128]  # None is 32
 NAN = float("nan")
@@ -202,16 +203,15 @@ def test_subnormal_scales() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 400])
-def test_threads_and_batches(rows: int, threads: None) -> None:
+def test_threads_and_batches(rows: int) -> None:
     x, weight = normal(rows, 700), normal(1500, 700, seed=1)
     for group in GROUPS:
-        results = []
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            layer = PackedLinear(weight, dtype="int4", group_size=group)
-            results.append(layer(x, activation="gelu"))
-        assert_same_bits(results[0], results[1])
-        assert_same_bits(layer(x[rows // 2 :][:1], activation="gelu")[0], results[0][rows // 2])
+
+        def run(x: torch.Tensor, group: int | None = group) -> torch.Tensor:
+            return PackedLinear(weight, dtype="int4", group_size=group)(x, activation="gelu")
+
+        want = on_threads(lambda run=run: run(x), (1, 3))
+        assert_same_bits(run(x[rows // 2 :][:1])[0], want[rows // 2])
 
 
 SCRIPT = """

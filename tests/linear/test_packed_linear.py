@@ -16,6 +16,7 @@ from linear_cases import assert_same_bits, normal
 from lmdecode import PackedLinear
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import quantize_rows, rotate_rows
+from tests.support.op_contract import on_threads
 
 FORMATS = ["float32", "bfloat16", "int8", "int4"]
 EXACT = ("int8", "int4")  # they have the bits of the reference
@@ -126,17 +127,14 @@ def test_a_row_is_the_same_in_every_batch(dtype: str, rows: int, inputs: int, ou
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 7, 400])
-def test_threads(dtype: str, rows: int, threads: None) -> None:
+def test_threads(dtype: str, rows: int) -> None:
     x, weight = normal(rows, 700), normal(1500, 700, seed=1)
-    results, packed = [], []
-    for count in (1, 2, 3, 7):
-        torch.set_num_threads(count)
+
+    def pack_and_multiply() -> list[torch.Tensor]:
         layer = PackedLinear(weight, dtype=dtype)
-        packed.append(layer.packed)
-        results.append(layer(x))
-    for other in results[1:]:
-        assert_same_bits(other, results[0])
-    assert all(torch.equal(other, packed[0]) for other in packed[1:])
+        return [layer.packed, layer(x)]
+
+    on_threads(pack_and_multiply, (1, 2, 3, 7))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

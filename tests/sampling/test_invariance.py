@@ -18,6 +18,7 @@ from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import DIALECTS, SampleOutput
 from tests.support.cases import SamplingCase, assert_same_bits
 from tests.support.digests import digest_of
+from tests.support.op_contract import on_threads
 from tests.support.random_cases import sampling_cases
 
 OUTPUTS = {"return_logits": True, "return_logprob": True}
@@ -48,7 +49,6 @@ def cases(seed: int, count: int, **options: object) -> Iterator[SamplingCase]:
 # --- Threads --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("threads")
 def test_thread_count() -> None:
     chosen = [
         *cases(0, 60, vocab_sizes=(3, 64, 1000), max_batch=40),
@@ -56,13 +56,7 @@ def test_thread_count() -> None:
         *cases(2, 3, vocab_sizes=(2**20,), max_batch=2),
         *cases(3, 3, vocab_sizes=(50,), max_batch=3000),
     ]
-    results = []
-    for count in (1, 2, 4):
-        torch.set_num_threads(count)
-        results.append([sample(case) for case in chosen])
-    for case, one, *others in zip(chosen, *results, strict=True):
-        for other in others:
-            assert_same_bits(other, one, case)
+    on_threads(lambda: [sample(case) for case in chosen])
 
 
 # --- Batches --------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import bits
+
 # A pattern of the message, what is wrong (changes of arguments, or a call), perhaps the error.
 WrongCall = tuple[Any, ...]
 
@@ -76,7 +78,7 @@ def assert_op_refuses(
     message = assert_refused(wrong, lambda: op(*positional, **arguments))
     assert message.startswith(f"{op.__name__}: "), message
     for tensor, old in zip(tensors, before, strict=True):
-        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(tensor, old)
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -87,3 +89,34 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_of(value)
+
+
+# --- What a result does not depend on -------------------------------------------------------------
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Raise AssertionError where tensors, alone or in tuples and lists, differ."""
+    if isinstance(want, (list, tuple)):
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+    elif want is None:
+        assert got is None
+    else:
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        differs = bits(got.contiguous()) != bits(want.contiguous())
+        assert not differs.any(), f"{differs.sum()} of {differs.numel()} differ"
+
+
+def on_threads(call: Callable[[], Any], counts: Sequence[int] = (1, 2, 4)) -> Any:
+    """Return what a call returns, on each number of threads with the bits of the first."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+    return results[0]
