@@ -1,8 +1,6 @@
 """Fixtures of all tests."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 # The processes of xdist share the cores; tests of ops still run on two threads.
@@ -81,17 +81,11 @@ def run_at_capability(request: pytest.FixtureRequest) -> Callable[[str], list[st
         pytest.skip(f"every other test runs at {capability}")
 
     def run(code: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", f"{code}\nimport lmdecode; print(lmdecode.cpu_capability())"],
+        done = run_python(
+            "-c",
+            f"{code}\nimport lmdecode; print(lmdecode.cpu_capability())",
             cwd=request.path.parent,
-            env={
-                **os.environ,
-                "LMDECODE_CPU_CAPABILITY": capability,
-                "PYTHONPATH": str(ROOT),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
+            env={**os.environ, "LMDECODE_CPU_CAPABILITY": capability, "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0, done.stderr
         *words, used = done.stdout.split()

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import run_python
+
 pytest.importorskip("transformers")
 pytest.importorskip("tqdm")
 
@@ -30,14 +32,8 @@ needs_g2p = pytest.mark.skipif(
 
 
 def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lmdecode.demo", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment},
-        timeout=600,
-        check=False,
-    )
+    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment}
+    return run_python("-m", "lmdecode.demo", *arguments, env=env)
 
 
 def _error_line(error: str) -> str:
@@ -122,13 +118,11 @@ def test_model_demo_fails_where_ids_differ(
 
 def test_a_talk_goes_on_in_another_process(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("lmdecode.store")
-    command = [sys.executable, "-m", "lmdecode.demo", "chat", "--model", str(model)]
-    command += ["--store", str(tmp_path), "--session", "friends", "--tokens", "8"]
+    command = ["-m", "lmdecode.demo", "chat", "--model", model]
+    command += ["--store", tmp_path, "--session", "friends", "--tokens", 8]
 
     def talk(lines: str) -> str:
-        done = subprocess.run(
-            command, input=lines, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = run_python(*command, input=lines)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -361,10 +355,7 @@ sys.exit(main())
 
 def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
     pytest.importorskip("lmdecode.store")
-    done = subprocess.run(
-        [sys.executable, "-c", _BROKEN_RESUME, str(model)],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python("-c", _BROKEN_RESUME, model)
     assert done.returncode == 1
     assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
 
@@ -480,7 +471,10 @@ def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm"])
 def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n")
-    done = _run("--plot", tmp_path / "x.png", PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "lmdecode.demo", "--plot", tmp_path / "x.png"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 1
     assert _error_line(done.stderr) == (
         f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]', "

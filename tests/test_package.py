@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.processes import run_python
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "csrc", "pyproject.toml", "python")
 
@@ -129,11 +131,16 @@ def test_the_version_is_one(wheel: Path, installed: Path, tmp_path: Path) -> Non
 # --- The installed package ------------------------------------------------------------------------
 
 
+def run_at(capability: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "LMDECODE_CPU_CAPABILITY": capability}
+    return run_python("-c", code, cwd=cwd, env=env)
+
+
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 @pytest.mark.slow
 def test_capability_can_be_forced(capability: str, tmp_path: Path) -> None:
     code = "import lmdecode; print(lmdecode.cpu_capability())"
-    done = run(sys.executable, "-c", code, cwd=tmp_path, LMDECODE_CPU_CAPABILITY=capability)
+    done = run_at(capability, code, tmp_path)
     levels = ["default", "avx2", "avx512"]
     best = {"AVX2": "avx2", "AVX512": "avx512"}.get(torch.backends.cpu.get_cpu_capability())
     if levels.index(capability) <= levels.index(best or "default"):
@@ -162,8 +169,7 @@ for call in (
 @pytest.mark.slow
 def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
     """Importing works, every use raises."""
-    command = (sys.executable, "-c", WRONG_CAPABILITY)
-    done = run(*command, cwd=tmp_path, LMDECODE_CPU_CAPABILITY=word)
+    done = run_at(word, WRONG_CAPABILITY, tmp_path)
     assert done.returncode == 0, done.stderr
     messages = [line for line in done.stdout.splitlines() if line.startswith("ValueError: ")]
     assert len(messages) == 3, done.stdout
@@ -174,5 +180,5 @@ def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
 
 def test_an_empty_capability_is_none(tmp_path: Path) -> None:
     code = "import lmdecode; print(lmdecode.cpu_capability())"
-    done = run(sys.executable, "-c", code, cwd=tmp_path, LMDECODE_CPU_CAPABILITY="")
+    done = run_at("", code, tmp_path)
     assert done.returncode == 0, done.stderr

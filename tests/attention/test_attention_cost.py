@@ -2,7 +2,6 @@
 
 import mmap
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import torch
 
 from lmdecode import sliding_window_attention, sliding_window_decode
 from lmdecode.demo.peak_memory import peak_memory
+from tests.support.processes import run_python
 
 
 def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:
@@ -60,10 +60,8 @@ def run_with_protected_keys(
 ) -> list[int]:
     """Exit statuses of calls of ``length, protected``: the first keys cannot be read."""
     arguments = (str(window), str(queries), op, *(f"{n}/{protected}" for n, protected in cases))
-    done = subprocess.run(
-        [sys.executable, "-c", PROTECTED_SCRIPT, *arguments],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+    done = run_python("-c", PROTECTED_SCRIPT, *arguments)
+    assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
 

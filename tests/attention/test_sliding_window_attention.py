@@ -1,6 +1,5 @@
 """``sliding_window_attention`` against float64: every option, any layout, what never changes."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode import sliding_window_attention as attend
 from tests.support.op_contract import assert_same_bits, on_threads
+from tests.support.processes import run_python
 
 INF = float("inf")
 
@@ -198,9 +198,7 @@ print("more was read")
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect as on Linux")
 def test_keys_out_of_the_window_are_not_read() -> None:
     """Nor those behind kv_lengths: both lie in memory that may not be read."""
-    run = subprocess.run(
-        [sys.executable, "-c", GUARD_SCRIPT], capture_output=True, text=True, check=False
-    )
+    run = run_python("-c", GUARD_SCRIPT)
     assert run.stdout == "only what is visible was read\n", run.stderr
     assert run.returncode < 0
 

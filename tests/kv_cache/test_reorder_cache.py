@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode.reference import reorder_cache_ as reference
 from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
+from tests.support.processes import run_python
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8,
@@ -286,9 +286,7 @@ print("written")
 @pytest.mark.skipif(sys.platform != "linux", reason="mmap as on Linux")
 def test_rows_that_stay_are_not_touched() -> None:
     """On memory that may not be written, the identity works and any other map does not."""
-    run = subprocess.run(
-        [sys.executable, "-c", READ_ONLY_SCRIPT], capture_output=True, text=True, check=False
-    )
+    run = run_python("-c", READ_ONLY_SCRIPT)
     assert run.stdout.split("\n")[0] == "not written", run.stderr
     assert run.returncode < 0
 

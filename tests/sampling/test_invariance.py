@@ -4,8 +4,6 @@ Not on the thread count, nor on the other rows and their order, nor on the vecto
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +17,7 @@ from lmdecode.sampling.types import DIALECTS, SampleOutput
 from tests.support.cases import SamplingCase, assert_same_bits
 from tests.support.digests import digest_of
 from tests.support.op_contract import on_threads
+from tests.support.processes import run_python
 from tests.support.random_cases import sampling_cases
 
 OUTPUTS = {"return_logits": True, "return_logprob": True}
@@ -225,12 +224,6 @@ def test_cpu_capability(
 
 def test_unknown_cpu_capability() -> None:
     code = "import lmdecode, torch; lmdecode.top_k_top_p_sample(torch.zeros(1, 3))"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "LMDECODE_CPU_CAPABILITY": "sse9"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_python("-c", code, env={**os.environ, "LMDECODE_CPU_CAPABILITY": "sse9"})
     assert run.returncode != 0
     assert "LMDECODE_CPU_CAPABILITY" in run.stderr and "sse9" in run.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 
 from lmdecode.store import Fingerprint, KVStore, StoreLockedError
 from lmdecode.store.__main__ import main
+from tests.support.processes import PROCESSES
 
 _MIB = 1 << 20
 _TOKENS = 64  # a slot each, of a little more than 1 MiB
@@ -234,9 +234,8 @@ def _write_elsewhere(path: Path, ready: object, done: object) -> None:
 
 
 def test_what_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, done = context.Event(), context.Event()
-    process = context.Process(target=_write_elsewhere, args=(tmp_path, ready, done))
+    ready, done = PROCESSES.Event(), PROCESSES.Event()
+    process = PROCESSES.Process(target=_write_elsewhere, args=(tmp_path, ready, done))
     process.start()
     assert ready.wait(120)
     with _open(tmp_path, "here") as store:

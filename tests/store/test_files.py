@@ -14,6 +14,7 @@ from store_cases import Open, cache, fingerprint, same
 
 import lmdecode.store
 from lmdecode.store import KVStore, StoreDamagedError, StoreError, StoreLockedError
+from tests.support.processes import run_python
 
 TOKENS = list(range(30))
 
@@ -105,8 +106,7 @@ try:
 except StoreLockedError:
     print("locked")
 """
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, check=True, capture_output=True).stdout == b"locked\n"
+    assert run_python("-c", code).stdout == "locked\n"
     store.close()
     open_store()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import struct
@@ -18,9 +17,8 @@ import pytest
 from store_cases import CHUNK, Open, cache, fingerprint, same
 
 from lmdecode.store import KVStore, StoreError, StoreLockedError
+from tests.support.processes import PROCESSES
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "lmdecode.store"])
 _TOKENS = list(range(40, 60))
 
 
@@ -211,8 +209,8 @@ def _write(folder: Path, writer: int, first: int, count: int, told: Connection) 
 class _Writer:
     def __init__(self, folder: Path, number: int, first: int = 0, count: int = 10**6) -> None:
         self.number = number
-        self._told, theirs = _PROCESSES.Pipe(False)
-        self.process = _PROCESSES.Process(
+        self._told, theirs = PROCESSES.Pipe(False)
+        self.process = PROCESSES.Process(
             target=_write, args=(folder, number, first, count, theirs), daemon=True
         )
         self.process.start()

@@ -13,6 +13,7 @@ from remote_cases import TOKENS, entry_names, filled, remote_stats, wait_for
 from store_cases import CHUNK, cache, fingerprint, same
 
 from lmdecode.store import KVStore
+from tests.support.processes import run_python
 
 # --- sharing --------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ with KVStore({str(tmp_path / "elsewhere")!r}, fingerprint=fingerprint(), capacit
     session.step(range(30))
     assert session.commit(cache(range(30))) == 30
 """
-    subprocess.run([sys.executable, "-c", code], check=True)  # close() has written all
+    assert run_python("-c", code).returncode == 0  # close() has written all
     store = host(server.url)
     session = store.session("chat")
     assert session.step([*TOKENS, 5]) == "continue"

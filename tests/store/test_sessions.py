@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from store_cases import Open, cache, same
+
+from tests.support.processes import run_python
 
 A, B = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 30, 31]
 
@@ -59,6 +59,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from store_cases import cache, fingerprint, same
 from lmdecode.store import KVStore
+from tests.support.processes import run_python
 with KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 20) as s:
     session = s.session("chat")
     assert session.tokens == {A}
@@ -67,7 +68,7 @@ with KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_by
     assert found == 10 and same(kv, cache({A}))
     assert session.step([21]) == "continue"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0
 
 
 def test_tokens_that_were_not_computed_yet(open_store: Open) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from store_cases import Open, cache, fingerprint, same
 
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, StoreDamagedError
 from lmdecode.store.__main__ import main
+from tests.support.processes import run_python
 
 A, B = list(range(30)), [1, 2, 3, 4]
 
@@ -129,8 +129,7 @@ def test_verify_reports_and_drops(filled: Open, tmp_path: Path) -> None:
 
 
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmdecode.store", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_python("-m", "lmdecode.store", *arguments)
 
 
 def test_help() -> None:

@@ -2,10 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 __all__ = ["needs_benchmarks", "run_benchmarks"]
 
@@ -17,12 +18,5 @@ needs_benchmarks = pytest.mark.skipif(
 
 def run_benchmarks(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program with these arguments, and collect what it prints."""
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=600,
-        check=False,
-    )
+    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    return run_python("-m", "benchmarks", *arguments, cwd=_ROOT, env=env)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lmdecode
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +19,8 @@ def call_elsewhere(function: str, folder: Path, *arguments: str) -> None:
         f"{name}(Path(sys.argv[1]), *sys.argv[2:])"
     )
     other = "avx2" if lmdecode.cpu_capability() != "avx2" else "default"
-    subprocess.run(
-        [sys.executable, "-c", code, str(folder), *arguments],
+    done = run_python(
+        "-c", code, folder, *arguments, cwd=ROOT,
         env={**os.environ, "LMDECODE_CPU_CAPABILITY": other},
-        cwd=ROOT,
-        check=True,
-    )
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

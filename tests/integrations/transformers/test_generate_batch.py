@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from window_models import MODELS, VOCAB, build_window_model
 
 from lmdecode.integrations.transformers import BatchingManager, generate_batch, sample
 from lmdecode.integrations.transformers.continuous_batching.attention import NAME
+from tests.support.processes import run_python
 
 PROMPTS = 32
 NEW_TOKENS = 20
@@ -279,8 +278,5 @@ def test_register_makes_the_attention_of_pages_known_to_models_and_their_own_cal
         name: getattr(config(), name)
         for name in ("max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id")
     }
-    out = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), repr(texts), repr(settings)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    out = run_python("-c", program, tmp_path, repr(texts), repr(settings))
     assert out.stdout.splitlines() == [str(expected)] * 2
