@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["PROCESSES", "run_python"]
+__all__ = ["PROCESSES", "run_python", "start_python"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = [
@@ -58,10 +58,7 @@ def run_python(
     with tempfile.TemporaryDirectory() as name:
         files = [str(Path(name, stream)) for stream in ("in", "out", "err")]
         Path(files[0]).write_text(input)
-        process = PROCESSES.Process(
-            target=_run, args=(words, str(cwd or Path.cwd()), env or dict(os.environ), files)
-        )
-        process.start()
+        process = start_python(words, files, cwd, env)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -69,6 +66,16 @@ def run_python(
             raise subprocess.TimeoutExpired(words, timeout or 0)
         out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files[1:])
         return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def start_python(
+    words: list[str], files: list[str], cwd: Path | None = None, env: dict[str, str] | None = None
+) -> multiprocessing.process.BaseProcess:
+    """Start what ``run_python`` runs, with files as its three standard streams."""
+    arguments = (words, str(cwd or Path.cwd()), env or dict(os.environ), files)
+    process = PROCESSES.Process(target=_run, args=arguments)
+    process.start()
+    return process
 
 
 def _run(words: list[str], cwd: str, env: dict[str, str], files: list[str]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from lmdecode.store import KVStore
+from tests.support.processes import start_python
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,24 +32,23 @@ class Progress:
 
 def kill_behind(num_tokens: int, code: str, folder: Path) -> None:
     """Run code that imports from a folder; kill it as ``Progress`` has told so many tokens."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-        env={
-            **os.environ, "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), str(folder)]),
-        },
-    )  # fmt: skip
-    assert child.stdout is not None
-    seen = 0
-    for line in child.stdout:
-        if not line.strip().isdigit():
-            continue  # an editable install that is rebuilt
-        seen += int(line) == 1
-        if seen == num_tokens:
-            os.kill(child.pid, signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
+    env = {
+        **os.environ, "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(folder)]),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        pipe = str(Path(name, "pipe"))
+        os.mkfifo(pipe)
+        child = start_python(["-c", code], [os.devnull, pipe, str(Path(name, "errors"))], env=env)
+        seen = 0
+        with open(pipe) as lines:
+            for line in lines:
+                seen += int(line) == 1
+                if seen == num_tokens:
+                    child.kill()
+                    break
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, Path(name, "errors").read_text()
 
 
 @contextmanager
