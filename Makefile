@@ -64,7 +64,7 @@ demo: setup
 test: setup test-python test-cpp
 
 test-python: setup $(TRANSFORMERS_4_38)/.deps
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	$(TRANSFORMERS_4_38)/bin/python -m pytest -n $(JOBS) tests/transformers_4_38
 
 test-cpp: setup

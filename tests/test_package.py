@@ -1,5 +1,6 @@
 """The wheel: it builds from a copy of the sources, and runs from anywhere without them."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -44,10 +45,20 @@ def run_installed(target: Path, *arguments: str, cwd: Path) -> subprocess.Comple
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources with the packages that are installed."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """The wheel, built once for all processes of xdist."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = list(shared.glob("wheel/dist/lmdecode-*.whl"))
+        return found[0] if found else build_wheel(shared / "wheel")
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build it from a copy of the sources with the packages that are installed."""
     source = folder / "source"
-    source.mkdir()
+    source.mkdir(parents=True)
     for name in SOURCES:
         path = ROOT / name
         if path.is_dir():
