@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import lmdecode
 from tests.decoder.decoder_models import make_model
 from tests.support.causal_models import PAD, random_model, random_tokens
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 CASE = ("gemma3_text", "plain")
 IDS = random_tokens(9)[None]
@@ -20,55 +21,49 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
     return lmdecode.Decoding.from_pretrained(random_model(architecture, variant))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@wrong_calls(
     [
         (
-            {"past_key_values": DynamicCache()},
             r"^past_key_values: expected None, Decoding keeps caches .* store=.* Decoding\.batch",
+            {"past_key_values": DynamicCache()},
         ),
-        ({"output_attentions": True}, "^output_attentions: expected False, .* model.generate.. do"),
-        ({"output_hidden_states": True}, "^output_hidden_states: expected False"),
-        ({"assistant_model": random_model("llama", "plain")}, "^assistant_model: expected None"),
-        ({"custom_generate": "here"}, "custom_generate is given; expected none"),
-        ({"num_beams": 2, "low_memory": True}, "^low_memory: expected None"),
-        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "^num_beam_groups: "),
-        ({"do_sample": True, "seed": -1}, "^seed: expected an int >= 0, got -1"),
-        ({"do_sample": True, "seed": [1, 2]}, "^seed: expected one number, or one for each of 1"),
-        ({"seed": [1, 2]}, "^seed: expected one number, or one for each of 1"),
-        ({"seed": -1}, "^seed: expected an int >= 0, got -1"),
-        ({"num_beams": 2, "seed": 7}, "^seed: expected None with beams, got 7"),
-        ({"num_beams": 2, "do_sample": True, "seed": [7]}, r"^seed: expected None .*, got \[7\]"),
-        ({"force_words_ids": [[3]], "num_beams": 2, "seed": 7}, "^seed: expected None with beams"),
-        ({"do_sample": True, "num_beams": 2, "force_words_ids": [[3]]}, "^do_sample: expected Fal"),
-        ({"penalty_alpha": 0.5, "top_k": 4}, "^penalty_alpha: expected None"),
-        ({"stop_strings": "w3"}, "^tokenizer: expected the model's"),
+        ("^output_attentions: expected False, .* model.generate.. do", {"output_attentions": True}),
+        ("^output_hidden_states: expected False", {"output_hidden_states": True}),
+        ("^assistant_model: expected None", {"assistant_model": random_model("llama", "plain")}),
+        ("custom_generate is given; expected none", {"custom_generate": "here"}),
+        ("^low_memory: expected None", {"num_beams": 2, "low_memory": True}),
+        ("^num_beam_groups: ", {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}),
+        ("^seed: expected an int >= 0, got -1", {"do_sample": True, "seed": -1}),
+        ("^seed: expected one number, or one for each of 1", {"do_sample": True, "seed": [1, 2]}),
+        ("^seed: expected one number, or one for each of 1", {"seed": [1, 2]}),
+        ("^seed: expected an int >= 0, got -1", {"seed": -1}),
+        ("^seed: expected None with beams, got 7", {"num_beams": 2, "seed": 7}),
+        (r"^seed: expected None .*, got \[7\]", {"num_beams": 2, "do_sample": True, "seed": [7]}),
+        ("^seed: expected None with beams", {"force_words_ids": [[3]], "num_beams": 2, "seed": 7}),
+        ("^do_sample: expected Fal", {"do_sample": True, "num_beams": 2, "force_words_ids": [[3]]}),
+        ("^penalty_alpha: expected None", {"penalty_alpha": 0.5, "top_k": 4}),
+        ("^tokenizer: expected the model's", {"stop_strings": "w3"}),
         (
-            {"attention_mask": torch.tensor([[1] * 8 + [0]])},
             "^attention_mask: .* on the left, .* got 0 for the last token of row 0",
+            {"attention_mask": torch.tensor([[1] * 8 + [0]])},
         ),
-        ({"attention_mask": torch.tensor([[1, 1, 0] * 3])}, '^att.* left, .* padding_side="left'),
-        ({"attention_mask": torch.zeros(1, 9)}, "^attention_mask: .* one is padding alone"),
+        ('^att.* left, .* padding_side="left', {"attention_mask": torch.tensor([[1, 1, 0] * 3])}),
+        ("^attention_mask: .* one is padding alone", {"attention_mask": torch.zeros(1, 9)}),
         (
-            {"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])},
             "^attention_mask: .* alone, got 0 behind 1 in row 0: .* windows",
+            {"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])},
         ),
+        ("^attention_mask: expected shape", {"attention_mask": torch.tensor([[0] + [1] * 7])}),
+        ("^position_ids: expected None, or", {"attention_mask": torch.ones(1, 8).long()}),
         (
-            {"attention_mask": torch.tensor([[0] + [1] * 7])},
-            "^attention_mask: expected shape",
-        ),
-        ({"attention_mask": torch.ones(1, 8).long()}, "^position_ids: expected None, or"),
-        (
-            {"position_ids": torch.arange(9)[None] + 1},
             r"^position_ids: expected None, .*, got \[1, 2, 3, 4, 5, 6, 7, 8\] and more in row 0",
+            {"position_ids": torch.arange(9)[None] + 1},
         ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+    ]
 )
-def test_what_it_cannot_do(arguments: dict[str, Any], message: str) -> None:
-    arguments = {"max_new_tokens": 5, "return_dict_in_generate": True} | arguments
-    with pytest.raises(ValueError, match=message):
-        decoding_of(*CASE).generate(IDS, **arguments)
+def test_what_it_cannot_do(wrong: WrongCall) -> None:
+    arguments = {"max_new_tokens": 5, "return_dict_in_generate": True} | wrong[1]
+    assert_refused(wrong, lambda: decoding_of(*CASE).generate(IDS, **arguments))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

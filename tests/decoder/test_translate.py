@@ -17,6 +17,7 @@ from lmdecode.decoder.state import caches_bytes
 from lmdecode.decoder.translation import Translator
 from tests.decoder.decoder_models import END, MODELS, PAD, VOCAB, make_inputs, pair
 from tests.support.causal_models import random_model
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 NEW = 9
 
@@ -179,69 +180,41 @@ def test_a_generation_config() -> None:
     assert config.num_beams == 3 and config.max_new_tokens == NEW
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
+@wrong_calls(
     [
+        ("sources is of type str; expected a sequence of sequences of int", {"sources": "abc"}),
+        (r"sources\[0\] is of type str; expected a sequence of int", {"sources": ["abc"]}),
+        (r"a token of sources\[1\] is of type float; expected", {"sources": [[1], [2.0]]}),
+        (r"sources\[1\] has 0 tokens; expected 1 to 96", {"sources": [[1], []]}),
+        (r"sources\[0\] has 97 tokens; expected 1 to 96", {"sources": [[1] * 97]}),
+        (r"tokens\[0\] is 64; expected 0 to 63", {"sources": [[64]]}),
+        (r"sources has shape \[3\]; expected \[batch", {"sources": torch.ones(3)}),
+        (r"sources\[0\] is a tensor .* dtype float32", {"sources": torch.ones(1, 3)}),
+        ("attention_mask is given; expected None", {"attention_mask": torch.ones(1, 2)}),
+        (rf"sources\[1\]: tokens\[1\] is {2**70}; exp", {"sources": [[5], [6, 2**70]]}),
+        (r"^Decoding.translate: sources\[1\]: tokens\[1\]", {"sources": [[5], [6, -1]]}),
+        (r"pad_token_id, .* is \[64\]; expected tokens below 64", {"pad_token_id": 64}),
+        (r"forced_bos_token_id is \[64\]; expected tok", {"forced_bos_token_id": 64}),
+        (r"prompt_ids is \[64\]; expected tokens be", {"decoder_start_token_id": 64}),
         (
-            {"sources": "abc"},
-            TypeError,
-            "sources is of type str; expected a sequence of sequences of int",
-        ),
-        (
-            {"sources": ["abc"]},
-            TypeError,
-            r"sources\[0\] is of type str; expected a sequence of int",
-        ),
-        (
-            {"sources": [[1], [2.0]]},
-            TypeError,
-            r"a token of sources\[1\] is of type float; expected",
-        ),
-        ({"sources": [[1], []]}, ValueError, r"sources\[1\] has 0 tokens; expected 1 to 96"),
-        ({"sources": [[1] * 97]}, ValueError, r"sources\[0\] has 97 tokens; expected 1 to 96"),
-        ({"sources": [[64]]}, ValueError, r"tokens\[0\] is 64; expected 0 to 63"),
-        ({"sources": torch.ones(3)}, ValueError, r"sources has shape \[3\]; expected \[batch"),
-        ({"sources": torch.ones(1, 3)}, ValueError, r"sources\[0\] is a tensor .* dtype float32"),
-        (
-            {"attention_mask": torch.ones(1, 2)},
-            ValueError,
-            "attention_mask is given; expected None",
-        ),
-        ({"sources": [[5], [6, 2**70]]}, ValueError, rf"sources\[1\]: tokens\[1\] is {2**70}; exp"),
-        (
-            {"sources": [[5], [6, -1]]},
-            ValueError,
-            r"^Decoding.translate: sources\[1\]: tokens\[1\]",
-        ),
-        ({"pad_token_id": 64}, ValueError, r"pad_token_id, .* is \[64\]; expected tokens below 64"),
-        ({"forced_bos_token_id": 64}, ValueError, r"forced_bos_token_id is \[64\]; expected tok"),
-        ({"decoder_start_token_id": 64}, ValueError, r"prompt_ids is \[64\]; expected tokens be"),
-        (
-            {"decoder_start_token_id": [5, 6]},  # of two sources, for generate()
-            ValueError,
             r"decoder_start_token_id is \[5, 6\]; expected one token",
+            {"decoder_start_token_id": [5, 6]},
         ),
         (
-            {"num_beams": 2, "repetition_penalty": 0.0},
-            ValueError,
             "repetition_penalty is 0.0; expected a number above 0",
+            {"num_beams": 2, "repetition_penalty": 0.0},
         ),
-        ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens is 0; expected at least 1"),
-        (
-            {"max_new_tokens": 97},
-            ValueError,
-            "max_length is 98; expected at most 97: the model has",
-        ),
-        ({"do_sample": True}, ValueError, "do_sample is True; expected none"),
-        ({"colour": "red"}, ValueError, "colour is given; expected generate"),
-        ({"colour": False}, ValueError, "colour is given; expected generate"),
-    ],
+        ("max_batch_tokens is 0; expected at least 1", {"max_batch_tokens": 0}),
+        ("max_length is 98; expected at most 97: the model has", {"max_new_tokens": 97}),
+        ("do_sample is True; expected none", {"do_sample": True}),
+        ("colour is given; expected generate", {"colour": "red"}),
+        ("colour is given; expected generate", {"colour": False}),
+    ]
 )
-def test_what_is_refused(given: dict[str, Any], error: type, message: str) -> None:
+def test_what_is_refused(wrong: WrongCall) -> None:
     _, decoding = pair("bart")
-    options = {"sources": [[5, 6, END]], "max_new_tokens": 4, **given}
-    with pytest.raises(error, match=message):
-        decoding.translate(**options)
+    options = {"sources": [[5, 6, END]], "max_new_tokens": 4, **wrong[1]}
+    assert_refused(wrong, lambda: decoding.translate(**options))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from lmdecode import PackedLinear
 from lmdecode.linear.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
 from lmdecode.reference.gguf import dequantize_blocks
+from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
 gguf = pytest.importorskip("gguf")
 
@@ -74,32 +75,32 @@ def test_joined_rows() -> None:
     assert torch.equal(mixed.dequantize().nan_to_num(), expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
+@wrong_calls(
     [
-        (lambda: QuantizedWeight(torch.zeros(2, 18), "Q4_0"), ValueError, "data is torch.float32"),
-        (lambda: QuantizedWeight(torch.zeros(18, dtype=torch.uint8), "Q4_0"), ValueError,
-         r"\[18\] with"),
-        (lambda: QuantizedWeight(torch.zeros(18, 4, dtype=torch.uint8).T, "Q4_0"), ValueError,
-         "strides"),
-        (lambda: QuantizedWeight(torch.zeros(2, 20, dtype=torch.uint8), "Q4_0"), ValueError,
-         "rows of 20 bytes; expected a multiple of 18, as kind is Q4_0"),
-        (lambda: QuantizedWeight(torch.zeros(2, 18, dtype=torch.uint8), "Q4"), ValueError,
-         "kind is 'Q4'; expected one of Q4_0, Q4_1"),
-        (lambda: QuantizedWeight(b"", "Q4_0"), TypeError, "data is of type bytes"),
-        (lambda: dequantize_blocks(torch.zeros(20, dtype=torch.uint8), "Q4_0"), ValueError,
-         "rows of 20 bytes"),
-        (lambda: dequantize_blocks(torch.zeros(18), "Q4_0"), ValueError, "expected uint8"),
-        (lambda: dequantize_blocks(torch.zeros(18, dtype=torch.uint8), "F32"), ValueError,
-         "kind is 'F32'"),
-        (lambda: join_rows([]), ValueError, "no weight"),
-        (lambda: join_rows([torch.zeros(2, 3), torch.zeros(2, 4)]), ValueError,
-         r"shapes \[\[2, 3\], \[2, 4\]\]; expected the same inputs"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+        ("data is torch.float32", lambda: QuantizedWeight(torch.zeros(2, 18), "Q4_0")),
+        (r"\[18\] with", lambda: QuantizedWeight(torch.zeros(18, dtype=torch.uint8), "Q4_0")),
+        ("strides", lambda: QuantizedWeight(torch.zeros(18, 4, dtype=torch.uint8).T, "Q4_0")),
+        (
+            "rows of 20 bytes; expected a multiple of 18, as kind is Q4_0",
+            lambda: QuantizedWeight(torch.zeros(2, 20, dtype=torch.uint8), "Q4_0"),
+        ),
+        (
+            "kind is 'Q4'; expected one of Q4_0, Q4_1",
+            lambda: QuantizedWeight(torch.zeros(2, 18, dtype=torch.uint8), "Q4"),
+        ),
+        ("data is of type bytes", lambda: QuantizedWeight(b"", "Q4_0")),
+        ("rows of 20 bytes", lambda: dequantize_blocks(torch.zeros(20, dtype=torch.uint8), "Q4_0")),
+        ("expected uint8", lambda: dequantize_blocks(torch.zeros(18), "Q4_0")),
+        ("kind is 'F32'", lambda: dequantize_blocks(torch.zeros(18, dtype=torch.uint8), "F32")),
+        ("no weight", lambda: join_rows([])),
+        (
+            r"shapes \[\[2, 3\], \[2, 4\]\]; expected the same inputs",
+            lambda: join_rows([torch.zeros(2, 3), torch.zeros(2, 4)]),
+        ),
+    ]
+)
+def test_what_is_refused(wrong: WrongCall) -> None:
+    assert_refused(wrong)
 
 
 def test_kinds_and_devices_are_checked() -> None:
