@@ -33,6 +33,7 @@ WITH_EXAMPLES = (
     "docs/guides/translation_and_speech.md",
     "docs/guides/your_files.md",
     "docs/index.md",
+    "docs/internals/adding_a_rule.md",
     "docs/reference/attention.md",
     "docs/reference/beam.md",
     "docs/reference/beam_scorers.md",

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "kv_cache/kv_cache_tuning.h"
-#include "kv_cache/reorder_parts.h"
+#include "kv_cache/reorder_job.h"
 #include "simd/stream_copy.h"
 
 namespace lmdecode::LMD_SIMD::kv_cache {

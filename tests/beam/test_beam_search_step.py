@@ -11,7 +11,6 @@ import torch
 from torch.library import opcheck
 
 from lmdecode import BeamRequest, BeamSearch, Trie
-from lmdecode._ops import ops
 from lmdecode.beam.engine import search as beam_search
 from lmdecode.beam.engine.choice import CpuChooser
 from lmdecode.beam.engine.device_passes import DeviceChooser
@@ -178,6 +177,6 @@ def test_wrong_arguments_change_nothing(changes: dict[str, Any], message: str) -
     arguments = step_arguments(**changes)
     before = [tensor.clone() for tensor in arguments[1]]
     with pytest.raises(ValueError, match=message):
-        ops.beam_search_step_(*arguments)
+        torch.ops.lmdecode.beam_search_step_(*arguments)
     for kept, tensor in zip(before, arguments[1], strict=True):
         assert torch.equal(bits(tensor), bits(kept))

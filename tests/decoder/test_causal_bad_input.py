@@ -12,6 +12,7 @@ from torch import Tensor
 from lmdecode.decoder.causal_caches import CausalCaches
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed, state, step
 from tests.support.causal_models import VOCAB, WINDOW, random_tokens
+from tests.support.op_contract import assert_op_refuses
 
 ops = torch.ops.lmdecode
 
@@ -38,23 +39,9 @@ def arguments_of(caches: CausalCaches) -> list[Any]:
     return forward_arguments(caches, *entries)
 
 
-def tensors_of(arguments: list[Any]) -> list[Tensor]:
-    """Return all tensors, those of lists too, that there is something to read of."""
-    found = []
-    for argument in arguments:
-        found += argument if isinstance(argument, list) else [argument]
-    return [t for t in found if isinstance(t, Tensor) and not t.is_meta]
-
-
 def check_refused(op: Any, arguments: list[Any], message: str) -> None:
     """A ValueError of the op that says so, and no tensor is another one afterwards."""
-    tensors = tensors_of(arguments)
-    before = [tensor.contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors]
-    name = op._qualified_op_name.removeprefix("lmdecode::")
-    with pytest.raises(ValueError, match=f"^{name}: (?:{message})"):
-        op(*arguments)
-    for old, tensor in zip(before, tensors, strict=True):
-        assert old.equal(tensor.contiguous().view(-1).view(torch.uint8))
+    assert_op_refuses(op, (f"^{op.__name__}: (?:{message})", {}, ValueError), *arguments)
 
 
 def test_what_fits() -> None:
@@ -175,17 +162,14 @@ def test_tensors_on_other_devices(number: int, message: str) -> None:
     ],
 )
 def test_sizes(place: int, value: int, message: str) -> None:
-    caches = running()
-    arguments = arguments_of(caches)
+    arguments = arguments_of(caches := running())
     sizes = arguments[CONFIG] = list(arguments[CONFIG])
     sizes[place] = value
     check_refused(ops.causal_forward_, arguments, f"config.{message}")
     if "just where" in message:
         return
-    model = caches.model
-    check_refused(
-        ops.causal_workspace_bytes, [sizes, model.numbers, [1, 1, 1]], f"config.{message}"
-    )
+    call = [sizes, caches.model.numbers, [1, 1, 1]]
+    check_refused(ops.causal_workspace_bytes, call, f"config.{message}")
 
 
 def test_sizes_together() -> None:
@@ -499,8 +483,8 @@ def test_truncate(lengths: Tensor, message: str) -> None:
 @pytest.mark.parametrize("sizes", [[], [1, 1], [1, 1, 1, 1]])
 def test_the_number_of_sizes_of_a_workspace(sizes: list[int]) -> None:
     model = packed("gemma3_text", "plain")
-    message = rf"sizes has {len(sizes)} numbers; expected 3"
-    check_refused(ops.causal_workspace_bytes, [model.sizes, model.numbers, sizes], message)
+    call = [model.sizes, model.numbers, sizes]
+    check_refused(ops.causal_workspace_bytes, call, f"sizes has {len(sizes)} numbers; expected 3")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,24 @@ def test_a_prompt_is_found_by_another_engine(decoding: lmdecode.Decoding, tmp_pa
             assert engine.stats.prompt_tokens < (20 if turn else 90) and is_whole(engine)
 
 
+def test_a_prompt_with_nan_is_not_kept(tmp_path: Path) -> None:
+    model = random_model("llama", "plain")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = float("nan")
+    broken = lmdecode.Decoding.from_pretrained(model)
+    prompt = random_tokens(64, 0).clamp(min=4).tolist()
+    with opened(broken, tmp_path) as store:
+        engine = engine_of(broken, store)
+        failed = engine.submit([*prompt[:-1], 3], max_new_tokens=3)
+        with pytest.raises(RuntimeError, match="NaN"):
+            failed.result()
+        engine.stop()
+        assert store.stats().num_entries == 0
+        engine.submit(prompt, max_new_tokens=3).result()
+        engine.stop()
+        assert store.stats().num_entries > 0
+
+
 def test_the_longest_of_what_there_is(decoding: lmdecode.Decoding, tmp_path: Path) -> None:
     system = random_tokens(64, 0).tolist()
     prompts = [[*system, *random_tokens(n, n).tolist()] for n in (1, 33, 20)]

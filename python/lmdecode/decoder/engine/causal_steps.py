@@ -79,6 +79,8 @@ class CausalSteps:
 
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
+        if self._stored is not None:  # a token was chosen behind those that read no more
+            self._stored.put_all(but=self._reader.sequences)
         parts: list[Part] = []
         if self._reader.sequences or self._entries is None or drawn.tokens is None:
             room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
@@ -98,6 +100,11 @@ class CausalSteps:
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``. The prompt of a sound one is kept."""
+        if self._stored is not None:
+            if is_sound:
+                self._stored.put(sequence)
+            else:
+                self._stored.drop(sequence)
         first, *others = sequence.places
         self.places.give_back(first, keep=sequence.read if is_sound else 0)
         for place in others:
@@ -111,7 +118,7 @@ class CausalSteps:
     def flush(self) -> None:
         """See ``ModelSteps``."""
         if self._stored is not None:
-            self._stored.flush()
+            self._stored.flush(but=self._reader.sequences)
 
 
 def _inputs(drawn: DrawnRows, searched: SearchedRows, parts: list[Part]) -> tuple[Tensor, Tensor]:

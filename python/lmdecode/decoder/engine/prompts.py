@@ -59,7 +59,7 @@ class PromptReader:
         sequence.read += count
         self.prompt_tokens += count
         if self._stored is not None and sequence.read == sequence.keep_at:
-            self._stored.keep(sequence.places[0], sequence.request.prompt_ids, sequence.read)
+            self._stored.copy(sequence)
         if sequence.read < len(sequence.request.prompt_ids):
             return False
         self.sequences.remove(sequence)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
+from lmdecode.decoder.engine.rows import WrittenSequence
 from lmdecode.decoder.prompt_states import PromptStates
 
 __all__ = ["StoredPrompts"]
@@ -37,6 +38,7 @@ class StoredPrompts:
         self._store, self._caches = store, caches
         self.has_windows = store.fingerprint.windows is not None
         self._pending: list[Future[int]] = []
+        self._copies: dict[WrittenSequence, tuple[array[int], Any]] = {}  # not stored yet
         self._has_warned = False
 
     def keep_at(self, prompt: tuple[int, ...]) -> int:
@@ -72,18 +74,39 @@ class StoredPrompts:
         finally:
             hit.release()
 
-    def keep(self, place: int, prompt: tuple[int, ...], length: int) -> None:
-        """Store the keys and values of a place that has read so many tokens of a prompt."""
+    def copy(self, sequence: WrittenSequence) -> None:
+        """Copy the keys and values of a sequence, as far as its prompt has been read.
+
+        They are stored by ``put``, once the model has shown that they are sound: behind NaN no
+        token can be chosen.
+        """
         self._pending = [future for future in self._pending if not self._is_written(future)]
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) + len(self._copies) >= _MOST_PENDING:
             return
-        states, tokens = self._caches.read(place), array("i", prompt[:length])
-        future = self._attempt(lambda: self._store.put(tokens, states, background=True), None)
+        tokens = array("i", sequence.request.prompt_ids[: sequence.read])
+        self._copies[sequence] = tokens, self._caches.read(sequence.places[0])
+
+    def put(self, sequence: WrittenSequence) -> None:
+        """Store what was copied of a sequence, if anything was."""
+        copied = self._copies.pop(sequence, None)
+        if copied is None:
+            return
+        future = self._attempt(lambda: self._store.put(*copied, background=True), None)
         if future is not None:
             self._pending.append(future)
 
-    def flush(self) -> None:
-        """Wait until what was kept is written."""
+    def put_all(self, but: Collection[WrittenSequence] = ()) -> None:
+        """Store what was copied of all sequences but some."""
+        for sequence in [sequence for sequence in self._copies if sequence not in but]:
+            self.put(sequence)
+
+    def drop(self, sequence: WrittenSequence) -> None:
+        """Forget what was copied of a sequence."""
+        self._copies.pop(sequence, None)
+
+    def flush(self, but: Collection[WrittenSequence] = ()) -> None:
+        """Wait until what was copied of all sequences but some is written."""
+        self.put_all(but)
         for future in self._pending:
             self._attempt(future.result, 0)
         self._pending = []
