@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.0")
 
-import lmdecode.beam.engine.search
+from lmdecode.beam.engine import device_passes, search
 from lmdecode.integrations.transformers import compare_with_transformers
 
 OPTIONS = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "eos_token_id": [2, 5]}
@@ -46,9 +46,16 @@ def test_model_is_left_as_it_was(make_model, prompts) -> None:
     assert set(vars(model)) == before
 
 
+@pytest.fixture
+def of_ops(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let steps be made of ops, as on devices, which a test can replace."""
+    monkeypatch.setattr(search, "CpuChooser", device_passes.DeviceChooser)
+    return monkeypatch
+
+
 def _swapped(at: int):
     """Return a log_softmax_top_k whose first two candidates change places in one step."""
-    original, calls = lmdecode.beam.engine.search.log_softmax_top_k, []
+    original, calls = device_passes.log_softmax_top_k, []
 
     def op(*args, **kwargs):
         candidates = original(*args, **kwargs)
@@ -60,8 +67,8 @@ def _swapped(at: int):
     return op
 
 
-def test_first_difference_among_candidates(make_model, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(lmdecode.beam.engine.search, "log_softmax_top_k", _swapped(2))
+def test_first_difference_among_candidates(make_model, prompts, of_ops) -> None:
+    of_ops.setattr(device_passes, "log_softmax_top_k", _swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS)
     assert comparison.num_steps == 3 and str(comparison) == comparison.difference
     candidate = next(
@@ -73,28 +80,28 @@ def test_first_difference_among_candidates(make_model, prompts, monkeypatch) -> 
     )
 
 
-def test_equal_scores_are_called_so(make_model, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(lmdecode.beam.engine.search, "log_softmax_top_k", _swapped(2))
+def test_equal_scores_are_called_so(make_model, prompts, of_ops) -> None:
+    of_ops.setattr(device_passes, "log_softmax_top_k", _swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS, tolerance=1e3)
     assert comparison.difference.endswith(" (equal scores, within the tolerance)")
 
 
-def test_first_difference_among_hypotheses(make_model, prompts, monkeypatch) -> None:
-    original = lmdecode.beam.engine.search.beam_step
+def test_first_difference_among_hypotheses(make_model, prompts, of_ops) -> None:
+    original = device_passes.beam_step
 
     def longer(state, parameters, *args, **kwargs):
         parameters = parameters._replace(length_penalty=parameters.length_penalty + 1.0)
         return original(state, parameters, *args, **kwargs)
 
-    monkeypatch.setattr(lmdecode.beam.engine.search, "beam_step", longer)
+    of_ops.setattr(device_passes, "beam_step", longer)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, **{**OPTIONS, "eos_token_id": list(range(2, 20))}
     )
     assert "hypothesis 0 is " in comparison.difference
 
 
-def test_difference_of_the_end(make_model, prompts, monkeypatch) -> None:
-    original = lmdecode.beam.engine.search.beam_step
+def test_difference_of_the_end(make_model, prompts, of_ops) -> None:
+    original = device_passes.beam_step
 
     def ends(state, *args, **kwargs):
         step = original(state, *args, **kwargs)
@@ -102,7 +109,7 @@ def test_difference_of_the_end(make_model, prompts, monkeypatch) -> None:
             state.done.fill_(1)
         return step
 
-    monkeypatch.setattr(lmdecode.beam.engine.search, "beam_step", ends)
+    of_ops.setattr(device_passes, "beam_step", ends)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, num_beams=2, max_new_tokens=6, do_sample=False,
         eos_token_id=60,
