@@ -74,7 +74,7 @@ def test_searches_are_those_of_the_loop(
         {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
         {"force_words_ids": [[7]]},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_the_loop_does_what_an_engine_cannot(
     decoding: lmdecode.Decoding, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
