@@ -116,13 +116,15 @@ def test_starts_and_stops_of_many_threads(
 
     with ThreadPoolExecutor(6) as pool:
         togglers = [pool.submit(toggle) for _ in range(2)]
-        found = list(
-            pool.map(
-                lambda p: engine.submit(p, max_new_tokens=12, eos_token_id=()).result().tokens,
-                PROMPTS * 3,
+        try:
+            found = list(
+                pool.map(
+                    lambda p: engine.submit(p, max_new_tokens=12, eos_token_id=()).result().tokens,
+                    PROMPTS * 3,
+                )
             )
-        )
-        is_over.set()
+        finally:  # an error ends the test
+            is_over.set()
     assert found == wanted * 3 and all(toggler.result() is None for toggler in togglers)
     assert not engine.is_started and is_whole(engine)
 
