@@ -14,7 +14,7 @@
 
 namespace lmdecode::beam {
 
-// transformers' "never": a score that no hypothesis has, and what is taken off a stopped beam's.
+// transformers' -1e9: below every hypothesis; also added to the scores of stopped beams.
 constexpr double kNeverScore = -1.0e9;
 // With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
 constexpr float kMissingCandidateScore = -3.0e38f;

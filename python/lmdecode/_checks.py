@@ -1,4 +1,4 @@
-"""What every public function asks of its arguments first: numbers, flags and tensors.
+"""Argument checks of the public functions: numbers, flags and tensors.
 
 Each check names the function, the argument, what came and what was expected.
 """
@@ -46,7 +46,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return what installs an extra of lmdecode, as an error says it."""
+    """Return the pip commands that install an extra of lmdecode, for an error message."""
     return f"pip install 'lmdecode[{extra}]', or in its source folder pip install '.[{extra}]'"
 
 

@@ -173,10 +173,10 @@ class Decoding(PackedDecoding):
         rewind: bool = False,
         **arguments: Any,
     ) -> Any:
-        """Return what ``model.generate(...)`` returns.
+        """Generate tokens; the result is the same type as ``model.generate(...)`` returns.
 
-        With the format "float32" the tokens are those of transformers. It may stand in for the
-        model's own: ``model.generate = decoding.generate``.
+        With the format "float32" the tokens equal those of transformers. It can replace the
+        model's own method: ``model.generate = decoding.generate``.
 
         Parameters
         ----------
@@ -184,13 +184,15 @@ class Decoding(PackedDecoding):
             ``input_ids`` or ``input_features``, as for the model.
         store : KVStore, optional
             Opened with ``fingerprint()``, for a decoder-only model and one prompt: the keys and
-            values of the longest stored prefix are loaded, the rest is read and stored. Tokens and
-            logits are those without it, bit for bit. What it cannot do is a ``RuntimeWarning``.
+            values of the longest stored prefix are loaded, the rest is computed and stored. Tokens
+            and logits are bitwise the same as without a store. A failure of the store is a
+            ``RuntimeWarning``.
         session : str, optional
             Name of a conversation of the store: prompt and answer become its tokens.
         append, rewind : bool, optional
-            ``inputs`` and ``attention_mask`` are of the new tokens alone, behind the session's; and
-            tokens that do not continue the session's rewind it: else they are a ``ValueError``.
+            append: ``inputs`` and ``attention_mask`` hold the new tokens alone, which follow the
+            session's. rewind: tokens that do not continue the session's rewind it; without it they
+            are a ``ValueError``.
         **arguments
             Those of the model's ``generate()``: ``num_beams`` (1: greedy), lengths, penalties,
             ``num_return_sequences``, end tokens, forced, suppressed and bad tokens,
@@ -207,7 +209,7 @@ class Decoding(PackedDecoding):
         Raises
         ------
         ValueError, TypeError
-            Names an argument that this cannot do, or of another type; no other is ignored.
+            An unsupported argument, or one of a wrong type. No other argument is ignored.
         """
         from lmdecode.integrations.transformers.decoding.call import call_generate
 
@@ -267,16 +269,16 @@ class Decoding(PackedDecoding):
         )
 
     def fingerprint(self, tokenizer: Any = None) -> Any:
-        """Return what the keys and values of a decoder-only model depend on, for a ``KVStore``.
+        """Return the fingerprint of a decoder-only model's keys and values, for a ``KVStore``.
 
-        Another revision, ``dtype``, ``cache_dtype`` or CPU capability has another fingerprint, and
-        so have transformers' own caches, ``Fingerprint.from_model``. The packed weights are hashed
-        once (SHA-256, about 2 GB/s).
+        It differs by revision, ``dtype``, ``cache_dtype`` and CPU capability. transformers' own
+        caches have yet another one, ``Fingerprint.from_model``. The packed weights are hashed once
+        (SHA-256, about 2 GB/s).
 
         Parameters
         ----------
         tokenizer
-            Its vocabulary is hashed, where one is given.
+            Its vocabulary is hashed too.
 
         Returns
         -------
@@ -286,7 +288,7 @@ class Decoding(PackedDecoding):
         Raises
         ------
         ValueError
-            The model is no decoder-only one.
+            The model is not decoder-only.
         """
         from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
 

@@ -1,4 +1,4 @@
-"""What a format of weights costs: perplexity by llama.cpp's rule, and bits a weight."""
+"""Quality of a weight format: perplexity by llama.cpp's rule, and bits per weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_LOGITS = 1 << 24  # that are held at a time: 64 MB
 
 
 class Perplexity(NamedTuple):
-    """How well a model foretells a text.
+    """Perplexity of a model on a text.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What this installation runs on."""
+"""Properties of this installation and its machine."""
 
 from __future__ import annotations
 

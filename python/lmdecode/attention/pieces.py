@@ -50,9 +50,9 @@ class Piece(NamedTuple):
 def _visibility(
     piece: Piece, window: int, q_begin: int, q_end: int, has_distances: bool, device: torch.device
 ) -> dict[str, Any]:
-    """What tells an op which keys of a piece queries [q_begin, q_end) see.
+    """Return the op's arguments for the keys of a piece that queries [q_begin, q_end) see.
 
-    A piece begins no earlier than the window of the first query.
+    A piece must not begin before the window of the first query.
     """
     first, end = piece.ranges[0]
     if not has_distances:

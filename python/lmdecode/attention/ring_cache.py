@@ -20,12 +20,12 @@ _SPARE = 63
 
 
 class RingSnapshot(NamedTuple):
-    """What a ``RingKVCache`` needs to go on from, as copies.
+    """Snapshot of a ``RingKVCache``, as copies, from which it can resume.
 
     Attributes
     ----------
     num_tokens
-        Tokens that had been written.
+        Number of tokens written so far.
     keys, values
         The sinks, then the last window, as ``RingKVCache.ordered`` returns them.
     """

@@ -69,7 +69,7 @@ class RuleArguments:
 
     @property
     def signature(self) -> Hashable:
-        """What steps do, whatever the values: equal where ``copy_`` can take the other's."""
+        """Switches, shapes and dtypes; equal where ``copy_`` can take the other's values."""
         switches = (self._is_diverse, self._forces, self._bans_change, tuple(self.ngram_sizes))
         return switches, tuple(
             (name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors().items()

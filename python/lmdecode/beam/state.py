@@ -120,7 +120,7 @@ class BeamState(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """What a step decided.
+    """Result of one ``beam_step``.
 
     Attributes
     ----------
@@ -129,10 +129,10 @@ class BeamStep(NamedTuple):
     tokens : Tensor
         [rows] int64: the tokens that they end in.
     parents : Tensor
-        [rows] int64: the row of the step's logits which each beam continues.
+        [rows] int64: the row of the step's logits that each beam continues.
     decisions : Tensor
-        [requests, K] int32: what became of each candidate: ``DECISIONS[value & 7]``, and
-        ``value >> 3``, the next beam (continued) or the place among the hypotheses (closed).
+        [requests, K] int32: the outcome of each candidate, ``DECISIONS[value & 7]``. ``value >> 3``
+        is the next beam (continued) or the index among the hypotheses (closed).
     """
 
     scores: Tensor

@@ -27,9 +27,9 @@ ALWAYS = (1 << 62) - 1  # a length that no sequence has
 
 
 class TokenRules(NamedTuple):
-    """What is done to log-probabilities before tokens are chosen, slot by slot.
+    """Rules applied to the log-probabilities before tokens are chosen, by slot.
 
-    Without beams it is done to the logits, as in transformers.
+    Without beams they apply to the logits, as in transformers.
 
     Attributes
     ----------

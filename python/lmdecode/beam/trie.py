@@ -241,7 +241,7 @@ class Trie:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What ops take: tokens [nodes] and child_begin [nodes + 1], int32. Not to be written."""
+        """Input of the ops: tokens [nodes] and child_begin [nodes + 1], int32. Read-only."""
         return self._tensors
 
     def step(self, nodes: Tensor, tokens: Tensor) -> Tensor:

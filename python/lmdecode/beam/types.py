@@ -1,4 +1,4 @@
-"""What ``log_softmax_top_k``, ``beam_step`` and their references and callers share."""
+"""Types shared by ``log_softmax_top_k``, ``beam_step``, their references and their callers."""
 
 from __future__ import annotations
 

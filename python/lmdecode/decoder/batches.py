@@ -1,4 +1,4 @@
-"""What of a ``Decoding`` takes requests that come and go: batches, and the engine."""
+"""Continuous batching of a ``Decoding``: batches and the engine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SCALE_BYTES = 4  # before each key and value of int8
 
 
 def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
-    """Return what a key or value of a head is held as: elements, and how many of them."""
+    """Return the dtype and number of elements that hold a key or value of one head."""
     kind = CACHE_DTYPES[dtype]
     return kind, head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
 

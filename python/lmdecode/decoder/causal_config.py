@@ -1,4 +1,4 @@
-"""What a decoder-only model is made of: its sizes and switches, and its weights."""
+"""Config of a decoder-only model (sizes and switches), and its weights."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class PackedCausalModel:
         return dataclasses.asdict(self.config)
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells, beside config and format, how the memory is to be read."""
+        """Return the metadata, beside config and format, that describes the memory's layout."""
         return {
             "embedding_format": self.sizes[_EMBEDDING_FORMAT],
             "max_positions": self.max_positions,
@@ -361,7 +361,7 @@ class PackedCausalModel:
         }
 
     def _most_bytes(self, weights: CausalWeights) -> int:
-        """Return what all parts take at most, each layer with all that layers may have."""
+        """Return an upper bound in bytes: every optional weight in every layer."""
         c, sizes = self.config, self._packed_sizes()
         of_model = sizes.pop("logits")
         if not c.gated:

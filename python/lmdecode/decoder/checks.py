@@ -1,4 +1,4 @@
-"""What is asked of a decoder's weights before any of them is packed or moved."""
+"""Checks of a decoder's weights, made before any of them is packed or moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transformer decoder is made of: its sizes and switches, and its weights."""
+"""Config of a transformer decoder (sizes and switches), and its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What searches of one shape need on a device, kept for the next ones: memory and a CUDA graph."""
+"""Memory and CUDA graph of searches of one shape on a device, kept for reuse."""
 
 from __future__ import annotations
 

@@ -189,16 +189,16 @@ class PackedEncoder(PackedStack):
         tokens: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Return what the encoder gives, [rows, model_size] float32.
+        """Return the encoder's output, [rows, model_size] float32.
 
         Parameters
         ----------
         row_begins : Tensor
-            [sequences + 1] int64: where each sequence's rows begin, then how many rows there are.
+            [sequences + 1] int64: the first row of each sequence, then the number of rows.
         positions : Tensor
-            [rows] int64: whose embeddings are added, where the model has such.
+            [rows] int64: indices of the position embeddings to add, if the model has them.
         tokens, inputs : Tensor
-            [rows] int64, or [rows, model_size] float32: one of them.
+            [rows] int64, or [rows, model_size] float32. Exactly one of them is given.
         """
         out: Tensor = ops.encoder_forward(
             self.tensors, self._sizes, self._numbers, tokens, inputs, positions, row_begins

@@ -72,20 +72,20 @@ def _check_encoder(encoder: PackedEncoder) -> None:
 
 
 class PackedEncoderDecoder:
-    """What an encoder-decoder model has packed, to be saved or as it was loaded.
+    """Packed parts of an encoder-decoder model, to save or as loaded.
 
     Parameters
     ----------
     parts : mapping of str to PackedDecoder, PackedEncoder or PackedLinear
-        The "decoder", maybe the "encoder", and linear layers by names of their own, all of one
+        The "decoder", optionally the "encoder", and linear layers by other names, all of one
         format.
 
     Attributes
     ----------
     parts : dict
-        These.
+        The parts.
     weight_format : str
-        Theirs.
+        Weight format of the decoder.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -171,7 +171,7 @@ class PackedEncoderDecoder:
         return self._fields
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells, beside config and format, how the memory is to be read."""
+        """Return the metadata, beside config and format, that describes the memory's layout."""
         return {"tensors": self._tensors}
 
     def first_packed(self) -> int:

@@ -12,7 +12,7 @@ __all__ = ["PromptStates", "StoredFormat"]
 
 
 class StoredFormat(Protocol):
-    """What a store's ``Fingerprint`` tells of keys and values."""
+    """Shape and dtype of stored keys and values, as a store's ``Fingerprint`` has them."""
 
     @property
     def num_layers(self) -> int:

@@ -21,7 +21,7 @@ __all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
 
 
 def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str]]:
-    """Return what a decoder has a table of, and so many that sequences may have one token more."""
+    """Return (limit, name) of each table that bounds a sequence; it may be one token longer."""
     limits = [
         (decoder.num_positions, "positions"),
         (decoder.num_distances, "distances of the relative bias"),

@@ -12,14 +12,14 @@ Thing = TypeVar("Thing")
 
 
 class Spares(Generic[Thing]):
-    """What nobody uses now, under keys; the last ones that were given back.
+    """Pool of unused objects by key, which keeps the last ones that were returned to it.
 
-    Who takes a thing has it alone until it is given back, so that threads do not share one.
+    A taken object leaves the pool until it is given back, so threads never share one.
 
     Parameters
     ----------
     most
-        So many are kept.
+        Capacity of the pool.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,7 +30,7 @@ class Spares(Generic[Thing]):
         return len(self._kept)
 
     def take(self, key: Hashable) -> Thing | None:
-        """Return one with this key, which is then no longer kept; None: there is none."""
+        """Remove an object with this key from the pool and return it; None if there is none."""
         with self._lock:
             for place, (known, _) in enumerate(self._kept):
                 if known == key:

@@ -174,9 +174,9 @@ def _packed_bytes(shape: tuple[int, int], number: int) -> int:
 
 
 def most_packed_bytes(shape: tuple[int, int], name: str) -> int:
-    """Return what a weight of [out_features, in_features] takes at most, as ``pack_weight`` has it.
+    """Return an upper bound in bytes of ``pack_weight``'s result, for [out_features, in_features].
 
-    A weight may be parts, each of which has a header and outputs that fill it up.
+    A weight may consist of parts. Each part has a header and padded outputs.
     """
     if name == AS_IT_IS:
         number = FORMATS["float32"]

@@ -31,9 +31,9 @@ class Results(NamedTuple):
 def new_memory(
     *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return zeros that can be written in ``torch.inference_mode()`` and outside of it.
+    """Return zeros that can be written both in ``torch.inference_mode()`` and outside of it.
 
-    Whatever the mode, the default device and the default dtype are.
+    The mode, the default device and the default dtype have no effect.
     """
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -120,7 +120,7 @@ class Outputs:
             )  # fmt: skip
 
     def of_step(self) -> SamplerOutput:
-        """Return what the step wrote: copies of what callers keep, the memory itself else."""
+        """Return the step's results: copies of index, logprob and rank, views of the rest."""
         index = self._index.clone()
         if self._others is not None:
             return SamplerOutput(index, *self._others)

@@ -1,4 +1,4 @@
-"""What a row of a ``Sampler`` is told: its parameters, checked, as numbers for the op."""
+"""Parameters of a row of a ``Sampler``: checked, and converted to numbers for the op."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def check_saved(rows: Tensor, first: int) -> None:
 
 
 def parameters_of_row(checked: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return what one row gets of checked parameters; an int seed is that of row 0."""
+    """Return one row of the checked parameters. An int seed belongs to row 0, others derive."""
     own = {}
     for name, value in checked.items():
         if name == "seed" and isinstance(value, int):

@@ -1,4 +1,4 @@
-"""What samplers return, the bits of a status and the dialects: one place for op and reference."""
+"""Results of samplers, bits of a status and dialects, shared by the ops and the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIALECTS: tuple[str, ...] = (
 
 
 class SampleOutput(NamedTuple):
-    """What one call of ``top_k_top_p_sample`` gives back, a row of the logits each.
+    """Result of ``top_k_top_p_sample``, one entry for each row of the logits.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class KeptSet(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-    """What one step of a ``Sampler`` gives back; what was not asked for is None.
+    """Result of one step of a ``Sampler``; fields that were not requested are None.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class SamplerOutput(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """What ``verify_draft`` gives back.
+    """Result of ``verify_draft``.
 
     Attributes
     ----------

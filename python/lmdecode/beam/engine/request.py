@@ -1,4 +1,4 @@
-"""What goes into ``BeamSearch`` and what comes out: a request, and its result."""
+"""Input and output of ``BeamSearch``: a request and its result."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class BeamRequest:
 
     @property
     def pad_token(self) -> int:
-        """What fills short results."""
+        """Token that pads short results."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         return int(self.eos_token_id[0]) if self.eos_token_id else 0

@@ -24,7 +24,7 @@ def check_tokens_of_request(op: str, request: BeamRequest, vocab_size: int) -> N
 
 
 def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
-    """Return the rules of one slot; what they say of tokens beyond the vocabulary is nothing."""
+    """Return the rules of one slot. Token ids >= vocab_size are ignored."""
     prompt = len(request.prompt_ids)
     bans = [(token, 0, ALWAYS, 1) for token in request.suppress_tokens]
     if request.min_new_tokens:

@@ -30,7 +30,7 @@ _OP = "BeamSearch"
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves for the next call; its rows are the beams of the requests that go on.
+    """Input of the model's next call; a row is a beam of an unfinished request.
 
     Attributes
     ----------

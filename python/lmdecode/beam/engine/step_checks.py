@@ -1,4 +1,4 @@
-"""What ``BeamSearch.step`` checks before it changes anything."""
+"""Checks of ``BeamSearch.step``, made before it changes anything."""
 
 from __future__ import annotations
 

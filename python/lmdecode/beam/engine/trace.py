@@ -1,4 +1,4 @@
-"""What ``BeamSearch`` decided in a step, for a reader: the trace, and its text."""
+"""Human-readable trace of the decisions of ``BeamSearch`` in a step."""
 
 from __future__ import annotations
 

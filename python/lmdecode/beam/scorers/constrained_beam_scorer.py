@@ -101,7 +101,7 @@ class ConstrainedBeamSearchScorer(BeamScorer):
         return self._constraint_progress().position(tuple(sequence)).completed
 
     def _constraint_progress(self) -> ConstraintProgress:
-        """Return what follows ``self.constraints``, which may have been replaced."""
+        """Return the progress of ``self.constraints``; a new one if these were replaced."""
         if self._progress is None or [*map(id, self._followed)] != [*map(id, self.constraints)]:
             if not self.constraints:
                 raise ValueError("constraints is empty; expected at least one")

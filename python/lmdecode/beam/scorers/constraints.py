@@ -33,15 +33,15 @@ def _is_token_list(token_ids: list[Any]) -> bool:
 
 
 class Constraint(ABC):
-    """What a constraint must be able to do; subclasses hold its state, token by token.
+    """Interface of a constraint; subclasses hold its state, which advances token by token.
 
-    Taking the tokens that ``advance`` proposes must complete a constraint in at most 10000 steps.
-    The constructor of this class tries that out, for subclasses that call it.
+    The tokens that ``advance`` proposes must complete a constraint in at most 10000 steps. The
+    constructor of this class tests that, for subclasses that call it.
 
     Attributes
     ----------
     seqlen : int
-        The most tokens that it takes from the beginning to completion.
+        Largest number of tokens from the beginning to completion.
     """
 
     seqlen: int
@@ -55,7 +55,7 @@ class Constraint(ABC):
         Raises
         ------
         ValueError
-            If a proposed token does not advance the constraint, or it does not come to completion.
+            If a proposed token does not advance the constraint, or it never completes.
         """
         completed, steps = False, 0
         while not completed:
@@ -204,7 +204,7 @@ class DisjunctiveTrie:
             )
 
     def node(self, current_seq: Sequence[int]) -> dict[int, Any]:
-        """Return what may follow ``current_seq``, a path from the root."""
+        """Return the node at ``current_seq``, a path from the root: children by token."""
         node = self.trie
         for token_id in current_seq:
             node = node[token_id]

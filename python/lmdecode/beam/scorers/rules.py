@@ -1,4 +1,4 @@
-"""What the scorers share: their interface, the walk over the candidates, and the final result."""
+"""Base of the scorers: their interface, the walk over the candidates, and the final result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class BeamScorer(ABC):
-    """What the scorers of beam search have in common; see ``BeamSearchScorer``."""
+    """Base class of the beam search scorers; see ``BeamSearchScorer``."""
 
     _done: Tensor
 

@@ -1,4 +1,4 @@
-"""What an ``Engine`` of an encoder-decoder model takes as input: tokens, features or a memory."""
+"""Input of an ``Engine`` of an encoder-decoder model: tokens, features or a memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EncoderInputs:
     memory_size: int
 
     def take(self, op: str, **given: Any) -> EncoderInput:
-        """Return what is given as ``input_ids``, ``input_features`` or ``memory``, checked."""
+        """Check and return the one of ``input_ids``, ``input_features`` and ``memory`` given."""
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             raise ValueError(

@@ -25,16 +25,16 @@ _DEFAULT_BEAMS = 4
 
 
 class EngineParts(NamedTuple):
-    """What an engine has of one kind of model.
+    """Parts of an engine that depend on the kind of model.
 
     Attributes
     ----------
     steps : ModelSteps
-        How it reads.
+        Runs the model.
     submission : Submission
-        What its requests are checked by.
+        Checks requests.
     max_requests : int
-        Its places.
+        Number of slots.
     """
 
     steps: ModelSteps

@@ -1,4 +1,4 @@
-"""What an ``Engine`` asks of a model: places for sequences, and steps that read for all of them."""
+"""Interface of a model to an ``Engine``: slots for sequences, and steps over all of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ __all__ = ["ModelSteps", "StepLogits"]
 
 
 class StepLogits(NamedTuple):
-    """What a step has read.
+    """Logits of a step.
 
     Attributes
     ----------
     logits : Tensor
-        [rows, V] float32: of the sequences that draw, then of the beams that search. The sequences
-        that have begun come last in each of the two.
+        [rows, V] float32: the sampled sequences, then the beams of the searches. Sequences that
+        have just begun come last in each of the two.
     begun : iterator of WrittenSequence
-        Their prompts have been read. Each leaves ``reading`` as it comes, for its rows.
+        Sequences whose prompts were read in this step. Each leaves ``reading`` when the iterator
+        yields it, for its rows.
     """
 
     logits: Tensor

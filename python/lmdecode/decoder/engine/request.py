@@ -55,19 +55,20 @@ class RequestStats(NamedTuple):
 
 
 class RequestResult(NamedTuple):
-    """What a request has become.
+    """Result of a request.
 
     Attributes
     ----------
     tokens : list of int
-        The new ones, with the end token where one was written. Of a search those of its best
-        sequence.
+        The new tokens, including the end token if there is one. Of a search, the new tokens of the
+        best sequence.
     finish_reason : {"stop", "length", "cancelled"}
-        An end token or the end of a search; ``max_new_tokens``; or ``cancel()``.
+        "stop": an end token, or the search ended. "length": ``max_new_tokens``. "cancelled":
+        ``cancel()``.
     logprobs : list of TokenLogprob or None
-        Of each token, where they were asked for.
+        One for each token, if requested.
     beams : BeamResult or None
-        Of a search: all of its sequences.
+        All sequences of a search.
     """
 
     tokens: list[int]

@@ -38,7 +38,7 @@ def _no_token(status: int) -> RuntimeError:
 
 
 def _error_of(call: Callable[[], object]) -> BaseException | None:
-    """Return what a user's code raises; a panic of Rust's is no Exception."""
+    """Return the error that a user's code raises, or None. A Rust panic is a BaseException."""
     try:
         call()
     except (KeyboardInterrupt, SystemExit):
@@ -49,16 +49,16 @@ def _error_of(call: Callable[[], object]) -> BaseException | None:
 
 
 class Grammar(Protocol):
-    """What limits the tokens of one request, such as a matcher of xgrammar or llguidance.
+    """Constrains the tokens of one request, such as a matcher of xgrammar or llguidance.
 
-    An error that it raises ends its request, and is the request's.
+    An error that it raises ends its request and becomes the request's error.
     """
 
     def fill_bitmask(self, bitmask: Tensor) -> None:
-        """Write which tokens may come next to [ceil(V / 32)] int32: see ``Sampler.sample``."""
+        """Write the allowed next tokens to [ceil(V / 32)] int32; see ``Sampler.sample``."""
 
     def accept_token(self, token: int) -> object:
-        """Go on with a token."""
+        """Advance by a token."""
 
 
 class WrittenSequence:

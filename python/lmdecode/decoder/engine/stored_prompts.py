@@ -19,19 +19,19 @@ _MOST_PENDING = 8  # prompts that wait to be written: a disk that is slower gets
 
 
 class StoredPrompts:
-    """What an engine asks of a store. Whatever the store cannot do is a miss, or is not kept.
+    """Prompts of an engine in a store. A failed load is a miss; a failed write is dropped.
 
     Parameters
     ----------
     store : KVStore
-        Of the model's fingerprint. It must stay open while the engine runs.
+        A store with the model's fingerprint. It must stay open while the engine runs.
     caches : CausalCaches
-        Of the engine.
+        The engine's caches.
 
     Attributes
     ----------
     has_windows : bool
-        Whether layers have one: of what is loaded they have the last positions alone.
+        Whether layers have a window. Such layers load only the last positions.
     """
 
     def __init__(self, store: Any, caches: CausalCaches) -> None:
@@ -42,7 +42,7 @@ class StoredPrompts:
         self._has_warned = False
 
     def keep_at(self, prompt: tuple[int, ...]) -> int:
-        """Return how much of a prompt is to be kept, 0 of a short one.
+        """Return how many tokens of a prompt to store, 0 for a short one.
 
         Layers with a window are found where something stored ends. The same prompt is looked up
         without its last token, whose logits are wanted.

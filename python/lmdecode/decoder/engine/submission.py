@@ -1,4 +1,4 @@
-"""What ``Engine.submit`` takes: checked, and made a sequence."""
+"""Checks the arguments of ``Engine.submit`` and makes a sequence of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BEAM_PARAMETERS = tuple(
 
 
 class _Asked(NamedTuple):
-    """What every request is asked; ``least`` is its ``min_tokens``."""
+    """Checked arguments that every request has; ``least`` is ``min_tokens``."""
 
     request: Request
     new: int
@@ -58,14 +58,14 @@ class _Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """What an engine's requests are checked by; attributes are those of the ``Engine``.
+    """Checks requests of an engine. Attributes not listed here are the ``Engine``'s.
 
     Attributes
     ----------
     most_beams : tuple of (int, str)
-        The most beams of a search, and what says so.
+        The largest number of beams of a search, and the name of that limit.
     inputs : EncoderInputs or None
-        Of an encoder-decoder model.
+        Checks the input of an encoder-decoder model.
     """
 
     vocab: int

@@ -83,7 +83,7 @@ def _config(generation_config: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _key(*parts: Any) -> bytes | None:
-    """Return bytes that are the same only where all of this is; None where it has none."""
+    """Return bytes that are equal only for equal parts; None if a part cannot be pickled."""
     try:
         return pickle.dumps(parts)
     except Exception:  # whatever the objects that a caller put there raise
@@ -93,7 +93,7 @@ def _key(*parts: Any) -> bytes | None:
 def _translator(
     decoding: Any, decoder: PackedDecoder, generation_config: Any, arguments: dict[str, Any]
 ) -> Translator:
-    """Return what searches as these say: that of a call before, where they said the same."""
+    """Return the translator for these settings, reusing an earlier call's."""
     model = decoding.model
     configs = [generation_config, model.generation_config]
     key = _key(arguments, [None if config is None else vars(config) for config in configs])
