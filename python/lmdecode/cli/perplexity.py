@@ -60,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _formats(model: Path, chosen: list[str] | None) -> list[str | None]:
-    """Return what to load the model as; None: the format that it was saved in."""
+    """Return the weight formats to load the model in; None is the format it was saved in."""
     if (model / MANIFEST).is_file():
         if chosen is not None:
             raise _CommandError(

@@ -30,7 +30,7 @@ _K_STEP = 8  # V2 rounds ksMax up to a multiple of this
 
 
 class TopKTopPSampleOutput(NamedTuple):
-    """What ``top_k_top_p_sample`` gives back.
+    """Result of ``top_k_top_p_sample``.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class TopKTopPSampleOutput(NamedTuple):
 
 
 class TopKTopPSampleV2Output(NamedTuple):
-    """What ``top_k_top_p_sample_v2`` gives back.
+    """Result of ``top_k_top_p_sample_v2``.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What each stage of a ``Sampler`` leaves of one row of a model's logits, for people to read."""
+"""Prints how many tokens of a model's logits each stage of a ``Sampler`` keeps."""
 
 from __future__ import annotations
 

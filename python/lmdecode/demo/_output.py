@@ -1,4 +1,4 @@
-"""What demos share: one-line errors, tables on a terminal, bar charts."""
+"""Output helpers of the demos: one-line errors, tables on a terminal, bar charts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DemoError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says, in a line."""
+    """Return an error's message in one line."""
     return " ".join(str(error).split())
 
 

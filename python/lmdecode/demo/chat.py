@@ -28,14 +28,14 @@ def default_store() -> Path:
 
 
 class Template:
-    """What a line of the user's becomes in the model's prompt.
+    """Turns a line of the user into text of the prompt.
 
-    Models with a chat template get what it puts around a message. To others the talk is one text.
+    The model's chat template is applied if there is one. Otherwise the talk is one plain text.
 
     Parameters
     ----------
     tokenizer
-        Of the model.
+        The model's tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -40,18 +40,18 @@ _BATCH = 64  # words
 
 
 class Evaluation(NamedTuple):
-    """What one width of beam search gave.
+    """Results of one beam width.
 
     Attributes
     ----------
     rates
-        Of transformers, and so of lmdecode.
+        Error rates of transformers, which lmdecode shares.
     rounded
-        Of lmdecode with rounded weights, by format.
+        Error rates of lmdecode with rounded weights, by format.
     seconds
         CPU time of each engine, by name.
     differ
-        Words that CTranslate2 pronounces otherwise, None without it.
+        Number of words that CTranslate2 pronounces differently, None without CTranslate2.
     """
 
     rates: ErrorRates

@@ -18,25 +18,24 @@ _SAMPLING_SECONDS = 0.001
 def peak_memory(
     build: Callable[..., Callable[[], object]], *arguments: object, with_files: bool = True
 ) -> int:
-    """Return what a call takes at its peak beyond what is taken before it, in bytes.
+    """Return the peak memory of a call, less the memory in use before it, in bytes.
 
-    A fresh process runs it, as memory that other calls have freed would serve it unseen. Linux
-    only.
+    The call runs in a fresh process: in this one it could reuse freed memory, which would not
+    count. Linux only.
 
     Parameters
     ----------
     build
-        A function of a module: ``build(*arguments)`` loads and warms up what is not to count, and
-        returns the call, which is made once. The arguments can be pickled.
+        A module-level function. ``build(*arguments)`` loads and warms up everything that should
+        not count, and returns the call, which is made once. The arguments must be picklable.
     with_files
-        Whether pages of mapped files count, which the system takes back when it needs them. Linux
-        keeps no peak of the others alone. It is sampled every millisecond: what is there for less
-        may be missed.
+        Whether pages of mapped files count, which the system can reclaim. Without them memory is
+        sampled every millisecond, as Linux keeps no such peak: a shorter peak may be missed.
 
     Raises
     ------
     BaseException
-        What ``build`` and the call raise.
+        Any error of ``build`` or the call.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:

@@ -1,4 +1,4 @@
-"""What ``Decoding`` loads, and saves beside its weights, whatever the format it came in."""
+"""Files that ``Decoding`` loads, and saves beside its weights, for every source format."""
 
 from __future__ import annotations
 

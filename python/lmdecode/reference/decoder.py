@@ -33,7 +33,7 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows, a weight 
 
 
 def normed(config: Config, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-    """Return what the norm of all models here makes of x; a gamma of None is 1."""
+    """Apply the config's norm (LayerNorm or RMSNorm) to x; a gamma of None is 1."""
     if config.norm == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], gamma, beta, config.norm_epsilon)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_epsilon)
@@ -54,7 +54,7 @@ def residual(
 
 
 def activated(config: Config, x: Tensor) -> Tensor:
-    """Return what the activation of the feed-forward layers makes of x."""
+    """Apply the config's activation function to x."""
     if config.activation == "gelu":
         return F.gelu(x)
     if config.activation == "gelu_tanh":
@@ -68,7 +68,7 @@ def feed_forward(
     x: Tensor,
     linear: Linear = F.linear,
 ) -> Tensor:
-    """Return what the feed-forward layer makes of x."""
+    """Apply the feed-forward layer to x."""
     inner = linear(x, w.ffn_up, w.ffn_up_bias)
     if config.gated:
         assert w.ffn_gate is not None
@@ -118,7 +118,7 @@ def self_attention(
     bias: Tensor | None,
     linear: Linear = F.linear,
 ) -> Tensor:
-    """Return what self-attention makes of x, [B, T, D]; visible and bias are those of scores."""
+    """Apply self-attention to x, [B, T, D]; visible masks the scores, bias is added to them."""
     q, k, v = linear(x, w.qkv, w.qkv_bias).chunk(3, dim=-1)
     return linear(_attend(config, q, k, v, visible, bias), w.self_out, w.self_out_bias)
 
@@ -140,7 +140,7 @@ def decoder_layer(
     lengths: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return what a layer makes of whole sequences.
+    """Apply a decoder layer to whole sequences.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def decoder_layer(
     memory, lengths : Tensor
         [B, S, M] and [B].
     bias : Tensor, optional
-        [heads, T, T] of queries and keys, added to the scores of self-attention.
+        [heads, T (queries), T (keys)], added to the scores of self-attention.
     """
 
     def cross_attention(x: Tensor) -> Tensor:

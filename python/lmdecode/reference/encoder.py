@@ -37,7 +37,7 @@ def _layer(
     x: Tensor,
     linear: Linear,
 ) -> Tensor:
-    """Return what a layer makes of a sequence, [T, D]; relative_bias: [heads, 2 n - 1], its own."""
+    """Apply a layer to a sequence, [T, D]; relative_bias is the layer's own, [heads, 2 n - 1]."""
     bias = None
     if relative_bias is not None:
         places, middle = torch.arange(x.shape[0]), relative_bias.shape[1] // 2
@@ -60,19 +60,19 @@ def encoder_forward(
     weight_format: str = "float32",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what the encoder gives.
+    """Return the encoder's output.
 
     Parameters
     ----------
     config, weights
         The encoder.
     row_begins, positions, tokens, inputs
-        Those of ``PackedEncoder.forward``; ``inputs`` may be of any dtype.
+        As of ``PackedEncoder.forward``; ``inputs`` may be of any dtype.
     weight_format : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as: products are those of ``lmdecode.reference.packed_linear``,
-        but for float32, whose products are of ``dtype``.
+        Format of linear weights. Products are those of ``lmdecode.reference.packed_linear``, except
+        for float32, whose products are computed in ``dtype``.
     dtype : torch.dtype
-        In which the rest is computed: float32 or float64.
+        float32 or float64. The rest is computed in it.
 
     Returns
     -------

@@ -76,7 +76,7 @@ class RowSequence:
 
 @dataclass
 class Distribution:
-    """What is left of a row before the draw. Weights and masses are those of ``ids``."""
+    """Distribution of a row before the draw. Weights and masses are in the order of ``ids``."""
 
     ids: Tensor  # [N] int64, in order
     values: Tensor  # [N] float32: what kept_logits shows

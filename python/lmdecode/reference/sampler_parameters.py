@@ -74,7 +74,7 @@ def _ids(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _number(name: str, value: float) -> tuple[float, bool]:
-    """Return what a row takes a number for, and whether it was no proper one."""
+    """Return the value that a row uses for a parameter, and whether the given one was invalid."""
     default = DEFAULTS[name]
     if isinstance(default, int):
         return int(value), False

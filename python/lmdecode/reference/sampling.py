@@ -47,7 +47,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class DialectRules:
-    """What the systems that the op can imitate do differently, point by point."""
+    """Differences between the dialects of the op, one switch each."""
 
     keep_top_k_ties: bool = False  # every value equal to the k-th one survives
     high_index_first: bool = False  # order of equal values within top-p

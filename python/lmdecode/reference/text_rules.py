@@ -1,6 +1,6 @@
-"""What ``Sampler`` does to the logits before its stages, in plain torch: biases, penalties, bans.
+"""Edits of the logits before the stages of a ``Sampler``, in plain torch: biases, penalties, bans.
 
-Each edit is one f32 operation a token, rounded, in a fixed order. ``text`` is prompt and output.
+Each edit is one rounded f32 operation per token, in a fixed order. ``text`` is prompt and output.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CommitServer:
         return call(fields, *parts)
 
     def _durable(self, fields: dict[str, Any], stored: int) -> int:
-        """What a strict store acknowledges of what a relaxed one has stored."""
+        """Return ``stored``; 0 if a strict client's put is not durable in a relaxed store."""
         return stored if fields["relaxed"] or not self._relaxed or self._native.flush() else 0
 
     def _do_put(self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes) -> int:

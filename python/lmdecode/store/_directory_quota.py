@@ -1,7 +1,7 @@
-"""One limit for all fingerprints of a directory: what was used least recently goes first.
+"""One size limit for all fingerprints of a directory, with LRU eviction.
 
-What counts is what the files take on the disk. Slots are holes where nothing lies in them, so a
-short entry counts with what it has, not with a slot.
+The size is the disk space that the files allocate. Unused parts of slots are holes, so a short
+entry counts its own bytes, not a whole slot.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FOREVER = 2**63 - 1
 
 
 class _Folder:
-    """What stores of one folder share in this process.
+    """State that the stores of one folder share in this process.
 
     Attributes
     ----------
     lock
-        Of room: who looks for some has it. A store that is collected meanwhile may close.
+        Held while space is reserved. Reentrant: a garbage-collected store may close meanwhile.
     coming
-        Bytes that were found, and are being written.
+        Bytes that are reserved and being written.
     stores
-        Those that write; their own locks keep them from being opened again.
+        Stores open for writing; their own locks keep them from being opened again.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def _shared(folder: Path) -> _Folder:
 
 
 def _allocated(directory: str | os.PathLike[str], begin: str = "") -> int:
-    """What the files of a directory whose names begin so take on the disk."""
+    """Return the bytes that a directory's files with this name prefix allocate on the disk."""
     count = 0
     with suppress(FileNotFoundError), os.scandir(directory) as files:
         for file in files:
@@ -66,7 +66,7 @@ def _allocated(directory: str | os.PathLike[str], begin: str = "") -> int:
 
 
 def allocated_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return what all files of the fingerprints of a folder take on the disk."""
+    """Return the bytes that the files of all fingerprints in a folder allocate on the disk."""
     with os.scandir(folder) as directories:
         return sum(_allocated(one) for one in directories if one.is_dir(follow_symlinks=False))
 
@@ -217,7 +217,7 @@ class LimitedStore:
                     self._shared.coming -= num_bytes
 
     def _new_bytes(self, stored: int, total: int) -> int:
-        """What slots of tokens from ``stored`` on take at most."""
+        """Return an upper bound in bytes of the slots of tokens [stored, total)."""
         chunk = self.native.chunk_tokens
         tokens, size = total - stored // chunk * chunk, 0
         if tokens >= chunk:

@@ -33,7 +33,7 @@ _MODEL_FIELDS = ("mark", "model_name", "revision")
 
 
 def read_model(directory: Path) -> dict[str, str | None]:
-    """Return what is known of the model whose store this is; stores of old have nothing."""
+    """Return the fields of ``model.json``; None for each that is missing, as in old stores."""
     try:
         content = json.loads((directory / "model.json").read_bytes())
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def write_model(directory: Path, known: dict[str, str | None]) -> None:
 
 @dataclass(frozen=True)
 class ExportHead:
-    """What an exported file says of itself."""
+    """Header of an exported file."""
 
     fingerprint: Fingerprint
     chunk_tokens: int
@@ -68,7 +68,7 @@ def checked_path(op: str, name: str, path: object) -> Path:
 
 
 def read_export_head(path: str | os.PathLike[str]) -> ExportHead | None:
-    """Return what a file that ``export`` wrote begins with; None: it is none."""
+    """Return the header of a file that ``export`` wrote; None for any other file."""
     with open(path, "rb") as file:
         head = file.read(20)
         size = int.from_bytes(head[12:20], "little")

@@ -1,6 +1,6 @@
-"""What processes that share a store say to each other: a head in JSON, raw bytes, a descriptor.
+"""Messages between processes that share a store: a JSON header, raw bytes, a file descriptor.
 
-Nothing is unpickled. The socket lies in a directory that is its owner's alone.
+Nothing is unpickled. The socket is in a directory that only its owner can access.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def failure(error: Exception) -> Message:
 
 
 def result(answer: Message) -> Any:
-    """Return what an answer says, or raise it."""
+    """Return the result in an answer, or raise its error."""
     fields = answer.fields
     if "error" not in fields:
         return fields["result"]

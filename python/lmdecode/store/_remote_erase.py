@@ -17,12 +17,12 @@ _SCANNED_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``KVStore.erase`` was told to erase, as the compiled store takes it.
+    """Target of ``KVStore.erase``, in the form that the compiled store takes.
 
     Attributes
     ----------
     tokens, session
-        At most one of them; neither: everything of the tenant, as far as its contexts are known.
+        At most one is given. Neither: everything of the tenant, in all of its known contexts.
     """
 
     store: Store
@@ -35,7 +35,7 @@ class Choice:
         return self.tokens is None and self.session is None
 
     def erase(self, client: Any) -> None:
-        """Remove it from a server. The local store still has what says what that is."""
+        """Remove it from a server. Call this before the local store erases its own entries."""
         roots = {self.store.key(self.scope, b"")}
         if self._is_everything:
             roots.update(self.store.roots(self.scope))

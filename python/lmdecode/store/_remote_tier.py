@@ -47,7 +47,7 @@ class _Upload:
 
 @dataclass
 class _Flush:
-    """What was fetched is to be made durable."""
+    """Job: make the fetched entries durable."""
 
     store: weakref.ref[Store]
 

@@ -140,12 +140,12 @@ class _Client:
 
 
 class SharedStore:
-    """What ``_store.Store`` does, for each of several processes.
+    """Interface of ``_store.Store`` for several processes at once.
 
     Parameters
     ----------
     open_store
-        Opens the compiled store; with True only to read.
+        Opens the compiled store; True opens it read-only.
     directory, fingerprint, relaxed
         Of the store.
     """
@@ -239,7 +239,7 @@ class SharedStore:
         return Message({**fields, "relaxed": self._relaxed}, (*head, *parts))
 
     def _stored(self, own: Callable[[Store], int], planes: Planes, message: Message) -> int:
-        """What a put or commit has stored: nothing where nobody answers, and no error."""
+        """Return how much a put or commit stored; 0, without an error, if nobody answers."""
         message.fields["counts"] = planes.counts
         if self._silent_until > time.monotonic():
             return 0
@@ -392,7 +392,7 @@ class SharedStore:
         return hit.owner.load(hit.hit, first_layer, num_layers, planes)
 
     def entries_of(self, hit: SharedHit) -> list[dict[str, Any]]:
-        """What a hit lies in."""
+        """Return the entries that hold a hit."""
         return hit.owner.entries_of(hit.hit)
 
     def read_image(self, hit: SharedHit, index: int) -> bytes | None:
@@ -410,7 +410,7 @@ def _held(native: Store, hit: Hit | None, scope: Scope, ids: memoryview) -> Shar
 
 
 def _choice(ids: memoryview | None, name: bytes | None) -> tuple[str | None, list[Any]]:
-    """What ``erase`` is about, and its tokens or session."""
+    """Return the kind of target that ``erase`` has, and its tokens or session."""
     if ids is not None:
         return "tokens", [ids]
     return (None, []) if name is None else ("session", [name])

@@ -1,4 +1,4 @@
-"""What the store raises. A miss is no error, and neither is a full disk: those are results."""
+"""Errors of the store. A miss and a full disk are results, not errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keys and values depend on besides the tokens: different fingerprints never meet."""
+"""Fingerprint of a model: all that its keys and values depend on besides the tokens."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Fingerprint:
 
     @property
     def token_bytes(self) -> int:
-        """What the keys, or the values, of one token take in a layer."""
+        """Bytes of the keys (equally, of the values) of one token in one layer."""
         dtype, size = self.stored_row
         return self.num_kv_heads * size * dtype.itemsize
 
@@ -260,7 +260,7 @@ class Fingerprint:
 
     @property
     def title(self) -> str:
-        """What people call the model."""
+        """Display name of the model."""
         revision = f" at {self.revision}" if self.revision else ""
         return f"{self.model_name or self.model_id}{revision}"
 

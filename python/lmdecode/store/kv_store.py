@@ -59,7 +59,7 @@ def check_mark(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What ``KVStore.verify`` looked at, and what it found damaged, a line each."""
+    """Result of ``KVStore.verify``: entries, bytes and sessions checked, a line for each damage."""
 
     entries: int
     num_bytes: int
@@ -384,7 +384,7 @@ class KVStore(Prefixes):
         return remote is None or remote.drain(timeout)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return what is stored, chunk by chunk, prefixes before what continues them."""
+        """Return the stored entries, one a chunk; a prefix comes before its continuations."""
         return self._engine.native.entries()
 
     def gc(self) -> int:

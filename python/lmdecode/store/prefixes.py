@@ -1,4 +1,4 @@
-"""What one tenant stores, and finds again: prefixes of tokens with their keys and values."""
+"""Prefixes of tokens with their keys and values, stored and looked up for one tenant."""
 
 from __future__ import annotations
 

@@ -80,14 +80,14 @@ class Remote:
         return f"{parts.scheme}://{host}{parts.path}"
 
     def connector(self) -> Callable[[], Any]:
-        """Return what makes a client; only that connects.
+        """Return a factory of clients. Only calling it connects.
 
         Raises
         ------
         ImportError
             redis-py is not installed.
         ValueError
-            The URL is none that redis-py can read.
+            redis-py cannot parse the URL.
         """
         try:
             import redis

@@ -142,7 +142,7 @@ FIRST_VALUES = "lmdkv1:{*}:0"
 
 @dataclass(frozen=True)
 class ValueHead:
-    """What the beginning of an entry's first value says; nothing of it is trusted.
+    """Header of an entry's first value. Nothing in it is trusted.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class ValueHead:
     image
         The beginning of the image: the slot's header.
     parent, count
-        Key of what the entry continues, and its number of tokens.
+        Key of the prefix that the entry continues, and its number of tokens.
     """
 
     root: bytes
@@ -166,7 +166,7 @@ class ValueHead:
 
     @classmethod
     def of(cls, name: bytes, value: bytes) -> ValueHead | None:
-        """Read it; None: it is no value of an entry."""
+        """Parse it; None if it is not a value of an entry."""
         image = value[_HEAD_BYTES:]
         if len(image) < _IMAGE_PLACE.size or value[: len(_MAGIC)] != _MAGIC:
             return None

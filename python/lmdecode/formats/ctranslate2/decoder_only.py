@@ -197,7 +197,7 @@ def _gemma(
     has_head_norms: bool,
     activation: str,
 ) -> dict[str, Any]:
-    """Return what the config of a Gemma 2 or 3 says beside the common sizes."""
+    """Return the config entries of a Gemma, beside the common sizes."""
     activation = {"gelu_new": "gelu_pytorch_tanh"}.get(activation, activation)
     head_size = int(names.scalar(f"{attentions[0]}/head_dim"))
     config: dict[str, Any] = {

@@ -66,7 +66,7 @@ def is_ctranslate2(folder: Path) -> bool:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Return what a file of JSON has, which must be of a type; raise ValueError with its name."""
+    """Read a JSON file. Raise a ValueError that names it if its content is not of this type."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

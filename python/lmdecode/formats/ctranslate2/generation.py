@@ -1,4 +1,4 @@
-"""What transformers' generation config says, out of a folder's ``config.json`` and vocabulary."""
+"""Entries of transformers' generation config, from ``config.json`` and the vocabulary."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Part:
         return whole.T.contiguous() if self.is_transposed else whole
 
     def empty(self, file: ModelFile) -> Tensor:
-        """Return what ``read`` does, without memory: its shape."""
+        """Return a meta tensor of the shape that ``read`` returns."""
         if self.variable is None:
             return torch.empty(self.zeros + self.more, device="meta")
         rows, *others = file.shape(self.variable)

@@ -63,15 +63,15 @@ def _special_tokens(path: Path) -> list[str]:
 
 
 def load_feature_extractor(folder: str | os.PathLike[str]) -> Any:
-    """Return what makes features of a Whisper's sound: as transformers has it.
+    """Return the ``WhisperFeatureExtractor`` of transformers for a Whisper model.
 
-    Of ``preprocessor_config.json`` where there is one; else Whisper's own numbers, with as many mel
-    bins as the model's first convolution takes.
+    It is made from ``preprocessor_config.json`` if that exists. Otherwise it has Whisper's own
+    settings, with as many mel bins as the model's first convolution takes.
 
     Raises
     ------
     ValueError
-        The folder's model is no Whisper.
+        The model in the folder is not a Whisper model.
     """
     from transformers import WhisperFeatureExtractor
 

@@ -33,7 +33,7 @@ def _head_sizes(facts: Facts) -> dict[str, int]:
 
 
 def _common(facts: Facts) -> dict[str, Any]:
-    """Return what models of Llama's kind have in common, but for their rotary embedding."""
+    """Return the config entries that Llama-like models share, except the rotary embedding."""
     vocab_size, size = facts.shape("token_embd.weight")
     heads = _head_sizes(facts)
     if "blk.0.attn_q.weight" in facts.file.tensors:
@@ -176,10 +176,10 @@ def _phi3(facts: Facts) -> dict[str, Any]:
 
 
 def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[str, Any]:
-    """Return what Gemma 2 and 3 have in common; every ``period``-th layer has no window.
+    """Return the config entries that Gemma 2 and 3 share; every ``period``-th layer has no window.
 
-    Files do not say what scores are multiplied by: the models of 27 billion weights have another
-    factor than the others, and are known by their layers, as in llama.cpp.
+    A file need not have the scale of the scores. Models of 27 billion weights have a different
+    scale from the others; as in llama.cpp, their number of layers identifies them.
     """
     entries = _common(facts)
     layers, heads = entries["num_hidden_layers"], entries["num_attention_heads"]

@@ -18,12 +18,12 @@ def refused(file: GgufFile, what: str) -> ValueError:
 
 
 class Facts:
-    """What a file says about its model; keys are those behind the architecture's name.
+    """Metadata of a file's model; a key is what follows the architecture's name.
 
     Attributes
     ----------
     architecture : str
-        Its ``general.architecture``.
+        The file's ``general.architecture``.
     """
 
     def __init__(self, file: GgufFile) -> None:

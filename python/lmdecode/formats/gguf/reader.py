@@ -1,10 +1,9 @@
-"""What a GGUF file says and holds: its metadata, its table of tensors, and their bytes.
+"""Reader of GGUF files: metadata, table of tensors, and tensor bytes.
 
-A reader of our own, as files come from anywhere. The package ``gguf`` takes seconds for a
-vocabulary of 262 144 tokens, and believes every count and length. transformers' reader is as fast
-as this one, but allocates what a count says, and of offsets outside of the file makes short
-tensors. Here each count, length and offset is compared with what is left of the file before
-anything is made of it.
+Files are untrusted input, so this reader checks each count, length and offset against the rest of
+the file before it uses it. The package ``gguf`` takes seconds for a vocabulary of 262 144 tokens
+and checks no count or length. transformers' reader is as fast as this one, but it allocates by an
+unchecked count, and offsets outside of the file give short tensors.
 """
 
 from __future__ import annotations

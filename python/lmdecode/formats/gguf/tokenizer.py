@@ -28,12 +28,12 @@ _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class _Vocabulary:
-    """What a file says about its tokens, checked.
+    """Vocabulary of a file, checked.
 
     Attributes
     ----------
     kind : str
-        "gpt2", whose tokens are of bytes, or "llama", sentencepiece.
+        "gpt2" (byte-level BPE) or "llama" (sentencepiece).
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -95,7 +95,7 @@ class _Vocabulary:
         return found
 
     def scored_pairs(self, ids: dict[str, int]) -> list[tuple[str, str]]:
-        """Return what merges into each token, by its score: two neighbours do that make a token."""
+        """Return the merges, best score first: each pair of tokens that concatenates to a token."""
         found = []
         for token, kind, score in zip(self.tokens, self.kinds, self.scores, strict=True):
             if kind in (_CONTROL, _BYTE, _UNKNOWN):

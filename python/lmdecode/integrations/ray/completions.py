@@ -135,12 +135,12 @@ class CompletionRequest:
 
 
 def body_of(data: bytes) -> Any:
-    """Return what a request's body holds.
+    """Parse the JSON body of a request.
 
     Raises
     ------
     BadRequest
-        It is no JSON, or has half a character: no tokenizer takes one.
+        It is not JSON, or has a lone surrogate, which no tokenizer takes.
     """
     try:
         body = json.loads(data)

@@ -69,7 +69,7 @@ class _Arguments:
             )
 
     def get(self, name: str) -> Any:
-        """Return what ``generate()`` takes for an argument."""
+        """Return the value that ``generate()`` would use for an argument: given, else config."""
         if name in self.given:
             return self.given[name]
         values = (getattr(config, name, None) for config in self._configs)
@@ -215,7 +215,7 @@ class Generate:
             raise
 
     def _asked(self, prompt: list[int]) -> EngineCall | None:
-        """Return what an engine is asked for; None where ``generate()`` is needed."""
+        """Return the engine call for this prompt; None if only ``generate()`` can do it."""
         length = len(prompt)
         if length not in self._calls:
             options = {"pad_token_id": self._pad, **self._arguments.given}

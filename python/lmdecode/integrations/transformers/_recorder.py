@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """What ``return_dict_in_generate`` asks for, collected over the steps."""
+    """Collects the fields of ``return_dict_in_generate`` over the steps."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Recorder:
     def result(
         self, sequences: torch.Tensor, cache: Any = None
     ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """Return what ``generate()`` returns; ``sequences`` is [B, length] int64.
+        """Return the result of ``generate()``; ``sequences`` is [B, length] int64.
 
-        cache: what ``past_key_values`` is to be.
+        cache: the result's ``past_key_values``.
         """
         if not self.returns_dict:
             return sequences
@@ -88,7 +88,7 @@ class Recorder:
     def beam_result(
         self, result: SearchResult, cache: Any = None
     ) -> torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput:
-        """Return what ``generate()`` returns for beam search."""
+        """Return the result of ``generate()`` for beam search."""
         if not self.returns_dict:
             return result.sequences
         fields = {

@@ -1,4 +1,4 @@
-"""What a step could not decide, as an error."""
+"""Errors for rows in which a step could not choose a token."""
 
 from __future__ import annotations
 

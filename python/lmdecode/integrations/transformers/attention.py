@@ -52,9 +52,9 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return what ``attention_forward`` needs to know beside the window: which keys are padding.
+    """Return the mask of padding keys, which ``attention_forward`` needs beside the window.
 
-    Called by transformers, as an ``AttentionMaskInterface``.
+    transformers calls this, as an ``AttentionMaskInterface``.
 
     Returns
     -------

@@ -38,32 +38,31 @@ class CallerArguments(NamedTuple):
 
 
 def arguments_of_generate(model: Any, streamer: Any) -> CallerArguments:
-    """Return what ``generate()`` was called with and does not hand on to its callable.
+    """Return the arguments of ``generate()`` that it does not pass to its callable.
 
-    transformers (5.0 to 5.23) replaces the arguments of a decoding loop by those which a callable
-    adds to the signature of ``_sample``. So a callable never gets these: a streamer would be
-    given the prompt and then nothing, and whoever iterates over it would wait for ever. Nothing
-    that a callable or its model is asked on the way tells them, so this one function reads them
-    from the frame of ``generate()``, where that called the loop, and the tokenizers, which it
-    drops altogether, from the frame of its decorator. To be called by the loop itself.
+    transformers (5.0 to 5.23) passes a callable only the arguments that it adds to the signature
+    of ``_sample``. So a streamer would get the prompt and then nothing, and its reader would wait
+    for ever. No hook exposes these arguments. So this function reads them from the frame of
+    ``generate()``, which called the loop. It reads the tokenizers, which ``generate()`` drops, from
+    the frame of the decorator. The loop itself must call it.
 
     Parameters
     ----------
     model
-        Of the loop.
+        The loop's model.
     streamer
-        What the loop was given; None: what ``generate()`` was.
+        The loop's streamer; None: the streamer of ``generate()``.
 
     Returns
     -------
     CallerArguments
-        All None but for the streamer where the caller is not ``generate()``.
+        All fields but the streamer are None if the caller is not ``generate()``.
 
     Raises
     ------
     ValueError
-        ``generate()`` has a streamer of which its callable, a function around the loop, knows
-        nothing. The streamer is ended, so that nobody waits for its tokens.
+        ``generate()`` has a streamer, but its callable, a function around the loop, did not pass it
+        on. The streamer is ended, so nobody waits for its tokens.
     """
     code = inspect.unwrap(generation_utils.GenerationMixin.generate).__code__
     caller = sys._getframe(2)

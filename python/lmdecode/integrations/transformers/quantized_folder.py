@@ -119,7 +119,7 @@ def _check_report(model: PreTrainedModel, report: dict[str, Any], may_mismatch: 
 
 
 class _QuantizedConfig(QuantizationConfigMixin):
-    """What the ``quantization_config`` of a checkpoint says."""
+    """The ``quantization_config`` of a checkpoint."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         def check(name: str, value: object, *expected: object) -> None:
@@ -183,7 +183,7 @@ class _FolderQuantizer(LmdecodeQuantizer):
         return False
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Return what takes the tensors of a layer together."""
+        """Return the converter that joins the tensors of a layer."""
         return [WeightConverter([rf"\.{name}" for name in _TENSORS], ".weight", [_Keep(self)])]
 
     def _process_model_before_weight_loading(
@@ -223,9 +223,9 @@ def _names_in(path: str | os.PathLike[str]) -> Sequence[str]:
 
 
 def _parts(model: PreTrainedModel, name: str, part: str) -> set[str]:
-    """What a checkpoint may call a part of a layer: with the prefix of the base model, or without.
+    """Return a part's possible names in a checkpoint, with and without the base model's prefix.
 
-    transformers' ``rename_source_key`` puts it there, or takes it away, where only that fits.
+    transformers' ``rename_source_key`` adds or removes the prefix if only that name fits.
     """
     prefix = f"{model.base_model_prefix}."
     return {f"{layer}.{part}" for layer in (name, prefix + name, name.removeprefix(prefix))}

@@ -32,22 +32,22 @@ _NAME = "lmdecode"
 
 @register_quantization_config(_NAME)
 class LmdecodeConfig(QuantizationConfigMixin):
-    """What ``from_pretrained(..., quantization_config=...)`` takes to pack linear layers.
+    """A ``quantization_config`` of ``from_pretrained`` that packs linear layers.
 
-    Each layer is packed as soon as its weight is read, so that the weights of the model are never
-    all there in their own dtype. The model is as ``pack_linears_`` makes it, and cannot be saved.
+    Each layer is packed as soon as its weight is read, so the model's weights are never all in
+    memory in their own dtype. The model equals the result of ``pack_linears_``. It cannot be saved.
 
     Parameters
     ----------
     dtype, skip, group_size, rotate
-        Those of ``pack_linears_``.
+        As of ``pack_linears_``.
 
     Raises
     ------
     TypeError
-        An argument of another type.
+        An argument has the wrong type.
     ValueError
-        An argument of another value than expected.
+        An argument has an unsupported value.
     """
 
     rotate: bool | None = None
@@ -72,7 +72,7 @@ class LmdecodeConfig(QuantizationConfigMixin):
 
     @property
     def format_of_layers(self) -> LinearFormat:
-        """What layers are packed in, but for the output layer."""
+        """Weight format of all layers but the output layer."""
         return LinearFormat(self.dtype, self.group_size, self.rotate)
 
 
@@ -146,7 +146,7 @@ class LmdecodeQuantizer(HfQuantizer):
         )
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what packs a weight."""
+        """Return the operation that packs a weight."""
         return _Pack(self)
 
     def _process_model_before_weight_loading(

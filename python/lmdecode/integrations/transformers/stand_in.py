@@ -9,14 +9,14 @@ __all__ = ["ForwardOf", "WithoutWeights", "is_stand_in", "refuse_stand_in"]
 
 
 class ForwardOf:
-    """What is put in the place of the ``forward`` of a model of a class, with its signature."""
+    """Replacement for the ``forward`` of a model class, with the same signature."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Those of the model's arguments, which ``generate()`` looks at."""
+        """Signature of the model's ``forward``, which ``generate()`` inspects."""
         found = inspect.signature(self._kind.forward)  # type: ignore[attr-defined]
         return found.replace(parameters=list(found.parameters.values())[1:])
 

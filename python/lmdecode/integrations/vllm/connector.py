@@ -40,7 +40,7 @@ class Move(NamedTuple):
 
 @dataclass
 class Plan(KVConnectorMetadata):
-    """What the worker shall do in a step: loads of requests that wait, saves of those that ran."""
+    """Work of the worker in a step: loads of waiting requests, saves of requests that ran."""
 
     loads: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)

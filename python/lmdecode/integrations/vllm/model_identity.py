@@ -1,4 +1,4 @@
-"""What the blocks of a vLLM's KV cache depend on besides the tokens, as a ``Fingerprint``."""
+"""``Fingerprint`` of vLLM's KV cache: all that its blocks depend on besides the tokens."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class LmdecodeTier(SecondaryTierManager):
         self._submit(job_metadata, self._load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return what has finished since the last call."""
+        """Return the jobs that finished since the last call."""
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -193,7 +193,7 @@ def _same(chunk: Tensor) -> Tensor:
 
 
 def _identity(config: Any, weights_hash: str) -> dict[str, Any]:
-    """What chunks depend on besides the tokens, as far as vLLM says it here."""
+    """Return what chunks depend on besides the tokens, as far as vLLM exposes it here."""
     parallel = config.parallel
     layout = {
         "engine": "vllm tier",

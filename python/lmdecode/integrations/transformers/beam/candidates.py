@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Candidates(NamedTuple):
-    """What ``beam_step`` takes: see ``lmdecode.BeamCandidates``, of which these are parts."""
+    """Input of ``beam_step``: some fields of ``lmdecode.BeamCandidates``."""
 
     scores: Tensor
     tokens: Tensor

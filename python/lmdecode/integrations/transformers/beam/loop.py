@@ -10,14 +10,14 @@ from lmdecode.decoder.stepwise import StepwiseModel
 
 
 class NextBeams(NamedTuple):
-    """What follows from the logits of a step.
+    """Beams after a step.
 
     Attributes
     ----------
     sequences : Tensor
         [rows, length + 1] int64: the next beams.
     parents : Tensor or None
-        [rows] int64: the row that each goes on from; None where each is its own.
+        [rows] int64: the row that each beam continues; None if each continues its own.
     finished : bool
         Whether every search has ended.
     """

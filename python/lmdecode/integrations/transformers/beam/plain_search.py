@@ -140,7 +140,7 @@ class PlainSearch(StateSearch):
         return by_beam.masked_fill(is_idle[:, None], -torch.inf).view_as(accumulated)
 
     def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
-        """Return what the candidates would make of their beams: [batch * K, length + 1]."""
+        """Return each candidate's beam with its token appended: [batch * K, length + 1]."""
         first = (
             torch.arange(len(candidates.beams), device=input_ids.device) * self.settings.num_beams
         )

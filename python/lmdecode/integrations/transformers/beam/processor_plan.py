@@ -222,7 +222,7 @@ class ProcessorPlan:
         return self._arguments.of_length(input_ids.shape[1], history, earlier_tokens)
 
     def _counted_tokens(self, input_ids: Tensor) -> Tensor:
-        """Return the beams, -1 where the repetition penalty is not to look."""
+        """Return the beams, with -1 at positions that the repetition penalty ignores."""
         ignored = self._ignored
         if isinstance(ignored, int):
             return input_ids[:, ignored:]
@@ -231,7 +231,10 @@ class ProcessorPlan:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Return what differs after a change in place; torch counts none of an inference tensor's."""
+    """Return a value that changes with each in-place write: the version, or the elements.
+
+    Inference tensors have no version counter.
+    """
     return tensor.tolist() if tensor.is_inference() else tensor._version
 
 

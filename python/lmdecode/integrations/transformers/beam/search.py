@@ -1,4 +1,4 @@
-"""What the kinds of beam search share: their numbers, their state, and how they end."""
+"""Base of the kinds of beam search: settings, state and result."""
 
 from __future__ import annotations
 
@@ -106,19 +106,19 @@ class StateSearch(SearchBase):
         return self.state.sequences[:, :, :length].flatten(0, 1).clone()
 
     def next_beams(self, input_ids: Tensor, parents: Tensor, *stopped: Tensor) -> NextBeams:
-        """Return what a step has led to; here alone the host waits for the device.
+        """Return the beams after a step. Only this method synchronises with the device.
 
         Parameters
         ----------
         input_ids, parents
             [rows, length] and [rows] int64: the next beams.
         *stopped
-            bool: each ends the search.
+            bool: each ends the search if true.
 
         Raises
         ------
         RuntimeError
-            The search of a prompt has failed.
+            The search of a prompt failed.
         """
         state, settings = self.state, self.settings
         failed, moved, *finished = torch.stack(

@@ -1,4 +1,4 @@
-"""What every kind of beam search takes from ``generate()``'s configuration."""
+"""Settings that every kind of beam search takes from ``generate()``'s configuration."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def new_search(
     end_tokens: list[int],
     keep_beam_indices: bool,
 ) -> tuple[BeamParameters, BeamState]:
-    """Return what ``beam_step`` works on, at the beginning of a search.
+    """Return the parameters and initial state of a search, for ``beam_step``.
 
     Slot b * num_groups + g is group g of prompt b, so that rows are in the order of the beams of
     input_ids, [batch * num_beams, prompt length].

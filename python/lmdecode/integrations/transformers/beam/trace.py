@@ -74,7 +74,7 @@ class _Entry(NamedTuple):
 
 @dataclass
 class _RecordedStep:
-    """What transformers did in a step: for each request, three lists of entries."""
+    """Record of a step of transformers: for each request, three lists of entries."""
 
     candidates: list[list[_Entry]] = field(default_factory=list)
     beams: list[list[_Entry]] = field(default_factory=list)

@@ -35,12 +35,11 @@ class _View:
 
 
 class RingStates(Tensor):
-    """What a ring layer returns for keys or values.
+    """Keys or values that a ring layer returns.
 
-    ``lmdecode`` attention finds the ring in it, and reads that as it lies. To all else it is the
-    tensor ``[batch, heads, length, head_size]`` in the order of positions, which is copied when it
-    is first used: so that every other attention implementation gets what it expects, whatever the
-    config says.
+    ``lmdecode`` attention reads the ring inside it without a copy. For any other code it is the
+    tensor ``[batch, heads, length, head_size]`` in the order of positions, which is copied at its
+    first use. So every other attention implementation works, whichever the config names.
     """
 
     _view: _View

@@ -123,9 +123,9 @@ def call_generate(
 def engine_call_of(
     decoding: Any, prompt: list[int], arguments: dict[str, Any]
 ) -> EngineCall | None:
-    """Return what ``Decoding.generate(prompt, **arguments)`` would ask an engine for.
+    """Return the engine call of ``Decoding.generate(prompt, **arguments)``.
 
-    It is the same for every prompt of this length. None: ``generate()`` alone can do it.
+    It is the same for every prompt of this length. None: only ``generate()`` can do it.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def engine_call_of(
     prompt
         At least one token.
     arguments
-        Of ``generate()``; a seed is not looked at.
+        Arguments of ``generate()``; a seed is ignored.
 
     Raises
     ------

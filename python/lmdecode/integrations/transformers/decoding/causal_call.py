@@ -38,24 +38,24 @@ _IGNORED = frozenset(
 
 
 class CausalCall(NamedTuple):
-    """What ``generate()`` was asked for.
+    """Prepared arguments of a ``generate()`` call.
 
     Attributes
     ----------
     model
-        Of transformers, or its stand-in.
+        The model of transformers, or its stand-in.
     input_ids, mask : Tensor
-        [rows, S] int64 on the CPU; the mask or None: 0 is padding on the left.
+        [rows, S] int64 on the CPU. The mask may be None; 0 is padding on the left.
     device
-        Of the caller's tokens, where those of the result go.
+        Device of the caller's tokens, and so of the result's.
     processors, criteria, config
         As ``generate()`` prepares them; tries are bound to the prompt.
     lookup, streamer, seed, constraints, force_words_ids
-        As they were given, or None.
+        As given, or None.
     has_beams : bool
-        Whether it is a search.
+        Whether it is a beam search.
     fits_engine : bool
-        Whether nothing is asked for that an engine never does: lookups, streamers, constraints.
+        Whether the call has no feature that engines lack: lookups, streamers, constraints.
     """
 
     model: Any

@@ -73,7 +73,7 @@ def _decode_by_steps(
     call: CausalCall,
     new_model: Callable[..., CausalModel],
 ) -> Any:
-    """Return what ``generate()`` returns; each step returns to Python."""
+    """Return the result of ``generate()``; each step returns to Python."""
     config, input_ids = call.config, call.input_ids
     recorder = Recorder(call.model, config)
     model = new_model(packed, input_ids, call.mask, config.max_length, cache_dtype, call.lookup)

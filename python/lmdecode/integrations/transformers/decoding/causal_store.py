@@ -51,12 +51,12 @@ def _weights_hash(packed: PackedCausalModel) -> str:
 
 
 def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
-    """Return what ``Decoding.fingerprint`` says.
+    """See ``Decoding.fingerprint``.
 
     Raises
     ------
     ValueError
-        It is no decoder-only model.
+        The model is not decoder-only.
     """
     from lmdecode.store import Fingerprint
     from lmdecode.store.fingerprint import hash_vocabulary
@@ -166,7 +166,7 @@ class StoredCall:
         self._seen: Tensor | None = None
 
     def run(self, generate: Callable[[], Any]) -> Any:
-        """Return what it returns, and store the session's tokens."""
+        """Return the result of ``generate()``, and store the session's tokens."""
         try:
             result = generate()
         except BaseException:

@@ -1,4 +1,4 @@
-"""What ``generate()`` calls in the place of a model's encoder: the one in C++."""
+"""Stand-in for a model's encoder in ``generate()``, which runs the encoder in C++."""
 
 from __future__ import annotations
 

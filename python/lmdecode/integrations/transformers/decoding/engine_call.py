@@ -48,7 +48,7 @@ _STEADY = {
 def _parameters(
     processors: LogitsProcessorList, do_sample: bool, rows: Rows
 ) -> dict[str, Any] | None:
-    """Return what an engine's request asks for; None: a processor has to be called."""
+    """Return the parameters of an engine's request; None if a processor must be called."""
     if type(processors) is not LogitsProcessorList or any(
         type(processor) not in _STEADY for processor in processors
     ):
@@ -86,14 +86,14 @@ def _raise_for_failed(requests: list[Request]) -> None:
 
 
 class EngineCall(NamedTuple):
-    """What an engine is asked for, for every row.
+    """Arguments of ``Engine.submit`` that all rows share.
 
     Attributes
     ----------
     max_new_tokens, do_sample, eos_token_id, parameters
-        Of ``Engine.submit``.
+        As of ``Engine.submit``.
     pad : int
-        What fills a row behind its end.
+        Token that pads a row after its end.
     """
 
     max_new_tokens: int
@@ -115,14 +115,14 @@ class EngineCall(NamedTuple):
 
 
 def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | None:
-    """Return what an engine is asked for; None where it cannot write this.
+    """Return the engine call of a ``generate()`` call; None if an engine cannot run it.
 
     Parameters
     ----------
     packed
         The model.
     call
-        That ``fits_engine``, without beams.
+        A call with ``fits_engine`` and without beams.
     """
     config, input_ids = call.config, call.input_ids
     length = input_ids.shape[1]
@@ -167,7 +167,7 @@ def _new_engine(
 
 
 def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCall) -> Tensor | None:
-    """Return what ``generate()`` returns; None where an engine cannot write it.
+    """Return the result of ``generate()``; None if an engine cannot run the call.
 
     Parameters
     ----------
@@ -179,9 +179,9 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
     Raises
     ------
     ValueError, TypeError
-        For a ``seed`` that is none.
+        ``seed`` is invalid.
     RuntimeError
-        No token can be chosen in a row.
+        A row has no token to choose.
     """
     asked, prompts, input_ids = engine_call(packed, call), _prompts(call), call.input_ids
     if asked is None or prompts is None:
@@ -218,9 +218,9 @@ def _shifted(rules: TokenRules, padding: int) -> TokenRules:
 def search_on_engine(
     packed: PackedCausalModel, cache_dtype: str, call: CausalCall
 ) -> Tensor | None:
-    """Return what ``generate()`` with beams returns; None where an engine cannot search so.
+    """Return the result of ``generate()`` with beams; None if an engine cannot run the search.
 
-    The arguments are those of ``write_on_engine``; there are ``num_beams`` rows of each prompt.
+    The arguments are those of ``write_on_engine``, with ``num_beams`` rows for each prompt.
     """
     config, input_ids, processors = call.config, call.input_ids, call.processors
     if config.do_sample or config.return_dict_in_generate or (config.num_beam_groups or 1) > 1:

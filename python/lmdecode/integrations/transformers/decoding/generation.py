@@ -257,7 +257,7 @@ def decode(
 
 
 def _on_device(result: Any, device: torch.device) -> Any:
-    """Return what was found where the inputs were."""
+    """Return the result on the device of the inputs."""
     if device.type == "cpu":
         return result
     if isinstance(result, Tensor):

@@ -1,4 +1,4 @@
-"""What transformers' modules have in common: names of activations, products joined into one."""
+"""Helpers for transformers' modules: names of activations, joined linear layers."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def positions_of(stack: Any) -> Tensor:
 
 
 def t5_bias(config: Any, stack: Any, places: Tensor) -> Tensor:
-    """Return what scores have added, by the key's place less the query's.
+    """Return the relative bias of the scores, by the key's position less the query's.
 
-    Of T5 [heads, places], of UMT5 [layers * heads, places].
+    [heads, places] for T5, [layers * heads, places] for UMT5.
     """
     attentions = [block.layer[0].SelfAttention for block in stack.block]
     biases = []
@@ -92,7 +92,7 @@ def t5_bias(config: Any, stack: Any, places: Tensor) -> Tensor:
 
 
 def embedding_scale(config: Any) -> float:
-    """Return what BART's kind of models multiplies embeddings by."""
+    """Return the factor of the embeddings in BART-like models."""
     return float(config.d_model) ** 0.5 if config.scale_embedding else 1.0
 
 

@@ -14,18 +14,18 @@ __all__ = ["NoSpeech"]
 
 
 class NoSpeech:
-    """What a ``WhisperNoSpeechDetection`` is to find out, by the search that is about to begin.
+    """Computes the probabilities of ``WhisperNoSpeechDetection`` in the search that follows.
 
-    transformers' own runs encoder and decoder again, where the prompt is longer than one token.
+    transformers runs encoder and decoder again for them, if the prompt is longer than one token.
 
     Parameters
     ----------
     processor
-        Gets the probabilities.
+        Receives the probabilities.
     input_ids : Tensor
         [rows, length] int64, the prompts.
     num_beams
-        Rows of an audio.
+        Rows per audio.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class NoSpeech:
     def take_from(
         processors: LogitsProcessorList, input_ids: Tensor, num_beams: int
     ) -> tuple[NoSpeech | None, LogitsProcessorList]:
-        """Return what is to be found out, and the processors that are left.
+        """Return the detection and the processors without it.
 
-        None where the detection looks at what processors before it made of the logits.
+        The detection is None if it must see logits that earlier processors changed.
         """
         kinds = [type(processor) for processor in processors]
         if type(processors) is not LogitsProcessorList:
@@ -74,7 +74,7 @@ class NoSpeech:
 
 
 def _logits_at(searches: DecodingSearches, place: int) -> Tensor:
-    """Return what the decoder says behind a token of the prompts, [rows, V]."""
+    """Return the decoder's logits after the token at ``place`` of the prompts, [rows, V]."""
     lengths, prompts = searches.state.lengths, searches.parameters.prompt_lengths
     before = lengths.clone(), prompts.clone()
     lengths.fill_(place + 1)

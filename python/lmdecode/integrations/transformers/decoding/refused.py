@@ -1,4 +1,4 @@
-"""What no loop of ``Decoding`` does, of all that ``generate()`` may be asked for."""
+"""Features of ``generate()`` that no loop of ``Decoding`` supports."""
 
 from __future__ import annotations
 

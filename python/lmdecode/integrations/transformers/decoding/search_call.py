@@ -1,4 +1,4 @@
-"""What the loops of encoder-decoder models are given, once ``generate()`` has prepared it."""
+"""Arguments of the loops of encoder-decoder models, as ``generate()`` prepares them."""
 
 from __future__ import annotations
 

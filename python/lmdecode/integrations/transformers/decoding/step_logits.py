@@ -17,22 +17,22 @@ __all__ = ["StepLogits"]
 
 
 class StepLogits:
-    """What ``output_scores`` and ``output_logits`` ask for, collected over the steps.
+    """Collects ``output_scores`` and ``output_logits`` over the steps.
 
     Parameters
     ----------
     config
         As ``generate()`` prepares it.
     is_kept
-        Whether these searches can be asked for the logits of a step. None is kept otherwise.
+        Whether these searches expose the logits of a step. Otherwise nothing is collected.
 
     Attributes
     ----------
     scores : list of Tensor or None
-        Of each step [rows, V] float32, as in transformers: greedily the processed logits, with
-        beams the processed log-probabilities. 0 in rows of searches that had ended.
+        [rows, V] float32 for each step, as in transformers: processed logits in greedy search,
+        processed log-probabilities with beams. 0 in rows of ended searches.
     logits : list of Tensor or None
-        Likewise, as they come from the decoder.
+        Likewise, the unprocessed logits of the decoder.
     """
 
     def __init__(self, config: GenerationConfig, *, is_kept: bool) -> None:

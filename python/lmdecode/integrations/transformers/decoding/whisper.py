@@ -1,4 +1,4 @@
-"""What ``generate()`` of a Whisper model calls beside its loop: encoder, language, alignment."""
+"""Parts of Whisper's ``generate()`` outside its loop: encoder, language, alignment."""
 
 from __future__ import annotations
 
@@ -75,25 +75,25 @@ class CallEncoder:
 def cross_attentions(
     model: Any, sequences: Tensor, memory: Tensor, padding: Tensor | None, num_beams: int
 ) -> tuple[tuple[Tensor, ...]]:
-    """Return what the decoder's layers attend to in a memory, by one pass over found tokens.
+    """Return the cross-attention weights of generated tokens, by one pass of the decoder.
 
     Parameters
     ----------
     model
-        Whisper, whose attention is the eager one.
+        A Whisper model with eager attention.
     sequences : Tensor
         [B, length] int64; the last token is not read.
     memory : Tensor
         [B, S, M].
     padding : Tensor, optional
-        [B * num_beams, prompt] bool: what of the prompts is padding.
+        [B * num_beams, prompt] bool: True where the prompts are padding.
     num_beams
-        Of an audio: each gets the attentions of what was found.
+        Beams per audio. Each gets the attentions of the audio's sequence.
 
     Returns
     -------
     tuple of one tuple of Tensor
-        As the only step of all: of each layer [B * num_beams, heads, length - 1, S].
+        One step, with [B * num_beams, heads, length - 1, S] for each layer.
 
     Raises
     ------

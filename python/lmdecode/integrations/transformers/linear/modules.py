@@ -107,5 +107,5 @@ class PackedLinearModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` says of the layer."""
+        """Return the layer's part of ``repr``."""
         return repr(self.layer).removeprefix("PackedLinear(").removesuffix(")")

@@ -64,21 +64,21 @@ def check_skip_of_model(op: str, model: nn.Module, skip: Sequence[str]) -> None:
 
 
 class LinearFormat(NamedTuple):
-    """What linear layers are packed in: arguments of ``PackedLinear``."""
+    """Weight format of linear layers: arguments of ``PackedLinear``."""
 
     dtype: str
     group_size: int | None = None
     rotate: bool | None = None
 
     def of_layer(self, model: nn.Module, layer: nn.Module) -> LinearFormat:
-        """Return the format of one layer of a model: its output layer may have another."""
+        """Return the format of one layer of a model; the output layer's may differ."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
         dtype = format_of_head(self.dtype) if layer is head else self.dtype
         return self if dtype == self.dtype else LinearFormat(dtype, None, self.rotate)
 
 
 def pack_weight(module: nn.Module, weight: Tensor, format_: LinearFormat) -> PackedLinearModule:
-    """Return what takes the place of a linear layer with this weight; its bias is left to it."""
+    """Return the packed replacement of a linear layer with this weight; it shares the bias."""
     rows = weight.T if isinstance(module, Conv1D) else weight
     layer = PackedLinear(rows, **format_._asdict())
     packed = PackedLinearModule(layer, weight.dtype)

@@ -24,23 +24,23 @@ def _vocab_size(model: Any) -> int:
 
 
 class AssistantDrafts:
-    """What an assistant model writes behind a text.
+    """Draft tokens of an assistant model.
 
-    transformers' ``AssistedCandidateGenerator`` runs it, keeps its cache, and decides how many
-    tokens it writes.
+    transformers' ``AssistedCandidateGenerator`` runs the assistant, keeps its cache, and decides
+    how many tokens it drafts.
 
     Parameters
     ----------
     model
-        That is assisted.
+        The assisted model.
     assistant
-        Of the same vocabulary.
+        The assistant model. It has the same vocabulary.
     generation_config, logits_processor, model_kwargs
-        Those of ``model``. Processors that may keep a state are not called for drafts.
+        Those of ``model``. Processors that may be stateful are not called for drafts.
     inputs_tensor
-        What ``generate()`` was given: the tokens, or the input of the encoder. None: not known.
+        The input of ``generate()``: the tokens, or the input of the encoder. None: not known.
     draw
-        The loop of the assistant, for its ``generate(custom_generate=...)``.
+        The decoding loop of the assistant, for its ``generate(custom_generate=...)``.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class AssistantDrafts:
     def propose(
         self, input_ids: torch.Tensor, most: int, model_kwargs: dict[str, Any]
     ) -> list[int]:
-        """Return what [1, S] int64 may go on with, ``most`` tokens at most."""
+        """Return at most ``most`` draft tokens that may follow ``input_ids``, [1, S] int64."""
         if self._generator is None:  # it expects the arguments of the first text that it is given
             self._generator = AssistedCandidateGenerator(
                 input_ids,  # type: ignore[arg-type]

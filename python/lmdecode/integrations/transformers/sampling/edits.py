@@ -1,4 +1,4 @@
-"""What transformers' processors ask of a ``Sampler``, but for the four plain filters."""
+"""Sampler arguments of transformers' logits processors, except the four plain filters."""
 
 from __future__ import annotations
 

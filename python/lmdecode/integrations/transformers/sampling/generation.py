@@ -179,7 +179,7 @@ def _speculation(
     inputs_tensor: torch.Tensor | None,
     model_kwargs: dict[str, Any],
 ) -> Speculation | None:
-    """Return what reads ahead, if ``generate()`` was asked for it; ``seed`` None is greedy."""
+    """Return the speculative decoding that ``generate()`` requests, or None; no seed is greedy."""
     _, lookup = lookup_of(generation_config, "sample")
     drafts: Drafts
     if lookup is not None:

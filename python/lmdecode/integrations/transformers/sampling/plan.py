@@ -26,14 +26,14 @@ from lmdecode.integrations.transformers.sampling.logits_process import (
 
 
 class SamplerPlan(NamedTuple):
-    """What a ``Sampler`` does in a step.
+    """Settings of a ``Sampler``.
 
     Attributes
     ----------
     processors
-        What is called on float32 logits before it, or None.
+        Processors called on the float32 logits before the sampler, or None.
     arguments
-        What the processors that it replaces ask for, by the names of ``edits.RANKS``.
+        Arguments of the sampler for the processors it replaces, by the names of ``edits.RANKS``.
     """
 
     processors: LogitsProcessorList | None

@@ -18,7 +18,7 @@ _MATCHING_NGRAM = 2  # the default of transformers
 
 
 class Lookup(NamedTuple):
-    """What ``generate()`` was asked to look up; see ``prompt_lookup``."""
+    """Settings of prompt lookup in ``generate()``; see ``prompt_lookup``."""
 
     num_tokens: int
     max_ngram: int

@@ -33,7 +33,10 @@ class Drafts(Protocol):
 
 
 class LookupDrafts:
-    """What stood behind the same tokens earlier; fewer tokens where these are wrong."""
+    """Draft tokens by prompt lookup: those after an earlier occurrence of the last n-gram.
+
+    It drafts fewer tokens after a rejection.
+    """
 
     def __init__(self, lookup: Lookup, vocab: int) -> None:
         self._lookup, self._vocab, self._size = lookup, vocab, lookup.num_tokens
@@ -41,7 +44,7 @@ class LookupDrafts:
     def propose(
         self, input_ids: torch.Tensor, most: int, model_kwargs: dict[str, Any]
     ) -> list[int]:
-        """Return what [1, S] int64 may go on with, ``most`` tokens at most."""
+        """Return at most ``most`` draft tokens that may follow ``input_ids``, [1, S] int64."""
         text, size = input_ids[0].cpu(), min(self._size, most)
         drafted: list[int] = []
         for token in prompt_lookup(text, size, self._lookup.max_ngram).tolist():

@@ -39,33 +39,33 @@ def _of_self_attention(cache: Any, op: str) -> Cache:
 
 
 def cache_to_kv(cache: Any, num_tokens: int | None = None, *, row: int = 0) -> KV:
-    """Return what ``KVStore.put`` and ``Session.commit`` take, from a cache of transformers.
+    """Return a transformers cache's keys and values, for ``KVStore.put`` and ``Session.commit``.
 
     Parameters
     ----------
     cache
-        A ``Cache`` of dynamic, static, beam or ring layers, with or without sliding windows. Of an
-        ``EncoderDecoderCache`` self-attention is taken; its ``cross_attention_cache`` is a cache
-        by itself.
+        A ``Cache`` of dynamic, static, beam or ring layers, with or without sliding windows. For an
+        ``EncoderDecoderCache``, the self-attention is taken; its ``cross_attention_cache`` can be
+        passed as a cache of its own.
     num_tokens
-        The first so many tokens; None: all.
+        Number of leading tokens to take; None: all.
     row
-        Of the batch.
+        Row of the batch.
 
     Returns
     -------
     list of (K, V)
-        [num_kv_heads, held, head_size] of each layer, views where the cache holds them in order.
-        Layers with a window have the last tokens only. The cache may go on: what comes later does
-        not change them, unless it is cropped, reordered or reset.
+        [num_kv_heads, held, head_size] for each layer; views if the cache holds them in order.
+        Layers with a window have the last tokens only. Appending to the cache does not change
+        them. Cropping, reordering or resetting it does.
 
     Raises
     ------
     TypeError
-        It is no ``Cache``.
+        ``cache`` is not a ``Cache``.
     ValueError
-        A layer is of a kind that holds more than keys and values, the cache is empty, or a layer
-        with a window does not have these tokens any more.
+        A layer is of a kind that holds more than keys and values, ``num_tokens`` is out of range,
+        the cache is empty, or a layer with a window no longer has these tokens.
     """
     part = _of_self_attention(cache, "cache_to_kv")
     held = min((length_of(layer) for layer in part.layers), default=0)

@@ -61,9 +61,9 @@ def run_encoder(model: Any, encoder: EncoderInput, outputs: dict[str, bool]) -> 
 
 
 def stand_in_outputs(model: Any, encoder: EncoderInput) -> Any:
-    """Return what stands for the encoder's outputs where cross-attention is in the cache.
+    """Return placeholder encoder outputs, for a cache that already has the cross-attention.
 
-    Their length counts, their values are never read.
+    Their length matters. Their values are never read.
     """
     from transformers.modeling_outputs import BaseModelOutput
 

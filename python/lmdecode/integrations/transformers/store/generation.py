@@ -155,7 +155,7 @@ def _ready_cache(
 
 
 class _Encoded(NamedTuple):
-    """What the decoder attends to, and whether that was stored."""
+    """Encoder inputs of the decoder, and whether they came from the store."""
 
     inputs: dict[str, Any]
     was_stored: bool

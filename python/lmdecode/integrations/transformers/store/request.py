@@ -26,7 +26,7 @@ _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class EncoderInput(NamedTuple):
-    """What the encoder of a model is given: token ids [1, S], and a mask [1, S] or None."""
+    """Input of a model's encoder: token ids [1, S], and a mask [1, S] or None."""
 
     ids: Tensor
     mask: Tensor | None

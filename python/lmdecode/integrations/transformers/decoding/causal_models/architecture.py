@@ -1,4 +1,4 @@
-"""What an architecture of decoder-only models has to tell: its modules, and its switches."""
+"""Interface of an architecture of decoder-only models: its modules and its switches."""
 
 from __future__ import annotations
 
