@@ -1,13 +1,13 @@
 """lmdecode: from a language model's logits to its next token, fused, exact and reproducible.
 
-``top_k_top_p_sample`` is the sampling op, which ``lmdecode.integrations.transformers`` puts into
-``generate()``; ``log_softmax_top_k`` is the step of beam search from logits to candidates, and
-``reorder_cache_`` lets a KV cache follow its beams; ``BeamSearch`` puts these together for requests
-that come and go. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window of
-keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed once.
-``Decoding`` runs whole models, and its ``Engine`` writes any number of texts at a time.
-``KVStore`` keeps KV caches on disk, and ``Session`` follows a conversation in it.
-``lmdecode.reference`` holds every op again in plain torch.
+``top_k_top_p_sample`` is the sampling op; ``lmdecode.integrations.transformers`` plugs it into
+``generate()``. ``log_softmax_top_k`` turns logits into candidates of beam search.
+``reorder_cache_`` reorders a KV cache by its beams. ``BeamSearch`` combines these into continuous
+batching of searches. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window
+of keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed
+once. ``Decoding`` runs whole models. Its ``Engine`` generates any number of texts at a time.
+``KVStore`` keeps KV caches on disk. ``Session`` follows a conversation in it.
+``lmdecode.reference`` has every op again in plain torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``Decoding``: a packed model with what is transformers': its folders, ``generate()``, texts."""
+"""``Decoding``: a packed model with transformers' folders, ``generate()`` and tokenizers."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ __all__ = ["Decoding"]
 class Decoding(PackedDecoding):
     """A decoder-only model, or the decoder of an encoder-decoder one, in C++.
 
-    Of an encoder-decoder model embedding, layers, projection to the vocabulary, logits processors,
-    beam search and early stop run step after step without a return to Python; keys and values of
-    the memory are computed once a request and shared by its beams, those of the sequences stay
-    where they were written. Of a decoder-only model a step, from tokens to logits, is one op; its
-    keys and values lie in blocks that beams share. A result depends on nothing but its own request:
-    not on the batch, nor on the number of threads.
+    For an encoder-decoder model, the whole loop runs without a return to Python: embedding, layers,
+    projection to the vocabulary, logits processors, beam search and early stop. Keys and values of
+    the memory are computed once per request and shared by its beams. Those of the sequences are
+    never moved. For a decoder-only model, a step from tokens to logits is one op. Its keys and
+    values are in blocks that beams share. A result depends only on its own request, not on the
+    batch or the number of threads.
 
     Parameters
     ----------
     config : DecoderConfig or CausalConfig
-        Of the decoder.
+        Config of the decoder.
     weights : DecoderWeights or CausalWeights
-        Packed here, once. Weights of a ``DecoderConfig`` on a CUDA device stay there, and the loop
-        runs there.
+        Weights, which are packed once. Weights of a ``DecoderConfig`` on a CUDA device stay there,
+        and the loop runs there.
     dtype : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held and multiplied as; see docs/reference/decoder.md. "float32"
-        gives the tokens of transformers; the others' scores are near, so that close tokens may
-        differ. On a device "float32", "float16" and "bfloat16". ``torch.bfloat16`` and "bf16" are
-        taken, too.
+        Format of linear weights and their products; see docs/reference/decoder.md. "float32" gives
+        the tokens of transformers. The scores of other formats differ slightly, so tokens of nearly
+        equal scores may swap. On a CUDA device: "float32", "float16" and "bfloat16".
+        ``torch.bfloat16`` and "bf16" are accepted, too.
     cache_dtype : {"float32", "bfloat16", "int8"}, optional
-        What a decoder-only model keeps keys and values as, "float32" by default.
+        Format of the keys and values of a decoder-only model, "float32" by default.
     use_cuda_graph : bool
-        On a device: each search captures its step in a CUDA graph, and replays it.
+        On a CUDA device: each search captures its step in a CUDA graph, and replays it.
 
     Raises
     ------
     ValueError, TypeError
-        A weight of a wrong shape, dtype or type, another ``dtype``, or a graph without a device.
+        A weight has a wrong shape, dtype or type, ``dtype`` is unsupported, or a graph is requested
+        without a CUDA device.
     """
 
     @classmethod
@@ -63,31 +64,31 @@ class Decoding(PackedDecoding):
         keep_model: bool = True,
         use_cuda_graph: bool = False,
     ) -> Decoding:
-        """Take the decoder of a transformers model, which is loaded where its name is given.
+        """Make a ``Decoding`` of a transformers model, which is loaded if its name is given.
 
         Parameters
         ----------
         model
             A causal language model of an architecture in docs/reference/causal_models.md, or a
-            conditional generation model of one in docs/reference/decoder.md; or the folder or name
-            of one. Of a causal model in a folder of safetensors, one weight after the other is read
-            and packed. Or a GGUF file of llama.cpp: see docs/reference/formats.md; or a folder of
-            CTranslate2: see docs/reference/ctranslate2.md.
+            conditional generation model of one in docs/reference/decoder.md. Or the folder or name
+            of such a model; the weights of a causal model in a folder of safetensors are read and
+            packed one by one. Or a GGUF file of llama.cpp: see docs/reference/formats.md. Or a
+            folder of CTranslate2: see docs/reference/ctranslate2.md.
         dtype : {"float32", "bfloat16", "int8", "int4"} or None
-            See the class. None, for a GGUF file: every weight keeps the values that the file has.
+            See the class. None, for a GGUF file: every weight keeps the values in the file.
         cache_dtype, use_cuda_graph
             See the class.
         keep_model : bool
-            Whether ``decoding.model`` is the model itself, as it always is on a CUDA device, where
-            its encoder runs. False: a stand-in without weights, which ``generate`` needs; so it
-            always is where the weights of a folder are read one after the other. Of an
-            encoder-decoder model it cannot do what ``generate`` needs the model's own encoder for:
-            see docs/reference/decoder.md.
+            Whether ``decoding.model`` is the model itself. On a CUDA device it always is, as its
+            encoder runs there. False: ``decoding.model`` is a stand-in without weights, which
+            ``generate`` needs. It always is where the weights of a folder are read one by one. The
+            stand-in of an encoder-decoder model lacks the features of ``generate`` that need the
+            model's own encoder: see docs/reference/decoder.md.
 
         Raises
         ------
         ValueError
-            Another model, or another dtype; or a damaged file, which is named.
+            The model or dtype is unsupported, or a file, which is named, is damaged.
         OSError
             There is no model of this name.
         """
@@ -227,27 +228,28 @@ class Decoding(PackedDecoding):
         generation_config: Any = None,
         **arguments: Any,
     ) -> list[BeamResult]:
-        """Search any number of sources, without the preparation of ``generate()``.
+        """Translate any number of sources, without the setup cost of ``generate()``.
 
-        They are sorted by length and searched in batches. The tokens are those of ``generate()``.
+        Sources are sorted by length and searched in batches. The tokens equal those of
+        ``generate()``.
 
         Parameters
         ----------
         sources : sequence of sequence of int, or Tensor
-            Tokens of each, with the end that the tokenizer puts behind them; or [B, S].
+            Tokens of each source, including the end token of the tokenizer; or [B, S].
         attention_mask : Tensor, optional
-            [B, S], for a tensor: 0 for padding, which is taken out wherever it stands.
+            [B, S], for a tensor: 0 for padding, which is removed at any position.
         num_beams, num_return_sequences, max_new_tokens : int, optional
-            As for ``generate()``. None: as ``generation_config`` says, or else the model's.
+            As for ``generate()``. None: the value of ``generation_config``, or else the model's.
         max_batch_tokens : int, optional
-            Tokens that are searched together, with padding; 4096 by default.
+            Tokens of a batch, including padding; 4096 by default.
         generation_config, **arguments
-            As for ``generate()``: what a ``BeamRequest`` can express.
+            As for ``generate()``, as far as a ``BeamRequest`` has them.
 
         Returns
         -------
         list of BeamResult
-            In the order of the sources; ``request_id`` is a source's number.
+            In the order of the sources; ``request_id`` is the source's index.
 
         Raises
         ------

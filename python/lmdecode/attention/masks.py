@@ -1,4 +1,4 @@
-"""Masks of a sliding window, for code that wants them: ``sliding_window_attention`` needs none."""
+"""Masks of a sliding window, for other attention; ``sliding_window_attention`` needs none."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:
     seq_len : int
         Tokens, at least 0.
     window : int
-        Visible keys, the query's own included, at least 1. From ``seq_len`` on the mask is the
-        causal one.
+        Number of visible keys, the query's own included, at least 1. At ``seq_len`` and above, the
+        mask is causal.
     form : str
         "float": float32, 0 or -65536, to be added to scores; "bool": True = masked, the opposite
         of what ``torch.nn.functional.scaled_dot_product_attention`` takes.
@@ -55,8 +55,9 @@ def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:
     Returns
     -------
     Tensor
-        ``[seq_len, seq_len]`` float32 or bool. Cast to float16 the float form holds -inf; then a
-        row without a visible key would give NaN in a plain softmax, and in float32 its masked keys.
+        ``[seq_len, seq_len]`` float32 or bool. Cast to float16, the float form has -inf: a plain
+        softmax of a row without a visible key would then give NaN. In float32 such a row would
+        attend to its masked keys.
 
     Raises
     ------
@@ -85,24 +86,25 @@ def _python_width(window: int, head_size: int) -> int:
 def compressed_swa_mask(
     window: int, head_size: int, *, form: str = "float", variant: str | None = None
 ) -> Tensor:
-    """Make the mask of one size that stands for a sliding window over any number of tokens.
+    """Make a mask of fixed size that represents a sliding window over any number of tokens.
 
-    Attention by tiles needs four of them: the diagonal, a full one, and the two that the lower edge
-    of the window crosses. The compressed mask is a band that has them as the rows of its first
-    column; ``expand_compressed_swa_mask`` says which is which.
+    Tiled attention needs four tiles of the mask: the diagonal, a full one, and the two that the
+    lower edge of the window crosses. The compressed mask is a band whose first column consists of
+    these tiles; ``expand_compressed_swa_mask`` documents their order.
 
     Parameters
     ----------
     window : int
-        Visible keys, the query's own included, at least 1.
+        Number of visible keys, the query's own included, at least 1.
     head_size : int
-        Size of an attention head, at least 1: a tile has 128 tokens up to 128, then 64.
+        Size of an attention head, at least 1. A tile has 128 tokens for sizes up to 128, else 64.
     form : str
         "float": float32, 0 or -65536; "bool": True = masked.
     variant : str, optional
-        "python" or "cpp": bit for bit what the two published listings give, which differ for every
-        multiple of the tile from four tiles up, 4096 among them, since each goes with another
-        kernel's rule for tiles. The band of "python" is ours. "cpp" takes head sizes up to 1024.
+        "python" or "cpp": bitwise the masks of the two published listings. These differ for every
+        window that is a multiple of the tile, from four tiles up, 4096 among them: each follows the
+        tile rule of another kernel. The band of "python" is ours. "cpp" takes head sizes up to
+        1024.
 
     Returns
     -------
@@ -131,7 +133,7 @@ def compressed_swa_mask(
 
 
 def expand_compressed_swa_mask(mask: Tensor, seq_len: int, window: int, head_size: int) -> Tensor:
-    """Write out the mask that a compressed one stands for.
+    """Expand a compressed mask to the full mask.
 
     With tiles of B tokens, d tiles below the diagonal, and q = ceil(window / B): where
     window <= 3 B a tile is the one in row d of the mask's first column, else row 0 for d = 0, row 1

@@ -144,12 +144,12 @@ def sliding_window_attention(
     indirection: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to a sliding window of keys: what lies out of it is not read, and no mask is built.
+    """Sliding window attention. Keys outside of the window are not read, and no mask is built.
 
-    Where flash-attention says ``window_size=(left, right)``, ``window`` is ``left + 1``.
-    A row's result depends on its own query, its sequence and the parameters, bit for bit: not on
-    the rest of the batch, the number of threads, or how a prompt is cut into chunks that attend to
-    the same cache.
+    flash-attention's ``window_size=(left, right)`` is ``window=left + 1`` here. A row's result is
+    bitwise a function of its own query, its sequence and the parameters. It does not depend on the
+    rest of the batch, the number of threads, or the chunks of a prompt that attend to the same
+    cache.
 
     Parameters
     ----------
@@ -158,39 +158,42 @@ def sliding_window_attention(
         float32, float16 or bfloat16, any strides, head sizes 1 to 1024.
     k, v : Tensor
         ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, or ragged ones, with
-        the dtype of q. ``kv_heads`` divides ``q_heads``: query heads share keys and values in
-        groups of neighbours.
+        the dtype of q. ``kv_heads`` divides ``q_heads`` (GQA): groups of consecutive query heads
+        share keys and values.
     window : int, optional
-        Visible keys up to the query's own, which counts, at least 1: the query at position m sees
-        the keys n with m - window < n <= m. None: all from the first on.
+        Number of visible keys up to and including the query's own, at least 1: the query at
+        position m sees the keys n with m - window < n <= m. None: all earlier keys.
     window_right : int, optional
-        Visible keys after the query's own: 0, causal; None, all.
+        Number of visible keys after the query's own. 0: causal. None: all.
     scale : float, optional
-        Of the scores, by default ``1 / sqrt(head_size)``.
+        Factor of the scores, by default ``1 / sqrt(head_size)``.
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     sinks : Tensor, optional
-        ``[q_heads]`` float: the score, for each head, of one more key that every query sees and
-        that has no value.
+        ``[q_heads]`` float: an attention sink. Each head has one more key of this score, without a
+        value, that every query sees.
     alibi_slopes : Tensor, optional
-        ``[q_heads]`` or ``[batch, q_heads]`` float: scores lose ``slope * abs(m - n)``.
+        ``[q_heads]`` or ``[batch, q_heads]`` float: ``slope * abs(m - n)`` is subtracted from the
+        scores.
     q_positions : Tensor, optional
-        ``[tokens]`` or ``[batch, tokens]`` int: the position of each query, key n being at n. By
-        default the last query stands beside the last key.
+        ``[tokens]`` or ``[batch, tokens]`` int: the position of each query. Key n has position n.
+        By default the last query has the position of the last key.
     kv_lengths : Tensor, optional
-        ``[batch]`` int, 0 to ``kv_tokens``: how many keys a sequence has; what comes behind them is
+        ``[batch]`` int, 0 to ``kv_tokens``: number of valid keys of each sequence. Later ones are
         not read.
     cu_seqlens_q, cu_seqlens_kv : Tensor, optional
-        ``[sequences + 1]`` int: where the tokens of each sequence begin, and where the last ends,
-        in ragged q and in ragged k and v; the latter by default as the former.
+        ``[sequences + 1]`` int: cumulative lengths of the sequences in ragged q, and in ragged k
+        and v. ``cu_seqlens_kv`` is ``cu_seqlens_q`` by default.
     attn_mask : Tensor, optional
-        ``[batch or 1, q_heads or 1, tokens, kv_tokens]``, or the last two or three of these. It
-        alone decides what is visible. Bool: see ``mask_convention``; floating: added to the
-        scores, -65536 and less hide. A mask that is a window is treated as one.
+        ``[batch or 1, q_heads or 1, tokens, kv_tokens]``, or the last two or three of these
+        dimensions. It alone decides which keys are visible. Bool: see ``mask_convention``.
+        Floating: added to the scores; values of -65536 and less hide. A mask that is equal to a
+        window is treated as that window.
     mask_convention : str
         "masked": True hides, as in ``swa_mask``. "visible": True shows, as in torch.
     key_padding_mask : Tensor, optional
-        ``[batch, kv_tokens]`` bool, True = token; what is False is hidden, beside the window.
+        ``[batch, kv_tokens]`` bool. True is a token. False hides the key, in addition to the
+        window.
     block_table : Tensor, optional
         ``[batch, blocks]`` int32: k and v are pools ``[num_blocks, kv_heads, block_size, size]``,
         and key n of a sequence lies in block ``block_table[sequence, n // block_size]``, at ``n %
@@ -208,9 +211,9 @@ def sliding_window_attention(
     -------
     Tensor or tuple of Tensor
         The output, shaped as q with ``value_size`` for ``head_size``, contiguous, with the dtype
-        of q; 0 where a query sees no key. With ``return_lse`` also the natural logarithm of the sum
-        of ``exp(score)``, the sink's included, float32 ``[batch, q_heads, tokens]`` or ragged
-        ``[q_heads, tokens]``; -inf where a query sees nothing.
+        of q; 0 if a query sees no key. With ``return_lse`` also the natural logarithm of the sum
+        of ``exp(score)``, including the sink's, float32 ``[batch, q_heads, tokens]`` or ragged
+        ``[q_heads, tokens]``; -inf if a query sees no key.
 
     Raises
     ------
@@ -276,23 +279,23 @@ def sliding_window_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``sliding_window_attention`` for one or a few queries against a cache.
 
-    Keys and values are read once, as they lie, for all query heads of their KV head; the cache is
-    cut at fixed places, so that all threads have work and the result still does not depend on
-    them, nor on the batch. It is the same function, but not the same bits: those of
-    ``sliding_window_attention`` come from other sums.
+    Keys and values are read once, without a copy, for all query heads of their KV head. The cache
+    is split at fixed positions. So all threads have work, and the result depends neither on them
+    nor on the batch. The result equals that of ``sliding_window_attention`` up to rounding, as the
+    order of the sums differs.
 
     Parameters
     ----------
     q : Tensor
-        ``[batch, q_heads, tokens, head_size]`` float32, float16 or bfloat16, any strides: meant for
-        few tokens, right for any number.
+        ``[batch, q_heads, tokens, head_size]`` float32, float16 or bfloat16, any strides.
+        Optimised for few tokens, correct for any number.
     k, v : Tensor
         ``[batch, kv_heads, kv_tokens, head_size]`` and ``[..., value_size]``, the cache, with the
-        dtype of q. Fastest where elements lie side by side and sizes are multiples of 32.
+        dtype of q. Fastest if the last dimension is contiguous and sizes are multiples of 32.
     window, window_right, scale, softcap, sinks, alibi_slopes, q_positions, kv_lengths, \
 key_padding_mask, block_table, indirection, return_lse
-        As for ``sliding_window_attention``. With a cache of fixed size ``kv_lengths`` says how much
-        of it is valid.
+        As for ``sliding_window_attention``. For a cache of fixed size, ``kv_lengths`` has the valid
+        lengths.
 
     Returns
     -------
@@ -337,10 +340,10 @@ key_padding_mask, block_table, indirection, return_lse
 def merge_attention_states(
     o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Combine attention over two sets of keys into attention over both.
+    """Merge attention over two sets of keys into attention over both.
 
-    For a prefix that many requests share, or keys that lie in two places. A sink belongs to one of
-    the two calls only.
+    Use it for a prefix that many requests share, or for keys in two buffers. Pass a sink to only
+    one of the two calls.
 
     Parameters
     ----------
@@ -348,14 +351,14 @@ def merge_attention_states(
         ``[batch, heads, tokens, size]`` or ragged ``[tokens, heads, size]`` float32, float16 or
         bfloat16, any strides: the outputs.
     lse1, lse2 : Tensor
-        ``[batch, heads, tokens]`` or ragged ``[heads, tokens]`` float32: what ``return_lse`` gave
-        beside them. Where it is -inf the output is not read.
+        ``[batch, heads, tokens]`` or ragged ``[heads, tokens]`` float32: the log-sum-exps that
+        ``return_lse`` returned with them. An output whose log-sum-exp is -inf is not read.
 
     Returns
     -------
     tuple of Tensor
-        The output, contiguous, with the dtype of ``o1``, and its logarithm of the sum of the
-        weights: 0 and -inf where both parts are empty.
+        The output, contiguous, with the dtype of ``o1``, and its log-sum-exp: 0 and -inf if both
+        parts are empty.
 
     Raises
     ------

@@ -38,26 +38,26 @@ class RingSnapshot(NamedTuple):
 class RingKVCache:
     """The keys and values of the last ``window`` tokens of each row, in a ring.
 
-    A token is written to one slot, its position modulo ``capacity``, and nothing is ever moved:
-    ``append`` costs the same whatever the window, and ``attend`` reads the ring as it lies.
-    Positions are encoded (RoPE) before tokens come here.
+    A token is written to one slot, its position modulo ``capacity``, and is never moved. The cost
+    of ``append`` does not depend on the window. ``attend`` reads the ring without a copy. Apply
+    RoPE before ``append`` and ``attend``.
 
     Parameters
     ----------
     batch, num_kv_heads, head_size : int
-        Of the keys and values, ``[batch, num_kv_heads, tokens, head_size]``.
+        Sizes of the keys and values, ``[batch, num_kv_heads, tokens, head_size]``.
     window : int
-        Keys that a query sees, its own included, at least 1.
+        Number of keys that a query sees, its own included, at least 1.
     capacity : int, optional
         Slots, at least ``window``; by default ``window + 63``. ``capacity - window`` tokens can be
         rolled back.
     num_sink_tokens : int
-        So many first tokens are kept for good, in slots of their own, and seen by every query
-        beside its window.
+        Number of first tokens that are never overwritten. They have their own slots, and every
+        query sees them in addition to its window.
     value_size : int, optional
         Head size of the values, by default ``head_size``.
     dtype, device
-        Of the keys and values; by default torch's default dtype, and the CPU.
+        Dtype and device of the keys and values; by default torch's default dtype, and the CPU.
 
     Attributes
     ----------
@@ -132,8 +132,8 @@ class RingKVCache:
         Parameters
         ----------
         k, v : Tensor
-            ``[batch, num_kv_heads, n, head_size]`` and ``[..., value_size]``, any strides, any n:
-            the last ones stay.
+            ``[batch, num_kv_heads, n, head_size]`` and ``[..., value_size]``, any strides, any n.
+            The last ones remain.
 
         Raises
         ------
@@ -168,14 +168,14 @@ class RingKVCache:
         Parameters
         ----------
         num_tokens : int
-            0 to ``capacity - window``, counted from the longest that the sequence has been, as
-            their slots held the tokens that the window then needs again. Any number, as long as
-            nothing has left the ring yet.
+            0 to ``capacity - window``, counted from the sequence's maximum length so far: later
+            tokens overwrote the slots of tokens that the window would need. Any number while
+            the ring has overwritten nothing.
 
         Raises
         ------
         ValueError
-            If the window is not held any more; nothing has been changed.
+            The ring no longer holds the window; nothing has been changed.
         """
         if isinstance(num_tokens, Tensor):  # nothing waits for a device to know it
             raise type_error("rollback", "num_tokens", num_tokens, "an int")
@@ -199,21 +199,21 @@ class RingKVCache:
         self._first_held = self.num_sink_tokens
 
     def snapshot(self) -> RingSnapshot:
-        """Copy what is needed to go on from here: the sinks and the last window."""
+        """Copy the sinks and the last window, from which ``restore`` resumes."""
         return RingSnapshot(self.num_tokens, *self.ordered())
 
     def restore(self, snapshot: RingSnapshot) -> None:
-        """Go on from a snapshot, of this cache or of another one with its sizes and window.
+        """Resume from a snapshot of this cache, or of one with the same sizes and window.
 
-        Nothing can be rolled back from there, until new tokens have come, beyond these. The first
-        token of the window, which the next query does not see, need not be in the snapshot.
+        Only tokens that are appended after it can be rolled back. The first token of the window,
+        which the next query does not see, need not be in the snapshot.
 
         Raises
         ------
         ValueError
-            If the snapshot does not fit; nothing has been changed.
+            The snapshot does not fit; nothing has been changed.
         TypeError
-            If it is no ``RingSnapshot``.
+            It is not a ``RingSnapshot``.
         """
         if not isinstance(snapshot, RingSnapshot):
             raise type_error("restore", "snapshot", snapshot, "a RingSnapshot")
@@ -242,12 +242,12 @@ class RingKVCache:
         return min(self.num_tokens, self._keys.shape[2])
 
     def reorder_(self, rows: Tensor) -> None:
-        """Let row r go on as row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
+        """Set row r to row ``rows[r]``, in place: ``[batch]`` int64 or int32, any map."""
         check_dense_tensors("RingKVCache.reorder_", rows=rows)
         reorder_cache_([self._keys, self._values], rows, length_dim=2, length=self._slots_in_use())
 
     def select_rows_(self, rows: Tensor) -> None:
-        """Let row r be what row ``rows[r]`` was, for any number of rows, in new memory."""
+        """Set row r to the former row ``rows[r]``, for any number of rows, in new memory."""
         used = self._slots_in_use()
         with torch.inference_mode(False):
             for name in ("_keys", "_values"):
@@ -264,7 +264,7 @@ class RingKVCache:
         Parameters
         ----------
         length : int, optional
-            At most so many tokens behind the sinks, as far as they are held; by default ``window``.
+            Maximum number of held tokens after the sinks; by default ``window``.
 
         Returns
         -------
@@ -322,7 +322,7 @@ class RingKVCache:
         return Piece(self._keys, self._values, ranges)
 
     def fits(self, num_tokens: int) -> bool:
-        """Tell whether the next tokens, so many, can be written before they are attended to."""
+        """Return whether the next ``num_tokens`` can be written before attention reads them."""
         first = self._window_start(self.num_tokens + 1)
         return first >= self.num_tokens + num_tokens - self.capacity
 
@@ -339,11 +339,11 @@ class RingKVCache:
         key_padding_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend to the window of each query, and write new tokens; the ring is read as it lies.
+        """Attend to the window of each query, and write new tokens, without a copy of the ring.
 
-        New tokens that do not fit beside the window are written after they have been attended to.
-        Where keys lie in several places, such as at both ends of the ring, each place is attended
-        to by itself, and ``merge_attention_states`` puts them together.
+        New tokens that do not fit beside the window are written after attention to them. If keys
+        are in several pieces, such as at both ends of the ring, attention runs over each piece, and
+        ``merge_attention_states`` merges the results.
 
         Parameters
         ----------
@@ -351,13 +351,12 @@ class RingKVCache:
             ``[batch, q_heads, tokens, head_size]`` float32, float16 or bfloat16: the queries of the
             last ``tokens`` tokens, new ones included.
         k, v : Tensor, optional
-            New tokens, as for ``append``. Without them the queries are those of tokens that have
-            been written.
+            New tokens, as for ``append``. Without them the queries belong to written tokens.
         scale, softcap, sinks, alibi_slopes, return_lse
-            As of ``sliding_window_attention``. ``sinks`` are scores, and not the tokens of
+            As of ``sliding_window_attention``. ``sinks`` are scores, not the tokens of
             ``num_sink_tokens``.
         key_padding_mask : Tensor, optional
-            ``[batch, tokens so far]`` bool, the new ones included: what is False is hidden.
+            ``[batch, tokens so far]`` bool, the new ones included. False hides a token.
 
         Returns
         -------
@@ -367,7 +366,8 @@ class RingKVCache:
         Raises
         ------
         ValueError, TypeError
-            Names the argument, what came and what was expected; new tokens do not count as written.
+            Names the argument, what came and what was expected; new tokens are not counted as
+            written.
         """
         chunk = self._check_chunk(q, k, v)
         before, end = self.num_tokens, self.num_tokens + (chunk[0].shape[2] if chunk else 0)

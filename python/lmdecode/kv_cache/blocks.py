@@ -1,4 +1,4 @@
-"""A KV cache in blocks that the beams of a request share, copied only where they are written to."""
+"""A paged KV cache: the beams of a request share blocks, which are copied on write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_BLOCK = -1
 
 
 class OutOfBlocksError(RuntimeError):
-    """There are fewer free blocks than a call needs; nothing has been changed."""
+    """A call needs more blocks than are free; nothing has been changed."""
 
 
 class BlockSlots(NamedTuple):
@@ -36,8 +36,8 @@ class BlockSlots(NamedTuple):
         ``[rows, num_tokens]`` int32: position j of row r goes to offset ``offsets[r, j]`` of block
         ``blocks[r, j]``, in the pools of all layers.
     copies
-        ``[copies, 3]`` int32, source, target, positions: for ``copy_blocks_``, before anything is
-        written. Empty in most steps.
+        ``[copies, 3]`` int32 (source, target, positions): call ``copy_blocks_`` with it before
+        writing. Empty in most steps.
     """
 
     blocks: Tensor
@@ -55,8 +55,8 @@ def copy_blocks_(pools: Sequence[Tensor], copies: Tensor) -> None:
         dim]`` of any dtype and strides with a contiguous last dimension.
     copies : Tensor
         ``[copies, 3]`` int32 on the same device: the first ``positions`` of block ``target`` become
-        those of block ``source``. No target is a source or the target of another one. On CUDA,
-        where nobody looks, a copy out of range is left out.
+        those of block ``source``. No target may be a source or the target of another copy. On CUDA
+        values are not checked: a copy out of range is skipped.
 
     Raises
     ------
@@ -79,27 +79,26 @@ def _check_int(name: str, value: object, lowest: int, highest: int = 2**31 - 1) 
 
 
 class BlockTable:
-    """Which blocks of a pool hold the positions of each row; rows share blocks.
+    """Block table of a paged KV cache, whose rows share blocks.
 
-    Position p of row r lies in block ``table[r, p // block_size]``, at ``p % block_size``, of the
+    Position p of row r is in block ``table[r, p // block_size]``, at ``p % block_size``, of the
     pools ``[num_blocks, heads, block_size, dim]`` of all layers. A prompt's blocks are allocated
-    once and shared by all beams of its request; a beam step changes this table alone. Only a row
-    that is appended to while it shares its last, partly filled block goes on in a copy of it.
+    once and shared by all beams of its request. A beam step changes only this table. A block is
+    copied only if a row that shares it, as its last and partly filled block, is appended to.
 
-    The table lies on the CPU: that blocks are missing has to be known before anything is changed.
-    Where the pools are on another device, move ``table``, ``lengths`` and what ``append`` returns
-    there.
+    The table is on the CPU, as missing blocks must be known before anything is changed. If the
+    pools are on another device, move ``table``, ``lengths`` and the result of ``append`` there.
 
     Parameters
     ----------
     num_blocks : int
-        Blocks of a pool.
+        Number of blocks of a pool.
     max_rows : int
-        Rows, beams of all requests together, at most.
+        Maximum number of rows: beams of all requests together.
     max_blocks_per_row : int
-        A row has at most ``max_blocks_per_row * block_size`` positions.
+        Maximum length of a row, in blocks: ``max_blocks_per_row * block_size`` positions.
     block_size : int
-        Positions of a block.
+        Number of positions of a block.
 
     Attributes
     ----------
@@ -108,7 +107,7 @@ class BlockTable:
     num_rows
         Rows in use.
     ref_counts
-        ``[num_blocks]`` int32: how many rows use each block.
+        ``[num_blocks]`` int32: number of rows that use each block.
 
     Examples
     --------
@@ -183,7 +182,7 @@ class BlockTable:
         Returns
         -------
         range
-            Its rows, behind those that are there.
+            The request's rows, which follow the existing ones.
 
         Raises
         ------
@@ -217,7 +216,7 @@ class BlockTable:
         Returns
         -------
         BlockSlots
-            Where they go, and the copies to be made before.
+            Blocks and offsets of the new positions, and the copies to make before.
 
         Raises
         ------
@@ -244,13 +243,13 @@ class BlockTable:
         return self.table[row][positions // self.block_size], positions % self.block_size
 
     def reorder_(self, parents: Tensor | Sequence[int]) -> None:
-        """Let row r go on as row ``parents[r]``; no block is copied.
+        """Set row r to row ``parents[r]``; no block is copied.
 
         Parameters
         ----------
         parents : Tensor or sequence of int
-            ``[n]`` int64 or int32, 0 to num_rows - 1: any map, of another number of rows too.
-            Blocks that no row uses any more become free.
+            ``[n]`` int64 or int32, 0 to num_rows - 1: any map; n may differ from num_rows. Blocks
+            that no row uses become free.
         """
         if not isinstance(parents, Tensor):
             parents = torch.tensor(list(parents), dtype=torch.int64)
@@ -261,24 +260,24 @@ class BlockTable:
         self.num_rows = len(parents)
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows, such as those of a request; the rows behind them close up, in order."""
+        """Remove rows, such as those of a request; later rows move up, in order."""
         removed = {_check_int("rows", row, 0, self.num_rows - 1) for row in rows}
         self.reorder_([row for row in range(self.num_rows) if row not in removed])
 
     def gather(self, pool: Tensor, length: int | None = None) -> Tensor:
-        """Copy what each row holds into its order, for attention that cannot read blocks.
+        """Gather the positions of each row in order, for attention that cannot read blocks.
 
         Parameters
         ----------
         pool : Tensor
             ``[num_blocks, heads, block_size, dim]``.
         length : int, optional
-            Positions; None: those of the longest row.
+            Number of positions; None: that of the longest row.
 
         Returns
         -------
         Tensor
-            ``[num_rows, heads, length, dim]``. What lies behind a row's length is not meaningful.
+            ``[num_rows, heads, length, dim]``. Values beyond a row's length are undefined.
 
         Raises
         ------

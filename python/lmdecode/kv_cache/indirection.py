@@ -17,22 +17,22 @@ _update = ops.update_beam_indirection_.default
 
 
 def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int | Tensor) -> None:
-    """Let the index of a cache follow the beams, in place: the step that moves no keys or values.
+    """Reorder the index of a cache by the beams, in place, without moving keys or values.
 
-    Entry (row, position) says in which row of the cache the keys and values of that position lie.
-    Row r becomes, for positions below its length, what row ``parents[r]`` was, and the entry at the
-    length becomes r: the slot that the row's next token is written to.
+    Entry (row, position) is the cache row that holds the keys and values of that position. For
+    positions below its length, row r becomes the former row ``parents[r]``. The entry at the length
+    becomes r, the cache row that the row's next token is written to.
 
     Parameters
     ----------
     indirection : Tensor
-        ``[rows, capacity]`` int32, positions side by side.
+        ``[rows, capacity]`` int32, with contiguous positions.
     parents : Tensor
         ``[rows]`` int64 or int32 on the same device: the row that each row continues, any map. On
-        CUDA, where nobody looks, a row with a parent or length out of range stays as it is.
+        CUDA values are not checked: a row with a parent or length out of range is unchanged.
     length : int or Tensor
-        Positions in use, 0 to capacity: of all rows, or ``[rows]`` int64 or int32. At capacity
-        there is no next slot, and none is entered.
+        Positions in use, 0 to capacity: one number for all rows, or ``[rows]`` int64 or int32. At
+        capacity there is no next slot, and no entry is written for it.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def update_beam_indirection_(indirection: Tensor, parents: Tensor, length: int |
 
 
 def gather_indirect(states: Tensor, indirection: Tensor, length: int | None = None) -> Tensor:
-    """Copy the keys or values that each row sees through an index into their order.
+    """Gather the keys or values that each row sees through an index, in order of positions.
 
     For attention that cannot read through the index itself.
 
@@ -107,25 +107,25 @@ def _size(name: str, value: object) -> int:
 class BeamIndirection:
     """An index ``[rows, capacity]`` of a cache that beams share, and the rows' lengths.
 
-    A request's prompt is run once and written to one row; its beams all read it there. From then on
-    row r's tokens are written to row r of the cache, and after a beam step only this index changes.
+    A request's prompt is computed once and written to one row, which all of its beams read. Later
+    tokens of row r are written to row r of the cache. A beam step changes only this index.
 
     Parameters
     ----------
     rows : int
-        Rows of the cache: beams of all requests.
+        Number of rows of the cache: beams of all requests.
     capacity : int
-        Positions of a row.
+        Number of positions of a row.
     device : torch.device or str
-        Of the cache.
+        Device of the cache.
 
     Attributes
     ----------
     table : Tensor
-        ``[rows, capacity]`` int32: in which row of the cache each position of a row lies. Entries
-        from a row's length on name the row itself.
+        ``[rows, capacity]`` int32: the cache row of each position of a row. Entries from a row's
+        length on are the row itself.
     lengths : Tensor
-        ``[rows]`` int32: positions in use.
+        ``[rows]`` int32: number of positions in use.
 
     Examples
     --------
@@ -147,8 +147,8 @@ class BeamIndirection:
     def begin(self, rows: Sequence[int], prompt_row: int, length: int) -> None:
         """Start a request: ``rows`` read ``length`` positions of a prompt from ``prompt_row``.
 
-        Other rows are not touched. With one row a request, and itself as ``prompt_row``, this
-        forgets what the row held.
+        Other rows are unchanged. For a request of one row, with itself as ``prompt_row``, this
+        discards the row's former content.
         """
         count, capacity = self.table.shape
         rows = [check_int("begin", "rows", row) for row in rows]
@@ -165,7 +165,7 @@ class BeamIndirection:
         self.lengths[chosen] = length
 
     def advance(self, num_tokens: int = 1) -> None:
-        """Count tokens that were written, ``num_tokens`` to each row."""
+        """Add ``num_tokens``, which were written to each row, to the lengths."""
         num_tokens = check_int("advance", "num_tokens", num_tokens)
         capacity = self.table.shape[1]
         # Elsewhere the lengths would have to be waited for.
@@ -179,7 +179,7 @@ class BeamIndirection:
         self.lengths += num_tokens
 
     def reorder_(self, parents: Tensor) -> None:
-        """Let row r go on as row ``parents[r]``, a beam of the same request: of equal length."""
+        """Set row r to row ``parents[r]``, a beam of the same request and so of equal length."""
         update_beam_indirection_(self.table, parents, self.lengths)
 
     def gather(self, states: Tensor, length: int | None = None) -> Tensor:

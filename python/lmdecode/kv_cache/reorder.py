@@ -1,4 +1,4 @@
-"""KV caches: their rows follow the beams."""
+"""Reordering of KV cache rows by the beams."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def reorder_cache_(
 ) -> None:
     """Reorder the rows of cache tensors in place: row r becomes what row ``parents[r]`` was.
 
-    Only rows that move are copied, and there is no second cache, only a small plan: with the map of
-    a step that keeps most beams, most of the cache is not touched. Any map is allowed: rows may be
-    duplicated, dropped, permuted.
+    Only rows that move are copied. It needs no second cache, only a small plan. A step that keeps
+    most beams does not touch most of the cache. Any map is allowed: rows may be duplicated, dropped
+    or permuted.
 
     Parameters
     ----------
     tensors : sequence of Tensor
         The keys and values of all layers, a list or tuple, each with ``batch`` rows along
         ``batch_dim``: ``[batch, heads, length, dim]``, ``[length, batch, dim]`` or any other shape.
-        Shapes and dtypes may differ; any dtype, any strides that keep elements apart. No two may
-        share memory; views that lie side by side in one buffer do not.
+        Shapes and dtypes may differ; any dtype, any strides without overlapping elements. No two
+        may share memory; disjoint views of one buffer are allowed.
     parents : Tensor
         ``[batch]`` int64 or int32 on the same device: the row that each row continues, 0 to
-        batch - 1. On CUDA, where nobody looks, a row with a parent out of range is left as it is.
+        batch - 1. On CUDA values are not checked: a row with a parent out of range is unchanged.
     batch_dim : int
         The dimension of the rows, in every tensor.
     length_dim, length : int, optional
-        Copy only the first ``length`` positions along ``length_dim``: what is valid in a cache of
-        fixed size. Whatever lies behind them is left as it was, in every row.
+        Copy only the first ``length`` positions along ``length_dim``: the valid part of a cache of
+        fixed size. Later positions are unchanged in every row.
 
     Raises
     ------

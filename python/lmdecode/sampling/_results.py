@@ -120,7 +120,7 @@ class Outputs:
             )  # fmt: skip
 
     def of_step(self) -> SamplerOutput:
-        """Return the step's results: copies of index, logprob and rank, views of the rest."""
+        """Return the step's results: index, logprob, rank and kept_set are new, the rest is not."""
         index = self._index.clone()
         if self._others is not None:
             return SamplerOutput(index, *self._others)

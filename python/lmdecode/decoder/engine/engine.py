@@ -1,4 +1,4 @@
-"""``Engine``: prompts to texts, any number at a time, each as if it were alone."""
+"""``Engine``: continuous batching, with results that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -38,42 +38,43 @@ _OP = "Engine"
 class Engine:
     """Continuous batching of a model, from prompts or inputs to texts.
 
-    Requests come at any time, and each step reads a token of every text that is being written. A
-    request's tokens are the same, bit for bit, alone and in any company.
+    Requests arrive at any time. Each step runs the model on the last token of every running
+    sequence. A request's tokens are bitwise the same, whichever requests run beside it.
 
-    Of a decoder-only model a step reads parts of prompts, too. Prompts that begin alike are
-    computed once: they share keys and values, and those of requests that have ended stay until
-    their place is needed. Of an encoder-decoder model an input is encoded before the step in which
-    its text begins.
+    With a decoder-only model, a step also processes chunks of prompts. Common prefixes of prompts
+    are computed once and share keys and values. Those of finished requests stay cached until their
+    memory is needed. With an encoder-decoder model, an input is encoded before the step in which
+    its decoding begins.
 
     Parameters
     ----------
     model : PackedCausalModel or PackedDecoder
-        Of a ``Decoding``, whose ``engine`` makes such an object.
+        The model of a ``Decoding``. ``Decoding.engine`` makes an engine of it.
     max_requests : int
-        Places: a request takes one. Of a decoder-only model a search takes one for each beam.
-        Further requests wait, in order.
+        Number of slots. A request takes one; a search of a decoder-only model takes one for each
+        beam. Further requests wait, in order.
     capacity : int
-        The most tokens of a text, prompt included. Memory is taken as texts grow.
+        Maximum length of a sequence in tokens, prompt included. Memory is allocated as it grows.
     max_step_tokens : int
-        The most tokens of a step: first those of texts, then of prompts as many as there is room
-        for. Of an encoder-decoder model: the most positions of inputs that are encoded before a
-        step, unless it is one input.
+        Maximum number of tokens in a step: running sequences first, then chunks of prompts. For an
+        encoder-decoder model: the maximum number of input positions that are encoded before a step.
+        One longer input is encoded alone.
     cache_dtype : str
-        Of keys and values; "float32" for an encoder-decoder model.
+        Format of keys and values; "float32" for an encoder-decoder model.
     order : str
-        Of ``Sampler``.
+        As of ``Sampler``.
     eos_token_id : sequence of int
-        What ends a text, unless the request says so.
+        End tokens of requests that give none.
     store : KVStore, optional
-        Of a decoder-only model's fingerprint: what is stored of a prompt is loaded, and what is
-        read of it stored. It must stay open while the engine runs.
+        A store with a decoder-only model's fingerprint. Stored prefixes of prompts are loaded, and
+        computed ones are stored. It must stay open while the engine runs.
     num_beams, source : int, optional
-        Of an encoder-decoder model: the most beams of a search, 4 by default; the most positions of
-        an input, by default those of Whisper's inputs. Memory for all places is set aside at once.
+        For an encoder-decoder model: the maximum number of beams of a search, 4 by default; the
+        maximum number of positions of an input, by default Whisper's. Memory for all slots is
+        allocated at once.
     encoder, decoder_start_token_id, request_of_config
-        Of an encoder-decoder model: what reads inputs, the prompt of a request without one, and
-        what makes a search of a ``generation_config``.
+        For an encoder-decoder model: the encoder of inputs, the prompt of a request without one,
+        and the function that makes a search of a ``generation_config``.
 
     Raises
     ------
@@ -149,43 +150,43 @@ class Engine:
         generation_config: Any = None,
         **parameters: Any,
     ) -> Request:
-        """Let a text be written. Any thread may call, at any time.
+        """Submit a request. Any thread may call this at any time.
 
         Parameters
         ----------
         prompt_ids : sequence of int or Tensor
-            [length] token ids, at least one. Of an encoder-decoder model: those of the decoder,
-            None being its start token.
+            [length] token ids, at least one. For an encoder-decoder model: the decoder's prompt;
+            None is its start token.
         max_new_tokens : int
-            It ends there at the latest. None: as the ``generation_config`` says.
+            Maximum number of new tokens. None: the value of ``generation_config``.
         min_tokens : int
-            No end token before so many new tokens.
+            Number of new tokens before which end tokens are banned.
         do_sample : bool, optional
-            Whether tokens are drawn; False: the largest logit is taken. None: whether a seed or a
-            parameter such as ``temperature`` or ``top_p`` is given.
+            Whether to sample. False: the largest logit wins. None: True if a seed or a parameter
+            such as ``temperature`` or ``top_p`` is given.
         seed : int, optional
-            At least 0: of the noise; the text is that of ``generate(seed=)`` for this prompt alone.
-            None: it is drawn from torch's generator.
+            Seed of the noise, at least 0. The tokens are those of ``generate(seed=)`` for this
+            prompt alone. None: the seed is drawn from torch's generator.
         eos_token_id : int or sequence of int, optional
-            What ends the text; () is nothing. None: the model's.
+            End tokens; () is no end token. None: the model's.
         logprobs : int, optional
-            0 to 64: the request gives ``TokenLogprob``, with so many of the best tokens.
+            0 to 64: the request returns ``TokenLogprob``, with this number of best tokens.
         grammar : Grammar, optional
-            What limits the tokens, of this request alone: see ``Grammar``.
+            Constrains the tokens. It belongs to this request alone: see ``Grammar``.
         input_ids : sequence of int or Tensor
             [source] token ids of the encoder, without padding. An encoder-decoder model takes this,
             ``input_features`` or ``memory``.
         input_features : Tensor or array
-            [channels, frames] floats of the encoder: of Whisper.
+            [channels, frames] floats, the input of Whisper's encoder.
         memory : Tensor
-            [source, memory_size] floats: what the encoder gives.
+            [source, memory_size] floats, the encoder's output.
         generation_config : transformers.GenerationConfig, optional
-            Of an encoder-decoder model: the request is searched as ``generate()`` does it with this
-            config, and with the model's for what is None in it. Beside it only ``max_new_tokens``
-            and ``prompt_ids`` may be given.
+            For an encoder-decoder model: the request is searched as ``generate()`` does with this
+            config. A value of None in it is the model's. Only ``max_new_tokens`` and ``prompt_ids``
+            may be given with it.
         **parameters
-            Of a ``Sampler``; or of a ``BeamRequest``, where ``num_beams`` of more than 1 or a
-            ``trie`` is among them: then it searches.
+            Parameters of a ``Sampler``. If they include a ``trie`` or ``num_beams`` above 1, they
+            are parameters of a ``BeamRequest``, and the request is a beam search.
 
         Returns
         -------
@@ -226,22 +227,22 @@ class Engine:
         input_features: Any = None,
         memory: Tensor | None = None,
     ) -> Request:
-        """Let a search find texts, as ``submit`` does with its parameters.
+        """Submit a beam search, as ``submit`` does with parameters of a search.
 
         Parameters
         ----------
         search : BeamRequest
-            Without ``coverage_penalty``; its ``request_id`` is not looked at.
+            The search, without ``coverage_penalty``. Its ``request_id`` is ignored.
         token_rules : TokenRules, optional
-            Of one slot, in place of those that the parameters of ``search`` make: see
+            Rules of one slot, which replace those of the parameters of ``search``: see
             ``lmdecode.beam.token_rules``.
         input_ids, input_features, memory
-            Of an encoder-decoder model: see ``submit``.
+            Input of an encoder-decoder model: see ``submit``.
 
         Returns
         -------
         Request
-            Its tokens come when the search has ended.
+            Its tokens become available when the search ends.
 
         Raises
         ------
@@ -258,7 +259,7 @@ class Engine:
         return sequence.request
 
     def drop_cancelled(self) -> None:
-        """Let the next step look for requests that were cancelled, and the thread do it."""
+        """Have the next step drop cancelled requests, and wake the thread for it."""
         with self._wake:
             self._has_cancelled = True
             self._wake.notify_all()
@@ -266,9 +267,9 @@ class Engine:
     # ---- running
 
     def start(self) -> None:
-        """Let a thread of the engine's own do its steps, until ``stop``.
+        """Start a background thread that runs the steps, until ``stop``.
 
-        The engine lives until then. A forked child has no such thread: it starts its own.
+        The thread keeps the engine alive. A forked child has no such thread and starts its own.
         """
         self.check_outside("start")
         with self._life:
@@ -281,7 +282,7 @@ class Engine:
                 _started.add(self)
 
     def stop(self) -> None:
-        """End the thread after its step; requests stay as they are, and can go on."""
+        """Stop the thread after its current step; unfinished requests are kept and can resume."""
         self.check_outside("stop")
         with self._life:
             with self._wake:
@@ -305,12 +306,12 @@ class Engine:
 
     @property
     def is_started(self) -> bool:
-        """Whether the engine's own thread does the steps."""
+        """Whether the background thread runs the steps."""
         thread = self._thread
         return thread is not None and thread.is_alive()  # in a forked child it is not
 
     def check_outside(self, method: str) -> None:
-        """Raise RuntimeError within a step, as where a grammar calls a method."""
+        """Raise RuntimeError within a step, as when a grammar calls a method of the engine."""
         if self._stepper == threading.get_ident():
             raise RuntimeError(
                 f"{_OP}: {method} was called from within a step, as by a grammar; expected outside"
@@ -329,7 +330,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests that have not ended."""
+        """Whether there are unfinished requests."""
         return bool(
             self._drawn.running or self._model.reading or self._searched.running or self._arrived
         )
@@ -348,17 +349,18 @@ class Engine:
         )
 
     def step(self) -> bool:
-        """Do a step: give places to requests, read their tokens, and choose the next ones.
+        """Run a step: admit requests to slots, run the model, and choose the next tokens.
 
         Returns
         -------
         bool
-            Whether there are requests that have not ended.
+            Whether there are unfinished requests.
 
         Raises
         ------
         Exception
-            What stopped the step, such as a ``MemoryError``: all requests with places end by it.
+            The error that stopped the step, such as a ``MemoryError``. It ends all requests that
+            have slots.
         """
         self.check_outside("step")
         with self._lock, torch.no_grad():
@@ -382,7 +384,7 @@ class Engine:
 
     @property
     def _everyone(self) -> list[WrittenSequence]:
-        """Those who have places."""
+        """Sequences that have slots."""
         return [*self._model.reading, *self._drawn.running, *self._searched.running.values()]
 
     def _drop_cancelled(self, told: list[Request]) -> None:
@@ -400,7 +402,7 @@ class Engine:
             told.append(sequence.request)
 
     def _admit(self) -> None:
-        """Give places to those who have waited for longest, as far as there are some."""
+        """Give free slots to the requests that have waited longest."""
         while self._arrived and self._model.has_room(self._arrived[0]):
             sequence = self._arrived[0]
             try:
@@ -411,7 +413,7 @@ class Engine:
                     sequence.request._placed()
 
     def _compute(self, told: list[Request]) -> None:
-        """Read tokens, and choose the next ones."""
+        """Run the model, and choose the next tokens."""
         drawn, searched = self._drawn, self._searched
         for end in self._model.encode():
             self._leave(end, told)
@@ -439,7 +441,7 @@ class Engine:
             self._leave(end, told)
 
     def _begin(self, sequence: WrittenSequence) -> None:
-        """Let a sequence write, whose prompt has been read."""
+        """Start decoding a sequence whose prompt has been read."""
         if isinstance(sequence, DrawnSequence):
             self._drawn.begin(sequence)
         else:
@@ -447,9 +449,9 @@ class Engine:
             self._searched.begin(sequence)
 
     def _leave(self, end: Ended, told: list[Request]) -> None:
-        """Give the places of a sequence back, which is in no rows any more; end its request.
+        """Free the slots of a sequence that has no rows left, and end its request.
 
-        Its prompt is kept where tokens were chosen behind it: a NaN spoils what was read with it.
+        Its prompt is cached only if tokens were chosen after it: a NaN would spoil the cache.
         """
         sequence = end.sequence
         is_sound = bool(sequence.request._tokens) and end.reason != "error"
@@ -458,7 +460,7 @@ class Engine:
         told.append(sequence.request)
 
     def _fail_all(self, error: BaseException, told: list[Request]) -> None:
-        """End every request that has a place, and begin anew for those that wait."""
+        """End every request that has a slot, and reset the engine for the waiting ones."""
         everyone = self._everyone
         self._model.clear()
         for sequence in everyone:
@@ -476,6 +478,6 @@ _started: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End all threads: one that computes while the interpreter ends would abort the process."""
+    """Stop all threads: one that computes at interpreter exit would abort the process."""
     for engine in tuple(_started):
         engine.stop()
