@@ -51,9 +51,9 @@ def install_hint(extra: str) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, a symbolic one too, or what converts to one by ``__index__``.
+    """Whether a value is an int, a symbolic int, or an object with ``__index__``.
 
-    Bools are none, and neither are tensors of bools.
+    Bools and tensors of bools are not integers.
     """
     if isinstance(value, (int, torch.SymInt)):
         return not isinstance(value, bool)
@@ -68,7 +68,7 @@ def is_int(value: object) -> bool:
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a real number, numpy's too; no bool."""
+    """Whether a value is a real number, numpy's included; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -82,9 +82,9 @@ def check_int(
     kind: str = "an int",
     limits: str | None = None,
 ) -> int:
-    """Return an integer from ``least`` to ``most``; raise TypeError or ValueError for what is none.
+    """Return an integer from ``least`` to ``most``; raise TypeError or ValueError otherwise.
 
-    ``kind`` and ``limits`` are what the errors say was expected.
+    ``kind`` and ``limits`` are the expected type and range in the errors.
     """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         if not is_int(value):
@@ -100,7 +100,7 @@ def check_int(
 
 
 def check_count(op: str, name: str, value: Any, least: int = 1, *, kind: str = "an int") -> int:
-    """Return an integer of 64 bits, ``least`` or more; raise for what is none."""
+    """Return a 64-bit integer, ``least`` or more; raise otherwise."""
     limits = f"an int of 64 bits, at least {least}"
     return check_int(op, name, value, least, kind=kind, limits=limits)
 
@@ -114,10 +114,10 @@ def check_number(
     is_finite: bool = False,
     limits: str | None = None,
 ) -> float:
-    """Return a number as a float, symbolic ones as they are; raise for what is none.
+    """Return a number as a float, a symbolic one unchanged; raise otherwise.
 
-    With ``is_finite`` NaN and infinities are a ValueError. ``kind`` and ``limits`` are what the
-    errors say was expected.
+    With ``is_finite``, NaN and infinities are a ValueError. ``kind`` and ``limits`` are the
+    expected type and range in the errors.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
@@ -146,20 +146,20 @@ _SPELLINGS = {
 def check_format(
     op: str, dtype: object, formats: Collection[str], where: str = "", *, name: str = "dtype"
 ) -> str:
-    """Return the name of a format of weights; raise TypeError or ValueError for what is none.
+    """Return the name of a weight format; raise TypeError or ValueError otherwise.
 
     Parameters
     ----------
     op
-        Who asks.
+        Name of the function, for the error.
     dtype
         A name, such as "bfloat16", "bf16" or "torch.bfloat16", or a ``torch.dtype``.
     formats
-        The names that there are.
+        The supported names.
     where
-        What the error says behind them.
+        Text that follows the supported names in the error.
     name
-        Of the argument.
+        Name of the argument.
     """
     if not isinstance(dtype, (str, torch.dtype)):
         raise type_error(op, name, dtype, "a str or a torch.dtype")
@@ -172,7 +172,7 @@ def check_format(
 
 
 def check_bool(op: str, name: str, value: object, *, kind: str = "a bool") -> bool:
-    """Return a bool; raise TypeError for what is none."""
+    """Return a bool; raise TypeError otherwise."""
     if not isinstance(value, bool):
         raise type_error(op, name, value, kind)
     return value
@@ -181,15 +181,15 @@ def check_bool(op: str, name: str, value: object, *, kind: str = "a bool") -> bo
 def check_layout(op: str, name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor that is not dense.
 
-    The ops themselves do (csrc/bindings/refused_tensors.cpp); this is for what is computed with
-    before an op is called, or has another name there.
+    The ops check this, too (csrc/bindings/refused_tensors.cpp). This is for tensors that Python
+    code computes with before the op, or that have another name in the op.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; expected a dense tensor")
 
 
 def check_dense_tensors(op: str, **values: object) -> None:
-    """Raise TypeError for what is no tensor, ValueError for one that is not dense."""
+    """Raise TypeError for a value that is not a tensor, ValueError for a tensor not dense."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise type_error(op, name, value, "a tensor")
@@ -197,7 +197,7 @@ def check_dense_tensors(op: str, **values: object) -> None:
 
 
 def check_no_gradient(op: str, **tensors: object) -> None:
-    """Raise ValueError for what would get no gradient: autograd passes over these ops."""
+    """Raise ValueError for tensors that need a gradient, as these ops have no autograd."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

@@ -196,16 +196,16 @@ def sliding_window_attention(
         window.
     block_table : Tensor, optional
         ``[batch, blocks]`` int32: k and v are pools ``[num_blocks, kv_heads, block_size, size]``,
-        and key n of a sequence lies in block ``block_table[sequence, n // block_size]``, at ``n %
-        block_size``. ``kv_tokens`` is ``blocks * block_size``; ``kv_lengths`` says what is valid.
-        Entries of blocks that nobody sees are not looked at. With ``cu_seqlens_q`` q is ragged, and
-        ``cu_seqlens_kv`` is not given. See ``BlockTable``.
+        and key n of a sequence is in block ``block_table[sequence, n // block_size]``, at ``n %
+        block_size``. ``kv_tokens`` is ``blocks * block_size``; ``kv_lengths`` has the valid
+        lengths. Entries of blocks that no query sees are not read. With ``cu_seqlens_q`` q is
+        ragged, and ``cu_seqlens_kv`` must not be given. See ``BlockTable``.
     indirection : Tensor, optional
         ``[batch, kv_tokens or more]`` int32: k and v are ``[rows, kv_heads, kv_tokens, size]``, and
-        key n of a sequence lies in row ``indirection[sequence, n]``, at n. As for ``block_table``
-        otherwise; not with it. See ``BeamIndirection``.
+        key n of a sequence is in row ``indirection[sequence, n]``, at n. The rest is as for
+        ``block_table``; give only one of the two. See ``BeamIndirection``.
     return_lse : bool
-        Return the logarithm of the sum of the weights as well.
+        Also return the log-sum-exp of the scores.
 
     Returns
     -------

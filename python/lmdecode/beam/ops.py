@@ -44,7 +44,7 @@ def _check_types(
     required: dict[str, Tensor],
     optional: dict[str, Tensor | None],
 ) -> None:
-    """Name the argument of the wrong type: only looked for once a call has failed."""
+    """Raise an error that names the argument of a wrong type; called only after a failure."""
     tensors: dict[str, object] = {**required}
     for name, value, kind in (
         ("state", state, BeamState),
@@ -144,22 +144,21 @@ def log_softmax_top_k(
     trie: Trie | None = None,
     nodes: Tensor | None = None,
 ) -> BeamCandidates:
-    """Find the best continuations of each request's beams, without writing their log-softmax.
+    """Return the best continuations of each request's beams, without materialising log-softmax.
 
-    A candidate is a beam of the request and a token, its score
-    ``log_softmax(logits[row])[token] + beam_scores[row]``. Candidates stand in the order "score
-    descending, then beam, then token": what ``topk`` of the flat [num_beams * vocab] scores gives,
-    the lowest index first at ties. Scores are one fixed sequence of f32 and f64 operations
-    on an exact integer sum: a result depends on nothing but the request's rows, not on the batch,
-    the thread count or the CPU's vector width (CUDA: the same by design, emulated, not yet run on a
-    GPU).
+    A candidate is a pair of a beam of the request and a token. Its score is
+    ``log_softmax(logits[row])[token] + beam_scores[row]``. Candidates are sorted by score
+    descending, then beam, then token. This is ``topk`` of the flat [num_beams * vocab] scores, with
+    the lowest index first at ties. Scores are a fixed sequence of f32 and f64 operations on an
+    exact integer sum. So a result depends only on the request's rows, not on the batch, the thread
+    count or the CPU's vector width (CUDA: the same by design, emulated, not yet run on a GPU).
 
     The processors act on the log-probabilities of the tokens before the beam's score is added, in
     the order and with the arithmetic of transformers' logits processors, without renormalising:
     ``bias``, diversity, repetition penalty, n-grams, ``end_tokens``, ``token_bitmask``,
-    ``forced_tokens``, ``suppressed_tokens``. What they give -inf is no candidate. Each is off
-    where it is None; a number stands for all requests, a tensor holds one for each. Wherever
-    tokens are listed, a number outside [0, vocab), such as -1, is none.
+    ``forced_tokens``, ``suppressed_tokens``. A token with -inf is not a candidate. A processor is
+    off if its argument is None. A number applies to all requests; a tensor has one value for each.
+    In lists of tokens, a number outside [0, vocab), such as -1, is ignored.
 
     Parameters
     ----------
@@ -168,21 +167,21 @@ def log_softmax_top_k(
         with logits of +inf shares the probability evenly among these.
     beam_scores : Tensor
         ``[rows]``, or ``[requests, num_beams]`` for an int ``num_beams``, float32: the sums of
-        log-probabilities so far. A beam of score -inf takes no part, its logits are not looked at.
+        log-probabilities so far. A beam of score -inf is ignored, and its logits are not read.
     num_candidates : int
         Candidates of a request, at least 1. Beam search takes ``max(2, 1 + number of end tokens) *
         num_beams``.
     num_beams : int, sequence of int or Tensor
         Rows of each request, at least 1: for all requests, or one for each, as int64 or int32 where
         it is a tensor, on the device of the logits. The rows of a request are neighbours, in the
-        order of the requests. A CUDA tensor is not looked at before the launch: a request that it
-        gives no rows has status 2.
+        order of the requests. A CUDA tensor is not read before the launch: a request without rows
+        then has status 2.
     sequences : Tensor, optional
         ``[rows, capacity]`` int64: the tokens so far of each row's beam, for ``repetition_penalty``
         and ``no_repeat_ngram_size``.
     lengths : Tensor, optional
-        ``[requests]`` int64: how many tokens of the request's sequences are valid, from the first
-        on; all of them by default. 0 to ``capacity``; on CUDA it is held to these.
+        ``[requests]`` int64: number of valid leading tokens of the request's sequences, by default
+        all. 0 to ``capacity``; on CUDA it is clamped to this range.
     repetition_penalty : float or Tensor, optional
         > 0, 1 is off, ``[requests]`` float32: the log-probability of each token of the sequence is
         multiplied by it, or divided where it is not negative
@@ -202,7 +201,7 @@ def log_softmax_top_k(
         ``[requests]`` or ``[rows]`` int64: this token has log-probability 0, all others are banned
         (``ForcedBOSTokenLogitsProcessor``).
     diversity_tokens : Tensor, optional
-        ``[requests, tokens]`` int64: what earlier groups of the request have chosen.
+        ``[requests, tokens]`` int64: tokens that earlier groups of the request chose.
     diversity_penalty : float or Tensor, optional
         ``[requests]`` float32: subtracted for each time that the token is in ``diversity_tokens``
         (``HammingDiversityLogitsProcessor``).
@@ -212,11 +211,11 @@ def log_softmax_top_k(
         ``[requests or rows, ceil(vocab / 32)]`` int32: token t is allowed where bit t % 32 of
         number t // 32 is set, the convention of xgrammar and llguidance.
     trie : Trie, optional
-        On the device of the logits (``Trie.to``): tokens that do not follow a row's node are banned
-        as by a bitmask, and not looked at. Beams of a score of -1e8 or less, which exist in name
-        only, take no part, and a request without a candidate has status 0: nothing goes on.
+        A trie on the device of the logits (``Trie.to``). Tokens that do not follow a row's node are
+        banned as by a bitmask, and not read. Beams of a score of -1e8 or less are placeholders and
+        are ignored. A request without a candidate has status 0: no beam continues.
     nodes : Tensor, optional
-        [rows] int32, together with ``trie``: where each row stands in it; see ``Trie.step``.
+        [rows] int32, together with ``trie``: the node of each row in it; see ``Trie.step``.
 
     Returns
     -------
@@ -324,11 +323,11 @@ def beam_step(
 ) -> BeamStep:
     """Turn each request's candidates into its next beams, and close the hypotheses that end.
 
-    Candidates are looked at best first. One that ends in an end token (or is ``stopped``, or
-    reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and good
-    enough for a place; ranked lower, it is dropped. The others are the next beams. Then the search
-    may be done. ``rules`` says what differs between the systems that are mirrored, see
-    docs/reference/beam.md. The state is changed in place; nothing waits for the device.
+    Candidates are processed best first. A candidate that ends in an end token (or is ``stopped``,
+    or reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and
+    its score is good enough; ranked lower, it is dropped. The others become the next beams. Then
+    the search may be done. ``rules`` selects the system whose rules apply, see
+    docs/reference/beam.md. The state is changed in place, without a host synchronisation.
 
     Parameters
     ----------
@@ -338,43 +337,44 @@ def beam_step(
         Of every slot of the state.
     scores, tokens, beams : Tensor
         [requests, K] float32, int64, int64, as ``log_softmax_top_k`` returns them: best first,
-        ``-inf`` where there is no candidate ("scorer": one like any other), beams counted within
+        ``-inf`` for no candidate (with "scorer", a candidate like any other), beams counted within
         the request.
     log_probs : Tensor, optional
         [requests, K] float32, of the tokens alone; 0 where not given.
     status : Tensor, optional
         [requests] uint8: not 0 ends the request's search with this status.
     slots : Tensor, optional
-        [requests] int64, all different: which slot of the state each request is in; the first by
+        [requests] int64, all different: the slot of each request in the state; the first slots by
         default.
     row_offsets : Tensor, optional
         [requests + 1] int64: request r's next beams are the rows ``row_offsets[r]`` to
         ``row_offsets[r + 1]``, as many as its ``num_beams``. By default each request has as many
         rows as the state has beams.
     parent_offsets : Tensor, optional
-        [requests] int64, or more: the first row of each request's logits, and behind them where
-        those of the last one end; ``row_offsets`` by default.
+        [requests] int64, or more: the first row of each request's logits, then the end of the last
+        request's rows; ``row_offsets`` by default.
     sequences : Tensor, optional
-        [requests, beams, length] int64: the running sequences, where the caller keeps them. Those
-        of the state, its scores and lengths are then neither read nor written.
+        [requests, beams, length] int64: the running sequences, if the caller keeps them. Then the
+        state's sequences, scores and lengths are neither read nor written.
     stopped : Tensor, optional
-        [requests, K] bool: candidates that end whatever their token is.
+        [requests, K] bool: candidates that end, whatever their token.
     bonus : Tensor, optional
         [requests, beams] float32: added to the score of a hypothesis closed from this beam (the
         coverage penalty, for one).
     rows : int, optional
-        Rows of the next beams in all: what ``row_offsets`` ends in. A CUDA tensor of offsets needs
-        it, since reading that one would wait for the device.
+        Total number of rows of the next beams: the last element of ``row_offsets``. It is required
+        with offsets on CUDA, as reading them would synchronise with the device.
     rules : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
 
     Returns
     -------
     BeamStep
-        Of all requests' next beams. A request whose search had ended emits score 0, its pad token
-        and its own rows ("scorer": row 0); with "generate" and "fairseq" one that is done without
-        an error goes on in lockstep, and stays as it is where its sequences are full. Rows beyond
-        a request's ``num_beams`` have score -inf, its pad token and their own rows as parents.
+        The next beams of all requests. A request whose search had ended emits score 0, its pad
+        token and its own rows ("scorer": row 0). With "generate" and "fairseq", a search that is
+        done without an error continues in lockstep, and is unchanged once its sequences are full.
+        Rows beyond a request's ``num_beams`` have score -inf, its pad token and their own rows as
+        parents.
 
     Raises
     ------
@@ -422,14 +422,14 @@ def beam_finalize(
     parameters : BeamParameters
         Of every slot of the state.
     num_return_sequences : int
-        Hypotheses of a request, at least 1.
+        Number of hypotheses to return for a request, at least 1.
     num_groups : int
-        Slots of a request, neighbours in ``slots``: the groups of a diverse search.
+        Number of consecutive ``slots`` of a request: the groups of a diverse search.
     slots : Tensor, optional
         [requests * num_groups] int64; all of the state by default.
     sequences, scores : Tensor, optional
         [requests * num_groups, beams, length] int64 and [requests * num_groups, beams] float32: the
-        running beams, where the caller keeps them.
+        running beams, if the caller keeps them.
     add_open : bool, optional
         Whether the running beams of searches that are not done become hypotheses first; by default
         for the rules "scorer" only. A beam of score -inf does not, but for these rules.
@@ -440,7 +440,7 @@ def beam_finalize(
     Returns
     -------
     BeamFinal
-        Best first; a request that has fewer is filled with padding, score -1e9, place -1.
+        Best first. A request with fewer hypotheses is filled with padding, score -1e9, place -1.
 
     Raises
     ------

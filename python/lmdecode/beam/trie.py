@@ -1,4 +1,4 @@
-"""A set of token sequences that a search may be held to: a catalogue of items, a list of names."""
+"""A trie of token sequences that constrains a search: a catalogue of items, a list of names."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ _OP = "Trie"
 
 
 class Trie:
-    """A set of token sequences, for searches that may generate nothing else.
+    """A set of token sequences, to which searches can be constrained.
 
-    A search that is held to it generates, behind its prompt, one of these sequences: generative
-    recommendation decodes the items of a catalogue so. The children of a node lie next to each
-    other, ascending by their tokens, so that a step of a search looks at the tokens that may follow
-    and at no others: docs/reference/trie.md.
+    A search with a trie generates one of its sequences after the prompt, as in generative
+    recommendation from a catalogue of items. The children of a node are contiguous and ascending by
+    token, so a step of a search reads only the tokens that may follow: docs/reference/trie.md.
 
     Parameters
     ----------
     sequences : iterable of sequences of int, or Tensor
-        What may be generated, each at least one token and with the end token behind it where the
-        search has one. Sequences that come twice are one. A tensor is integers
-        ``[sequences, longest]``, with -1 behind the end of each.
+        The allowed sequences, each at least one token, and with the end token at its end if the
+        search has one. Duplicates count once. A tensor has integers ``[sequences, longest]``, with
+        -1 after the end of each.
 
     Raises
     ------
     ValueError, TypeError
-        Names the sequence that is empty, or the token that is none.
+        Names the sequence that is empty, or the token that is invalid.
 
     Examples
     --------
@@ -59,7 +58,7 @@ class Trie:
 
     @classmethod
     def from_flat(cls, tokens: Tensor, offsets: Tensor) -> Trie:
-        """Return the trie of sequences that lie one behind the other: the fastest way.
+        """Build a trie from concatenated sequences, which is the fastest way.
 
         Parameters
         ----------
@@ -79,24 +78,23 @@ class Trie:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trie:
-        """Return a trie that ``save`` wrote; its file is mapped, so that processes share it.
+        """Load a trie that ``save`` wrote; its file is mapped, so processes share it.
 
-        The file has to stay as it is while the trie is in use. It is read once, to compare it with
-        its checksum.
+        The file must not change while the trie is in use. It is read once to verify its checksum.
 
         Raises
         ------
         OSError
             It cannot be read.
         ValueError
-            It is no trie, of another version, cut off or damaged.
+            It is not a trie, of another version, truncated or damaged.
         """
         trie = cls.__new__(cls)
         trie._take(read_trie(Path(path)))
         return trie
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trie; a file that is there is replaced once this one is written whole.
+        """Write the trie; an existing file is replaced once this one is written completely.
 
         Raises
         ------
@@ -111,15 +109,15 @@ class Trie:
 
     @property
     def device(self) -> torch.device:
-        """Where ``tensors`` are, and what ``step`` takes and returns: the CPU, unless moved."""
+        """Device of ``tensors`` and of the tensors of ``step``: the CPU, unless moved."""
         return self._tensors[0].device
 
     def to(self, device: torch.device | str) -> Trie:
-        """Return the trie for searches on a device; this one where it is there already.
+        """Return the trie for searches on a device; itself if it is already there.
 
-        ``tensors`` are copied, 8 bytes a node, and stay as long as the trie that is returned: keep
-        it for all searches. What is asked of the trie, and ``save``, goes on with the memory of the
-        host, or the mapped file, which both share.
+        ``tensors`` are copied, 8 bytes per node, and live as long as the returned trie: keep it for
+        all searches. Queries and ``save`` use the host's memory, or the mapped file, which both
+        tries share.
 
         Parameters
         ----------
@@ -129,7 +127,7 @@ class Trie:
         Raises
         ------
         ValueError
-            It is no device.
+            It is not a device.
         """
         try:
             target = torch.device(device)
@@ -158,7 +156,7 @@ class Trie:
         return f"Trie({len(self)} sequences, {self.num_nodes} nodes)"
 
     def __contains__(self, sequence: object) -> bool:
-        """Whether this is one of the sequences, whole."""
+        """Whether this is one of the complete sequences."""
         node = self._node_of("sequence", sequence)
         return node >= 0 and bool(self._arrays.ends[node])
 
@@ -177,38 +175,38 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """Beginnings of sequences that differ, the empty one among them."""
+        """Number of distinct prefixes of the sequences, including the empty one."""
         return len(self._arrays.tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence: no search needs more ``max_new_tokens``."""
+        """Length of the longest sequence: no search needs more ``max_new_tokens``."""
         return self._arrays.longest
 
     @property
     def max_token(self) -> int:
-        """The largest token; -1 where there is no sequence."""
+        """The largest token; -1 for an empty trie."""
         return self._arrays.max_token
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, or of its file."""
+        """Size in bytes, in memory or of its file."""
         arrays = (self._arrays.tokens, self._arrays.child_begin, self._arrays.ends)
         return sum(tensor.numel() * tensor.element_size() for tensor in arrays)
 
     def allowed(self, prefix: Sequence[int] | Tensor = ()) -> Tensor:
-        """Return the tokens that may follow what has been generated.
+        """Return the tokens that may follow a prefix.
 
         Parameters
         ----------
         prefix : sequence of int or Tensor
-            Without the prompt.
+            Generated tokens, without the prompt.
 
         Returns
         -------
         Tensor
-            [n] int64, ascending; empty where a sequence ends that begins no other, and where none
-            begins like this.
+            [n] int64, ascending. Empty if the prefix is a complete sequence that no other one
+            continues, or if no sequence begins with it.
         """
         node = self._node_of("prefix", prefix)
         if node < 0:
@@ -257,7 +255,7 @@ class Trie:
         Returns
         -------
         Tensor
-            [n] int32, -1 where no sequence goes on so.
+            [n] int32, -1 if no sequence continues with the token.
 
         Raises
         ------
@@ -285,7 +283,7 @@ class Trie:
         Raises
         ------
         ValueError, TypeError
-            It is no such tensor.
+            The tensor has another shape, dtype or device.
         """
         if not isinstance(sequences, Tensor):
             raise type_error(f"{_OP}.nodes_of", "sequences", sequences, "a tensor [n, length]")
@@ -325,14 +323,14 @@ class Trie:
 
 
 class PrefixTokens:
-    """A trie behind a prompt, as transformers calls a ``prefix_allowed_tokens_fn``.
+    """A ``prefix_allowed_tokens_fn`` of transformers that applies a trie after a prompt.
 
     Parameters
     ----------
     trie : Trie
-        What may follow the prompt.
+        The sequences that may follow the prompt.
     prompt_length : int
-        Tokens that do not count.
+        Number of leading tokens to skip.
     """
 
     def __init__(self, trie: Trie, prompt_length: int) -> None:

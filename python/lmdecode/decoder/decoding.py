@@ -1,4 +1,4 @@
-"""A packed model: what ``Decoding`` does without transformers."""
+"""A packed model: the part of ``Decoding`` that does not need transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _refuse_cache_dtype(cache_dtype: object) -> None:
 
 
 class PackedDecoding(Batches):
-    """A packed model and what needs nothing of transformers: batches, the engine, its files.
+    """A packed model, without transformers: batches, the engine and its files.
 
     The base of ``lmdecode.Decoding``, which has the parameters and the errors.
 
@@ -90,14 +90,14 @@ class PackedDecoding(Batches):
             self.decoder = PackedDecoder(config, weights, held_as)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a model as it is packed, so that ``load`` is ready at once.
+        """Write the packed model, so that ``load`` need not pack it again.
 
         Parameters
         ----------
         folder
-            Is made; a model that it holds is replaced, once this one is written whole. It holds the
-            model's config, and the files of its tokenizer and its processor where the model's own
-            folder has some. One writer at a time.
+            Created if missing. A model in it is replaced once this one is written completely. It
+            gets the model's config, and the files of its tokenizer and processor if the model's own
+            folder has them. One writer at a time.
 
         Raises
         ------
@@ -126,27 +126,26 @@ class PackedDecoding(Batches):
         cache_dtype: str | torch.dtype | None = None,
         verify: bool = False,
     ) -> Self:
-        """Take a model that ``save`` wrote. Its weights are mapped: processes share them.
+        """Load a model that ``save`` wrote. Its weights are mapped: processes share them.
 
-        Those that were packed for another kind of processor are packed again, with a warning.
+        Weights that were packed for another kind of processor are repacked, with a warning.
 
         Parameters
         ----------
         folder
-            Must stay as it is while the model is in use.
+            Must not change while the model is in use.
         cache_dtype
-            See the class; by default that with which it was saved. None for an encoder-decoder
-            model.
+            See the class; by default the saved one. None for an encoder-decoder model.
         verify : bool
-            Whether every byte of the weights is compared with its checksum, which reads them all.
+            Whether to check every byte of the weights against a checksum, which reads them all.
 
         Raises
         ------
         FileNotFoundError
             There is no such model.
         ValueError
-            It is damaged, of another version, or written again meanwhile; or another
-            ``cache_dtype``.
+            The model is damaged, of another version, or was written again meanwhile; or
+            ``cache_dtype`` is unsupported.
         """
         folder = Path(folder)
         packed, manifest = load_packed(folder, verify=verify)
@@ -174,7 +173,7 @@ class PackedDecoding(Batches):
         packed: PackedCausalModel | PackedEncoderDecoder,
         manifest: dict[str, Any],
     ) -> None:
-        """Take what else a folder has of a model; called once its weights are mapped."""
+        """Load the other files of a model's folder; called once its weights are mapped."""
 
     def _files(self) -> dict[str, bytes]:
         """Return the files, by name, that ``save`` writes beside the weights."""

@@ -1,4 +1,4 @@
-"""``Sampler``: the whole way from logits to tokens, for sequences that come and go."""
+"""``Sampler``: from logits to tokens, with continuous batching."""
 
 from __future__ import annotations
 
@@ -51,73 +51,74 @@ _MOST_LOGPROBS = 64
 
 
 class Sampler:
-    """Rows of logits to tokens, with everything that stands between them, one op a step.
+    """Samples a token from each row of logits, in one op per step.
 
-    A row is a sequence. It has parameters and a state of its own: its text, counts of tokens, its
-    place in the noise. So rows may come, go and change places, and a sequence draws the same
-    tokens, bit for bit, alone or in any batch. A step edits the logits (bitmask, biases, penalties,
-    rules), filters them by the stages of ``order``, and draws. docs/reference/sampler.md defines
-    each stage. On the CPU, and on CUDA (emulated, not yet run on a GPU).
+    A row is a sequence. It has its own parameters and state: its text, counts of tokens, and
+    position in the noise. So rows can be added, removed and reordered, and a sequence draws
+    bitwise the same tokens alone or in any batch. A step edits the logits (bitmask, biases,
+    penalties, rules), filters them by the stages of ``order``, and draws. docs/reference/sampler.md
+    defines each stage. On the CPU, and on CUDA (emulated, not yet run on a GPU).
 
     Parameters
     ----------
     batch : int
-        Rows, at least 0. All have a sequence without a prompt at first.
+        Number of rows, at least 0. At first each has a sequence without a prompt.
     vocab : int
-        Logits of a row.
+        Number of logits in a row.
     device : torch.device or str, optional
-        "cpu", the default, or a CUDA device: of the logits and of all that ``sample`` returns.
+        "cpu", the default, or a CUDA device: of the logits and of all results of ``sample``.
     order : str
-        "lmdecode", "transformers", "vllm", "llama.cpp" or "sglang": whose order of stages, and
-        whose rules at ties and boundaries.
+        "lmdecode", "transformers", "vllm", "llama.cpp" or "sglang": the system whose order of
+        stages, and whose rules at ties and boundaries, apply.
     num_logprobs : int, optional
-        0 to 64. ``sample`` then gives ``logprob`` and ``rank`` of the chosen tokens, and
-        ``top_ids`` and ``top_logprobs`` of so many best ones.
+        0 to 64. ``sample`` then returns ``logprob`` and ``rank`` of the chosen tokens, and
+        ``top_ids`` and ``top_logprobs`` of this number of best tokens.
     logprobs_mode : str
-        "raw_logprobs": of the logits as they came; "processed_logprobs": of what is drawn from.
+        "raw_logprobs": of the input logits; "processed_logprobs": of the sampled distribution.
     return_logits, return_kept_set, return_stages : bool
-        Whether ``sample`` gives ``kept_logits``, ``kept_set`` and ``stage_counts``.
+        Whether ``sample`` returns ``kept_logits``, ``kept_set`` and ``stage_counts``.
 
     Other Parameters
     ----------------
     temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, top_h : float
-        Filters; a list or a tensor has one for each row, as for all numbers. None is off.
+        Filters. Like every number here, a list or tensor has one value for each row. None is off.
         Temperature 0 takes the largest logit.
     top_k : int
-        Tokens to keep; <= 0 is off.
+        Number of tokens to keep; <= 0 is off.
     xtc_probability, xtc_threshold : float
-        The chance with which all tokens of at least ``xtc_threshold`` (0.1) but the least likely of
-        them are dropped.
+        Probability of dropping all tokens of probability at least ``xtc_threshold`` (0.1), except
+        the least likely of them.
     repetition_penalty, presence_penalty, frequency_penalty : float
-        The first of prompt and output, by division; the others of the output, by subtraction.
+        Repetition penalty: on prompt and output, by division. The others: on the output, by
+        subtraction.
     no_repeat_ngram_size : int
-        No n-gram of the text comes again.
+        No n-gram of this size occurs twice in the text.
     dry_multiplier, dry_base, dry_allowed_length, dry_breakers : float, float, int, list of int
-        DRY: a token that goes on with a repetition of ``length`` tokens, ``dry_allowed_length`` (2)
-        at least, loses ``multiplier * base ** (length - allowed)``; repetitions end at breakers, a
-        list of tokens.
+        DRY: ``multiplier * base ** (length - allowed)`` is subtracted from the logit of a token
+        that continues a repetition of ``length`` tokens, ``dry_allowed_length`` (2) at least.
+        Repetitions end at breakers, a list of tokens.
     mirostat_tau, mirostat_eta : float
-        Mirostat 2: the surprise to hold, in bits, and the rate (0.1).
+        Mirostat 2: the target surprise in bits, and the learning rate (0.1).
     adaptive_target, adaptive_decay : float
-        Adaptive-p: the mean probability that drawn tokens shall have, 0 to 1, and how slowly it
-        forgets (0.9); below 0 is off. Not beside mirostat.
+        Adaptive-p: the target mean probability of drawn tokens, 0 to 1, and the decay of that mean
+        (0.9). A target below 0 is off. Not together with mirostat.
     dynamic_temperature_range, dynamic_temperature_exponent : float
-        The temperature goes from ``temperature - range`` to ``temperature + range`` with the
-        entropy.
+        The temperature grows with the entropy, from ``temperature - range`` to
+        ``temperature + range``.
     logit_bias : dict
-        Of tokens to what is added to their logits; a tuple of tokens: to the last one's where the
-        text ends with the others. -inf bans.
+        Token to the bias of its logit. The key may be a tuple of tokens: the bias of the last one
+        applies if the text ends with the others. -inf bans.
     bad_words_ids : list of list of int
-        Sequences that must not come.
+        Sequences that are never generated.
     suppress_tokens : list of int
-        Tokens that must not come.
+        Tokens that are never generated.
     min_tokens, eos_token_id : int, int or list of int
-        No end token before so many tokens of output.
+        No end token before this number of output tokens.
     forced_tokens : dict
-        Of a length of the output to the token that comes then.
+        Length of the output to the token that is forced there.
     seed : int or list of int
-        Of the noise; one int gives row i the seed that ``top_k_top_p_sample`` gives it; < 0 draws
-        the most probable token. Unset, each row draws a seed from torch's generator when its
+        Seed of the noise. One int gives row i the same seed as ``top_k_top_p_sample``; < 0 draws
+        the most probable token. If unset, each row draws a seed from torch's generator when its
         sequence begins.
 
     Raises
@@ -196,18 +197,18 @@ class Sampler:
     # ---- sequences
 
     def insert(self, row: int, prompt: Any = None, **parameters: Any) -> None:
-        """Begin a sequence in a row; what was there is gone.
+        """Begin a sequence in a row, and discard the row's former one.
 
         Parameters
         ----------
         row
             0 to batch - 1.
         prompt
-            Its tokens: a list of ints or a tensor [n]. Noise goes on from its length, and penalties
-            that look at prompts see it.
+            The prompt's tokens: a list of ints or a tensor [n]. The noise starts at its length.
+            Penalties on prompts apply to it.
         **parameters
-            As of the constructor, numbers for this row. What is not named is what the constructor
-            gave the row; a seed that it did not give is drawn anew.
+            As of the constructor, with numbers for this row. The constructor's values are the
+            defaults. Without a seed in either, a new one is drawn.
 
         Raises
         ------
@@ -225,7 +226,7 @@ class Sampler:
         self._begin(row, rules, tokens, draws_seed="seed" not in own)
 
     def remove(self, row: int) -> None:
-        """End the sequence of a row: it gets index -1 until another begins."""
+        """End the sequence of a row: its index is -1 until another one begins."""
         row = self._check_row("remove", row)
         self._fields()[row, _ACTIVE] = 0
         self._count_steps()
@@ -235,12 +236,12 @@ class Sampler:
         self._count_steps()
 
     def reorder_(self, rows: Sequence[int] | Tensor) -> None:
-        """Row i goes on with the sequence of row ``rows[i]``, its seed and its parameters.
+        """Set row i to the sequence of row ``rows[i]``, with its seed and parameters.
 
         Parameters
         ----------
         rows
-            [batch] ints, each 0 to batch - 1; a row may stand several times.
+            [batch] ints, each 0 to batch - 1; a row may occur several times.
         """
         picked = token_tensor("reorder_", "rows", rows)
         if len(picked) != self.batch:
@@ -252,7 +253,7 @@ class Sampler:
         self._count_steps()
 
     def accept(self, row: int, tokens: int | Sequence[int] | Tensor) -> None:
-        """Go on with tokens that were chosen elsewhere; they count as output.
+        """Append tokens that were chosen elsewhere; they count as output.
 
         Parameters
         ----------
@@ -271,7 +272,7 @@ class Sampler:
         self._count_steps()
 
     def rewind(self, row: int, n: int) -> None:
-        """Take back the last n accepted tokens, with what counts and stages learned from them."""
+        """Remove the last n accepted tokens, and undo their effect on counts and stages."""
         row = self._check_row("rewind", row)
         n = check_int(f"{_OP}.rewind", "n", n)
         self._check_active("rewind", row)
@@ -280,7 +281,7 @@ class Sampler:
         self._count_steps()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sequences, to be saved with ``torch.save``, for ``load_state_dict``."""
+        """Return the state of the sequences, for ``torch.save`` and ``load_state_dict``."""
         return {
             "batch": self.batch,
             "vocab": self.vocab,
@@ -291,7 +292,7 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the sequences of another sampler of this batch, vocabulary and order."""
+        """Load the sequences of a sampler with the same batch, vocabulary and order."""
         op = f"{_OP}.load_state_dict"
         if not isinstance(state, Mapping):
             raise type_error(op, "state", state, "a dict of state_dict")
@@ -324,7 +325,7 @@ class Sampler:
 
     @property
     def output_lengths(self) -> Tensor:
-        """[batch] int64: accepted tokens of each row, -1 where it has no sequence."""
+        """[batch] int64: number of accepted tokens of each row, -1 without a sequence."""
         fields = self._fields()
         return torch.where(fields[:, _ACTIVE] != 0, fields[:, _OUTPUT_LENGTH], -1)
 
@@ -343,13 +344,13 @@ class Sampler:
             [batch, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set where token t is
             allowed, as xgrammar and llguidance write it.
         accept
-            Whether the sequences go on with the chosen tokens.
+            Whether to append the chosen tokens to the sequences.
 
         Returns
         -------
         SamplerOutput
             ``index``, ``logprob``, ``rank`` and ``kept_set`` are new in each call. The others are
-            the sampler's own tensors, which the next call overwrites: clone what is kept of them.
+            the sampler's own tensors, which the next call overwrites: clone those you keep.
 
         Raises
         ------
@@ -450,7 +451,7 @@ class Sampler:
             self._count_steps()
 
     def _make_room(self, text: int, rules: int) -> None:
-        """Let texts have so many tokens at least, and rules so many numbers."""
+        """Grow the capacity of texts (tokens) and of rules (numbers), where needed."""
         if text <= self._text_capacity and rules <= self._rules_capacity:
             return
         if text > self._text_capacity:

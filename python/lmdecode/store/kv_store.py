@@ -1,4 +1,4 @@
-"""``KVStore``: prefixes of tokens to their keys and values, on disk."""
+"""``KVStore``: a map on disk from prefixes of tokens to their keys and values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GIB = 1 << 30
 def check_mark(
     op: str, directory: Path, known: dict[str, str | None], fingerprint: Fingerprint
 ) -> None:
-    """Raise where the weights that a store was written with have another mark."""
+    """Raise if a store was written with weights of another mark."""
     theirs = known["mark"]
     if theirs is None or fingerprint.mark in (None, theirs):
         return
@@ -70,61 +70,62 @@ class VerifyReport:
 class KVStore(Prefixes):
     """A store of KV caches in a directory.
 
-    One process at a time writes a directory, any number read it; any number of threads may use one
-    ``KVStore``. docs/reference/store.md says what survives what.
+    One process at a time writes a directory. Any number of processes read it. Any number of threads
+    may use one ``KVStore``. docs/reference/store.md lists which failures the data survives.
 
     Parameters
     ----------
     path
-        Directory, made where there is none. Each fingerprint has a directory of its own in it.
+        Directory, created if missing. Each fingerprint has its own subdirectory.
     fingerprint
-        Of the model. What another fingerprint stored is never found.
+        Fingerprint of the model. Entries of another fingerprint are never found.
     capacity_bytes
         Hard limit of the slots of this fingerprint; the least recently used prefixes are evicted.
-        To write, this or ``directory_bytes`` is needed.
+        Writing needs this or ``directory_bytes``.
     directory_bytes
-        Limit of what the files of all fingerprints in ``path`` take on the disk; of all of them the
-        least recently used prefixes are evicted. Those that another process writes are left to it.
+        Limit of the disk space of all fingerprints in ``path``. The least recently used prefixes of
+        all of them are evicted, except those of stores that another process writes.
     durability
-        "strict": what was acknowledged survives a loss of power. "relaxed": made durable every
-        ``flush_interval`` seconds; the newest entries may be lost, a wrong byte is never served.
+        "strict": acknowledged entries survive a loss of power. "relaxed": entries are made durable
+        every ``flush_interval`` seconds. The newest ones may be lost, but a wrong byte is never
+        served.
     readonly
-        Follow what another process writes.
+        Only read, and follow the writes of another process.
     salt
-        The tenant: what one stored another never finds.
+        The tenant. Tenants never find each other's entries.
     v_layout
-        "column": values lie with the token index fastest, [num_kv_heads, head_size, tokens]; "row":
-        as keys.
+        "column": values have the token index fastest, [num_kv_heads, head_size, tokens]. "row":
+        the layout of keys.
     chunk_tokens
-        Tokens a slot; None: so many that a slot has at least 1 MiB.
+        Tokens per slot. None: enough that a slot has at least 1 MiB.
     quota_bytes
-        Limit of this tenant's slots; None: none.
+        Limit of this tenant's slots; None: no limit.
     idle_seconds
-        A freed area that stored nothing for so long joins those that never did.
+        A freed area that stored nothing for this long counts as one that never did.
     flush_interval
-        Seconds, of "relaxed".
+        Seconds between flushes with "relaxed".
     io_threads
-        Threads of one put or load.
+        Number of threads of one put or load.
     remote
-        A second tier in Redis or Valkey behind this one: its URL, or a ``Remote`` with more to say.
-        What is stored here is written there in the background; what a ``lookup`` does not find here
-        is fetched from there, checked and stored here. It never fails a call.
+        A second tier in Redis or Valkey: its URL, or a ``Remote`` with more options. Entries are
+        written to it in the background. Entries that a ``lookup`` misses here are fetched from it,
+        checked and stored here. Its errors never fail a call.
     writers
-        "one": a second one is refused. "many": any number of processes, all with "many", write the
-        directory. The one that was first commits for the others, with its ``capacity_bytes`` and
-        ``flush_interval``; when it ends, another one takes over.
+        "one": a second writer is refused. "many": any number of processes, all with "many", write
+        the directory. The first one commits for the others, with its ``capacity_bytes`` and
+        ``flush_interval``. When it ends, another one takes over.
 
     Raises
     ------
     StoreLockedError
-        Something else writes the directory.
+        Another writer has the directory.
     StoreDamagedError
         The index is damaged.
     FingerprintMismatchError
-        The store was made with another ``v_layout`` or ``chunk_tokens``, or with other weights than
-        those of the fingerprint's ``mark``.
+        The store was made with another ``v_layout`` or ``chunk_tokens``, or with weights that
+        differ from the fingerprint's ``mark``.
     OSError
-        The directory cannot be made, read or written; ENOSPC: there is no space for a new store.
+        The directory cannot be created, read or written. ENOSPC: no space for a new store.
     ValueError
         A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
@@ -224,7 +225,7 @@ class KVStore(Prefixes):
         self._is_tenant_view = False
 
     def for_tenant(self, salt: str | bytes, quota_bytes: int | None = None) -> KVStore:
-        """Return the same store as another tenant sees it; closing it closes nothing."""
+        """Return a view of this store for another tenant; closing the view has no effect."""
         view = object.__new__(KVStore)
         Prefixes.__init__(view, self._engine, salt, quota_bytes)
         view._is_tenant_view = True
@@ -238,7 +239,7 @@ class KVStore(Prefixes):
 
     @property
     def readonly(self) -> bool:
-        """Whether it only follows."""
+        """Whether the store only reads."""
         return self._engine.readonly
 
     @property
@@ -247,15 +248,15 @@ class KVStore(Prefixes):
         return self._engine.slot_bytes
 
     def check_model(self, model: Any) -> None:
-        """Raise where a model is not the one whose keys and values are stored here.
+        """Raise if a model is not the one whose keys and values are stored here.
 
-        ``generate_with_store`` does so in every call. Of a store that was opened without a mark
-        the first model sets it.
+        ``generate_with_store`` calls this every time. If a store was opened without a mark, the
+        first model sets it.
 
         Parameters
         ----------
         model
-            A ``torch.nn.Module``; see ``weights_mark`` for what is looked at.
+            A ``torch.nn.Module``; see ``weights_mark`` for the weights that are compared.
 
         Raises
         ------
@@ -282,14 +283,14 @@ class KVStore(Prefixes):
     # --- sessions
 
     def session(self, id: str, *, context: bytes = b"") -> Session:
-        """Return the session of this name, a new one where there is none.
+        """Return the session of this name, a new one if there is none.
 
         Raises
         ------
         StoreDamagedError
-            Its stored tokens are not those that were committed.
+            Its stored tokens differ from the committed ones.
         TypeError
-            ``id`` is no str.
+            ``id`` is not a str.
         """
         return session_of(self, id, context)
 
@@ -305,16 +306,16 @@ class KVStore(Prefixes):
         everything: bool = False,
         context: bytes = b"",
     ) -> int:
-        """Erase what this tenant stored: gone from lookups, and overwritten on disk.
+        """Erase entries of this tenant: drop them from lookups, and overwrite them on disk.
 
-        A hit that is held does not load any more. What other sessions need stays. The second tier
-        is erased first. docs/reference/store.md says what overwriting a file is worth.
+        Hits on them can no longer be loaded. Entries that other sessions need are kept. The second
+        tier is erased first. docs/reference/store.md discusses the limits of overwriting a file.
 
         Parameters
         ----------
         tokens
-            Erase the entries that hold the beginning of these tokens, and all that continue them.
-            Sessions keep their lists of tokens.
+            Erase the entries of this prefix, and all entries that continue it. Sessions keep their
+            lists of tokens.
         session
             Erase this session and the entries of its tokens.
         everything
@@ -325,18 +326,18 @@ class KVStore(Prefixes):
         Returns
         -------
         int
-            How many entries were erased.
+            Number of erased entries.
 
         Raises
         ------
         ValueError
-            Not one of the three is given, or there is no such session.
+            Not exactly one of the three is given, or there is no such session.
         StoreError
-            The store does not write, a backup is being made, or the second tier does not answer:
-            nothing has been erased here then, and the call can be repeated.
+            The store does not write, a backup is running, or the second tier does not answer. Then
+            nothing has been erased here, and the call can be repeated.
         OSError
-            It cannot be made durable, or not be overwritten. What could not be overwritten is
-            gone from lookups; it is overwritten when the store is opened again.
+            The erasure cannot be made durable, or entries cannot be overwritten. Those are no
+            longer found, and are overwritten when the store is opened again.
         """
         if (tokens is not None) + (session is not None) + bool(everything) != 1:
             raise ValueError("erase: expected one of tokens, session and everything=True")
@@ -362,23 +363,23 @@ class KVStore(Prefixes):
     # --- upkeep
 
     def flush(self) -> bool:
-        """Make everything durable that was acknowledged; False: it cannot be."""
+        """Make all acknowledged entries durable; return False if that fails."""
         return self._engine.native.flush()
 
     def stats(self) -> dict[str, int]:
-        """Return counters: what is stored, free areas of both queues, hits, evictions, bytes.
+        """Return counters: stored entries, free areas of both queues, hits, evictions, bytes.
 
-        With a second tier ``remote_*`` too: entries fetched and written, questions that it could
-        not answer (misses), values that were damaged, errors, prefixes that were not written for
-        want of room or server (dropped), bytes, prefixes that wait, and whether it is used now.
+        With a second tier also ``remote_*``: entries fetched and written, misses, damaged values,
+        errors, prefixes dropped as the queue was full or the server missing, bytes, waiting
+        prefixes, and whether the tier is in use.
         """
         stats, remote = self._engine.native.stats(), self._engine.remote
         return stats if remote is None else {**stats, **remote.stats()}
 
     def flush_remote(self, timeout: float) -> bool:
-        """Wait until the second tier has what was stored; False: not within so many seconds.
+        """Wait until the second tier has all stored entries; return False after the timeout.
 
-        Without one, and where it is gone or has declined, there is nothing to wait for.
+        It returns at once without a second tier, or if the tier is gone or has declined.
         """
         remote = self._engine.remote
         return remote is None or remote.drain(timeout)
@@ -388,11 +389,11 @@ class KVStore(Prefixes):
         return self._engine.native.entries()
 
     def gc(self) -> int:
-        """Drop what has expired and give free space back; the number of entries dropped."""
+        """Drop expired entries and free their disk space; return the number of dropped entries."""
         return self._engine.native.collect()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Read and check every byte. What is damaged is dropped, if this store writes.
+        """Read and check every byte. Damaged entries are dropped, if this store writes.
 
         Raises
         ------
@@ -403,9 +404,9 @@ class KVStore(Prefixes):
         return VerifyReport(entries, num_bytes, sessions, tuple(damage))
 
     def backup(self, dst: str | os.PathLike[str], progress: Progress | None = None) -> None:
-        """Copy the store to another directory while it is used; ``KVStore(dst)`` opens the copy.
+        """Copy the store to another directory while it is in use; ``KVStore(dst)`` opens the copy.
 
-        A copy of the files of a closed store is as good.
+        For a closed store, copying its files is equivalent.
         """
         folder = checked_path("backup", "dst", dst)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -430,16 +431,16 @@ class KVStore(Prefixes):
         self._engine.native.export_to(os.fsencode(file), scope, name, progress)
 
     def import_(self, path: str | os.PathLike[str], progress: Progress | None = None) -> int:
-        """Take over what ``export`` wrote; the number of entries that are new.
+        """Import a file that ``export`` wrote; return the number of new entries.
 
-        Tenants stay apart: what one exported only the same salt finds.
+        Tenants stay separate: only the exporting salt finds the entries.
 
         Raises
         ------
         FingerprintMismatchError
             The file was made with another fingerprint; the message has both side by side.
         StoreDamagedError
-            The file is damaged; entries before the damage have been taken over.
+            The file is damaged; entries before the damage have been imported.
         """
         file = checked_path("import", "path", path).absolute()
         head = read_export_head(file)
@@ -451,7 +452,7 @@ class KVStore(Prefixes):
         return self._engine.native.import_from(os.fsencode(file), progress)
 
     def close(self) -> None:
-        """Make everything durable and let go of the directory; done again it does nothing."""
+        """Make everything durable and release the directory. Further calls have no effect."""
         if not self._is_tenant_view:
             self._engine.close()
 

@@ -70,16 +70,16 @@ def _tokens(name: str, value: object) -> tuple[int, ...]:
 class BeamRequest:
     """One beam search: a prompt and how to continue it.
 
-    Names and meaning are those of transformers' ``generate()`` where it has them.
+    Names and meanings follow transformers' ``generate()`` where it has them.
 
     Parameters
     ----------
     prompt_ids : sequence of int, Tensor or array
-        ``[length]``, at least one token; with an encoder-decoder model those of the decoder.
+        ``[length]``, at least one token; for an encoder-decoder model, the decoder's prompt.
     max_new_tokens : int
-        The search ends here at the latest, at least 1.
+        Maximum number of new tokens, at least 1.
     num_beams : int
-        In all groups together.
+        Number of beams of all groups together.
     num_return_sequences : int
         At most ``num_beams``.
     length_penalty : float
@@ -93,10 +93,10 @@ class BeamRequest:
     num_beam_groups : int
         Groups of a diverse beam search, a divisor of ``num_beams``.
     diversity_penalty : float
-        Taken off a token's log-probability for each time that an earlier group chose it in the same
-        step. With more than one group.
+        Subtracted from a token's log-probability for each time that an earlier group chose it in
+        the same step. It needs more than one group.
     min_new_tokens : int
-        No end token before.
+        Number of new tokens before which end tokens are banned.
     repetition_penalty : float
         Above 0; 1 is off. The prompt counts.
     no_repeat_ngram_size : int
@@ -104,26 +104,26 @@ class BeamRequest:
     suppress_tokens : sequence of int
         Never generated.
     forced_bos_token_id : int, optional
-        The second token, where the prompt is one token, as in transformers.
+        The second token, if the prompt is one token, as in transformers.
     forced_eos_token_id : int, optional
-        The last token, where ``max_new_tokens`` is reached.
+        The last token, if ``max_new_tokens`` is reached.
     logit_bias : mapping of int to float
         Added to the log-probability of a token.
     patience : float
         Above 0: ``round(patience * num_beams)`` finished sequences are kept (CTranslate2), of each
         group.
     coverage_penalty : float
-        ``coverage_penalty * sum(log(min(coverage, 1)))`` over the source positions that were
-        attended to is added to the score of a finished sequence (Wu et al. 2016, as CTranslate2 has
-        it). ``step`` then needs the attention. Not with the rules "scorer".
+        ``coverage_penalty * sum(log(min(coverage, 1)))`` over the attended source positions is
+        added to the score of a finished sequence (Wu et al. 2016, as in CTranslate2). ``step`` then
+        needs the attention. Not with the rules "scorer".
     trie : Trie, optional
-        What is generated is one of its sequences, behind the prompt; ``max_new_tokens`` of its
-        ``longest`` leave room for all. The search ends where no beam can go on. Not with the rules
-        "scorer".
+        Constrains the generated tokens to one of its sequences; ``max_new_tokens`` of its
+        ``longest`` leave room for all. The search ends when no beam can continue. Not with the
+        rules "scorer".
     rules : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
     request_id : hashable, optional
-        A number of the engine's by default.
+        By default a number that the engine assigns.
 
     Raises
     ------
@@ -279,36 +279,37 @@ class BeamRequest:
 
 @dataclass(frozen=True, eq=False)
 class BeamResult:
-    """The finished sequences of one request, best first; tensors on the device of the engine.
+    """Finished sequences of one request, best first; tensors are on the engine's device.
 
     Attributes
     ----------
     request_id
         As ``insert`` returned it.
     sequences : Tensor
-        [n, longest] int64, prompt included, pad tokens behind the end. n is
-        ``num_return_sequences``, or less where fewer were finished.
+        [n, longest] int64, prompt included, pad tokens after the end. n is
+        ``num_return_sequences``, or less if fewer were finished.
     scores : Tensor
-        [n] float64, descending: what they were ranked by. The value is a float32 one, as in
-        transformers, but for the rules "scorer".
+        [n] float64, descending: the ranking scores. The values are float32 ones, as in
+        transformers, except with the rules "scorer".
     lengths : Tensor
-        [n] int64, prompt included. With the rules "scorer" without the end token, which is there
-        all the same where ``max_new_tokens`` has room for it.
+        [n] int64, prompt included. With the rules "scorer", the end token is not counted, though
+        ``sequences`` has it if ``max_new_tokens`` has room for it.
     log_probs : Tensor
-        [n, longest - prompt] float32: of each new token, after the processors; 0 behind the end.
+        [n, longest - prompt] float32: log-probability of each new token, after the processors; 0
+        after the end.
     beam_indices : Tensor
         [n, longest - prompt] int32: the beam, counted within the group, that each new token was
-        added to; -1 behind the end.
+        added to; -1 after the end.
     groups : Tensor
-        [n] int64: the group of the diverse search that found it.
+        [n] int64: the group of the diverse search that found each sequence.
     prompt_length : int
-        Tokens of the prompt.
+        Number of tokens of the prompt.
     num_steps : int
-        Steps that the search took.
+        Number of steps of the search.
     status : int
         0, or a sum of: 1, a logit was NaN; 2, no logit above ``-inf``, or no beam left; 4, a score
-        was NaN or ``+inf``; 8, fewer candidates went on than there are beams (rules "scorer").
-        The search ended then with what it had.
+        was NaN or ``+inf``; 8, fewer candidates continued than there are beams (rules "scorer").
+        If not 0, the search ended early with the sequences found so far.
     """
 
     request_id: Hashable

@@ -1,4 +1,4 @@
-"""Continuous-batching beam search: requests come and go between the steps of one batch."""
+"""Beam search with continuous batching: requests join and leave between steps."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class StepOutput(NamedTuple):
     tokens : Tensor
         [next rows] int64: the input of the model's next call.
     parents : Tensor
-        [next rows] int64: the row of this call that each row of the next continues. A cache that is
-        reordered by it, rows of the prompt widen to beams, rows of finished requests go.
+        [next rows] int64: the row of this call that each row of the next continues. Reordering a
+        cache by it expands rows of prompts to beams, and drops rows of finished requests.
     finished : tuple
-        The requests that ended in this step, in the order of their insertion. Their results wait
-        in ``pop_finished``.
+        The requests that ended in this step, in the order of their insertion. ``pop_finished``
+        returns their results.
     """
 
     tokens: Tensor
@@ -55,7 +55,7 @@ class RowTokens(NamedTuple):
     Attributes
     ----------
     input_ids : Tensor
-        [rows, longest] int64, pad tokens behind the end.
+        [rows, longest] int64, pad tokens after the end.
     lengths : Tensor
         [rows] int64.
     """
@@ -82,29 +82,29 @@ class _Step(NamedTuple):
 class BeamSearch:
     """Beam search of any number of requests, each with its own parameters, in one batch of rows.
 
-    Requests are inserted at any time. ``step`` takes the logits of all rows and chooses; a request
-    that is finished leaves the batch at once. The rows are those of the requests in the order of
-    their insertion: **one row for a request that has just been inserted**, since its prompt runs
-    through the model once, then one for each of its beams. ``StepOutput.parents`` says which row of
-    this call each row of the next continues, so one ``index_select`` of the cache widens prompts to
-    beams, lets beams follow their parents and drops what is finished.
+    Requests can be inserted at any time. ``step`` takes the logits of all rows and chooses the next
+    tokens. A finished request leaves the batch at once. The rows are in the order of insertion of
+    their requests: **one row for a request that has just been inserted**, since its prompt runs
+    through the model once, then one for each of its beams. ``StepOutput.parents`` is the row of
+    this call that each row of the next continues. So one ``index_select`` of the cache expands
+    prompts to beams, reorders beams by their parents, and drops finished requests.
 
-    The result of a request is the same, bit for bit, alone or in any batch, whenever it was
-    inserted, for the same logits.
+    For the same logits, the result of a request is bitwise the same alone or in any batch,
+    whenever it was inserted.
 
     Parameters
     ----------
     vocab_size : int, optional
-        Of the logits; by default that of the first ones.
+        Vocabulary size of the logits; by default that of the first logits.
     device
-        Of the state, the logits and the results.
+        Device of the state, the logits and the results.
     on_step : callable, optional
         Called with a ``BeamTrace`` for each request, and each of its groups, after each step. This
-        copies candidates and state to the host: for debugging. An error that it raises leaves
-        ``step``, which has happened all the same: go on with ``last_output``.
+        copies candidates and state to the host, for debugging. ``step`` passes on its errors, but
+        the step is complete: continue with ``last_output``.
     slots, num_beams, capacity : int
-        What there is room for at first: searches (a group of a diverse search is one), beams in
-        each, and tokens in a sequence. All grow when more is needed.
+        Initial room for searches (a group of a diverse search is one), beams of each, and tokens
+        of a sequence. All grow on demand.
 
     Attributes
     ----------
@@ -161,13 +161,13 @@ class BeamSearch:
         request : BeamRequest
             The search.
         token_rules : TokenRules, optional
-            Of one slot, in place of those that the request's parameters make: see
+            Rules of one slot, which replace those of the request's parameters: see
             ``lmdecode.beam.token_rules``.
 
         Returns
         -------
         Hashable
-            Its ``request_id``, or a number where it has none.
+            Its ``request_id``, or an assigned number.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class BeamSearch:
             Not a ``BeamRequest``, its id is in use, or it has a trie that is not on the engine's
             device: ``Trie.to``.
         RuntimeError
-            There is no memory for it. The engine is as it was, and can go on.
+            There is not enough memory. The engine is unchanged, and can continue.
         """
         self._ids.check(f"{_OP}.insert", request)
         if request.trie is not None:
@@ -194,8 +194,8 @@ class BeamSearch:
         Returns
         -------
         Tensor
-            [rows] int64: the rows of the next call that are left, as numbered before. The cache has
-            to be reordered by it, like by ``StepOutput.parents``.
+            [rows] int64: the remaining rows of the next call, as numbered before. Reorder the cache
+            by it, as by ``StepOutput.parents``.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class BeamSearch:
 
     @property
     def running(self) -> tuple[Hashable, ...]:
-        """The requests that are not finished, in the order of their rows."""
+        """The unfinished requests, in the order of their rows."""
         return tuple(search.request_id for search in self._running)
 
     def row_ranges(self) -> dict[Hashable, range]:
@@ -264,24 +264,24 @@ class BeamSearch:
         logits : Tensor
             [num_rows, vocab] float32, float16 or bfloat16: of the last token of each row.
         attention : Tensor, optional
-            [num_rows, source] floats: the attention of the last tokens to the source. Needed where
-            a request has a ``coverage_penalty``; rows of other requests are not looked at; 0 behind
-            the end of a source.
+            [num_rows, source] floats: the attention of the last tokens to the source, 0 after the
+            end of a source. Required if a request has a ``coverage_penalty``; rows of other
+            requests are not read.
         token_bitmask : Tensor, optional
-            [num_rows, ceil(vocab / 32)] int32: which tokens each row may go on with; bit
+            [num_rows, ceil(vocab / 32)] int32: the allowed next tokens of each row; bit
             ``token % 32`` of ``token // 32``.
 
         Returns
         -------
         StepOutput
-            What the next call of the model needs.
+            Input of the model's next call.
 
         Raises
         ------
         ValueError, TypeError
             Names the argument, what came and what was expected; nothing has been changed then.
         Exception
-            Whatever ``on_step`` raises; the step has happened, and ``last_output`` is its output.
+            Any error of ``on_step``. The step is complete, and ``last_output`` is its output.
         """
         check_step(
             self._running, self._vocab_size, self._store.device, logits, attention, token_bitmask
@@ -320,7 +320,7 @@ class BeamSearch:
         )
 
     def _leave(self, plan: BeamPlan, choice: Choice) -> StepOutput:
-        """Take the requests that are done out of the batch; return the rows of the others."""
+        """Remove finished requests from the batch; return the rows of the others."""
         tokens, parents = choice.tokens, choice.parents
         ended: list[list[int]] = [[] for _ in self._running]
         for entry, has_ended in zip(plan.entries, choice.ended, strict=True):
@@ -349,7 +349,7 @@ class BeamSearch:
         return StepOutput(tokens, parents, tuple(search.request_id for search in finished))
 
     def _finish(self, search: RunningSearch) -> None:
-        """Copy the best hypotheses of a search out of the state, and give its slots back."""
+        """Copy the best hypotheses of a search out of the state, and free its slots."""
         request, slots = search.request, self._store.integers(search.slots)
         final = beam_finalize(
             self._store.state,

@@ -1,4 +1,4 @@
-"""``Request``: what a user holds of a text that an ``Engine`` writes."""
+"""``Request``: the user's handle of a text that an ``Engine`` generates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class TokenLogprob(NamedTuple):
     Attributes
     ----------
     token : int
-        What was chosen.
+        The chosen token.
     logprob : float
-        Of the token, by the model's logits, before penalties, filters and temperature.
+        Log-probability of the token by the model's logits, before penalties, filters and
+        temperature.
     top : tuple of (int, float)
-        The most probable tokens, as many as were asked for, best first.
+        The requested number of most probable tokens, best first.
     """
 
     token: int
@@ -39,11 +40,11 @@ class RequestStats(NamedTuple):
     Attributes
     ----------
     prompt_tokens, cached_tokens, new_tokens : int
-        Of the prompt; those of it that were not computed, as another request's keys and values
-        served; and tokens that were written.
+        Tokens of the prompt; tokens of it that were not computed, as another request's keys and
+        values were reused; generated tokens.
     queued, first_token, total : float or None
-        Seconds from ``submit`` until it had a place, until its first token, and until it ended.
-        None: not yet.
+        Seconds from ``submit`` until the request had a slot, until its first token, and until it
+        ended. None: not yet.
     """
 
     prompt_tokens: int
@@ -95,17 +96,17 @@ class Driver(Protocol):
 
 
 class Request:
-    """A text that is being written, and its tokens as they come.
+    """Handle of a running request, which iterates over its tokens.
 
-    ``for token in request`` gives each token as soon as it is chosen, an int, or a
-    ``TokenLogprob`` where ``logprobs`` were asked for; ``async for`` does too. Where no thread of
-    the engine runs, the iterator does the engine's steps itself. A search's tokens come when it has
-    ended. The error of a request that failed is raised behind its last token.
+    ``for token in request`` yields each token as soon as it is chosen: an int, or a
+    ``TokenLogprob`` if ``logprobs`` were requested. ``async for`` works, too. If no thread of the
+    engine runs, the iterator runs the engine's steps itself. A search's tokens come when it ends.
+    If a request fails, its error is raised after its last token.
 
     Attributes
     ----------
     prompt_ids : tuple of int
-        What was submitted.
+        The submitted prompt.
     """
 
     def __init__(self, prompt_ids: tuple[int, ...], driver: Driver) -> None:
@@ -129,12 +130,12 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Whether the request has ended, for any reason."""
         return self._reason is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended: see ``RequestResult``, or "error". None: it has not."""
+        """Why the request ended: see ``RequestResult``, or "error". None: it has not ended."""
         return self._reason
 
     @property
@@ -148,7 +149,7 @@ class Request:
         )
 
     def cancel(self) -> None:
-        """Let the request end before the next step; what was written stays. Any thread may call."""
+        """End the request before the next step; its tokens are kept. Any thread may call this."""
         self._is_cancelled = True
         self._driver.drop_cancelled()
 
@@ -158,14 +159,14 @@ class Request:
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most; without a thread of the engine's a step longer.
+            Maximum number of seconds to wait; up to one step longer without the engine's thread.
 
         Raises
         ------
         TimeoutError
-            It has not ended by then; it goes on.
+            The request has not ended by then. It continues.
         RuntimeError
-            No token could be chosen, as of NaN in the logits, or the engine failed.
+            No token could be chosen, for example due to NaN in the logits, or the engine failed.
         """
         end = None if timeout is None else time.perf_counter() + timeout
         while not self._wait(len(self._tokens), end, until_end=True):
@@ -218,7 +219,7 @@ class Request:
         return self._tokens[i] if self._logprobs is None else self._logprobs[i]
 
     def _wait(self, seen: int, end: float | None, *, until_end: bool = False) -> bool:
-        """Wait for more tokens than were seen, or for the end; whether it has come."""
+        """Wait for more tokens than were seen, or for the end; return whether the end has come."""
         if self._reason is not None:
             return True
         self._driver.check_outside("Request.result")
@@ -244,7 +245,7 @@ class Request:
         self._times["queued"] = time.perf_counter() - self._begun
 
     def _put_first(self) -> None:
-        """Note that the first token is there."""
+        """Record the time of the first token."""
         self._times["first_token"] = time.perf_counter() - self._begun
 
     def _end(self, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -252,7 +253,7 @@ class Request:
         self._error, self._reason = error, reason
 
     def _tell(self) -> None:
-        """Let those know who wait for tokens or for the end."""
+        """Notify all who wait for tokens or for the end."""
         if not self._is_heard:
             return
         with self._changed:
