@@ -1,10 +1,10 @@
 // log_softmax_top_k: the best continuations of each request's beams. docs/reference/beam.md is the
 // user's page.
 //
-// score(beam, token) = log_softmax(logits[row of beam])[token] + beam_score[row]. Over the beams of
-// a request the candidates stand in the order "score descending, then beam, then token"; the first
-// num_candidates are the result. Rows are worked on alone, each leaves its own best in `scratch`,
-// and requests are merged from there: a tensor of the size of the logits is never written.
+// score(beam, token) = log_softmax(logits[row of beam])[token] + beam_score[row]. The candidates of
+// a request are sorted by score descending, then beam, then token; the first num_candidates are the
+// result. Each row is processed alone and writes its best candidates to `scratch`. Requests are
+// merged from there. No tensor of the size of the logits is written.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@
 
 namespace lmdecode::beam {
 
-// Bits of the status of a request; any of them leaves the request without candidates. The numbers
-// are those of top_k_top_p_sample.
-constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN, or processors made a NaN of it
+// Bits of the status of a request. A request with any of them has no candidates. The values are
+// those of top_k_top_p_sample.
+constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN, or became NaN by processors
 constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no candidate
 constexpr uint8_t kBeamStatusScore = 4;  // a beam score was NaN or +inf
 
-// In the status of a row alone: it is held to a trie, so that its request may have no candidate.
+// Only in the status of a row: a trie constrains it, so its request may have no candidate.
 constexpr uint32_t kRowHasTrie = 0x100;
-// Beams of a score from here down exist in name only (beam_rules.h): copies of the first one where
-// a search begins, and those that go on for want of others. A trie does without them.
+// Beams of this score or less are placeholders (beam_rules.h): copies of the first beam at the
+// beginning of a search, and beams that continue in place of missing ones. A trie ignores them.
 constexpr float kRealBeamScoreBound = -1.0e8f;
 constexpr float kUnusedBeamScore = -1.0e9f;  // of such copies where a search begins
 
@@ -40,24 +40,24 @@ struct LogSoftmaxTopKParams {
   int64_t logits_vocab_stride = 1;
   const int64_t* logits_rows = nullptr;  // [rows]: which of the logits each is; null: in order
 
-  const float* beam_scores = nullptr;  // [rows]; -inf: the row is not looked at
+  const float* beam_scores = nullptr;  // [rows]; -inf: the row is not read
   int64_t beam_scores_stride = 0;
 
-  // Request r has the rows [row_offsets[r], row_offsets[r + 1]), or num_beams rows where this is
-  // null. CUDA cannot look at it before the launch, so kernels hold what it says to [0, rows].
+  // Request r has the rows [row_offsets[r], row_offsets[r + 1]), or num_beams rows if this is
+  // null. CUDA cannot check the values before the launch, so kernels clamp them to [0, rows].
   const int64_t* row_offsets = nullptr;  // [requests + 1], contiguous
   int64_t num_beams = 1;
 
-  int32_t* scratch = nullptr;  // [scratch_size()]; what a row leaves behind, see below
+  int32_t* scratch = nullptr;  // [scratch_size()]; results of the rows, see below
 
   float* scores = nullptr;    // [requests, num_candidates] contiguous; -inf where there is none,
   int64_t* tokens = nullptr;  // likewise; then 0
   int64_t* beams = nullptr;   // likewise, counted within the request; then 0
   uint8_t* status = nullptr;  // [requests]
-  // [requests, num_candidates] contiguous: the scores without those of the beams
+  // [requests, num_candidates] contiguous: the scores less the beam scores
   float* log_probs = nullptr;
 
-  // Where the logits of a row begin, in elements.
+  // Offset of a row's logits, in elements.
   LMD_HOST_DEVICE int64_t logits_of(int64_t row) const {
     return (logits_rows == nullptr ? row : logits_rows[row]) * logits_row_stride;
   }
@@ -79,7 +79,7 @@ struct LogSoftmaxTopKParams {
   }
   LMD_HOST_DEVICE uint32_t* row_status(int64_t row) const { return row_count(row) + rows; }
 
-  // The request that has the row, where there is one; below `requests` in any case.
+  // The row's request, if it has one; below `requests` in any case.
   LMD_HOST_DEVICE int64_t request_of(int64_t row) const {
     if (row_offsets == nullptr) return row / num_beams;
     int64_t low = 0, high = requests;
@@ -105,11 +105,11 @@ struct LogSoftmaxTopKParams {
 struct LogitsProcessors;
 
 // Runs on the calling thread and torch's worker threads; the arguments have been checked.
-// processors: null where there are none.
+// processors: null if there are none.
 void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors);
 
-// stream is a cudaStream_t; launches only. values: [rows, vocab] scratch where there are
-// processors. A trie is one for all requests.
+// stream is a cudaStream_t; launches only. values: [rows, vocab] scratch if there are processors.
+// All requests share one trie.
 void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
                             float* values, void* stream);
 

@@ -1,11 +1,11 @@
-// A step of beam searches, from logits to the next beams: what the rules make of the logits, the
-// candidates, who goes on, and where that leads in a trie. Every loop on the CPU chooses by it:
-// beam_search_step_, and the steps of a decoder. docs/reference/beam.md is the user's page.
+// A step of beam searches, from logits to the next beams: token rules, candidates, next beams, and
+// trie nodes. Every loop on the CPU uses it: beam_search_step_, and the steps of a decoder.
+// docs/reference/beam.md is the user's page.
 //
-// Searches with the same rules that are of one group number are chosen together, in a pass; those
-// of later groups look at what earlier ones chose. A search's result does not depend on the others.
+// Searches with the same rules and group number are processed together in a pass. Later groups read
+// the choices of earlier ones. A search's result does not depend on other searches.
 //
-// Nothing is allocated but what threads keep as scratch between calls.
+// It allocates only thread-local scratch, which is kept between calls.
 #pragma once
 
 #include <cstddef>
@@ -37,11 +37,11 @@ struct SearchStepParams {
   int64_t count = 0;
   int64_t num_candidates = 0;  // of each; >= 1
   bool greedy = false;         // one beam each, no candidates: the largest logit after the rules
-  // With kScorer: candidates that there are none of go on, far below all.
+  // With kScorer: missing candidates continue too, with a score far below all others.
   bool fills_missing = false;
 
-  // [rows, vocab]; f32 and contiguous where it is greedy, or a rule of timestamps is on. Greedy
-  // rows become what the rules make of them.
+  // [rows, vocab]; f32 and contiguous if greedy, or if a timestamp rule is on. The rules change
+  // greedy rows in place.
   void* logits = nullptr;
   DType dtype = DType::kFloat32;
   int64_t rows = 0;
@@ -54,14 +54,14 @@ struct SearchStepParams {
   int64_t bitmask_stride = 1;
   const float* bonus = nullptr;  // [count, beams of the state] or null: see BeamStepParams
 
-  int32_t* nodes = nullptr;  // [slots, beams]: where beams that are held to tries stand
-  // [slots, beams, vocab] or null: what the rules make of the rows, as in BeamSearch's scores
+  int32_t* nodes = nullptr;  // [slots, beams]: trie nodes of constrained beams
+  // [slots, beams, vocab] or null: the rows after the rules, as in BeamSearch's scores
   float* ruled_scores = nullptr;
 
   int64_t next_rows = 0;
   int64_t* next_tokens = nullptr;   // [next_rows]
   int64_t* next_parents = nullptr;  // [next_rows]: rows of the logits
-  // What the choice was made from: [count, num_candidates] each, and status [count].
+  // Candidates of the choice: [count, num_candidates] each, and status [count].
   float* scores = nullptr;
   float* log_probs = nullptr;
   int64_t* tokens = nullptr;
@@ -70,7 +70,7 @@ struct SearchStepParams {
   uint8_t* status = nullptr;
 };
 
-// Scratch of a step with at most so many of everything.
+// Upper bounds of the sizes of a step, for its scratch.
 struct SearchStepSizes {
   int64_t searches = 0;
   int64_t rows = 0;  // of the logits, and of the next beams
@@ -84,7 +84,7 @@ struct SearchStepSizes {
 
 size_t search_step_workspace_bytes(const SearchStepSizes& sizes);
 
-// Finds where the beams of a search stand in its trie, from what they have generated.
+// Finds the trie nodes of a search's beams, from their generated tokens.
 void find_trie_nodes(const BeamSearchState& state, const BeamSearchParameters& parameters,
                      const TokenTrie& trie, int64_t slot, int32_t* nodes);
 

@@ -1,12 +1,11 @@
 // A decoder-only model on rows of many sequences: from tokens to logits, with keys and values in
-// paged caches. docs/reference/decoder.md (Decoder-only models) is the user's page,
-// docs/reference/causal_models.md says which architectures set which of the switches below.
+// paged caches. docs/reference/decoder.md (Decoder-only models) is the user's page.
+// docs/reference/causal_models.md lists which architectures set which of the switches below.
 //
-// A step takes entries: some tokens of a sequence, which are read behind those that it has. Those
+// A step takes entries. An entry is some tokens of a sequence that follow its cached ones. Tokens
 // of a prompt attend by the tiles of sliding_window_attention, generated ones by
-// sliding_window_decode: which of them is a matter of the entry alone. So a sequence's logits are
-// the same bits whatever other entries there are, in whatever parts its prompt is read, on any
-// number of threads.
+// sliding_window_decode; the choice depends only on the entry. So a sequence's logits are bitwise
+// the same for any other entries, any chunks of its prompt, and any number of threads.
 #pragma once
 
 #include "decoder/decoder_layer.h"
@@ -14,7 +13,7 @@
 
 namespace lmdecode::decoder {
 
-// What a layer has beside LayerWeights.
+// Settings of a layer in addition to LayerWeights.
 struct CausalLayer {
   LayerWeights weights;
   const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
@@ -72,9 +71,9 @@ struct CausalForwardParams {
 size_t causal_workspace_bytes(const CausalModel& model, int64_t max_rows, int64_t sequences,
                               int64_t max_blocks);
 
-// Reads the entries; lengths of the caches' tables grow. On torch's threads; the arguments have
-// been checked, and blocks are there. Throws std::runtime_error where a cache with a window runs
-// out of blocks, with the parts read so far in the caches.
+// Processes the entries, and extends the lengths of the caches' tables. On torch's threads; the
+// arguments have been checked, and blocks are available. Throws std::runtime_error if a cache with
+// a window runs out of blocks; the parts processed so far are then in the caches.
 void causal_forward_cpu(const CausalForwardParams& params);
 
 }  // namespace lmdecode::decoder

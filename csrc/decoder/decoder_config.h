@@ -19,14 +19,14 @@ struct DecoderConfig {
   int64_t head_size = 0;
   int64_t ffn_size = 0;
   int64_t vocab = 0;
-  int64_t memory_size = 0;      // features of what the encoder gives; 0: no cross-attention
+  int64_t memory_size = 0;      // features of the encoder's output; 0: no cross-attention
   int64_t position_offset = 0;  // row of the position table that position 0 has
-  int64_t unplaced_token = -1;  // which no position is added to; -1: none
+  int64_t unplaced_token = -1;  // token without a position embedding; -1: none
   NormKind norm = NormKind::kLayerNorm;
   bool norm_first = false;  // before each sublayer, or behind its residual
   bool gated = false;
   linear::Activation activation = linear::Activation::kRelu;
-  // Of every linear weight; without it each has its own.
+  // Format of every linear weight; without it each has its own.
   std::optional<linear::LinearFormat> format = linear::LinearFormat::kFloat32;
   float norm_epsilon = 0.0f;
   float attention_scale = 1.0f;
@@ -43,8 +43,8 @@ struct NormWeights {
   const float* beta = nullptr;   // [model_size] or null
 };
 
-// Queries, keys and values may have a format each: their weights are parts then, outputs one behind
-// the other.
+// Queries, keys and values may each have their own format: the weight then consists of parts, with
+// concatenated outputs.
 constexpr int64_t kMaxLinearParts = 3;
 
 struct LinearWeights {
@@ -56,9 +56,9 @@ struct LinearWeights {
 
 struct LayerWeights {
   NormWeights self_norm;
-  LinearWeights qkv;  // queries, keys, values one behind the other
+  LinearWeights qkv;  // queries, keys and values, concatenated
   LinearWeights self_out;
-  NormWeights self_out_norm;  // of what self-attention gives, before it is added
+  NormWeights self_out_norm;  // of self-attention's output, before the residual
   NormWeights cross_norm;
   LinearWeights cross_query;
   LinearWeights cross_key_value;  // of the memory, once a request
@@ -67,7 +67,7 @@ struct LayerWeights {
   LinearWeights ffn_up;
   LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
   LinearWeights ffn_down;
-  NormWeights ffn_out_norm;  // of what the feed-forward layer gives, before it is added
+  NormWeights ffn_out_norm;  // of the feed-forward layer's output, before the residual
 };
 
 struct DecoderWeights {

@@ -1,16 +1,16 @@
 // Steps of beam search or greedy decoding with a decoder: embedding, layers, projection to the
-// vocabulary, candidates, next beams, early stop, step after step without a word to the caller.
+// vocabulary, candidates, next beams and early stop, without a return to the caller between steps.
 // docs/reference/decoder.md is the user's page.
 //
-// A slot is a search (or a group of a diverse one), a request the num_groups slots that share a
-// memory; slot s belongs to request s / num_groups. Everything that lasts lies in the caller's
-// tensors. Cache row s * beams + b is that of beam b of slot s; keys and values stay where they
-// were written, and the table says which cache row holds each position of a beam's sequence.
+// A slot is a search (or a group of a diverse one). A request is the num_groups slots that share a
+// memory; slot s belongs to request s / num_groups. All persistent state is in the caller's
+// tensors. Beam b of slot s writes to cache row s * beams + b. Keys and values are never moved; the
+// table has the cache row of each position of a beam's sequence.
 //
-// A prompt may be padded on its left, with kPadding: its positions are counted from its first
-// token, and lengths are counted with the padding.
+// A prompt may be padded on its left, with kPadding. Positions count from its first token, lengths
+// include the padding.
 //
-// Nothing is allocated in a step but what threads keep as scratch between calls.
+// A step allocates only thread-local scratch, which is kept between calls.
 #pragma once
 
 #include "beam/beam_search_state.h"
@@ -19,7 +19,7 @@
 
 namespace lmdecode::decoder {
 
-constexpr int64_t kPadding = INT64_MIN;  // in sequences: nothing stands there
+constexpr int64_t kPadding = INT64_MIN;  // in sequences: no token
 
 struct DecodingParams {
   DecoderConfig config;
@@ -40,8 +40,7 @@ struct DecodingParams {
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
   // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
   float* logits = nullptr;
-  // Likewise what the rules made of them: of the logits where it is greedy, else of their
-  // log-probabilities
+  // Likewise the values after the rules: logits if greedy, else log-probabilities
   float* scores = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
@@ -52,7 +51,7 @@ struct DecodingParams {
     while (count < state.lengths[slot] && tokens[count] == kPadding) ++count;
     return count;
   }
-  // Whether the search of a slot goes on.
+  // Whether the search of a slot is unfinished.
   bool is_running(int64_t slot) const {
     const int64_t most = parameters.max_lengths[slot];
     return state.done[slot] == 0 && state.status[slot] == 0 &&
@@ -62,9 +61,9 @@ struct DecodingParams {
 
 size_t decoding_workspace_bytes(const DecodingParams& params);
 
-// Returns the steps that were done: max_steps, or less where no search is left, or one has ended
-// and stop_when_done says so. Runs on the calling thread and torch's worker threads; the arguments
-// have been checked.
+// Returns the number of steps: max_steps, or less if no search is left, or if stop_when_done is set
+// and one has ended. Runs on the calling thread and torch's worker threads; the arguments have been
+// checked.
 int64_t decoding_steps_cpu(const DecodingParams& params);
 
 }  // namespace lmdecode::decoder

@@ -1,12 +1,12 @@
-// The bookkeeping of a cache in blocks that rows share: which blocks a row's positions lie in, how
-// many rows use each block, which are free. docs/reference/kv_cache.md is the user's page.
+// Block table of a paged cache whose rows share blocks: the blocks of each row, the reference count
+// of each block, and the free blocks. docs/reference/kv_cache.md is the user's page.
 //
-// Row r's position p lies in block table[r][p / block_size], at p % block_size. A block is written
-// to only by a row that has it alone: a row that is to be appended to and shares its last, partly
-// filled block goes on in a copy of it. Full blocks are never written again, and never copied.
+// Position p of row r is in block table[r][p / block_size], at p % block_size. Only a row that has
+// a block alone writes to it: if a row shares its last, partly filled block, an append copies that
+// block first. Full blocks are never written again, and never copied.
 //
-// It is host code on CPU tensors: that there are too few blocks has to be known before anything
-// is changed, which a device could not tell without being waited for.
+// It is host code on CPU tensors: a lack of blocks must be known before anything is changed, which
+// on a device would need a synchronisation.
 #pragma once
 
 #include <cstdint>
@@ -37,31 +37,31 @@ struct BlockTable {
   bool has_block(int32_t block) const { return block >= 0 && block < num_blocks; }
 };
 
-// What a copy-on-write asks to be copied, before anything is written: `positions` of a block.
+// A copy of the first `positions` of a block, to be made before anything is written.
 struct BlockCopy {
   int32_t source, target, positions;
 };
 
-// Makes room for num_tokens.at(r) >= 0 more positions in each row, and counts them. copies[rows]
-// receives counters[kBlockCopies] entries; no target among them is a source. Where blocks are
-// missing, counters[kMissingBlocks] says how many, and nothing else has changed. The binding has
-// looked that lengths stay within max_blocks and that blocks are blocks.
+// Makes room for num_tokens.at(r) >= 0 more positions in each row, and adds them to the lengths.
+// copies[rows] receives counters[kBlockCopies] entries; no target among them is a source. If blocks
+// are missing, counters[kMissingBlocks] is their number, and nothing else has changed. The binding
+// has checked that lengths stay within max_blocks and that block ids are valid.
 void append_to_block_table(const BlockTable& table, const IntegerRows& num_tokens,
                            BlockCopy* copies);
 
-// Free blocks that append_to_block_table() would take beyond those that there are; 0: it succeeds.
-// It counts in ref_counts, which are afterwards what they were.
+// Number of blocks that append_to_block_table() would need beyond the free ones; 0: it succeeds.
+// It counts in ref_counts, and restores them.
 int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens);
 
-// A row lets go of its blocks before the first_block-th, which nobody will ask it for again:
-// kNoBlock stands in their places. What they held still counts in its length.
+// Releases a row's blocks before the first_block-th, which must not be read through it again, and
+// sets their entries to kNoBlock. Their positions still count in the row's length.
 void drop_leading_blocks(const BlockTable& table, int64_t row, int64_t first_block);
 
-// A row goes back to a length, at most its own.
+// Truncates a row to a length, at most its own.
 void truncate_row(const BlockTable& table, int64_t row, int64_t length);
 
-// Row i of the first parents.rows becomes what row parents.at(i) of the first `rows` was, without a
-// block being copied; the rows behind become empty. Blocks that nobody uses any more become free.
+// Sets row i of the first parents.rows to the former row parents.at(i) of the first `rows`, without
+// copying blocks. Later rows become empty. Blocks that no row uses become free.
 void reorder_block_table(const BlockTable& table, int64_t rows, const ParentRows& parents);
 
 }  // namespace lmdecode::kv_cache

@@ -3,8 +3,8 @@
 // Rows of x and y are f32; W is held as f32, as bfloat16, as int8 with a scale for each output, or
 // as four or eight bits with a scale for each group along in_features:
 //   kFloat32   products and sums in f32.
-//   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. Where
-//              the processor multiplies pairs, subnormal numbers count as 0.
+//   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. On
+//              processors that multiply pairs, subnormal numbers count as 0.
 //   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
 //              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
 //              output's row of W, that holds NaN or inf gives NaN.
@@ -14,13 +14,14 @@
 //              a fused multiplication and addition, and so is minimum * sum of x behind it. NaN and
 //              inf as for kInt8.
 //
-// Where the name says rotated, likewise behind the rotation of linear/rotation.h, of W once and of
-// each x.
+// Formats with "rotated" in their name do the same after the rotation of linear/rotation.h, of W
+// once and of each x.
 //
-// A row of y depends on its row of x alone: not on the rows beside it, their number, the threads or
-// the panels that a call computes. Sums go along in_features, in chains of kChainLength elements,
-// each from 0; the sums of the chains are added in their order. f32 and bfloat16 have the same bits
-// wherever the same level runs; the others, up to their activation function, at every level.
+// A row of y depends only on its row of x, not on other rows, their number, the threads or the
+// panels that a call computes. Sums run along in_features, in chains of kChainLength elements that
+// start at 0; the sums of the chains are added in order. f32 and bfloat16 are bitwise the same on
+// every machine that runs the same level; other formats, up to their activation function, at every
+// level.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +33,8 @@ namespace lmdecode::linear {
 
 enum class GgufType : int32_t;  // linear/gguf_blocks.h
 
-// linear/grouped_format.h has what formats with groups consist of. llama.cpp's types behind them:
-// they hold such a weight as it is.
+// linear/grouped_format.h describes the formats with groups. The comments name llama.cpp's types
+// whose weights a format holds unchanged.
 enum class LinearFormat : int32_t {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -64,7 +65,7 @@ enum class LinearFormat : int32_t {
 constexpr int64_t kMaxLinearFormat = 23;
 constexpr int64_t kMaxGroup = 128;
 
-// Whether W and rows of x are turned before they are rounded: linear/rotation.h.
+// Whether W and rows of x are rotated before rounding: linear/rotation.h.
 constexpr bool is_rotated(LinearFormat format) {
   return format == LinearFormat::kInt8Rotated || format == LinearFormat::kInt4RotatedMinimums32 ||
          format == LinearFormat::kInt4RotatedMinimums64 ||
@@ -92,14 +93,14 @@ struct PackedLinearShape {
 };
 
 // W [out_features, in_features] in the order of the kernels of this process's CPU capability; see
-// packed_layout.h. Neither owned nor checked: the shape must be that which it was packed with.
+// packed_layout.h. Not owned, not checked: the shape must be the one it was packed with.
 struct PackedLinear {
   PackedLinearShape shape;
   const void* packed = nullptr;  // packed_linear_bytes(shape) bytes, aligned to 64
 };
 
-// Size of the packed weight, a multiple of 64. Many packed weights may lie in one allocation; from
-// 2 MB on it should be an allocation of common/huge_pages.h.
+// Size in bytes of the packed weight, a multiple of 64. One allocation may hold many packed
+// weights; from 2 MB on it should be an allocation of common/huge_pages.h.
 size_t packed_linear_bytes(const PackedLinearShape& shape);
 
 // Packs weight[o * out_stride + i * in_stride] on torch's threads; any strides, so [out, in] and
@@ -107,33 +108,33 @@ size_t packed_linear_bytes(const PackedLinearShape& shape);
 void pack_linear(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                  int64_t in_stride, void* packed);
 
-// row [in_features] = row `output` of W as it is held: for an embedding that is the projection to
-// the vocabulary as well.
+// row [in_features] = row `output` of W in the precision of its format: for an embedding that is
+// tied to the projection to the vocabulary.
 void read_packed_row(const PackedLinear& linear, int64_t output, float* row);
 
-// W that is int4 already, contiguous.
+// A weight W that is already int4, contiguous.
 struct QuantizedWeight {
   const uint8_t* values = nullptr;  // [out_features, in_features], at most 15
   const Half* scales = nullptr;     // [out_features, groups]
   const uint8_t* zeros = nullptr;   // [out_features, groups]; null: 8
 };
 
-// Packs it as it is: shape.format is kInt4, or with zeros, with groups of its size, which
-// in_features consists of. kInt4 reads no zeros.
+// Packs it unchanged. shape.format is kInt4, or a format with zeros and with groups of its size,
+// of which in_features is a multiple. kInt4 reads no zeros.
 void pack_quantized_linear(const PackedLinearShape& shape, const QuantizedWeight& weight,
                            void* packed);
 
-// Packs rows of blocks of a GGUF file, row_stride bytes apart, as they are. shape.format:
-// gguf_block(type).format, of whose steps in_features consists.
+// Packs rows of blocks of a GGUF file, row_stride bytes apart, unchanged. shape.format is
+// gguf_block(type).format; in_features is a multiple of its step.
 void pack_gguf_linear(const PackedLinearShape& shape, GgufType type, const uint8_t* blocks,
                       int64_t row_stride, void* packed);
 
-// values [rows, row_blocks * elements of a block] = what the blocks stand for.
+// values [rows, row_blocks * elements of a block] = the dequantised blocks.
 void dequantize_gguf(GgufType type, const uint8_t* blocks, int64_t row_stride, int64_t rows,
                      int64_t row_blocks, float* values);
 
-// Rows of x in the form that the products of a format read, made once for every weight of the same
-// format and in_features that they meet, such as those of queries, keys and values.
+// Rows of x in the form that the products of a format read. Weights of the same format and
+// in_features share it, such as those of queries, keys and values.
 struct LinearInput {
   const void* rows = nullptr;     // [count, row_bytes]
   const float* scales = nullptr;  // int8 without groups: [count]
@@ -146,23 +147,22 @@ struct LinearInput {
   }
 };
 
-// Scratch that prepare_linear_input() takes for so many rows. 0 for kFloat32, whose rows are read
-// where they are, if elements of a row lie side by side.
+// Scratch in bytes of prepare_linear_input() for this number of rows. 0 for kFloat32 if rows are
+// contiguous: these are read in place.
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride = 1);
 
-// The largest of any format, elements of a row side by side.
+// Maximum over all formats, for contiguous rows.
 size_t most_linear_input_bytes(int64_t in_features, int64_t rows);
 
 // x[row * row_stride + i * element_stride], i < in_features. memory: linear_input_bytes(), aligned
-// to 64; it must live as long as the result, and so must x. Serial: for use inside parallel
-// regions, too.
+// to 64. memory and x must outlive the result. Serial, so it can be called in parallel regions.
 LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t row_stride,
                                  int64_t rows, int64_t in_features, void* memory,
                                  int64_t element_stride = 1);
 
-// Where a product goes, and what is done to it on the way. y may be residual or multiplier itself,
-// not overlap them otherwise, nor the input.
+// Output and epilogue of a product. y may be residual or multiplier itself, but must not overlap
+// them otherwise, nor the input.
 struct LinearOutput {
   float* y = nullptr;  // [rows, out_features]
   int64_t y_stride = 0;
@@ -184,7 +184,7 @@ struct LinearOutput {
   }
 };
 
-// Panels of outputs that a weight consists of: the units of work, fixed by shape and level.
+// Number of output panels of a weight: the units of work, fixed by shape and level.
 int64_t packed_linear_panels(const PackedLinearShape& shape);
 
 // The outputs of panels [begin, end) for all rows of the input, on the calling thread: for use
@@ -192,7 +192,7 @@ int64_t packed_linear_panels(const PackedLinearShape& shape);
 void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
                          const LinearOutput& output, int64_t begin, int64_t end);
 
-// All outputs, on torch's threads; serial where called within a parallel region.
+// All outputs, on torch's threads; serial if called in a parallel region.
 void packed_linear(const PackedLinear& linear, const LinearInput& input,
                    const LinearOutput& output);
 

@@ -1,10 +1,10 @@
-// The store: slots in slab files, an index in SQLite, the same index and the queues of free areas
-// in memory. docs/reference/store.md says what it guarantees, docs/reference/store_format.md what
-// lies on disk.
+// The store: slots in slab files, an index in SQLite, and in memory the same index and the queues
+// of free areas. docs/reference/store.md has the guarantees, docs/reference/store_format.md the
+// format on disk.
 //
-// Any number of threads may call. One process at a time writes a directory, any number read it.
-// Everything throws std::invalid_argument for wrong arguments and StoreError for the rest, before
-// anything is changed; but a miss, a full disk or a damaged slot is a result, not an exception.
+// Thread-safe. One process at a time writes a directory, any number read it. All functions throw
+// std::invalid_argument for invalid arguments and StoreError for other errors, before anything is
+// changed. A miss, a full disk or a damaged slot is a result, not an exception.
 #pragma once
 
 #include <condition_variable>
@@ -59,14 +59,14 @@ struct TensorPlane {
   uint64_t num_tokens = 0;
 };
 
-// Asked now and then by a long call, on the thread that made it; false: stop. Null: go on.
+// Polled by a long call, on the thread that made it; false: stop. Null: never stop.
 using GoesOn = std::function<bool()>;
 
 struct PutOptions {
   int64_t ttl_ms = 0;                 // 0: kept until evicted
   bool pin = false;                   // never evicted
   uint64_t quota_bytes = UINT64_MAX;  // of the tenant
-  GoesOn goes_on = nullptr;           // what was not written when it stopped is not stored
+  GoesOn goes_on = nullptr;           // if it stops the put, the unwritten rest is not stored
 };
 
 struct StoreStats {
@@ -83,11 +83,11 @@ struct VerifyReport {
   std::vector<std::string> damage;  // a line each
 };
 
-// Called with what is done and what there is to do; false: stop.
+// Progress callback: done and total; return false to stop.
 using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
-// Memory that is reused from slot to slot, aligned to a page: the kernel and vector instructions
-// are slower across lines. What it holds after a change of size is undefined.
+// Page-aligned memory that is reused from slot to slot: the kernel and vector instructions are
+// slower across cache lines. Its content is undefined after a change of size.
 class StagingBuffer {
  public:
   std::span<uint8_t> resized(size_t size) {
@@ -109,7 +109,7 @@ class StagingBuffer {
 
 class StoreEngine;
 
-// The longest stored prefix of some tokens. It is not evicted while the hit lives.
+// The longest stored prefix of the given tokens. It is not evicted during the lifetime of the hit.
 struct HitPart {
   EntryId id;
   uint64_t sequence;
@@ -139,7 +139,7 @@ class Hit {
   std::shared_ptr<StoreEngine> engine_;
   std::vector<int32_t> tokens_;
   std::vector<HitPart> parts_;
-  // Headers that were read and checked, for loads of some layers; one mutex a hit.
+  // Headers that were read and checked, for partial loads of layers; one mutex per hit.
   struct Checked {
     std::mutex mutex;
     std::vector<std::optional<std::vector<uint32_t>>> plane_crcs;
@@ -160,76 +160,78 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // --- prefixes (store_lookup.cpp, store_load.cpp, store_put.cpp)
 
   Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
-  // The same, but it counts as no use: neither for eviction nor in stats().
+  // The same, but it does not count as a use, neither for eviction nor in stats().
   Hit peek(const Scope& scope, std::span<const int32_t> tokens);
-  // The layers' planes, keys and values in turn, into memory of the caller. The last num_tokens
-  // tokens of the hit are written; a layer with a window has the last window - 1. False: a slot
-  // does not hold what the index says, and was dropped with all that continue it, or cannot be read
-  // now, or it was stopped; what the planes contain is undefined.
+  // Reads the layers' planes, keys and values in turn, into memory of the caller: the last
+  // num_tokens tokens of the hit; for a layer with a window the last window - 1. False: a slot
+  // does not match the index, and was dropped with all that continue it; or it cannot be read now;
+  // or the call was stopped. Then the content of the planes is undefined.
   bool load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
             std::span<const TensorPlane> planes, const GoesOn& goes_on = nullptr);
-  // Stores what of the prefix is not stored yet. Returns how many leading tokens are now stored, in
-  // strict mode durably: fewer than all where there is no room, or the disk fails.
+  // Stores the part of the prefix that is not stored yet. Returns the number of leading tokens that
+  // are now stored, in strict mode durably: fewer than all if there is no room or the disk fails.
   uint64_t put(const Scope& scope, std::span<const int32_t> tokens,
                std::span<const TensorPlane> planes, const PutOptions& options);
   void pin(const Hit& hit, bool pinned);
 
   // --- whole entries, for a second tier (store_images.cpp)
 
-  // Of the hit, parents first, as far as they are there still.
+  // Entries of the hit that still exist, parents first.
   std::vector<AreaRow> entries_of(const Hit& hit);
-  // The hit's index-th entry, layout().image_bytes(count) bytes, every byte checked. False: as
-  // load().
+  // Reads the hit's index-th entry, layout().image_bytes(count) bytes, every byte checked. False:
+  // as for load().
   bool read_image(const Hit& hit, size_t index, std::span<uint8_t> image);
-  // Takes over what read_image gave elsewhere, as the entry with this key; what it continues is
-  // stored. Nothing in it is trusted. Overwrites the image. True: the entry is stored, durably
-  // after the next commit.
+  // Stores an image of another store's read_image() as the entry with this key, whose parent is
+  // stored. Nothing in the image is trusted. Overwrites the image. True: the entry is stored,
+  // durably after the next commit.
   bool insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
                     const PutOptions& options);
 
   // --- sessions (store_sessions.cpp)
 
-  // Tokens of the session; nothing where there is none. Throws StoreError kDamaged.
+  // Tokens of the session; nothing if there is none. Throws StoreError kDamaged.
   std::optional<std::vector<int32_t>> read_session(const Scope& scope, const std::string& name);
-  // put() of the first `num_computed` tokens and the session's tokens in one transaction; 0 where
+  // put() of the first `num_computed` tokens and the session's tokens in one transaction; 0 if
   // that failed.
   uint64_t commit_session(const Scope& scope, const std::string& name,
                           std::span<const int32_t> tokens, uint64_t num_computed,
                           std::span<const TensorPlane> planes, const PutOptions& options);
-  // The tokens alone; false where the store declines to write.
+  // The tokens alone; false if the store declines to write.
   bool write_session(const Scope& scope, const std::string& name, std::span<const int32_t> tokens);
   bool remove_session(const Scope& scope, const std::string& name);
   std::vector<SessionRow> list_sessions();
 
   // --- erasing (store_erase.cpp)
 
-  // Of this tenant: entries that hold the beginning of the tokens or continue them, a session with
-  // the entries of its tokens, or, where both are null, everything. What other sessions need stays,
-  // but for those that continue the tokens. It is no longer found, and overwritten, when it
-  // returns, with free slots that held an earlier stage of it. The number of entries. Throws
-  // std::invalid_argument for an unknown session, StoreError where that cannot be made durable.
+  // Erases, of this tenant: the entries of the tokens' prefix and those that continue the tokens; a
+  // session with the entries of its tokens; or everything, if both are null. Entries that other
+  // sessions need are kept, except those that continue the tokens. When it returns, erased entries
+  // are no longer found, and they are overwritten, as are free slots that held an earlier stage of
+  // them. Returns the number of entries. Throws std::invalid_argument for an unknown session,
+  // StoreError if the erasure cannot be made durable.
   uint64_t erase(const Scope& scope, const std::vector<int32_t>* tokens,
                  const std::string* session);
-  // Which of these entries elsewhere, by the headers of their images, the same call would erase.
-  // All are of one root, that of the scope where tokens or a session are named.
+  // Which of these entries of another store the same call would erase, by the headers of their
+  // images. All have one root: the root of the scope, if tokens or a session are given.
   std::vector<bool> erases(const Scope& scope, const std::vector<int32_t>* tokens,
                            const std::string* session,
                            const std::vector<std::vector<uint8_t>>& headers);
-  // Roots under which this tenant stored something that is still known here, and that of the scope.
+  // Roots of this tenant's entries that are still known here, and the root of the scope.
   std::vector<Digest> roots(const Scope& scope);
 
   // --- upkeep (store_engine.cpp, store_eviction.cpp, store_transfer.cpp)
 
-  // All that was acknowledged is durable when it returns true.
+  // True: all acknowledged entries are durable.
   bool flush();
   void close();
-  // Drops what has expired, gives free space back. Returns the number of entries dropped.
+  // Drops expired entries and frees disk space. Returns the number of entries dropped.
   uint64_t collect();
-  // When the entry was used that an eviction takes first; nothing where it can take none.
+  // Time of the last use of the next entry to evict; nothing if none can be evicted.
   std::optional<int64_t> oldest_use();
-  // Gives the space of free slots back to the disk, and that of the least recently used entries
-  // until they had so many bytes, or the next one was used after a time. Returns what the entries
-  // had; 0 where the file system takes no space back: none is evicted then.
+  // Returns the space of free slots to the file system, and evicts the least recently used entries
+  // until their size reaches a number of bytes, or the next one was used after a given time.
+  // Returns the size of the evicted entries. If the file system cannot take space back, it evicts
+  // none and returns 0.
   uint64_t give_space_back(uint64_t bytes, int64_t used_until_ms);
   VerifyReport verify(const Progress& progress);
   void backup(const std::string& directory, const Progress& progress);
@@ -238,9 +240,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // Returns the number of entries that are new.
   uint64_t import_from(const std::string& path, const Progress& progress);
   StoreStats stats();
-  std::vector<AreaRow> entries();  // parents before what continues them
-  // Why the store no longer writes, or that the disk had no space for the last put; empty: it
-  // writes.
+  std::vector<AreaRow> entries();  // parents before their continuations
+  // Why the store no longer writes, or that the disk had no space for the last put. Empty: the
+  // store writes.
   std::string failure();
   Digest root(const Scope& scope) const;
 
@@ -248,7 +250,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   friend class Hit;
   explicit StoreEngine(const StoreOptions& options);
 
-  // One chunk that a put writes.
+  // A chunk to write in a put.
   struct Step {
     uint64_t begin;
     uint32_t count;
@@ -258,7 +260,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   };
   using Lock = GroupCommit::Lock;
 
-  // A call that uses files with the mutex released now and then: close() waits for it.
+  // A call that uses files and releases the mutex in between: close() waits for it.
   class Activity {
    public:
     Activity(StoreEngine& engine, Lock& lock);
@@ -292,7 +294,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void free_entry(EntryId id);
   void drop_subtree(EntryId id);
   bool is_evictable(const Entry& entry) const;
-  // What an allocation evicted: it comes back where the deletion cannot be made durable.
+  // Entries evicted by an allocation, which are restored if the deletion cannot be made durable.
   using Evicted = std::vector<AreaRow>;
   enum class Wanted { kYes, kNo, kNoMore };
   using IsWanted = std::function<Wanted(const Entry& entry)>;
@@ -312,7 +314,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void restore(Evicted evicted);
   void feed_reserve();
   uint64_t areas_for_reserve() const;
-  // The space of a slot on disk: whole blocks of most file systems.
+  // Size of a slot on disk, in whole blocks of most file systems.
   uint64_t space_of(uint32_t count) const {
     return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
   }
@@ -412,11 +414,11 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::thread flush_thread_;
 };
 
-// Throws std::invalid_argument where an id is below 0.
+// Throws std::invalid_argument if an id is below 0.
 void check_token_ids(std::span<const int32_t> tokens);
 
-// Calls body(i) for i in [0, size), on up to `threads` threads. It must not throw. Once goes_on
-// says false no other i is begun.
+// Calls body(i) for i in [0, size), on up to `threads` threads. body must not throw. Once goes_on
+// returns false, no further i is started.
 void parallel_items(size_t size, int threads, const std::function<void(size_t)>& body,
                     const GoesOn& goes_on);
 
