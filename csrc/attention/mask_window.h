@@ -1,4 +1,4 @@
-// Recognises a window in a mask that was given in full.
+// Detects a window in a full mask.
 #pragma once
 
 #include "attention/sliding_window_attention.h"
@@ -11,10 +11,10 @@ struct MaskWindow {
   int64_t window_right = kUnlimited;
 };
 
-// The window that hides exactly what the mask hides, for queries whose last stands beside the last
-// key. One pass over the whole mask, by torch's threads, that ends early where there is none: a few
-// rows do not tell, those of packed documents look the same. A mask that adds anything but zero to
-// the score of a visible key is no window.
+// The window that hides exactly the keys that the mask hides, where the last query has the position
+// of the last key. One pass over the whole mask, on torch's threads, which ends early if there is
+// no window. A few rows do not suffice: those of packed documents look the same. A mask that adds
+// anything but zero to the score of a visible key is not a window.
 MaskWindow find_mask_window(const SlidingWindowAttentionParams& params);
 
 }  // namespace lmdecode::attention

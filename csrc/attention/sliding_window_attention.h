@@ -6,10 +6,10 @@
 // are scale * q . k, then softcap * tanh(score / softcap), then minus slope * |position - key|,
 // then plus the mask's value. A sink is the score of a key without a value.
 //
-// A row's result depends on its own query, the keys and values of its sequence and the parameters,
-// bit for bit: not on the other rows of the call, the number of threads or the tiles. It does
-// depend on the CPU capability: the same sums are taken with or without fused operations, and
-// bfloat16 is multiplied as it is where the processor can.
+// A row's result is bitwise a function of its own query, the keys and values of its sequence and
+// the parameters. It does not depend on other rows of the call, the number of threads or the tiles.
+// It does depend on the CPU capability: the same sums are taken with or without FMA, and bfloat16
+// is multiplied natively if the processor supports it.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,13 @@
 
 namespace lmdecode::attention {
 
-// What an additive mask holds where a key is masked, or less.
+// Values of an additive mask of this or less hide the key.
 constexpr float kMaskedScore = -65536.0f;
 
 enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat16, kBFloat16 };
 
-// What keys and values held as int8 consist of: a float, the scale, and behind it as many int8 as
-// the head has, element i being scale times the i-th. Strides are then in bytes.
+// A row of int8 keys or values: a float, the scale, then one int8 for each element of the head;
+// element i is scale times the i-th. Strides are then in bytes.
 struct Int8Cell {
   int8_t byte;
 };
@@ -57,10 +57,10 @@ struct SlidingWindowAttentionParams {
   const void* k = nullptr;  // [sequences, kv_heads, kv_len, head_size]
   const void* v = nullptr;  // [sequences, kv_heads, kv_len, value_size]
   AttentionStrides q_strides, k_strides, v_strides;  // ragged: sequence is 0
-  // k and v are rows of Int8Cell, on the CPU alone; dtype, of q and out, is float32.
+  // k and v are rows of Int8Cell, only on the CPU; dtype, of q and out, is float32.
   bool has_int8_keys = false;
-  // With a table k and v are [places.rows, kv_heads, block_size or kv_len, ...], and the stride of
-  // a sequence is that of a row.
+  // With a table, k and v are [places.rows, kv_heads, block_size or kv_len, ...], and the sequence
+  // stride is the row stride.
   KeyPlaces places;
 
   const int64_t* cu_seqlens_q = nullptr;   // [sequences + 1], or null
@@ -104,7 +104,7 @@ struct SlidingWindowAttentionParams {
     if (cu_seqlens_kv != nullptr) return cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
     return kv_lengths == nullptr ? kv_len : kv_lengths[sequence];
   }
-  // Where key `key` of a sequence begins in k or v, in elements.
+  // Offset of key `key` of a sequence in k or v, in elements.
   LMD_HOST_DEVICE int64_t key_offset(const AttentionStrides& s, int64_t sequence, int64_t kv_head,
                                      int64_t key) const {
     const KeyPlace at = places.place(sequence, key);
@@ -126,7 +126,7 @@ struct SlidingWindowAttentionParams {
   }
 };
 
-// The keys that queries of a sequence can see, and what lies between.
+// The range of keys that queries of a sequence can see, with any keys in between.
 LMD_HOST_DEVICE KeyRange keys_seen_by_queries(const SlidingWindowAttentionParams& p,
                                               int64_t sequence) {
   KeyRange seen = {0, 0};

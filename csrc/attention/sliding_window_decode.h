@@ -1,11 +1,11 @@
 // sliding_window_decode: sliding_window_attention for one or a few queries against a cache.
 // docs/reference/attention.md is the user's page.
 //
-// The same function of the same arguments (sliding_window_attention.h), less attn_mask and
-// cu_seqlens. Keys and values are read once, as they lie, for all query heads of their KV head. The
-// keys of a sequence are cut into parts at fixed places, and the parts of a row are added in their
-// order: a row's result depends, bit for bit, on its own query and sequence alone. It is not bit
-// for bit what sliding_window_attention gives.
+// The same function of the same arguments (sliding_window_attention.h), without attn_mask and
+// cu_seqlens. Keys and values are read once, in place, for all query heads of their KV head. The
+// keys of a sequence are split into parts at fixed positions, and the parts of a row are added in
+// order: a row's result is bitwise a function of its own query and sequence. It is not bitwise
+// equal to that of sliding_window_attention.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace lmdecode::attention {
 
-// Keys [begin, end) of a sequence for one KV head, and where what they come to is kept.
+// Keys [begin, end) of a sequence for one KV head, and the slot of their partial result.
 struct DecodePart {
   int64_t sequence;
   int64_t kv_head;
@@ -24,8 +24,8 @@ struct DecodePart {
   int64_t slot;
 };
 
-// What the parts come to, before they are added: by slot and row, rows being token by token the
-// query heads of the KV head.
+// Partial results of the parts, by slot and row. Rows are the query heads of the KV head, token by
+// token.
 struct DecodePartials {
   float* out;       // [slots, rows, out_stride], not divided by the sum
   float* row_max;   // [slots, rows], exponents of two
@@ -42,8 +42,8 @@ struct DecodeHead {
   int64_t slots;
 };
 
-// Scratch of a thread: queries, scores and weights of a block, the softmax, a block of keys or
-// values that do not lie as the kernel reads them.
+// Scratch of a thread: queries, scores and weights of a block, the softmax, and a block of keys or
+// values whose layout the kernel cannot read.
 struct DecodeWorkspace {
   float* queries;      // [rows, padded head_size], or as many bfloat16
   float* scores;       // [rows, 32]
@@ -54,7 +54,7 @@ struct DecodeWorkspace {
   int64_t* row_end;    // [rows]
   float* keys;         // [32, padded head_size]
   float* values;       // [32, padded value_size]
-  // Where keys and values begin.
+  // Offsets of keys and values.
   const void** key_rows;    // [64]: those of a block, then of the next
   const void** value_rows;  // [32]
 };

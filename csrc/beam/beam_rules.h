@@ -1,9 +1,9 @@
-// The rules of beam search for one search: which hypothesis gets a place, and when the search is
-// done. CPU and CUDA run this same code; python/lmdecode/reference/beam_rules.py is the same in
-// Python numbers, and docs/reference/beam.md the user's page.
+// The rules of one beam search: which hypotheses are kept, and when the search is done. CPU and
+// CUDA run the same code. python/lmdecode/reference/beam_rules.py has the rules in Python numbers;
+// docs/reference/beam.md is the user's page.
 //
-// What a hypothesis scores is f64, rounded to f32 after each operation where the system that the
-// rules come from computes in f32. A score that is NaN gets no place.
+// A hypothesis score is f64. It is rounded to f32 after each operation if the system that defines
+// the rules computes in f32. A hypothesis of score NaN is not kept.
 #pragma once
 
 #include <cmath>
@@ -16,10 +16,11 @@ namespace lmdecode::beam {
 
 // transformers' -1e9: below every hypothesis; also added to the scores of stopped beams.
 constexpr double kNeverScore = -1.0e9;
-// With rules "scorer" candidates that do not exist go on, as in transformers 4: far below all.
+// Score of missing candidates, far below all others. With rules "scorer" these continue, too, as in
+// transformers 4.
 constexpr float kMissingCandidateScore = -3.0e38f;
 constexpr int32_t kNoPlace = -1;
-// Far beyond memory, but sums of a few are below what 64 bits can count.
+// Far beyond any memory, but sums of a few fit into 64 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 60;
 
 LMD_HOST_DEVICE double rounded_to_f32(double value) {
@@ -40,7 +41,7 @@ struct BeamSearchSlot {
   int64_t* hypothesis_numbers;
   double* worst_score;
 
-  // Holds what the tensors say to their sizes: CUDA cannot check it before the launch.
+  // Clamps the tensors' values to their sizes: CUDA cannot check them before the launch.
   LMD_HOST_DEVICE BeamSearchSlot(const BeamSearchState& state,
                                  const BeamSearchParameters& parameters, int64_t slot,
                                  BeamRules slot_rules)
@@ -66,13 +67,13 @@ struct BeamSearchSlot {
     return false;
   }
 
-  // Whether this is the score of a candidate or a beam at all. BeamSearchScorer takes -inf for a
-  // score like any other: masks leave such candidates, and they go on where there is no other.
+  // Whether this is the score of an existing candidate or beam. For BeamSearchScorer -inf is a
+  // score like any other: masks produce such candidates, which continue if there is no other.
   LMD_HOST_DEVICE bool takes_part(float score) const {
     return rules == BeamRules::kScorer ? score == score : score > -HUGE_VALF;
   }
 
-  // What the scores of hypotheses of so many generated tokens are divided by.
+  // The divisor of the scores of hypotheses with this number of generated tokens.
   LMD_HOST_DEVICE double divisor(double length) const {
     const double power = pow(length, length_penalty);
     return rules == BeamRules::kScorer ? power : rounded_to_f32(power);
@@ -83,7 +84,7 @@ struct BeamSearchSlot {
     return rounded_to_f32(rounded_to_f32(score / by) + bonus);
   }
 
-  // The place that a hypothesis of this score takes, kNoPlace where it is not good enough.
+  // The place of a hypothesis of this score; kNoPlace if its score is not good enough.
   LMD_HOST_DEVICE int64_t add_hypothesis(double score) const {
     if (score != score) return kNoPlace;
     score += 0.0;  // no -0.0: which of two zeros is the lower one is not to matter
@@ -130,7 +131,7 @@ struct BeamSearchSlot {
     return true;
   }
 
-  // Whether no running beam can better the hypotheses. best: the best candidate's score ("scorer"),
+  // Whether no running beam can beat the hypotheses. best: the best candidate's score ("scorer"),
   // or the first running beam's; length: generated tokens, with that of this step; by:
   // divisor(length).
   LMD_HOST_DEVICE bool is_done(double best, double by) const {

@@ -1,5 +1,5 @@
-// Whisper's rules of timestamps: which tokens of a row may come next, by what was generated before,
-// and by what the row says of timestamps and of text. The rules are those of transformers'
+// Whisper's timestamp rules: the allowed next tokens of a row, by its generated tokens and by its
+// probabilities of timestamps and of text. The rules are those of transformers'
 // WhisperTimeStampLogitsProcessor; python/lmdecode/reference/decoder.py has them in plain torch.
 //
 // The vocabulary is text, the token "no timestamps", and timestamps up to its end.
@@ -23,9 +23,9 @@ struct AllowedTokens {
   int64_t text, timestamps, timestamps_end;
 };
 
-// What the rule allows behind a sequence [length]. values [vocab]: the row's logits or
-// log-probabilities after the processors, -inf for tokens that these ban. Where all timestamps
-// together are more probable than each token of text, there is no text.
+// The tokens that the rule allows after a sequence [length]. values [vocab]: the row's logits or
+// log-probabilities after the processors, -inf for tokens that these ban. If all timestamps
+// together are more probable than each token of text, text is banned.
 AllowedTokens allowed_tokens(const TimestampRule& rule, const int64_t* sequence, int64_t length,
                              const float* values, int64_t vocab);
 
@@ -33,7 +33,7 @@ AllowedTokens allowed_tokens(const TimestampRule& rule, const int64_t* sequence,
 void keep_allowed(const TimestampRule& rule, const AllowedTokens& allowed, float* values,
                   int64_t vocab);
 
-// Writes a bit for each token of the vocabulary, 1 where it is allowed, to ceil(vocab / 32) words.
+// Writes a bit for each token of the vocabulary, 1 if it is allowed, to ceil(vocab / 32) words.
 void write_allowed(const TimestampRule& rule, const AllowedTokens& allowed, int32_t* bitmask,
                    int64_t vocab);
 

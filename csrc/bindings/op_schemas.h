@@ -1,13 +1,13 @@
-// The schema of every op, and which of them have CPU kernels alone. python/lmdecode/_fakes has a
-// fake for each, tests/test_registration.py checks that.
+// The schema of every op, and whether it has only CPU kernels. python/lmdecode/_fakes has a fake
+// for each op; tests/test_registration.py checks that.
 #pragma once
 
 #include <cstddef>
 
 namespace lmdecode {
 
-// kCpuOnly: tensors on CUDA meet an error (refused_tensors.cpp). Other ops get their CUDA kernels
-// from _C_cuda.
+// kCpuOnly: CUDA tensors raise an error (refused_tensors.cpp). Other ops have their CUDA kernels in
+// _C_cuda.
 enum class Devices { kAny, kCpuOnly };
 
 struct OpSchema {
@@ -16,9 +16,9 @@ struct OpSchema {
 };
 
 inline constexpr OpSchema kOpSchemas[] = {
-    // Parameters come as one number for all rows and, instead of it, as a tensor of one number a
-    // row. `seed` rows < 0 draw no noise; without them int_seed >= 0 gives each row its own.
-    // kept_logits and logprob are None where not asked for.
+    // A parameter is one number for all rows, or instead a tensor with one number for each row.
+    // `seed` rows < 0 draw no noise; without `seed`, int_seed >= 0 gives each row its own seed.
+    // kept_logits and logprob are None if not requested.
     {"top_k_top_p_sample(Tensor logits, SymInt top_k, Tensor? top_k_rows, float top_p, "
      "Tensor? top_p_rows, float min_p, Tensor? min_p_rows, float temperature, Tensor? "
      "temperature_rows, Tensor? q, Tensor? seed, Tensor? position, float eps, bool "
@@ -31,8 +31,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "SymInt int_seed=-1, SymInt int_position=0, *, Tensor(a!) index, Tensor(b!)? kept_logits, "
      "Tensor(c!)? logprob, Tensor(d!) "
      "kept_count, Tensor(e!) status) -> ()"},
-    // tokens [batch, capacity], lengths [batch]. Returns [batch, num_tokens] int64: what follows
-    // the earliest of the longest n-grams that end a text, -1 behind it.
+    // tokens [batch, capacity], lengths [batch]. Returns [batch, num_tokens] int64: the tokens that
+    // follow the earliest occurrence of the longest n-gram at the end of a text, then -1.
     {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
      Devices::kCpuOnly},
     {"sampler_row_bytes(int vocab, int text_capacity, int rules_capacity) -> int"},
@@ -52,7 +52,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      "from_text_capacity, int from_rules_capacity, int vocab) -> ()",
      Devices::kCpuOnly},
     // results [bytes] uint8: index, rank, top_ids, logprob, top_logprobs, kept_count, stage counts
-    // and status of all rows, one array after the other. flags: 1 accept, 2 raw log-probabilities,
+    // and status of all rows, as concatenated arrays. flags: 1 accept, 2 raw log-probabilities,
     // 4 stage counts. num_logprobs -1: none.
     {"sampler_step_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor(b!) results, "
      "Tensor(c!)? kept_logits, Tensor(d!)? kept_ids, Tensor(e!)? kept_logprobs, int vocab, int "
@@ -63,12 +63,12 @@ inline constexpr OpSchema kOpSchemas[] = {
      "rules_capacity, bool rejection) -> ()"},
     // Rows are beams. num_beams of them make a request, or, where row_offsets [requests + 1] is
     // given, rows row_offsets[r] to row_offsets[r + 1] make request r. Outputs are [requests,
-    // num_candidates], status [requests]; log_probs are the scores without those of the beams.
+    // num_candidates], status [requests]; log_probs are the scores less the beam scores.
     {"log_softmax_top_k(Tensor logits, Tensor beam_scores, SymInt num_candidates, SymInt "
      "num_beams, Tensor? row_offsets) -> (Tensor scores, Tensor tokens, Tensor beams, Tensor "
      "status, Tensor log_probs)"},
-    // The same after the processors of csrc/beam/logits_processors.h. Numbers stand for all
-    // requests; tensors, instead of them, hold one for each.
+    // The same after the processors of csrc/beam/logits_processors.h. A parameter is one number for
+    // all requests, or instead a tensor with one number for each.
     {"log_softmax_top_k.processed(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
      "SymInt num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
@@ -76,8 +76,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor? suppressed_tokens, Tensor? forced_tokens, Tensor? diversity_tokens, float "
      "diversity_penalty, Tensor? diversity_penalties, Tensor? bias, Tensor? token_bitmask) "
      "-> (Tensor scores, Tensor tokens, Tensor beams, Tensor status, Tensor log_probs)"},
-    // The same with rows that are held to a trie (csrc/beam/token_trie.h): tokens [nodes] and
-    // child_begin [nodes + 1] of it, and the node of each row, all int32.
+    // The same with rows that a trie constrains (csrc/beam/token_trie.h): its tokens [nodes] and
+    // child_begin [nodes + 1], and the node of each row, all int32.
     {"log_softmax_top_k.trie(Tensor logits, Tensor beam_scores, SymInt num_candidates, "
      "SymInt num_beams, Tensor? row_offsets, Tensor? sequences, Tensor? lengths, float "
      "repetition_penalty, Tensor? repetition_penalties, SymInt no_repeat_ngram_size, Tensor? "
@@ -87,27 +87,25 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor trie_tokens, Tensor child_begin, Tensor nodes) -> (Tensor scores, Tensor tokens, "
      "Tensor beams, Tensor status, Tensor log_probs)"},
     // A trie of sequences: sequence i is tokens[offsets[i]:offsets[i + 1]], both int64. Returns its
-    // tokens [nodes] and child_begin [nodes + 1], int32, and ends [nodes] uint8: 1 where a sequence
-    // ends.
+    // tokens [nodes] and child_begin [nodes + 1], int32, and ends [nodes] uint8: 1 if a sequence
+    // ends at the node.
     {"trie_build(Tensor tokens, Tensor offsets) -> (Tensor tokens, Tensor child_begin, Tensor "
      "ends)",
      Devices::kCpuOnly},
-    // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 where there is none.
+    // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 if there is none.
     {"trie_step(Tensor trie_tokens, Tensor child_begin, Tensor nodes, Tensor tokens) -> Tensor"},
     // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
-    // rows: of the next beams, what row_offsets ends in; below 0 where that can be read, or is not
-    // given.
+    // rows: number of rows of the next beams, the last element of row_offsets; below 0 if that can
+    // be read, or if row_offsets is not given.
     {"beam_step(Tensor(a!)[] state, Tensor[] parameters, Tensor scores, Tensor tokens, "
      "Tensor beams, Tensor? log_probs, Tensor? status, Tensor? slots, Tensor? row_offsets, "
      "Tensor? parent_offsets, Tensor? sequences, Tensor? stopped, Tensor? bonus, int rules, "
      "SymInt rows) -> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)"},
-    // A step of any searches, from logits [rows, vocab] to their next beams: rules, candidates,
-    // next
-    // beams, nodes of tries. searches [n, 8]: the numbers of SearchOfStep
-    // (csrc/beam/search_step.h);
+    // A step of any searches, from logits [rows, vocab] to the next beams: rules, candidates, next
+    // beams, nodes of tries. searches [n, 8]: the fields of SearchOfStep (csrc/beam/search_step.h);
     // rules: as in decoding_steps_, a row for each rule_row; nodes [slots, beams] int32. trace: six
-    // tensors that the candidates are written to, or none. Returns tokens and parents [next_rows],
-    // and what has become of each search: 0 it goes on, 1 done, 2 failed.
+    // tensors that receive the candidates, or none. Returns tokens and parents [next_rows], and the
+    // state of each search: 0 unfinished, 1 done, 2 failed.
     {"beam_search_step_(Tensor logits, Tensor(a!)[] state, Tensor[] parameters, Tensor[] rules, "
      "Tensor searches, Tensor(b!) nodes, int num_candidates, SymInt next_rows, Tensor? "
      "token_bitmask, Tensor? bonus, Tensor(c!)[] trace) -> (Tensor tokens, Tensor parents, Tensor "
@@ -117,24 +115,23 @@ inline constexpr OpSchema kOpSchemas[] = {
      "int num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int "
      "rules) -> (Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor "
      "beam_indices, Tensor places)"},
-    // Row r along batch_dim becomes what row parents[r] was; with a length only that many positions
-    // along length_dim.
+    // Row r along batch_dim becomes the former row parents[r]; with a length, only its first
+    // `length` positions along length_dim.
     {"reorder_cache_(Tensor(a!)[] tensors, Tensor parents, int batch_dim, int? length_dim, "
      "SymInt? length) -> ()"},
-    // Row r of the index [rows, capacity] becomes, up to its length, what row parents[r] was, and
-    // its entry there r. length_rows [rows] holds instead of length.
+    // Row r of the index [rows, capacity] becomes the former row parents[r] up to its length, and
+    // its entry at the length becomes r. length_rows [rows], if given, replaces length.
     {"update_beam_indirection_(Tensor(a!) indirection, Tensor parents, SymInt length, "
      "Tensor? length_rows) -> ()"},
-    // Tokens k [rows, heads, tokens, ...] and v go to their slots of a ring keys [rows, heads,
-    // slots, ...] and values; the first of them is the sequence's position-th, in row r
+    // Writes tokens k [rows, heads, tokens, ...] and v to their slots of a ring: keys [rows, heads,
+    // slots, ...] and values. The first token has the position `position`, in row r
     // position_rows[r].
     {"ring_cache_append_(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, SymInt "
      "position, Tensor? position_rows, SymInt num_sink_tokens) -> ()"},
-    // The bookkeeping of a cache in blocks, on the CPU: lmdecode.BlockTable, which holds these
-    // tensors, int32 all, with block_table [rows, max_blocks], lengths [rows], ref_counts and
-    // free_blocks [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3]
-    // and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_: source, target,
-    // positions.
+    // The block table of a paged cache, on the CPU: lmdecode.BlockTable owns these tensors, all
+    // int32: block_table [rows, max_blocks], lengths [rows], ref_counts and free_blocks
+    // [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3] (source,
+    // target, positions) and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_.
     {"block_table_append_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor(f!) copies, Tensor num_tokens, int "
      "block_size) -> ()"},
@@ -143,8 +140,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "block_size) -> ()"},
     {"copy_blocks_(Tensor(a!)[] pools, Tensor copies) -> ()"},
     // Queries [B, Hq, S, D], keys and values [B, Hkv, Skv, ...]; with cu_seqlens [tokens, heads,
-    // ...]. window and window_right: -1 for no bound; softcap 0: none. lse is None where not asked
-    // for.
+    // ...]. window and window_right: -1 for no bound; softcap 0: none. lse is None if not
+    // requested.
     {"sliding_window_attention(Tensor q, Tensor k, Tensor v, SymInt window, SymInt "
      "window_right, float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? "
      "q_positions, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? "
@@ -164,9 +161,9 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"pack_linear.out(Tensor weight, int format, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
     // From the order of any CPU capability to that of the one in use.
     {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
-    // int4 that is there: weight uint8 [out_features, in_features], scales float16 and zeros uint8
-    // [out_features, groups]. The format follows from the size of the groups: 4, 5 or 6, but 3 for
-    // groups of 32 without zeros.
+    // A weight that is already int4: weight uint8 [out_features, in_features], scales float16 and
+    // zeros uint8 [out_features, groups]. The group size determines the format: 4, 5 or 6, but 3
+    // for groups of 32 without zeros.
     {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
      Devices::kCpuOnly},
     // Blocks of a GGUF file: uint8 [out_features, bytes of a row], of the type with the file's
@@ -188,31 +185,31 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
     // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the
     // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
-    // and where searches are held to tries, of each slot its number, int64, -1 for none, and tokens
-    // and child_begin of each; caches: those of DecodingCaches; options: rules, greedy, num_groups,
-    // num_candidates,
-    // max_steps, stop_when_done, chooses (else one step at most, up to the logits); logits [rows of
-    // caches, vocab]: the last ones of each row are written; [2, rows of caches, vocab]: behind
-    // them what the rules made of them. Returns the number of steps, int64.
+    // and with tries the number of each slot's trie, int64, -1 for none, then tokens and
+    // child_begin of each trie; caches: those of DecodingCaches; options: rules, greedy,
+    // num_groups, num_candidates, max_steps, stop_when_done, chooses (else one step at most, up to
+    // the logits); logits [rows of caches, vocab]: receives the last logits of each row; with
+    // [2, rows of caches, vocab], also the values after the rules. Returns the number of steps,
+    // int64.
     {"decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
      "options, Tensor(d!)? logits=None) -> Tensor",
      Devices::kCpuOnly},
     // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
     {"decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
-    // Memories [n, source, memory_size] of `requests` [n] to the caches; weights: of the layers
-    // alone.
+    // Writes keys and values of memories [n, source, memory_size] of `requests` [n] to the caches;
+    // weights: only those of the layers.
     {"decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] "
      "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
      Devices::kCpuOnly},
     // The encoder of an encoder-decoder model. weights: of lmdecode.decoder's PackedEncoder; tokens
-    // [rows] or inputs [rows, model_size]: of sequences one behind the other; positions [rows],
+    // [rows] or inputs [rows, model_size] of concatenated sequences; positions [rows],
     // row_begins [sequences + 1] int64. Returns [rows, model_size].
     {"encoder_forward(Tensor[] weights, int[] config, float[] numbers, Tensor? tokens, Tensor? "
      "inputs, Tensor positions, Tensor row_begins) -> Tensor",
      Devices::kCpuOnly},
-    // A step of a decoder-only model. weights: one memory, and layout [layers + 1, 22] int64 where
-    // its parts lie; caches: six tensors for each of windows (csrc/bindings/causal_checks.h).
+    // A step of a decoder-only model. weights: one buffer; layout [layers + 1, 22] int64: offsets
+    // of its parts; caches: six tensors for each of windows (csrc/bindings/causal_checks.h).
     // tokens [n]; entries [m, 4]: sequence, count of tokens, is_prompt, num_logits. Returns
     // [num_logits, vocab].
     {"causal_forward_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
@@ -221,7 +218,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     // sizes: max_rows, sequences, blocks of a sequence
     {"causal_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
-    // parents [sequences]; lengths [n, 2]: sequences, and what they begin with or go back to.
+    // parents [sequences]; lengths [n, 2]: sequences, and their initial or truncated lengths.
     {"causal_caches_reorder_(Tensor(a!)[] caches, int[] windows, Tensor parents) -> ()",
      Devices::kCpuOnly},
     {"causal_caches_start_(Tensor(a!)[] caches, int[] windows, Tensor lengths) -> ()",
@@ -242,7 +239,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int "
      "end_token) -> Tensor",
      Devices::kCpuOnly},
-    // What a step of a decoder does on a device beside matrix products; in plain torch on the CPU
+    // The parts of a decoder step on a device other than matrix products; in plain torch on the CPU
     // (lmdecode.reference.decoder_step). Row r is cache row r; layouts of caches: DecodingCaches.
     // qkv [rows, 3, heads, head size], positions [rows] int32, out [rows, heads, head size].
     {"decoder_self_attention_(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor table, "

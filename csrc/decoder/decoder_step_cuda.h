@@ -1,12 +1,12 @@
-// What a decoder's step does on a device beside matrix products, cuBLAS's: attention, and what
-// lies between products. Layouts of caches are those of decoder/step_attention.h, elements of
-// caches and products of one dtype, the residual stream x, norms and softmax f32.
+// The parts of a decoder step on a device other than matrix products (cuBLAS): attention, and the
+// operations between products. Layouts of caches are those of decoder/step_attention.h. Caches and
+// products have one dtype; the residual stream x, norms and softmax are f32.
 // docs/reference/decoder.md is the user's page.
 //
-// Row r of a step is cache row r. What a row writes no other row reads in the same launch, where
-// nothing orders them: the table never leads to a position that another row writes in this step.
-// Rows that are at one position, as in a search, cannot break this. Indices lie on the device,
-// where nobody looks at them before: a row whose index is out of range gets 0 and writes nothing.
+// Row r of a step is cache row r. Rows of a launch are unordered, so no row may read what another
+// one writes: the table never points to a position that another row writes in this step. Rows at
+// one position, as in a search, cannot break this. Indices are on the device and not checked
+// before: a row whose index is out of range gets 0 and writes nothing.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ struct StepCrossCacheParams {
   void* values = nullptr;           // [requests, heads, source, padded head]
 };
 
-// x += delta + bias, then its norm: of x itself (the norm behind the residual), or for the next
-// product alone (the norm before a sublayer).
+// x += delta + bias, then its norm: applied to x itself (post-norm), or only to the input of the
+// next product (pre-norm).
 struct StepAddNormParams {
   DType dtype = DType::kFloat32;
   int64_t rows = 0;
@@ -98,7 +98,7 @@ struct StepActivateParams {
   StepActivation activation = StepActivation::kRelu;
 };
 
-// No allocation and no wait, so that a CUDA graph can capture them.
+// No allocation and no synchronisation, so a CUDA graph can capture them.
 void decoder_self_attention_cuda(const StepSelfAttentionParams& params, void* stream);
 void decoder_cross_attention_cuda(const StepCrossAttentionParams& params, void* stream);
 void decoder_cross_cache_cuda(const StepCrossCacheParams& params, void* stream);

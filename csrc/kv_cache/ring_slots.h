@@ -1,9 +1,9 @@
-// Where the positions of a sequence lie in a ring: pure arithmetic, shared by the CPU and the CUDA
+// Slots of a sequence's positions in a ring: pure arithmetic, shared by the CPU and the CUDA
 // kernels.
 //
-// The first num_sinks positions have slots of their own, in front; every other position p lies in
-// slot num_sinks + (p - num_sinks) mod capacity. What a ring holds therefore depends on the number
-// of tokens written alone, not on the chunks that they came in.
+// The first num_sinks positions have their own slots, in front. Every other position p is in slot
+// num_sinks + (p - num_sinks) mod capacity. So the content of a ring depends only on the number of
+// tokens written, not on their chunks.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct RingSlots {
     return position < num_sinks || position >= end - capacity;
   }
 
-  // How many of the positions [position, end) lie in slots that follow each other, at least 1.
+  // Number of positions of [position, end) that are in consecutive slots, at least 1.
   LMD_HOST_DEVICE int64_t run_length(int64_t position, int64_t end) const {
     const int64_t limit =
         position < num_sinks ? num_sinks : position + num_sinks + capacity - slot(position);

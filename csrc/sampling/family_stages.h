@@ -1,8 +1,8 @@
 // The stages of the sampler family beyond top-k, top-p and min-p, on a list of candidates. A kernel
 // header: see simd/vec.h.
 //
-// Entropies and variances come from sums of integers, as masses do: so what is kept depends neither
-// on threads, nor on the batch, nor on the SIMD width.
+// Entropies and variances are computed from sums of integers, as masses are. So the kept tokens do
+// not depend on threads, the batch or the SIMD width.
 #pragma once
 
 #include "sampling/list_stages.h"
@@ -25,8 +25,8 @@ class FamilyStages : public ListStages {
     return weights_of(total_mass(list_), surprise_mass());
   }
 
-  // The same of a whole row, whose largest logit is that of the rule, and finite; surprise only
-  // where it is wanted.
+  // The same for a whole row, whose largest logit is that of the rule, and finite; surprise only
+  // on request.
   template <bool kSurprise, class T>
   RowWeights weigh_row(const T* x, int64_t n) const {
     const F32 m = splat(rule_.max), f = splat(rule_.factor), tiny = splat(0x1p-126f);
@@ -70,8 +70,8 @@ class FamilyStages : public ListStages {
     return sum.total();
   }
 
-  // Lists a row's tokens of about this weight and more, from logit listed_from_ on. False, and an
-  // empty list, where that would be all of them.
+  // Lists a row's tokens of about this weight or more: logits of listed_from_ or more. False, with
+  // an empty list, if these are all tokens.
   template <class T>
   bool list_above(double weight, const T* x, int64_t n) {
     if (!(weight > 0.0) || !(rule_.factor > 0.0f)) return false;
@@ -82,7 +82,7 @@ class FamilyStages : public ListStages {
     return true;
   }
 
-  // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
+  // Keeps values >= the largest one + offset; if there is none, the first token in order, or all
   // that equal it.
   void keep_below_max(double offset, bool keep_ties) {
     const uint32_t key = key_below_max(max_, offset);
@@ -91,8 +91,8 @@ class FamilyStages : public ListStages {
     keep_set(&list_, kept_from(class_bottom(rule_.max, temperature_)));
   }
 
-  // Minus `sigmas` standard deviations of the values of n logits, those outside (-inf, inf) left
-  // out. Shares of the range are rounded to multiples of 2^-21; their sums are exact.
+  // Minus `sigmas` standard deviations of n logits, without those outside of (-inf, inf). Shares of
+  // the range are rounded to multiples of 2^-21; their sums are exact.
   template <class T>
   double sigma_offset(double sigmas, const T* x, int64_t n) const {
     return temperature_ == 1.0f ? sigma_offset_of<false>(sigmas, x, n)
@@ -158,8 +158,8 @@ class FamilyStages : public ListStages {
     return -(sigmas * standard_deviation(shares, sums, count));
   }
 
-  // The prefix whose own terms of the entropy come to at most `share` of it; of the first
-  // max_tokens alone where that is not 0.
+  // The prefix whose terms of the entropy sum to at most `share` of the entropy; if max_tokens is
+  // not 0, only of the first max_tokens.
   void keep_top_h(double share, int64_t max_tokens) {
     if (max_tokens > 0 && max_tokens < list_.size) {
       make_keys(&list_, temperature_);
@@ -171,8 +171,8 @@ class FamilyStages : public ListStages {
     if (terms(w.mass, w.surprise) > most) cut_top_h(terms, most);
   }
 
-  // The prefix of the list whose terms come to at most `most`; those of the whole list are more.
-  // Needs masses.
+  // The prefix of the list whose terms sum to at most `most`; the whole list's sum is larger. Needs
+  // masses.
   void cut_top_h(const EntropyTerms& terms, double most) {
     make_keys(&list_, temperature_);
     uint64_t* surprise = list_.spare_mass;
@@ -182,7 +182,7 @@ class FamilyStages : public ListStages {
     const int64_t padded = round_up_to_lanes(list_.size);
     for (int64_t i = list_.size; i < padded; ++i) surprise[i] = 0;
     const KeyRange range = key_range(list_.key, list_.size);
-    // The terms of keys >= high are at most `most`, those of keys >= low are more.
+    // Invariant: the terms of keys >= high sum to at most `most`, those of keys >= low to more.
     uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1;
     uint64_t mass = 0, exponents = 0;  // of keys >= high
     while (high - low > 1) {
@@ -208,16 +208,16 @@ class FamilyStages : public ListStages {
     keep_from(&list_, static_cast<uint32_t>(low), ties);
   }
 
-  // The same of a whole row, from a list of those of its tokens that can matter. False, and an
-  // empty list, where these do not suffice.
+  // The same for a whole row, from a list of its relevant tokens. False, with an empty list, if
+  // these do not suffice.
   template <class T>
   bool list_top_h(double share, const T* x, int64_t n) {
     const RowWeights w = weigh_row<true>(x, n);
     const EntropyTerms terms{w, mass_unit(rule_.fraction_bits)};
     const double all = terms(w.mass, w.surprise), most = share * all;
     if (!(all > most)) return false;
-    // A term is at most -p log(p) of a probability p that the token does not reach, p < 1 / e: all
-    // n such terms come to no more than what is left out.
+    // A token below probability p < 1 / e has a term of at most -p log(p): all n such terms sum to
+    // no more than what is left out.
     const double part = (all - most) / static_cast<double>(n);
     double p = part;
     for (int i = 0; i < 4 && p > 0.0 && p < 0.3; ++i) p = part / -log_f64(p);
@@ -237,8 +237,8 @@ class FamilyStages : public ListStages {
     cut_typical(w, typical_target(p, w.mass), keep_ties, /*beyond=*/0);
   }
 
-  // Keeps of the list, whose mass reaches target, what makes up the target. False where tokens of
-  // this key may belong to it: `beyond` is a key of tokens that are not listed. Needs masses.
+  // Keeps the part of the list, whose mass reaches target, that makes up the target. False if
+  // unlisted tokens may belong to it: `beyond` is a key of such tokens. Needs masses.
   bool cut_typical(const RowWeights& w, uint64_t target, bool keep_ties, uint32_t beyond) {
     make_distance_keys(w);
     const MassCut cut = find_mass_cut(list_, target);
@@ -267,8 +267,8 @@ class FamilyStages : public ListStages {
     return false;
   }
 
-  // Keys that are the larger, the nearer a token's surprise is to the entropy: by the distance in
-  // logits, one rounding of f64 to f32.
+  // Keys that grow as a token's surprise gets nearer to the entropy: by the distance in logits, one
+  // rounding of f64 to f32.
   void make_distance_keys(const RowWeights& w) {
     const TypicalDistance from(rule_, w);
     const int64_t padded = round_up_to_lanes(list_.size);
@@ -280,7 +280,7 @@ class FamilyStages : public ListStages {
     for (int64_t i = list_.size; i < padded; ++i) list_.key[i] = 0;
   }
 
-  // Of the tokens of at least this probability, if they are two or more, the last in order stays.
+  // If two or more tokens have at least this probability, drops all of them but the last in order.
   void exclude_top_choices(double probability) {
     make_keys(&list_, temperature_);
     uint32_t bound = 0;

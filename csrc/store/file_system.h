@@ -1,6 +1,6 @@
-// What the store asks of the operating system. Tests put another implementation in its place: one
-// that records what is written and replays every state that a loss of power could leave, or that
-// fails at the k-th call. SQLite reaches its files through the VFS of the same implementation.
+// Interface of the store to the operating system. Tests replace the implementation: one records the
+// writes and replays every state that a loss of power could leave, one fails at the k-th call.
+// SQLite accesses its files through the VFS of the same implementation.
 #pragma once
 
 #include <cerrno>
@@ -16,16 +16,16 @@ namespace lmdecode::store {
 class File {
  public:
   virtual ~File() = default;
-  // The bytes read or written, which may be fewer than asked for.
+  // The number of bytes read or written, which may be fewer than requested.
   virtual int64_t read(uint64_t offset, void* data, size_t size) = 0;
   virtual int64_t write(uint64_t offset, const void* data, size_t size) = 0;
-  // fdatasync: what was written, and the length, survive a loss of power.
+  // fdatasync: the written bytes and the length survive a loss of power.
   virtual int sync() = 0;
-  // Begins to bring the bytes to the disk and does not wait: a hint.
+  // A hint to start writing the bytes to the disk, without a wait.
   virtual void start_writing(uint64_t offset, size_t size) { (void)offset, (void)size; }
   virtual int truncate(uint64_t size) = 0;
-  // Gives the space of a range back: it reads as zeros, and the length stays. -EOPNOTSUPP where the
-  // file system cannot.
+  // Frees the space of a range, which then reads as zeros; the length is unchanged. -EOPNOTSUPP if
+  // the file system cannot.
   virtual int discard(uint64_t offset, uint64_t size) {
     return static_cast<void>(offset), static_cast<void>(size), -EOPNOTSUPP;
   }

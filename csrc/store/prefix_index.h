@@ -1,6 +1,6 @@
-// The index of prefixes in memory: which chunk of which prefix lies in which area, what continues
-// it, when it was used and when it expires; and from these the longest stored prefix of some
-// tokens. It reads no file but by the function it is given, and has no lock of its own.
+// The index of prefixes in memory. For each chunk of a prefix it has the area, the continuations,
+// the time of the last use and the expiry; from these it finds the longest stored prefix of given
+// tokens. It reads files only through the function it is given. It is not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace lmdecode::store {
 
-// Where a prefix lies: entries, parents first, and how many tokens of each are in the prefix.
+// Location of a prefix: entries, parents first, and the number of tokens of each in the prefix.
 struct PrefixChain {
   std::vector<std::pair<EntryId, uint32_t>> parts;
   uint64_t num_tokens = 0;
@@ -27,7 +27,7 @@ struct PrefixChain {
 
 class PrefixIndex {
  public:
-  // The tokens of an entry's slot; nothing where they cannot be read or are not what was written.
+  // The tokens of an entry's slot; nothing if they cannot be read or differ from those written.
   using ReadTokens = std::function<std::optional<std::vector<int32_t>>(const Entry& entry)>;
   using Drop = std::function<void(EntryId id)>;
 
@@ -49,7 +49,7 @@ class PrefixIndex {
 
   EntryId add(const Entry& entry, EntryId parent);
   void remove(EntryId id);  // nothing continues it
-  // The same prefix in another slot: what continues it stays.
+  // Moves a prefix to another slot; its continuations are kept.
   void move(EntryId id, uint32_t area, uint32_t header_crc, uint32_t usable_from,
             uint64_t sequence);
   void set_expiry(EntryId id, int64_t expires_ms);
@@ -59,18 +59,18 @@ class PrefixIndex {
   // --- rows of the durable index
 
   AreaRow row_of(const Entry& entry) const;
-  std::vector<AreaRow> rows() const;  // parents before what continues them
+  std::vector<AreaRow> rows() const;  // parents before their continuations
   void reserve(size_t entries, uint32_t areas);
-  // Inserts rows, the least recently used first; drops those whose parent is not there.
+  // Inserts rows, the least recently used first; drops rows without their parent.
   void add_rows(std::span<const AreaRow> rows, const Drop& drop);
-  // Repeats what another process changed.
+  // Applies the changes of another process.
   void follow(std::vector<AreaRow> rows, const Drop& drop);
 
   // --- use
 
   // The chain from an entry to its root becomes the most recently used.
   void touch(EntryId leaf) { map_.touch(leaf, now_ms_(), &touched_); }
-  // Up to `most` times of use that the durable index does not know.
+  // Up to `most` times of last use that the durable index lacks.
   std::vector<UseTime> take_uses(size_t most);
   bool has_uses() const { return !touched_.empty(); }
   void forget_uses() { touched_.clear(); }
@@ -79,7 +79,7 @@ class PrefixIndex {
 
   bool is_alive(const Entry& entry) const;
   PrefixChain longest(PrefixKeys& keys);
-  // The child that has all the tokens of a chunk, and may go on; kNoEntry: none.
+  // The child that has all the tokens of a chunk, and maybe more; kNoEntry if there is none.
   EntryId child_with(EntryId parent, PrefixKeys& keys, size_t chunk);
 
  private:
