@@ -15,8 +15,10 @@ constexpr int64_t kSearchNumbers = sizeof(SearchOfStep) / sizeof(int64_t);
 
 // What the step is told of each search, and the slots that these are in, each once.
 void check_searches(const SearchStepParams& p, int64_t rule_rows) {
-  const RequestRows<int64_t> slots = {&p.searches[0].slot, kSearchNumbers, 1};
+  const RequestRows<int64_t> slots = {p.count > 0 ? &p.searches[0].slot : nullptr, kSearchNumbers,
+                                      1};
   check_slots(kOp, slots, p.count, p.state.slots);
+  std::vector<uint8_t> is_taken(static_cast<size_t>(p.next_rows));
   int64_t next_rows = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const SearchOfStep& s = p.searches[i];
@@ -35,6 +37,11 @@ void check_searches(const SearchStepParams& p, int64_t rule_rows) {
     check_number(kOp, "searches.next_row", i, s.next_row, 0, p.next_rows - beams);
     check_number(kOp, "searches.num_earlier", i, s.num_earlier, 0, s.next_row);
     next_rows += beams;
+    for (int64_t row = s.next_row; row < s.next_row + beams; ++row) {
+      if (is_taken[static_cast<size_t>(row)]++ == 0) continue;
+      fail(kOp, "searches.next_row[", i, "] is ", s.next_row, "; expected beams of its own, row ",
+           row, " is another search's");
+    }
   }
   if (next_rows != p.next_rows) {
     fail(kOp, "next_rows is ", p.next_rows, "; expected the beams of all searches, ", next_rows);
@@ -74,6 +81,33 @@ void place_candidates(const Tensors& trace, SplitMemory* block, SearchStepParams
   p->beams = list.next<int64_t>("beams", {n, k});
   p->decisions = list.next<int32_t>("decisions", {n, k});
   p->status = list.next<uint8_t>("status", {n});
+}
+
+// What a step writes may be none of what it goes by: contiguous tensors all.
+void check_apart(const std::vector<Tensor>& state, const Tensor& nodes, const Tensors& trace,
+                 const std::vector<Tensor>& parameters, const Tensor& searches) {
+  struct Memory {
+    const char *begin, *end;
+  };
+  const auto memory_of = [](const Tensor& t) {
+    const char* const begin = static_cast<const char*>(t.const_data_ptr());
+    return Memory{begin, begin + t.numel() * static_cast<int64_t>(t.element_size())};
+  };
+  std::vector<Memory> written;
+  written.reserve(state.size() + trace.size() + 1);
+  for (const Tensor& tensor : state) written.push_back(memory_of(tensor));
+  for (const Tensor& tensor : trace) written.push_back(memory_of(tensor));
+  written.push_back(memory_of(nodes));
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    const Memory read = memory_of(tensor);
+    for (const Memory& memory : written) {
+      if (read.begin < memory.end && memory.begin < read.end) {
+        fail(kOp, name, " shares memory with what is written; expected a tensor of its own");
+      }
+    }
+  };
+  for (const Tensor& tensor : parameters) check("parameters", tensor);
+  check("searches", searches);
 }
 
 std::tuple<Tensor, Tensor, Tensor> beam_search_step(
@@ -118,11 +152,12 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
   p.num_candidates = num_candidates;
   check_number(kOp, "next_rows", 0, next_rows, 0, (int64_t{1} << 31));
   p.next_rows = next_rows;
-  if (std::max(p.rows, p.next_rows) * num_candidates >= (int64_t{1} << 31)) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (p.rows >= kMost || std::max(p.rows, p.next_rows) * num_candidates >= kMost) {
     fail(kOp, "num_candidates is ", num_candidates, " for ", p.rows,
          " rows; expected fewer than 2^31 candidates of all rows together");
   }
-  if (p.count > 0) check_searches(p, rule_rows);
+  check_searches(p, rule_rows);
   if (token_bitmask) {
     p.token_bitmask = arguments.strided<const int32_t>("token_bitmask", *token_bitmask,
                                                        {p.rows, (p.vocab + 31) / 32});
@@ -133,6 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
     p.bonus = arguments.contiguous<const float>("bonus", *bonus, {p.count, p.state.beams},
                                                 "[searches, beams of the state]");
   }
+  check_apart(state, nodes, trace, parameters, searches);
   const SearchStepSizes sizes = sizes_of(p);
   SplitMemory count(nullptr);
   SearchStepParams counted = p;

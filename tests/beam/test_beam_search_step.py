@@ -165,6 +165,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nodes": torch.zeros(2, 2, dtype=torch.int32)}, "nodes has shape"),
     ({"num_candidates": 0}, r"num_candidates\[0\] is 0"),
     ({"next_rows": 8}, "next_rows is 8; expected the beams of all searches, 7"),
+    ({"searches": _with((2, 6), 3)}, r"searches.next_row\[2\] is 3; expected beams of its own"),
+    (
+        {"searches": torch.zeros(0, 8, dtype=torch.int64)},
+        "next_rows is 7; expected the beams of all searches, 0",
+    ),
+    ({"logits": torch.zeros(1, VOCAB).expand(1 << 40, VOCAB)}, "num_candidates is 6 for 10995116"),
     ({"token_bitmask": torch.zeros(5, 1, dtype=torch.int32)}, "token_bitmask has shape"),
     ({"token_bitmask": torch.zeros(5, 2)}, "token_bitmask has dtype float32"),
     ({"bonus": torch.zeros(3, 1)}, "bonus has shape"),
@@ -180,3 +186,16 @@ def test_wrong_arguments_change_nothing(changes: dict[str, Any], message: str) -
         torch.ops.lmdecode.beam_search_step_(*arguments)
     for kept, tensor in zip(before, arguments[1], strict=True):
         assert torch.equal(bits(tensor), bits(kept))
+
+
+@pytest.mark.parametrize("name", ["searches", "parameters"])
+def test_what_is_written_is_none_of_what_is_read(name: str) -> None:
+    arguments = step_arguments()
+    state, parameters, searches = arguments[1], list(arguments[2]), arguments[4]
+    if name == "searches":
+        arguments[4] = state[0].view(-1)[: searches.numel()].view_as(searches).copy_(searches)
+    else:
+        parameters[0] = state[4].copy_(parameters[0])
+        arguments[2] = parameters
+    with pytest.raises(ValueError, match=f"{name} shares memory with what is written"):
+        torch.ops.lmdecode.beam_search_step_(*arguments)

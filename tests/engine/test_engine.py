@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.causal_caches import CausalCaches
 from tests.engine.engine_cases import (
     CAPACITY,
@@ -333,3 +334,58 @@ def test_who_is_cancelled_while_waiting(llama: lmdecode.Decoding) -> None:
     assert second.stats.queued is None and second.stats.total is not None
     second.cancel()  # again, and after the end: nothing
     assert first.result().finish_reason in ("length", "stop") and is_whole(engine)
+
+
+def test_a_search_that_cannot_begin_ends_with_the_step(
+    llama: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llama.engine(max_requests=4, capacity=CAPACITY)
+    other = engine.submit([5, 6, 7], max_new_tokens=4)
+    search = engine.submit([5, 6], max_new_tokens=4, num_beams=2)
+
+    def no_memory(*arguments: Any) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(engine._searched._search._store, "acquire", no_memory)
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.undo()
+    for request in (other, search):
+        with pytest.raises(RuntimeError, match="a step failed"):
+            request.result(timeout=1)
+    assert is_whole(engine)
+    assert engine.submit([5, 6], max_new_tokens=4, num_beams=2).result().tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ("x", TypeError, "token_rules is of type str; expected a TokenRules"),
+        ({"repetition_penalty": torch.zeros(1)}, ValueError, "repetition_penalty is .0.0."),
+        ({"repetition_penalty": torch.ones(2)}, ValueError, r"repetition_penalty is \[2\]"),
+        ({"bias": torch.zeros(VOCAB + 1)}, ValueError, "token_rules.bias is"),
+        ({"bans": torch.zeros(1, 2, 3)}, ValueError, "token_rules.bans is"),
+        ({"timestamps": torch.ones(1, 4).long()}, ValueError, "timestamps are on"),
+    ],
+)
+def test_token_rules_are_checked_when_submitted(
+    llama: lmdecode.Decoding, changes: Any, error: type[Exception], message: str
+) -> None:
+    engine = llama.engine(max_requests=4, capacity=CAPACITY)
+    rules = changes if isinstance(changes, str) else new_token_rules(1)._replace(**changes)
+    request = lmdecode.BeamRequest([5], max_new_tokens=3, num_beams=2)
+    with pytest.raises(error, match=f"^Engine.submit: .*{message}"):
+        engine.submit_search(request, token_rules=rules)
+    assert not engine.has_work
+
+
+def test_why_searches_end(llama: lmdecode.Decoding) -> None:
+    engine = llama.engine(max_requests=4, capacity=CAPACITY)
+    cut = engine.submit([5], max_new_tokens=2, num_beams=2, trie=lmdecode.Trie([[4, 5, 6, EOS]]))
+    item = engine.submit([5], max_new_tokens=4, num_beams=2, trie=lmdecode.Trie([[4, 5, 6]]))
+    assert cut.result().finish_reason == "length" and item.result().finish_reason == "stop"
+    found = engine.submit(
+        [5], max_new_tokens=12, num_beams=2, rules="scorer", eos_token_id=range(3, VOCAB),
+        pad_token_id=0,
+    ).result()  # fmt: skip
+    assert found.finish_reason == "stop" and 3 <= found.tokens[-1] < VOCAB

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "ALWAYS",
     "TokenRules",
+    "check_token_rules",
     "join_token_rules",
     "new_token_rules",
     "one_slot",
@@ -104,6 +105,32 @@ def one_slot(
     if timestamps is not None:
         rules.timestamps[0] = torch.tensor(timestamps)
     return rules if bias is None else rules._replace(bias=bias)
+
+
+def check_token_rules(op: str, rules: object, vocab_size: int) -> None:
+    """Raise TypeError or ValueError for what is not the rules of one slot, without timestamps."""
+    if not isinstance(rules, TokenRules):
+        kind = type(rules).__name__
+        raise TypeError(f"{op}: token_rules is of type {kind}; expected a TokenRules or None")
+    for name, one in zip(TokenRules._fields, new_token_rules(1), strict=True):
+        given = getattr(rules, name)
+        shape = list(one.shape) if name != "bias" else [vocab_size]
+        if name in ("bans", "forced"):
+            shape[1:2] = given.shape[1:2] if isinstance(given, Tensor) else []
+        if isinstance(given, Tensor) and name == "bias" and given.numel() == 0:
+            shape = list(given.shape)
+        if not isinstance(given, Tensor) or (list(given.shape), given.dtype) != (shape, one.dtype):
+            came = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else given
+            raise ValueError(
+                f"{op}: token_rules.{name} is {came}; expected {shape} {one.dtype}, of one slot"
+            )
+    if not bool(rules.repetition_penalty > 0):
+        raise ValueError(
+            f"{op}: token_rules.repetition_penalty is {rules.repetition_penalty.tolist()}; "
+            "expected a number above 0"
+        )
+    if bool(rules.timestamps[0, 0] >= 0):
+        raise ValueError(f"{op}: token_rules.timestamps are on; expected -1, only a decoder's are")
 
 
 def write_token_rules(rules: TokenRules, slot: int, one: TokenRules) -> None:

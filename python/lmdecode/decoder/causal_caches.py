@@ -12,7 +12,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["CACHE_DTYPES", "CausalCaches", "check_sizes_of_batch", "row_format"]
+__all__ = ["CACHE_DTYPES", "MOST_REQUESTS", "CausalCaches", "check_sizes_of_batch", "row_format"]
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -25,6 +25,9 @@ def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
     return kind, head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
 
 
+MOST_REQUESTS = 1 << 16  # of a batch
+
+
 def check_sizes_of_batch(
     op: str, longest: int | None, max_requests: int, capacity: int, max_step_tokens: int
 ) -> tuple[int, int, int]:
@@ -34,7 +37,7 @@ def check_sizes_of_batch(
     """
     most = longest or (1 << 30)
     return (
-        check_int(op, "max_requests", max_requests, 1, 1 << 16, limits="1 to 65536"),
+        check_int(op, "max_requests", max_requests, 1, MOST_REQUESTS, limits="1 to 65536"),
         check_int(op, "capacity", capacity, 1, most, limits=f"1 to {most}"),
         check_int(op, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"),
     )

@@ -18,6 +18,7 @@ from lmdecode.beam.trie import Trie
 __all__ = ["BeamRequest", "BeamResult"]
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
+_MOST_PATIENCE = 1000
 
 
 def _fail(name: str, value: object, expected: str) -> ValueError:
@@ -110,8 +111,8 @@ class BeamRequest:
     logit_bias : mapping of int to float
         Added to the log-probability of a token.
     patience : float
-        Above 0: ``round(patience * num_beams)`` finished sequences are kept (CTranslate2), of each
-        group.
+        Above 0, at most 1000: ``round(patience * num_beams)`` finished sequences are kept
+        (CTranslate2), of each group.
     coverage_penalty : float
         ``coverage_penalty * sum(log(min(coverage, 1)))`` over the attended source positions is
         added to the score of a finished sequence (Wu et al. 2016, as in CTranslate2). ``step`` then
@@ -179,6 +180,8 @@ class BeamRequest:
         for name in ("repetition_penalty", "patience"):
             if not getattr(self, name) > 0:
                 raise _fail(name, getattr(self, name), "a number above 0")
+        if not self.patience <= _MOST_PATIENCE:
+            raise _fail("patience", self.patience, f"at most {_MOST_PATIENCE}")
         if not torch.tensor(self.repetition_penalty, dtype=torch.float32) > 0:
             raise _fail("repetition_penalty", self.repetition_penalty, "above 0 in float32")
         if not isinstance(self.logit_bias, Mapping):

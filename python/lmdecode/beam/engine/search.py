@@ -22,7 +22,7 @@ from lmdecode.beam.engine.step_checks import check_step
 from lmdecode.beam.engine.trace import BeamTrace, trace_searches
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import BeamFinal
-from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.token_rules import TokenRules, check_token_rules
 
 __all__ = ["BeamSearch", "RowTokens", "StepOutput"]
 
@@ -181,6 +181,8 @@ class BeamSearch:
         if request.trie is not None:
             of = "the device of the engine"
             request.trie.check_device(f"{_OP}.insert", self._store.device, of)
+        if token_rules is not None and self._vocab_size is not None:
+            check_token_rules(f"{_OP}.insert", token_rules, self._vocab_size)
         request_id = self._ids.new(request)
         self._step = None  # even if there is an error, its numbers of beams may be out of date
         slots = self._store.acquire(request)

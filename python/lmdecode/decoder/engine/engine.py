@@ -126,6 +126,7 @@ class Engine:
         self._steps = self._new_tokens = 0
         self._lock = threading.RLock()  # of whoever does a step
         self._stepper: int | None = None  # the thread that does
+        self._beginning: list[WrittenSequence] = []  # have been read, and are in no rows yet
         self._life = threading.Lock()  # of start and stop
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -292,8 +293,8 @@ class Engine:
                 self._thread.join()
             self._thread = None
             _started.discard(self)
-        self._model.flush()
         with self._lock:  # those who wait do the steps themselves
+            self._model.flush()
             for sequence in (*self._everyone, *self._arrived):
                 sequence.request._tell()
 
@@ -385,7 +386,9 @@ class Engine:
     @property
     def _everyone(self) -> list[WrittenSequence]:
         """Sequences that have slots."""
-        return [*self._model.reading, *self._drawn.running, *self._searched.running.values()]
+        searched = self._searched.running.values()
+        everyone = (*self._model.reading, *self._beginning, *self._drawn.running, *searched)
+        return list(dict.fromkeys(everyone))
 
     def _drop_cancelled(self, told: list[Request]) -> None:
         for sequence in [s for s in self._everyone if s.request._is_cancelled]:
@@ -421,8 +424,10 @@ class Engine:
         if step is None:
             return
         self._steps += 1
-        for sequence in step.begun:
-            self._begin(sequence)
+        self._beginning = list(step.begun)
+        while self._beginning:
+            self._begin(self._beginning[0])
+            del self._beginning[0]
         ended: list[Ended] = []
         num_drawn = len(drawn.running)
         if num_drawn:
@@ -461,7 +466,7 @@ class Engine:
 
     def _fail_all(self, error: BaseException, told: list[Request]) -> None:
         """End every request that has a slot, and reset the engine for the waiting ones."""
-        everyone = self._everyone
+        everyone, self._beginning = self._everyone, []
         self._model.clear()
         for sequence in everyone:
             self._model.leave(sequence, is_sound=False)

@@ -388,7 +388,12 @@ class SearchedRows:
             return Ended(sequence, "error", _no_token(result.status))
         # A trie may have no way on, and nothing that has ended.
         request._beams, tokens = result, result.new_tokens() if has_found else []
+        if has_found and sequence.search.rules == "scorer":  # whose lengths count no end token
+            end = result.sequences[0, int(result.lengths[0]) :][:1].tolist()
+            tokens += [token for token in end if token in sequence.end_tokens]
         request._tokens += tokens
         request._put_first()
         is_whole = bool(tokens) and tokens[-1] in sequence.end_tokens
-        return Ended(sequence, "stop" if is_whole or sequence.search.trie else "length")
+        trie = sequence.search.trie
+        is_item = trie is not None and (not tokens or tokens in trie)
+        return Ended(sequence, "stop" if is_whole or is_item else "length")

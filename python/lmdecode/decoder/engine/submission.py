@@ -12,7 +12,7 @@ import torch
 from lmdecode._checks import MAX_INT, check_bool, check_int, type_error
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
-from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
 from lmdecode.decoder.engine.request import Driver, Request
 from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
@@ -211,6 +211,8 @@ class Submission:
             raise type_error(_OP, "search", search, "a BeamRequest")
         self._check_length(search.prompt_ids, search.max_new_tokens)
         self._check_search(search)
+        if token_rules is not None:
+            check_token_rules(_OP, token_rules, self.vocab)
         sequence = SearchedSequence(
             Request(tuple(search.prompt_ids), driver),
             dataclasses.replace(search, request_id=None),

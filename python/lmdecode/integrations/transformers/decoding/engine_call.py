@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.decoder.causal_caches import MOST_REQUESTS
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine import Engine, Request
 from lmdecode.integrations.transformers._status import raise_for_status
@@ -131,7 +133,7 @@ def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | Non
     if ends is None or new < 1 or config.return_dict_in_generate or (ends and pad is None):
         return None
     vocab = packed.config.vocab_size
-    if any(not 0 <= end < vocab for end in ends):
+    if any(not 0 <= end < vocab for end in ends) or len(input_ids) > MOST_REQUESTS:
         return None
     prompts = _prompts(call)
     if prompts is None:
@@ -231,6 +233,7 @@ def search_on_engine(
     ends = end_tokens_of_criteria(call.criteria, settings.max_length)
     new = settings.max_length - length
     fits = num_beams > 1 and rows % num_beams == 0 and not config.low_memory and new > 0
+    fits &= math.isfinite(settings.length_penalty) and rows <= MOST_REQUESTS
     fits &= settings.num_return_sequences <= num_beams and not config.diversity_penalty
     if ends is None or not fits or not 0 <= settings.pad_token < vocab or min(ends, default=0) < 0:
         return None
