@@ -26,6 +26,7 @@ from lmdecode.sampling._results import (
     row_on_host,
 )
 from lmdecode.sampling.sampler_rows import (
+    NUM_INTEGERS,
     ORDERS,
     RowRules,
     check_parameters,
@@ -45,7 +46,8 @@ _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # Flags of the op.
 _ACCEPT, _RAW, _COUNTS = 1, 2, 4
 # Fields of SamplerRow (csrc/sampling/sampler_state.h), as places among its 64-bit numbers.
-_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _INTEGERS, _SEED, _KEEPS_TEXT = 3, 6, 7, 11, 12, 17
+_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _INTEGERS, _SEED = 3, 6, 7, 11, 12
+_KEEPS_TEXT = _INTEGERS + NUM_INTEGERS - 1
 _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
 
@@ -179,9 +181,7 @@ class Sampler:
         before: dict[str, Any] | None = None
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
-            seed = own.pop("seed", 0)
-            # Rows have the same parameters where these are numbers.
-            is_same = own == before
+            seed, is_same = own.pop("seed", 0), own == before  # as where they are numbers
             rows.append(with_seed(rows[-1], seed) if is_same else rules_of_row(own, order, seed))
             before = own
         self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0

@@ -22,6 +22,7 @@ from lmdecode._checks import (
 )
 
 __all__ = [
+    "NUM_INTEGERS",
     "ORDERS",
     "STAGES",
     "RowRules",
@@ -54,6 +55,9 @@ _INTEGERS: dict[str, tuple[int, int, int]] = {
     "dry_allowed_length": (2, 0, MAX_INT),
     "min_tokens": (0, 0, MAX_INT),
 }
+NUM_INTEGERS = len(_INTEGERS) + 3
+"""Those of SamplerIntegers: with order and seed before them, and keeps_text behind them."""
+
 _NUMBERS: dict[str, tuple[float, float, float]] = {
     "temperature": (1.0, 0.0, _INF),
     "top_p": (1.0, -_INF, 1.0),
