@@ -18,7 +18,6 @@ from lmdecode.beam.trie import Trie
 __all__ = ["BeamRequest", "BeamResult"]
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
-_MOST_PATIENCE = 1000
 
 
 def _fail(name: str, value: object, expected: str) -> ValueError:
@@ -111,7 +110,7 @@ class BeamRequest:
     logit_bias : mapping of int to float
         Added to the log-probability of a token.
     patience : float
-        Above 0, at most 1000: ``round(patience * num_beams)`` finished sequences are kept
+        Above 0: ``round(patience * num_beams)`` finished sequences are kept
         (CTranslate2), of each group.
     coverage_penalty : float
         ``coverage_penalty * sum(log(min(coverage, 1)))`` over the attended source positions is
@@ -180,8 +179,8 @@ class BeamRequest:
         for name in ("repetition_penalty", "patience"):
             if not getattr(self, name) > 0:
                 raise _fail(name, getattr(self, name), "a number above 0")
-        if not self.patience <= _MOST_PATIENCE:
-            raise _fail("patience", self.patience, f"at most {_MOST_PATIENCE}")
+        if not math.isfinite(self.patience * self.num_beams):
+            raise _fail("patience", self.patience, "a number that num_beams does not make infinite")
         if not torch.tensor(self.repetition_penalty, dtype=torch.float32) > 0:
             raise _fail("repetition_penalty", self.repetition_penalty, "above 0 in float32")
         if not isinstance(self.logit_bias, Mapping):

@@ -34,6 +34,7 @@ _DRAWS = frozenset(
      "dynamic_temperature_range")
 )  # fmt: skip
 _MOST_LOGPROBS = 64
+_MOST_HYPOTHESES = 1 << 16  # of a search
 # submit() has names of its own for the others.
 _BEAM_PARAMETERS = tuple(
     field.name
@@ -227,6 +228,11 @@ class Submission:
             raise ValueError(
                 f"{_OP}: num_beams is {search.num_beams}; expected at most {most}, {what} of the "
                 "engine"
+            )
+        if search.num_hypotheses > _MOST_HYPOTHESES:
+            raise ValueError(
+                f"{_OP}: patience is {search.patience}; expected one with which a group keeps at "
+                f"most {_MOST_HYPOTHESES} sequences, not {search.num_hypotheses}"
             )
         if search.coverage_penalty:
             raise ValueError(
