@@ -38,7 +38,7 @@ struct LogSoftmaxTopKParams {
   DType dtype = DType::kFloat32;
   int64_t logits_row_stride = 0;
   int64_t logits_vocab_stride = 1;
-  const int64_t* logits_rows = nullptr;  // [rows]: which of the logits each is; null: in order
+  const int64_t* logits_rows = nullptr;  // [rows]: of the logits; null: in order, as on CUDA
 
   const float* beam_scores = nullptr;  // [rows]; -inf: the row is not read
   int64_t beam_scores_stride = 0;
@@ -59,7 +59,10 @@ struct LogSoftmaxTopKParams {
 
   // Offset of a row's logits, in elements.
   LMD_HOST_DEVICE int64_t logits_of(int64_t row) const {
-    return (logits_rows == nullptr ? row : logits_rows[row]) * logits_row_stride;
+#if !defined(__CUDA_ARCH__)  // a branch that costs kernels registers
+    if (logits_rows != nullptr) row = logits_rows[row];
+#endif
+    return row * logits_row_stride;
   }
 
   LMD_HOST_DEVICE static int64_t scratch_size(int64_t rows, int64_t row_candidates) {

@@ -37,11 +37,13 @@ struct TensorRows {
   int64_t row_stride = 0;
   int64_t stride = 1;
   Per per = Per::kCall;
-  const int64_t* rows = nullptr;  // of each request or beam; null: in order
+  const int64_t* rows = nullptr;  // of each request or beam; null: in order, as always on CUDA
 
   LMD_HOST_DEVICE TensorRow<T> at(int64_t request, int64_t beam) const {
     int64_t row = per == Per::kCall ? 0 : per == Per::kRequest ? request : beam;
+#if !defined(__CUDA_ARCH__)  // a branch that costs kernels registers
     if (rows != nullptr) row = rows[row];
+#endif
     return {data == nullptr ? nullptr : data + row * row_stride, size, stride};
   }
 };
