@@ -79,7 +79,8 @@ struct SearchStepSizes {
   int64_t num_earlier = 0;
   int64_t capacity = 0;
   int64_t vocab = 0;
-  bool has_timestamps = false;
+  // Rows are worked on one by one: it is greedy, scores are kept, or there may be timestamps.
+  bool is_row_by_row = false;
 };
 
 size_t search_step_workspace_bytes(const SearchStepSizes& sizes);

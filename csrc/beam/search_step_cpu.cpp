@@ -35,8 +35,8 @@ struct Workspace {
   int64_t* rule_rows;             // [searches]
   TokenTrie* tries;               // [searches]
   int32_t* pass_nodes;            // [rows]
-  unsigned char* edits;           // of one row
-  float* row_values;              // [vocab], where there are timestamps
+  unsigned char* edits;           // of one row, where it is row by row
+  float* row_values;              // [vocab], likewise
   int32_t* allowed_tokens;        // [rows, ceil(vocab / 32)], likewise
   int64_t* token_order;           // [num_candidates]
 
@@ -70,9 +70,10 @@ struct Workspace {
     block.take(&rule_rows, s.searches);
     block.take(&tries, s.searches);
     block.take(&pass_nodes, s.rows);
-    block.take(&edits, static_cast<int64_t>(greedy_edit_bytes(max_edits(s), s.vocab)));
-    block.take(&row_values, s.has_timestamps ? s.vocab : 0);
-    block.take(&allowed_tokens, s.has_timestamps ? s.rows * ((s.vocab + 31) / 32) : 0);
+    const int64_t edit_bytes = static_cast<int64_t>(greedy_edit_bytes(max_edits(s), s.vocab));
+    block.take(&edits, s.is_row_by_row ? edit_bytes : 0);
+    block.take(&row_values, s.is_row_by_row ? s.vocab : 0);
+    block.take(&allowed_tokens, s.is_row_by_row ? s.rows * ((s.vocab + 31) / 32) : 0);
     block.take(&token_order, s.num_candidates);
     return block.used();
   }

@@ -83,27 +83,20 @@ void place_candidates(const Tensors& trace, SplitMemory* block, SearchStepParams
   p->status = list.next<uint8_t>("status", {n});
 }
 
-// What a step writes may be none of what it goes by: contiguous tensors all.
-void check_apart(const std::vector<Tensor>& state, const Tensor& nodes, const Tensors& trace,
-                 const std::vector<Tensor>& parameters, const Tensor& searches) {
-  struct Memory {
-    const char *begin, *end;
-  };
-  const auto memory_of = [](const Tensor& t) {
-    const char* const begin = static_cast<const char*>(t.const_data_ptr());
-    return Memory{begin, begin + t.numel() * static_cast<int64_t>(t.element_size())};
-  };
-  std::vector<Memory> written;
+// What a step writes may be none of what it goes by. The spans are asked for once a step.
+void check_written_apart(const std::vector<Tensor>& state, const Tensor& nodes,
+                         const Tensors& trace, const std::vector<Tensor>& parameters,
+                         const Tensor& searches) {
+  std::vector<MemorySpan> written;
   written.reserve(state.size() + trace.size() + 1);
-  for (const Tensor& tensor : state) written.push_back(memory_of(tensor));
-  for (const Tensor& tensor : trace) written.push_back(memory_of(tensor));
-  written.push_back(memory_of(nodes));
+  for (const Tensor& tensor : state) written.emplace_back(tensor);
+  for (const Tensor& tensor : trace) written.emplace_back(tensor);
+  written.emplace_back(nodes);
   const auto check = [&](const char* name, const Tensor& tensor) {
-    const Memory read = memory_of(tensor);
-    for (const Memory& memory : written) {
-      if (read.begin < memory.end && memory.begin < read.end) {
-        fail(kOp, name, " shares memory with what is written; expected a tensor of its own");
-      }
+    const MemorySpan read(tensor);
+    for (const MemorySpan& memory : written) {
+      if (!read.meets(memory)) continue;
+      fail(kOp, name, " shares memory with what is written; expected a tensor of its own");
     }
   };
   for (const Tensor& tensor : parameters) check("parameters", tensor);
@@ -168,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> beam_search_step(
     p.bonus = arguments.contiguous<const float>("bonus", *bonus, {p.count, p.state.beams},
                                                 "[searches, beams of the state]");
   }
-  check_apart(state, nodes, trace, parameters, searches);
+  check_written_apart(state, nodes, trace, parameters, searches);
   const SearchStepSizes sizes = sizes_of(p);
   SplitMemory count(nullptr);
   SearchStepParams counted = p;

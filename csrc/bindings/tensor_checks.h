@@ -225,20 +225,28 @@ class Arguments {
   int32_t device_type_ = 0, device_index_ = 0;  // 0: the CPU
 };
 
-// Throws where two tensors may have bytes in common: as far as the spans of their memory tell.
-inline void check_apart(const char* op, const char* name, const Tensor& tensor,
-                        const char* other_name, const Tensor& other) {
-  if (tensor.numel() == 0 || other.numel() == 0) return;
-  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  const auto end = [&](const Tensor& t) {
+// The memory from a tensor's first to its last element; empty where it has none.
+struct MemorySpan {
+  const char *begin = nullptr, *end = nullptr;
+
+  explicit MemorySpan(const Tensor& t) {
+    if (t.numel() == 0) return;
     int64_t elements = t.numel();
     if (!t.is_contiguous()) {
       elements = 1;
       for (int64_t i = 0; i < t.dim(); ++i) elements += (t.size(i) - 1) * t.stride(i);
     }
-    return begin(t) + elements * static_cast<int64_t>(t.element_size());
-  };
-  if (begin(tensor) < end(other) && begin(other) < end(tensor)) {
+    begin = static_cast<const char*>(t.const_data_ptr());
+    end = begin + elements * static_cast<int64_t>(t.element_size());
+  }
+
+  bool meets(const MemorySpan& other) const { return begin < other.end && other.begin < end; }
+};
+
+// Throws where two tensors may have bytes in common: as far as the spans of their memory tell.
+inline void check_apart(const char* op, const char* name, const Tensor& tensor,
+                        const char* other_name, const Tensor& other) {
+  if (MemorySpan(tensor).meets(MemorySpan(other))) {
     fail(op, name, " shares memory with ", other_name, "; expected a tensor of its own");
   }
 }

@@ -49,7 +49,7 @@ struct DecodingWorkspace {
     sizes.num_earlier = (p.num_groups - 1) * p.state.beams;
     sizes.capacity = p.state.capacity;
     sizes.vocab = p.config.vocab;
-    sizes.has_timestamps = true;
+    sizes.is_row_by_row = true;
     return sizes;
   }
 
