@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -118,6 +119,26 @@ def live_of(
             assert outcome(got) == outcome(want)
     engine.stop()
     assert is_whole(engine)
+
+
+def check_step_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine,
+    broken: tuple[Any, str],
+    running: Sequence[Request],
+) -> None:
+    """Let a method, of a class, fail in a step: the requests that run end by it."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*broken, fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    for request in running:
+        with pytest.raises(RuntimeError, match=r"a step failed \(no memory\)"):
+            request.result()
 
 
 def run(engine: Engine, *requests: Request) -> None:

@@ -17,7 +17,14 @@ import lmdecode
 from lmdecode import BeamRequest, Engine
 from lmdecode.decoder.searches import DecodingSearches
 from tests.decoder.decoder_models import END, PAD, VOCAB, make_inputs, make_model
-from tests.engine.engine_cases import OddTokens, is_whole, live_of, outcome, run
+from tests.engine.engine_cases import (
+    OddTokens,
+    check_step_fails,
+    is_whole,
+    live_of,
+    outcome,
+    run,
+)
 
 pytest.importorskip("transformers")
 from transformers import GenerationConfig
@@ -327,17 +334,7 @@ def test_a_step_that_fails_ends_those_that_run(
         for i, n in ((0, 1), (1, 3), (2, 2))
     ]
     engine.step()  # the second is not encoded yet
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DecodingSearches, "read_tokens", fail)
-        with pytest.raises(MemoryError):
-            engine.step()
-    for request in requests[:2]:
-        with pytest.raises(RuntimeError, match=r"a step failed \(no memory\)"):
-            request.result()
+    check_step_fails(monkeypatch, engine, (DecodingSearches, "read_tokens"), requests[:2])
     assert outcome(requests[2].result()) == outcome(
         alone(bart, input_ids=SOURCES[2], max_new_tokens=9, num_beams=2)
     )

@@ -17,6 +17,7 @@ from tests.engine.engine_cases import (
     CAPACITY,
     OddTokens,
     alone,
+    check_step_fails,
     greedy,
     is_whole,
     live_of,
@@ -307,17 +308,7 @@ def test_a_step_that_fails_ends_those_that_run(
     prompt = random_tokens(40, 2).tolist()
     requests = [engine.submit(prompt, max_new_tokens=9, num_beams=n) for n in (1, 1, 2)]
     engine.step()
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CausalCaches, "forward", fail)
-        with pytest.raises(MemoryError):
-            engine.step()
-    for request in requests[:2]:
-        with pytest.raises(RuntimeError, match=r"a step failed \(no memory\)"):
-            request.result()
+    check_step_fails(monkeypatch, engine, (CausalCaches, "forward"), requests[:2])
     assert outcome(requests[2].result()) == outcome(
         alone(llama, prompt, max_new_tokens=9, num_beams=2)
     )
