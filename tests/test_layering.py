@@ -179,10 +179,20 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "integrations/transformers": {"store", "system", *CORE},
     "formats": {"integrations/transformers", *CORE},
     "decoding": {"formats", "integrations/transformers", *CORE},
-    "integrations": {"decoding", "integrations/transformers", "store", "system", *CORE},
-    "cli": {"", "_tables", "quality", "formats", "decoding", *CORE},
-    "demo": {"", "_tables", "store", "system", "integrations/transformers", *CORE},
-    "__main__": {"", "cli"},
+    "speech": {"formats", "decoding", "integrations/transformers", *CORE},
+    "serving": {
+        "speech",
+        "store",
+        "system",
+        "formats",
+        "decoding",
+        "integrations/transformers",
+        *CORE,
+    },
+    "integrations": {"serving", "decoding", "integrations/transformers", "store", "system", *CORE},
+    "cli": {"", "_tables", "quality", "speech", "serving", "store", "formats", "decoding", *CORE},
+    "demo": {"", "_tables", "cli", "store", "system", "integrations/transformers", *CORE},
+    "__main__": {"", "cli", "demo"},
 }
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.
 WINDOWS = {"": {"system", "store", "decoding", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
