@@ -163,3 +163,30 @@ def test_a_failure_of_a_step_does_not_end_the_thread(
         request = engine.submit(PROMPTS[1], max_new_tokens=12, eos_token_id=())
         assert request.result(timeout=60).tokens == wanted[1]
     assert is_whole(engine)
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_parts_and_the_end_in_an_event_loop(
+    decoding: lmdecode.Decoding, wanted: list[list[int]], has_thread: bool
+) -> None:
+    """Parts join to the tokens; whoever waits for the end alone has the same result."""
+    engine = decoding.engine(max_requests=4, capacity=CAPACITY)
+
+    def submitted() -> list[lmdecode.Request]:
+        return [engine.submit(p, max_new_tokens=12, eos_token_id=()) for p in PROMPTS]
+
+    async def read_all() -> None:
+        requests = submitted()
+        results = await asyncio.gather(*(request.wait() for request in requests))
+        assert [result.tokens for result in results] == wanted
+        late = [part async for part in requests[0].parts()]
+        assert late == [wanted[0]], "what is there comes at once"
+        for request, tokens in zip(submitted(), wanted, strict=True):
+            parts = [part async for part in request.parts()]
+            assert [token for part in parts for token in part] == tokens and all(parts)
+
+    if has_thread:
+        engine.start()
+    asyncio.run(read_all())
+    engine.stop()
+    assert is_whole(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -78,6 +79,14 @@ class RequestResult(NamedTuple):
     beams: BeamResult | None
 
 
+class _Watcher(NamedTuple):
+    """Somebody who waits in an event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    changed: asyncio.Event
+    until_end: bool  # not for tokens
+
+
 class Driver(Protocol):
     """Whose steps a request waits for."""
 
@@ -113,7 +122,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self._driver = driver
         self._changed = threading.Condition()
-        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._watchers: set[_Watcher] = set()
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
         self._beams: BeamResult | None = None
@@ -191,29 +200,59 @@ class Request:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[int | TokenLogprob]:
-        done, changed = 0, asyncio.Event()
-        watcher = asyncio.get_running_loop(), changed
+        async for part in self.parts():
+            for item in part:
+                yield item
+
+    async def parts(self) -> AsyncIterator[list[int | TokenLogprob]]:
+        """Yield the tokens that have been chosen since the last part, as soon as there are any.
+
+        A reader that is slower than the engine gets several at once.
+        """
+        done = 0
+        async with self._watched(until_end=False) as changed:
+            while True:
+                changed.clear()
+                has_ended = self._reason is not None  # before its tokens are counted
+                count = len(self._tokens)
+                if count > done:
+                    yield [self._item(i) for i in range(done, count)]
+                    done = count
+                    continue
+                if has_ended:
+                    break
+                await self._next_step(changed)
+        if self._error is not None:
+            raise self._error
+
+    async def wait(self) -> RequestResult:
+        """Wait for the end, as ``result`` does, in an event loop."""
+        async with self._watched(until_end=True) as changed:
+            while self._reason is None:
+                changed.clear()
+                if self._reason is None:
+                    await self._next_step(changed)
+        return self.result()
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, *, until_end: bool) -> AsyncIterator[asyncio.Event]:
+        """Return an event that is set by new tokens and the end, or by the end alone."""
+        changed = asyncio.Event()
+        watcher = _Watcher(asyncio.get_running_loop(), changed, until_end)
         with self._changed:
             self._watchers.add(watcher)
             self._is_heard = True
         try:
-            while True:
-                changed.clear()
-                has_ended = self._reason is not None
-                while done < len(self._tokens):
-                    yield self._item(done)
-                    done += 1
-                if has_ended:
-                    break
-                if self._driver.is_started:
-                    await changed.wait()
-                else:
-                    await asyncio.to_thread(self._driver.step)
+            yield changed
         finally:
             with self._changed:
                 self._watchers.discard(watcher)
-        if self._error is not None:
-            raise self._error
+
+    async def _next_step(self, changed: asyncio.Event) -> None:
+        if self._driver.is_started:
+            await changed.wait()
+        else:
+            await asyncio.to_thread(self._driver.step)
 
     def _item(self, i: int) -> int | TokenLogprob:
         return self._tokens[i] if self._logprobs is None else self._logprobs[i]
@@ -259,8 +298,11 @@ class Request:
         with self._changed:
             self._changed.notify_all()
             watchers = tuple(self._watchers)
-        for loop, changed in watchers:
+        has_work = self._reason is None and self._driver.is_started
+        for watcher in watchers:
+            if watcher.until_end and has_work:
+                continue
             try:
-                loop.call_soon_threadsafe(changed.set)
+                watcher.loop.call_soon_threadsafe(watcher.changed.set)
             except RuntimeError:  # the loop is closed: nobody waits
-                self._watchers.discard((loop, changed))
+                self._watchers.discard(watcher)
