@@ -176,9 +176,10 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     # Types, states and rules that op and reference share; PYTHON_OPS are what it may not touch.
     "reference": {"sampling", "beam", "beam/scorers", "decoder", "linear"},
     "compat": CORE,
-    "integrations/transformers": {"store", "system", *CORE},
+    "causal_fingerprint": {"store", "system", *CORE},
+    "integrations/transformers": {"causal_fingerprint", "store", "system", *CORE},
     "formats": {"integrations/transformers", *CORE},
-    "decoding": {"formats", "integrations/transformers", *CORE},
+    "decoding": {"causal_fingerprint", "formats", "integrations/transformers", *CORE},
     "speech": {"formats", "decoding", "integrations/transformers", *CORE},
     "serving": {
         "speech",

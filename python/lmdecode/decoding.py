@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,64 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
+from lmdecode.decoder.saved_model import damaged_configs
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Decoding"]
+
+# What transformers raises for configs that it cannot take.
+_ERRORS_OF_CONFIGS = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
+class _SavedConfigs:
+    """The configs of a saved decoder-only model; transformers' stand-in is made where it is needed.
+
+    Parameters
+    ----------
+    folder : path
+        They are read now: another model may be saved there later.
+    manifest : dict
+        Of the folder.
+
+    Raises
+    ------
+    ValueError
+        A file is no JSON, or has no dict.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self._folder, names = folder, ("config.json", "generation_config.json")
+        self._files = {
+            name: (folder / name).read_bytes() for name in names if name in manifest["files"]
+        }
+        configs = {name: json.loads(data) for name, data in self._files.items()}
+        for name, config in configs.items():
+            if not isinstance(config, dict):
+                raise ValueError(f"{name} has a {type(config).__name__}; expected a dict")
+        self.config: dict[str, Any] = configs["config.json"]
+        self.generation_config: dict[str, Any] | None = configs.get("generation_config.json")
+        self.model_class: str | None = manifest.get("model_class")
+
+    def skeleton(self) -> Any:
+        """Return the model without weights."""
+        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+
+        with tempfile.TemporaryDirectory() as own:
+            for name, data in self._files.items():
+                (Path(own) / name).write_bytes(data)
+            try:
+                model = skeleton_of(Path(own))
+            except (
+                AttributeError,
+                KeyError,
+                OSError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise damaged_configs(self._folder, error) from error
+        model.config._name_or_path = model.name_or_path = str(self._folder)
+        return model
 
 
 class Decoding(PackedDecoding):
@@ -53,6 +110,20 @@ class Decoding(PackedDecoding):
         A weight has a wrong shape, dtype or type, ``dtype`` is unsupported, or a graph is requested
         without a CUDA device.
     """
+
+    _model: Any = None
+    _saved: _SavedConfigs | None = None
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, or its stand-in, or None; of a saved one made when asked for."""
+        if self._model is None and self._saved is not None:
+            self._model = self._saved.skeleton()
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model, self._saved = model, None
 
     @classmethod
     def from_pretrained(
@@ -138,13 +209,30 @@ class Decoding(PackedDecoding):
         """Take the model of a folder's configs, and the encoder, where the folder has them."""
         if "config.json" not in manifest["files"]:
             return
+        if isinstance(packed, PackedCausalModel):
+            self._saved = _SavedConfigs(folder, manifest)
+            return
         from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
 
         self.model = skeleton_of(folder)
-        if isinstance(packed, PackedEncoderDecoder) and "encoder" in packed.parts:
+        if "encoder" in packed.parts:
             from lmdecode.integrations.transformers.decoding.encoding import Encoder
 
             self.encoder = Encoder.of_parts(self.model, packed.parts)
+
+    def _generation_default(self, name: str) -> Any:
+        saved = self._saved
+        if self._model is None and saved is not None and saved.generation_config is not None:
+            return saved.generation_config.get(name)
+        return super()._generation_default(name)
+
+    @property
+    def model_class(self) -> str | None:
+        """Name of the class of transformers that the model is of, None where there is no model."""
+        known = self._saved.model_class if self._model is None and self._saved is not None else None
+        if known is None and self.model is not None:
+            known = type(self.model).__name__
+        return known
 
     def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
         from lmdecode.integrations.transformers.decoding.requests import request_of_config
@@ -152,9 +240,12 @@ class Decoding(PackedDecoding):
         return request_of_config(prompt_ids, generation_config, self.model)
 
     def _check_store(self, store: Any) -> None:
-        from lmdecode.integrations.transformers.decoding import causal_store
+        from lmdecode.causal_fingerprint import check_causal_store
 
-        causal_store.check_store("Decoding.engine", self, store)
+        check_causal_store("Decoding.engine", self, store)
+
+    def _facts(self) -> dict[str, Any]:
+        return {} if self.model is None else {"model_class": type(self.model).__name__}
 
     def _files(self) -> dict[str, bytes]:
         if self.model is None:
@@ -292,6 +383,6 @@ class Decoding(PackedDecoding):
         ValueError
             The model is not decoder-only.
         """
-        from lmdecode.integrations.transformers.decoding.causal_store import causal_fingerprint
+        from lmdecode.causal_fingerprint import causal_fingerprint
 
         return causal_fingerprint(self, tokenizer)

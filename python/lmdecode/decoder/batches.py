@@ -109,6 +109,10 @@ class Batches:
     def _check_store(self, store: Any) -> None:
         raise NotImplementedError
 
+    def _generation_default(self, name: str) -> Any:
+        """Return an entry of the model's generation config, None where there is none."""
+        return getattr(getattr(self.model, "generation_config", None), name, None)
+
     def engine(
         self,
         *,
@@ -140,8 +144,7 @@ class Batches:
             raise ValueError(
                 f"Decoding.engine: the decoder is on {self.decoder.device}; expected cpu"
             )
-        config = getattr(self.model, "generation_config", None)
-        ends = getattr(config, "eos_token_id", None)
+        ends = self._generation_default("eos_token_id")
         if ends is None:
             ends = ()
         more: dict[str, Any] = {}
@@ -150,9 +153,9 @@ class Batches:
             if store is not None:
                 self._check_store(store)
         else:
-            start = getattr(config, "decoder_start_token_id", None)
+            start = self._generation_default("decoder_start_token_id")
             if start is None:
-                start = getattr(config, "bos_token_id", None)
+                start = self._generation_default("bos_token_id")
             more["decoder_start_token_id"] = start if isinstance(start, int) else None
             more |= {"encoder": self.encoder, "request_of_config": self._request_of_config}
         return Engine(

@@ -19,7 +19,7 @@ from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.saved_model import (
     check_unchanged,
-    damaged,
+    damaged_configs,
     load_packed,
     save_packed,
 )
@@ -116,7 +116,7 @@ class PackedDecoding(Batches):
         else:
             of_encoder = {} if self.encoder is None else self.encoder.parts
             packed, more = PackedEncoderDecoder({"decoder": self.decoder, **of_encoder}), {}
-        save_packed(Path(folder), packed, self._files(), **more)
+        save_packed(Path(folder), packed, self._files(), **more, **self._facts())
 
     @classmethod
     def load(
@@ -155,8 +155,7 @@ class PackedDecoding(Batches):
             decoding._take_model(folder, packed, manifest)
         except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             check_unchanged(folder, manifest)
-            what = "has a damaged config.json or generation_config.json, or another model's"
-            raise damaged(folder, f"{what} ({error})") from error
+            raise damaged_configs(folder, error) from error
         check_unchanged(folder, manifest)
         if isinstance(packed, PackedCausalModel):
             decoding.decoder = packed
@@ -174,6 +173,10 @@ class PackedDecoding(Batches):
         manifest: dict[str, Any],
     ) -> None:
         """Load the other files of a model's folder; called once its weights are mapped."""
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what ``save`` keeps in the manifest beside the weights' facts."""
+        return {}
 
     def _files(self) -> dict[str, bytes]:
         """Return the files, by name, that ``save`` writes beside the weights."""

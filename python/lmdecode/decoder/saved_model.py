@@ -26,7 +26,9 @@ from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.linear.formats import is_cut_as_here
 
-__all__ = ["MANIFEST", "check_unchanged", "damaged", "load_packed", "save_packed"]
+__all__ = [
+    "MANIFEST", "check_unchanged", "damaged", "damaged_configs", "load_packed", "save_packed",
+]  # fmt: skip
 
 MANIFEST = "lmdecode.json"
 _VERSION = 4
@@ -75,6 +77,12 @@ def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
 def damaged(folder: Path, what: str) -> ValueError:
     """Return the error that says what a folder has, or is, which ``save_packed`` did not write."""
     return ValueError(f"Decoding.load: {folder} {what}; expected a folder that Decoding.save wrote")
+
+
+def damaged_configs(folder: Path, error: Exception) -> ValueError:
+    """Return the error that says that transformers cannot take a folder's configs."""
+    what = "has a damaged config.json or generation_config.json, or another model's"
+    return damaged(folder, f"{what} ({error})")
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:

@@ -1,6 +1,14 @@
 """GGUF files, as llama.cpp has them: read, and taken as a model."""
 
 from lmdecode.formats.gguf.reader import GgufFile, TensorInfo, is_gguf
-from lmdecode.formats.gguf.tokenizer import load_tokenizer, tokenizer_files
+from lmdecode.formats.gguf.tokenizer import (
+    GgufTokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
+)
 
-__all__ = ["GgufFile", "TensorInfo", "is_gguf", "load_tokenizer", "tokenizer_files"]
+__all__ = [
+    "GgufFile", "GgufTokenizer", "TensorInfo", "is_gguf", "load_tokenizer", "read_tokenizer",
+    "tokenizer_files",
+]  # fmt: skip

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmdecode.formats.gguf.configs import config_entries
+from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
-from lmdecode.formats.gguf.reader import GgufFile, Strings
+from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.linear.quantized_weight import QuantizedWeight
 
-__all__ = ["end_tokens", "load_parts"]
-
-# What ends a text beside the file's own end, as llama.cpp has it.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-         "<EOT>", "<|end_of_text|>")  # fmt: skip
-_CONTROL = 3  # of tokenizer.ggml.token_type
+__all__ = ["load_parts"]
 
 
 class _Weights:
@@ -98,19 +93,6 @@ def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | Quantiz
     """Undo what llama.cpp does to rows: in a head it has pairs of those that turn as neighbours."""
     index = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
     return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
-
-
-def end_tokens(facts: Facts, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: those of the file's entries, and those known by name."""
-    ends = [facts.token(f"{key}_token_id", vocab_size) for key in ("eos", "eot", "eom")]
-    tokens = facts.file.metadata.get("tokenizer.ggml.tokens")
-    kinds = facts.file.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, Strings) and isinstance(kinds, array):
-        known, count = set(_ENDS), min(len(tokens), vocab_size)
-        ends += [
-            i for i, kind in enumerate(kinds[:count]) if kind == _CONTROL and tokens[i] in known
-        ]
-    return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def _divide_frequencies(facts: Facts, model: Any) -> None:

@@ -10,14 +10,16 @@ import os
 import tempfile
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts
 from lmdecode.formats.gguf.reader import GgufFile, Strings
 from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
 
-__all__ = ["load_tokenizer", "tokenizer_files"]
+__all__ = ["GgufTokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_files"]
 
 _KINDS = ("gpt2", "llama")
 # Of tokenizer.ggml.token_type.
@@ -183,34 +185,112 @@ def _add_tokens(tokenizer: Any, vocabulary: _Vocabulary, takes_spaces: bool) -> 
     tokenizer.add_tokens(others)
 
 
-def _tokenizer_of(file: GgufFile) -> Any:
-    from transformers import PreTrainedTokenizerFast
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """The tokenizer of a file.
 
+    Attributes
+    ----------
+    tokenizer : tokenizers.Tokenizer
+        It puts the begin and the end of a text where the file says so.
+    special_tokens : dict
+        What ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token`` are, as far as they are.
+    adds_bos, adds_eos : bool
+        Whether a text gets its begin, and its end.
+    chat_template : str or None
+        The file's.
+    eos_token_ids : tuple of int
+        Tokens that end a text.
+    """
+
+    tokenizer: Any
+    special_tokens: dict[str, str]
+    adds_bos: bool
+    adds_eos: bool
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+
+
+def _put_around(tokenizer: Any, bos: str | None, eos: str | None) -> None:
+    """Let a tokenizer put these before and behind a text; None: nothing."""
+    from tokenizers import processors
+
+    single = [f"{bos}:0", "$A:0", f"{eos}:0"]
+    pair = [*single, f"{bos}:1", "$B:1", f"{eos}:1"]
+    none = {f"{None}:0", f"{None}:1"}
+    if bos is None and eos is None:
+        return
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[part for part in single if part not in none],
+        pair=[part for part in pair if part not in none],
+        special_tokens=[
+            (token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None
+        ],
+    )
+
+
+def _tokenizer_of(file: GgufFile) -> GgufTokenizer:
     facts, vocabulary = Facts(file), _Vocabulary(file)
     is_bytes = vocabulary.kind == "gpt2"
-    try:
-        build = _bytes_tokenizer if is_bytes else _sentencepiece_tokenizer
-        tokenizer = build(vocabulary)
-        _add_tokens(tokenizer, vocabulary, facts.architecture == "phi3" and not is_bytes)
-    except ValueError:
-        raise
-    except Exception as error:  # that of tokenizers is of no type of its own
-        raise vocabulary.error(f"has a vocabulary that makes no tokenizer ({error})") from error
     specials = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = facts.token(f"{key}_token_id", len(vocabulary.tokens))
         if token is not None:
             specials[f"{name}_token"] = vocabulary.tokens[token]
     begins = not is_bytes or vocabulary.entry("pre", str, "default") in BEGIN_BY_DEFAULT
+    adds_bos = vocabulary.entry("add_bos_token", bool, begins)
+    adds_eos = vocabulary.entry("add_eos_token", bool, False)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise vocabulary.error("has a tokenizer.chat_template that is no string; expected one")
+    try:
+        build = _bytes_tokenizer if is_bytes else _sentencepiece_tokenizer
+        tokenizer = build(vocabulary)
+        _add_tokens(tokenizer, vocabulary, facts.architecture == "phi3" and not is_bytes)
+        _add_named(tokenizer, specials)
+        _put_around(
+            tokenizer,
+            specials.get("bos_token") if adds_bos else None,
+            specials.get("eos_token") if adds_eos else None,
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # that of tokenizers is of no type of its own
+        raise vocabulary.error(f"has a vocabulary that makes no tokenizer ({error})") from error
+    ends = end_tokens(facts, len(vocabulary.tokens))
+    return GgufTokenizer(tokenizer, specials, adds_bos, adds_eos, template, tuple(ends))
+
+
+def _add_named(tokenizer: Any, specials: dict[str, str]) -> None:
+    """Make special what is special by its name alone, as transformers does."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()
+             if token.special}  # fmt: skip
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token in dict.fromkeys(specials.values())
+            if token not in known
+        ]
+    )
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> GgufTokenizer:
+    """Return the tokenizer of a GGUF file, without transformers; errors as ``load_tokenizer``."""
+    return _tokenizer_of(GgufFile(path))
+
+
+def _of_transformers(file: GgufFile) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    found = _tokenizer_of(file)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **specials,
-        add_bos_token=vocabulary.entry("add_bos_token", bool, begins),
-        add_eos_token=vocabulary.entry("add_eos_token", bool, False),
-        chat_template=template,
+        tokenizer_object=found.tokenizer,
+        **found.special_tokens,
+        add_bos_token=found.adds_bos,
+        add_eos_token=found.adds_eos,
+        chat_template=found.chat_template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -235,7 +315,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     ValueError
         It is damaged, or has no tokenizer, or one of a kind that there is not.
     """
-    return _tokenizer_of(GgufFile(path))
+    return _of_transformers(GgufFile(path))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -247,5 +327,5 @@ def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
     if file.metadata.get("tokenizer.ggml.model") not in _KINDS:
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        _tokenizer_of(file).save_pretrained(folder)
+        _of_transformers(file).save_pretrained(folder)
         return {found.name: found.read_bytes() for found in Path(folder).iterdir()}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
-from lmdecode.decoder.causal_caches import CausalCaches, row_format
+from lmdecode.causal_fingerprint import check_causal_store
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.prompt_states import PromptStates
 from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
@@ -23,79 +20,15 @@ from lmdecode.integrations.transformers.store.request import (
     check_is_store,
     read_request,
 )
-from lmdecode.system import cpu_capability
 
 if TYPE_CHECKING:
-    from lmdecode.store import Fingerprint, Hit, KVStore
+    from lmdecode.store import Hit
 
-__all__ = ["StoredCall", "causal_fingerprint", "check_store"]
+__all__ = ["StoredCall"]
 
 _OP = "Decoding.generate"
-# To be raised when the bits of keys and values change for the same packed weights.
-_BITS = 1
 # Tokens of a prompt after which it is stored while the next ones are read, and of an answer.
 _COMMIT_PROMPT, _COMMIT_ANSWER = 2048, 32
-
-_hashes: WeakKeyDictionary[PackedCausalModel, str] = WeakKeyDictionary()
-
-
-def _weights_hash(packed: PackedCausalModel) -> str:
-    from lmdecode.store.fingerprint import hash_tensor
-
-    if packed not in _hashes:
-        digest = hashlib.sha256(json.dumps([packed.sizes, packed.numbers]).encode())
-        hash_tensor(digest, packed.layout)
-        hash_tensor(digest, packed.memory)
-        _hashes[packed] = digest.hexdigest()
-    return _hashes[packed]
-
-
-def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
-    """See ``Decoding.fingerprint``.
-
-    Raises
-    ------
-    ValueError
-        The model is not decoder-only.
-    """
-    from lmdecode.store import Fingerprint
-    from lmdecode.store.fingerprint import hash_vocabulary
-
-    packed = decoding.decoder
-    if not isinstance(packed, PackedCausalModel):
-        raise ValueError(
-            "Decoding: the decoder of an encoder-decoder model has no fingerprint; expected a "
-            "decoder-only model, or generate_with_store"
-        )
-    config = packed.config
-    kind, row_size = row_format(config.head_size, decoding.cache_dtype)
-    kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
-    return Fingerprint(
-        model_id=type(config if decoding.model is None else decoding.model).__name__,
-        weights_hash=_weights_hash(packed),
-        dtype=str(kind),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_size=row_size,
-        rope={"size": config.rotary_size, "of_layers": list(config.rotary)},
-        window=config.windows if any(config.windows) else None,
-        # Keys are turned; bits are those of a format of weights at a level of the CPU.
-        layout=f"lmdecode.decoding.{_BITS}/{packed.weight_format}/{cpu_capability()}",
-        tokenizer_hash=hash_vocabulary(tokenizer),
-    )
-
-
-def _check_fingerprint(op: str, decoding: Any, store: KVStore) -> None:
-    """Raise where the store was opened for another model, whatever its name and tokenizer."""
-    from lmdecode.store import FingerprintMismatchError
-
-    theirs, ours = store.fingerprint, causal_fingerprint(decoding)
-    ours = replace(ours, model_id=theirs.model_id, tokenizer_hash=theirs.tokenizer_hash)
-    if theirs != ours:
-        raise FingerprintMismatchError(
-            f"{op}: the store has another fingerprint than Decoding.fingerprint(); the store's "
-            f"and the model's:\n{theirs.difference(ours)}"
-        )
 
 
 def with_session(
@@ -109,12 +42,6 @@ def with_session(
     ids, changed = appended(_OP, decoding.model, store.session(session), new, arguments)
     arguments.update(changed)
     return ids
-
-
-def check_store(op: str, decoding: Any, store: Any) -> None:
-    """Raise TypeError for what is no store, and an error for one of another model."""
-    check_is_store(op, store)
-    _check_fingerprint(op, decoding, store)
 
 
 class StoredCall:
@@ -157,7 +84,7 @@ class StoredCall:
                 f"{_OP}: store is given; expected None for an encoder-decoder model, for which "
                 "there is generate_with_store"
             )
-        _check_fingerprint(_OP, decoding, store)
+        check_causal_store(_OP, decoding, store)
         given = arguments.get("input_ids") if inputs is None else inputs
         self._request = read_request(_OP, decoding.model, given, b"", arguments)
         self._store, self._session, self._model = store, session, decoding.model

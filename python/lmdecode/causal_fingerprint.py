@@ -1,0 +1,89 @@
+"""The fingerprint of a decoder-only model's keys and values, by which a ``KVStore`` knows it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lmdecode.decoder.causal_caches import row_format
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.system import cpu_capability
+
+if TYPE_CHECKING:
+    from lmdecode.store import Fingerprint
+
+__all__ = ["causal_fingerprint", "check_causal_store"]
+
+# To be raised when the bits of keys and values change for the same packed weights.
+_BITS = 1
+_hashes: WeakKeyDictionary[PackedCausalModel, str] = WeakKeyDictionary()
+
+
+def _weights_hash(packed: PackedCausalModel) -> str:
+    from lmdecode.store.fingerprint import hash_tensor
+
+    if packed not in _hashes:
+        digest = hashlib.sha256(json.dumps([packed.sizes, packed.numbers]).encode())
+        hash_tensor(digest, packed.layout)
+        hash_tensor(digest, packed.memory)
+        _hashes[packed] = digest.hexdigest()
+    return _hashes[packed]
+
+
+def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
+    """See ``Decoding.fingerprint``.
+
+    Raises
+    ------
+    ValueError
+        The model is not decoder-only.
+    """
+    from lmdecode.store import Fingerprint
+    from lmdecode.store.fingerprint import hash_vocabulary
+
+    packed = decoding.decoder
+    if not isinstance(packed, PackedCausalModel):
+        raise ValueError(
+            "Decoding: the decoder of an encoder-decoder model has no fingerprint; expected a "
+            "decoder-only model, or generate_with_store"
+        )
+    config = packed.config
+    kind, row_size = row_format(config.head_size, decoding.cache_dtype)
+    kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
+    return Fingerprint(
+        model_id=decoding.model_class or type(config).__name__,
+        weights_hash=_weights_hash(packed),
+        dtype=str(kind),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_size=row_size,
+        rope={"size": config.rotary_size, "of_layers": list(config.rotary)},
+        window=config.windows if any(config.windows) else None,
+        # Keys are turned; bits are those of a format of weights at a level of the CPU.
+        layout=f"lmdecode.decoding.{_BITS}/{packed.weight_format}/{cpu_capability()}",
+        tokenizer_hash=hash_vocabulary(tokenizer),
+    )
+
+
+def check_causal_store(op: str, decoding: Any, store: Any) -> None:
+    """Raise TypeError for what is no store, and an error where it was opened for another model.
+
+    Names of models and tokenizers may differ.
+    """
+    from lmdecode.store import FingerprintMismatchError, KVStore
+
+    if not isinstance(store, KVStore):
+        raise TypeError(f"{op}: store is {type(store).__name__}; expected a KVStore")
+
+    theirs, ours = store.fingerprint, causal_fingerprint(decoding)
+    ours = replace(ours, model_id=theirs.model_id, tokenizer_hash=theirs.tokenizer_hash)
+    if theirs != ours:
+        raise FingerprintMismatchError(
+            f"{op}: the store has another fingerprint than Decoding.fingerprint(); the store's "
+            f"and the model's:\n{theirs.difference(ours)}"
+        )

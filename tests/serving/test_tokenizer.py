@@ -1,0 +1,142 @@
+"""Tokenizers of folders and GGUF files: the tokens and texts of transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmdecode
+from lmdecode.serving import Tokenizer
+from tests.serving.tokenizer_kinds import KJV, tokenizer_of
+
+transformers = pytest.importorskip("transformers")
+TEXTS = ["In the beginning", "  two  spaces\n", "\u4e2d\u6587 \U0001f600", "", "<s> a </s>b",
+         "it's <|im_end|> n't .", "\x00\x7f\u2581x"]  # fmt: skip
+
+
+def saved(tmp_path: Path, kind: str, **settings: Any) -> Path:
+    """Write the tokenizer of a kind as transformers has it."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of(kind), bos_token="<s>", eos_token="</s>", **settings
+    )
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["byte_level", "sentencepiece", "metaspace", "word_piece", "none", "kjv"]
+)
+def test_tokens_and_texts_are_those_of_transformers(kind: str, clean: bool, tmp_path: Path) -> None:
+    folder = KJV
+    if kind != "kjv":
+        settings = {"clean_up_tokenization_spaces": clean, "add_bos_token": kind != "metaspace"}
+        folder = saved(tmp_path, kind, **settings)
+    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.vocab_size == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.special_tokens == theirs.special_tokens_map
+    for text in TEXTS:
+        for adds in (False, True):
+            ids = ours.encode(text, add_special_tokens=adds)
+            assert ids == theirs(text, add_special_tokens=adds).input_ids
+        for skips in (False, True):
+            assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(
+                ids, skip_special_tokens=skips
+            )
+
+
+def test_special_tokens_that_a_config_alone_has(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "byte_level")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"pad_token": "<pad>", "image_token": "<image>", "extra_special_tokens": ["<x>"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    text = "a<pad>b<image>c<x>"
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.encode(text) == theirs(text).input_ids
+    assert ours.decode(ours.encode(text)) == "abc"
+
+
+def test_special_tokens_as_plain_text(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "byte_level", add_bos_token=True, add_eos_token=True)
+    tokenizer = Tokenizer.load(folder)
+    text = "a<|im_end|> <think>"
+    plain = tokenizer.encode(text, parse_special=False, add_special_tokens=False)
+    added = set(tokenizer.inner.get_added_tokens_decoder())
+    assert not added & set(plain) and tokenizer.decode(plain) == text
+    assert added & set(tokenizer.encode(text, add_special_tokens=False))
+    around = tokenizer.encode("", add_special_tokens=True)
+    assert tokenizer.encode(text, parse_special=False) == [around[0], *plain, around[1]]
+
+
+def test_bytes_of_tokens() -> None:
+    tokenizer = Tokenizer(tokenizer_of("sentencepiece"))
+    of = {name: tokenizer.token_bytes(i) for name, i in tokenizer.get_vocab().items()}
+    assert of["<0xE2>"] == b"\xe2" and of["\u2581a"] == b" a" and of["<s>"] == b"<s>"
+    assert tokenizer.token_bytes(99999) == b""
+    tokenizer = Tokenizer(tokenizer_of("byte_level"))
+    of = {name: tokenizer.token_bytes(i) for name, i in tokenizer.get_vocab().items()}
+    assert of["\u0120a"] == b" a" and of["\u00e2\u0124"] == b"\xe2\x82"
+    assert of["<|im_end|>"] == b"<|im_end|>"
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        Tokenizer.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "spiece.model").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"has spiece\.model, but no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer"):
+        Tokenizer.load(tmp_path)
+    shutil.copy(KJV / "tokenizer.json", tmp_path)
+    for text, message in (("{", "is no JSON"), ("[]", "has a list; expected a dict"),
+                          ('{"added_tokens_decoder": {"1": 3}}', "damaged tokenizer_config"),
+                          ('{"chat_template": 3}', "chat_template of type int")):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(tmp_path)
+
+
+def test_texts_that_are_none() -> None:
+    tokenizer = Tokenizer(tokenizer_of("byte_level"))
+    for parses in (True, False):
+        with pytest.raises(ValueError, match=r"text has '.udc00' at character 1; expected no surr"):
+            tokenizer.encode("a\udc00", parse_special=parses)
+    with pytest.raises(TypeError, match="text is of type bytes; expected str"):
+        tokenizer.encode(b"a")  # type: ignore[arg-type]
+
+
+def test_a_saved_model_needs_no_transformers(tmp_path: Path) -> None:
+    lmdecode.Decoding.from_pretrained(KJV, "int8", keep_model=False).save(tmp_path)
+    program = (
+        "import sys\n"
+        "from lmdecode.serving import TextModel\n"
+        f"model = TextModel.load({str(tmp_path)!r})\n"
+        "engine = model.decoding.engine(max_requests=1, capacity=64)\n"
+        "ids = model.tokenizer.encode('In the beginning')\n"
+        "tokens = engine.submit(ids, max_new_tokens=8).result().tokens\n"
+        "model.decoding.fingerprint(model.tokenizer)\n"
+        "assert not {'transformers', 'sympy'} & sys.modules.keys(), 'transformers'\n"
+        "print(model.name, model.context_length, model.eos_token_ids, model.template, tokens)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    decoding = lmdecode.Decoding.load(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(KJV)
+    ids = tokenizer("In the beginning", return_tensors="pt").input_ids
+    tokens = decoding.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert done.stdout.strip() == f"{tmp_path.name} 4096 (1,) None {tokens}"
