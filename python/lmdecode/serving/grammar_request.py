@@ -1,0 +1,187 @@
+"""The grammar that a request's fields ask for: OpenAI's, vLLM's and llama.cpp's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmdecode.serving.grammar_source import (
+    GrammarSource,
+    check_text,
+    choice,
+    json_object,
+    json_schema,
+)
+
+__all__ = ["GRAMMAR_FIELDS", "FieldError", "grammar_of_body"]
+
+
+class FieldError(ValueError):
+    """A field of a request that does not fit.
+
+    Attributes
+    ----------
+    param : str
+        Its name, such as ``"response_format.json_schema.schema"``.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+def _text(param: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(param, f"is of type {type(value).__name__}; expected a string")
+    check_text("the grammar", value)
+    return value
+
+
+def _regex(param: str, value: Any) -> GrammarSource:
+    return GrammarSource("regex", _text(param, value))
+
+
+def _grammar(param: str, value: Any) -> GrammarSource:
+    """Return a grammar in GBNF, or in Lark, which has ``start:`` or begins with ``%llguidance``."""
+    text = _text(param, value)
+    lines = (line.strip() for line in text.splitlines())
+    is_lark = any(line.startswith(("%llguidance", "start:", "start :")) for line in lines)
+    return GrammarSource("lark" if is_lark else "gbnf", text)
+
+
+def _schema(param: str, value: Any) -> GrammarSource:
+    return json_schema(value)
+
+
+def _object(param: str, value: Any) -> GrammarSource | None:
+    if not isinstance(value, bool):
+        raise FieldError(param, f"is of type {type(value).__name__}; expected a bool")
+    return json_object() if value else None
+
+
+def _choice(param: str, value: Any) -> GrammarSource:
+    return choice(value)
+
+
+def _response_format(param: str, value: Any) -> GrammarSource | None:
+    if not isinstance(value, Mapping):
+        raise FieldError(param, f"is of type {type(value).__name__}; expected an object")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":  # llama.cpp takes a schema with it
+        schema = value.get("schema")
+        return json_object() if schema is None else _within(f"{param}.schema", schema, _schema)
+    if kind == "json_schema":
+        named = value.get("json_schema")
+        if named is None and "schema" in value:
+            return _within(f"{param}.schema", value["schema"], _schema)
+        where = f"{param}.json_schema"
+        if not isinstance(named, Mapping):
+            raise FieldError(where, f"is of type {type(named).__name__}; expected an object")
+        strict = named.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            kind = type(strict).__name__
+            raise FieldError(f"{where}.strict", f"is of type {kind}; expected a bool")
+        if "schema" not in named:
+            raise FieldError(f"{where}.schema", "is missing; expected a JSON schema")
+        return _within(
+            f"{where}.schema",
+            named["schema"],
+            lambda _, schema: json_schema(schema, strict=strict is not False),
+        )
+    if kind in ("grammar", "regex"):
+        read = _grammar if kind == "grammar" else _regex
+        found = value.get(kind, value.get("pattern"))
+        return _within(f"{param}.{kind}", found, read)
+    raise FieldError(
+        f"{param}.type", f"is {kind!r:.80}; expected 'text', 'json_object' or 'json_schema'"
+    )
+
+
+def _structured_outputs(param: str, value: Any) -> GrammarSource | None:
+    if not isinstance(value, Mapping):
+        raise FieldError(param, f"is of type {type(value).__name__}; expected an object")
+    found = {}
+    for name, given in value.items():
+        if given is None or name in _WITHOUT_EFFECT:
+            continue
+        if name not in _STRUCTURED:
+            expected = ", ".join(_STRUCTURED)
+            raise FieldError(f"{param}.{name}", f"is unknown; expected one of {expected}")
+        source = _within(f"{param}.{name}", given, _STRUCTURED[name])
+        if source is not None:
+            found[name] = source
+    if len(found) > 1:
+        raise FieldError(param, f"has {' and '.join(found)}; expected one of them")
+    return next(iter(found.values()), None)
+
+
+def _within(param: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
+    """Return what a function makes of a field; its error names the field."""
+    try:
+        return read(param, value)
+    except FieldError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise FieldError(param, str(error)) from None
+
+
+# Of vLLM: they change how a grammar is written, not what it allows.
+_WITHOUT_EFFECT = frozenset(
+    {"disable_fallback", "disable_any_whitespace", "disable_additional_properties",
+     "whitespace_pattern"}
+)  # fmt: skip
+_Reader = Callable[[str, Any], GrammarSource | None]
+_STRUCTURED: dict[str, _Reader] = {
+    "json": _schema,
+    "json_object": _object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+_FIELDS: dict[str, _Reader] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "grammar": _grammar,
+}
+
+#: Fields of a request that ask for a grammar.
+GRAMMAR_FIELDS = tuple(_FIELDS)
+
+
+def grammar_of_body(fields: Mapping[str, Any]) -> GrammarSource | None:
+    """Return the grammar that a request asks for.
+
+    Parameters
+    ----------
+    fields : mapping
+        Fields of the request's body; those of ``GRAMMAR_FIELDS`` are read. None is no field.
+
+    Returns
+    -------
+    GrammarSource or None
+        What ``GrammarCompiler.compile`` takes. None: the answer is free.
+
+    Raises
+    ------
+    FieldError
+        Names the field; also where two fields ask for a grammar.
+    """
+    found: dict[str, GrammarSource] = {}
+    for name, read in _FIELDS.items():
+        value = fields.get(name)
+        if value is None or (value == "" and name == "grammar"):
+            continue
+        source = _within(name, value, read)
+        if source is not None:
+            found[name] = source
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise FieldError(second, f"is given beside {first}; expected one of them")
+    return next(iter(found.values()), None)

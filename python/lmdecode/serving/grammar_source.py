@@ -1,0 +1,211 @@
+"""What a grammar is written in, its size, and JSON schemas as the compiler takes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["GrammarSource", "choice", "json_object", "json_schema", "schema_text"]
+
+MAX_TEXT = 256 * 1024
+MAX_DEPTH = 60  # of JSON, which the compiler reads by recursion
+_MAX_ENTRIES = 20_000
+_MAX_KEYS = 2_000  # of all schemas in one, as the time is quadratic
+_MAX_MULTIPLE = 10_000  # an automaton has a state for each remainder
+_MAX_BRACKETS = 2_000  # that open, and rules: the compiler goes through them by recursion
+_MAX_TERMINAL = 100_000  # characters of a terminal with all that it names
+# Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound a
+# small model never leaves it.
+_SPACE = r"( |\n{1,2}[ \t]{0,20})"
+_SHORT_SPACE = " "
+_DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[a-z]*|//[^\n]*|#[^\n]*')
+
+
+class GrammarSource(NamedTuple):
+    """A grammar as text.
+
+    Attributes
+    ----------
+    kind : str
+        ``"json_schema"``, ``"regex"``, ``"lark"`` or ``"gbnf"``.
+    text : str
+        What it says, of at most 256 KiB.
+    """
+
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    text: str
+
+
+def json_object() -> GrammarSource:
+    """Return the grammar of any JSON object."""
+    return GrammarSource("json_schema", schema_text({"type": "object"}))
+
+
+def json_schema(schema: Any, *, strict: bool = True) -> GrammarSource:
+    """Return the grammar of JSON that a schema allows; see ``schema_text``."""
+    return GrammarSource("json_schema", schema_text(schema, strict=strict))
+
+
+def choice(choices: Sequence[str]) -> GrammarSource:
+    """Return the grammar of some texts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        They are no sequence of str, there are none, or one is empty.
+    """
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise TypeError(f"choices are of type {type(choices).__name__}; expected a list of str")
+    if not choices:
+        raise ValueError("there are no choices; expected at least one")
+    for one in choices:
+        if not isinstance(one, str):
+            raise TypeError(f"a choice is of type {type(one).__name__}; expected str")
+        if not one:
+            raise ValueError("a choice is empty; expected text")
+    return GrammarSource("lark", "start: " + " | ".join(map(literal, choices)))
+
+
+def literal(text: str) -> str:
+    """Return a text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> str:
+    """Return a JSON schema as the compiler takes it, and after ``%json`` in Lark.
+
+    Parameters
+    ----------
+    schema : dict, bool or str
+        The schema, or its JSON. Its keys of ``properties`` are written in their order.
+    strict : bool
+        Whether a keyword that cannot be kept is an error. False: it is left out, and ``oneOf`` is
+        ``anyOf``.
+    is_short : bool
+        Whether at most a space is between the parts of JSON, as in calls of tools. False: also two
+        new lines with an indentation of 20.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no schema, or too large: 256 KiB, 60 levels, 20,000 values and 2,000 properties are
+        the most, and 10,000 the least common multiple of all ``multipleOf``.
+    """
+    if isinstance(schema, str):
+        check_text("the schema", schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the schema is no JSON ({error})") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        what = "false, which allows nothing" if schema is False else type(schema).__name__
+        raise TypeError(f"the schema is {what}; expected an object")
+    _check_schema(schema)
+    options: dict[str, Any] = {"whitespace_pattern": _SHORT_SPACE if is_short else _SPACE}
+    if not strict:
+        options["lenient"] = True
+    try:
+        text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the schema is no JSON ({error})") from None
+    check_text("the schema", text)
+    return text
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    entries, keys, multiple = 0, 0, 1
+    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        entries += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the schema has more than {MAX_DEPTH} levels; expected fewer")
+        if isinstance(value, dict):
+            for name in ("properties", "$defs", "definitions", "patternProperties"):
+                if isinstance(found := value.get(name), dict):
+                    keys += len(found)
+            multiple = _common_multiple(multiple, value.get("multipleOf"))
+            waiting += [(entry, depth + 1) for entry in value.values()]
+        elif isinstance(value, (list, tuple)):
+            waiting += [(entry, depth + 1) for entry in value]
+        if entries + len(waiting) > _MAX_ENTRIES:
+            raise ValueError(f"the schema has more than {_MAX_ENTRIES} values; expected fewer")
+    if keys > _MAX_KEYS:
+        raise ValueError(f"the schema has {keys} properties; expected at most {_MAX_KEYS}")
+    if multiple > _MAX_MULTIPLE:
+        raise ValueError(
+            f"the least common multiple of multipleOf in the schema is {multiple}, without its "
+            f"decimal point; expected at most {_MAX_MULTIPLE}"
+        )
+
+
+def _common_multiple(multiple: int, value: object) -> int:
+    """Return the least common multiple with a value of multipleOf, without its decimal point."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return multiple  # the compiler says what is wrong
+    if not math.isfinite(value) or value <= 0:
+        return multiple
+    digits = Fraction(str(value))
+    while digits.denominator > 1:
+        digits *= 10
+    return math.lcm(multiple, min(int(digits), _MAX_MULTIPLE + 1))
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise ValueError for a text that is too long, or is no Unicode."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has {text[error.start]!r}; expected no surrogates") from None
+    if size > MAX_TEXT:
+        raise ValueError(f"{what} has {size} bytes; expected at most {MAX_TEXT}")
+    if "\0" in text:
+        raise ValueError(f"{what} has a null character; expected none")
+
+
+def check_lark(text: str) -> None:
+    """Raise ValueError for a grammar that takes the compiler long, or much memory."""
+    bare = _QUOTED.sub(lambda found: "'" * min(len(found[0]), 40), text)
+    names = list(_DEFINITION.finditer(bare))
+    count = len(names) + sum(map(bare.count, "(["))
+    if count > _MAX_BRACKETS:
+        raise ValueError(
+            f"the grammar has {count} rules and brackets; expected at most {_MAX_BRACKETS}"
+        )
+    bodies: dict[str, str] = {}
+    ends = [*(found.start() for found in names[1:]), len(bare)]
+    for found, end in zip(names, ends[: len(names)], strict=True):
+        body = bare[found.end() : end]
+        name = found[1]
+        bodies[name] = bodies.get(name, "") + body
+        if re.search(r"[&~](?![0-9])", body) and "%json" not in body:
+            raise ValueError(f"the grammar has & or ~ in {name}; expected none")
+    sizes: dict[str, int] = {}
+    for name in bodies:
+        if name.isupper():
+            _size_of(name, bodies, sizes, set())
+
+
+def _size_of(name: str, bodies: dict[str, str], sizes: dict[str, int], open_: set[str]) -> int:
+    """Return how long a terminal is with all that it names."""
+    if name not in sizes:
+        if len(open_) > 200 or name in open_:
+            raise ValueError(f"the terminal {name} names itself, or others 200 levels deep")
+        size = len(bodies[name])
+        for part in re.findall(r"[A-Z_][A-Z_0-9-]*", bodies[name]):
+            if part in bodies:
+                size += _size_of(part, bodies, sizes, {*open_, name})
+        if size > _MAX_TERMINAL:
+            raise ValueError(
+                f"the terminal {name} has more than {_MAX_TERMINAL} characters with all that it "
+                "names; expected fewer"
+            )
+        sizes[name] = size
+    return sizes[name]

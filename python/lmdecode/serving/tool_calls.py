@@ -1,0 +1,418 @@
+"""Calls of tools in what a model writes: found in its text, and forced by a grammar.
+
+A chat template tells a model how to write a call, and each family has its own way. ``ToolFormat``
+finds the way by what the template writes.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from lmdecode.serving.grammar_source import GrammarSource
+from lmdecode.serving.tool_grammars import CallForm, lark_of_calls
+from lmdecode.serving.tool_parser import CallDelta, ContentDelta, MakeReader, StreamingToolParser
+from lmdecode.serving.tool_readers import CallReader, JsonReader, NamedReader, NoCall
+from lmdecode.serving.tool_text_readers import (
+    FencedReader,
+    KeyValueReader,
+    PythonicReader,
+    TaggedReader,
+)
+from lmdecode.serving.tools import check_tools, chosen_tools
+
+__all__ = [
+    "CallDelta",
+    "ContentDelta",
+    "StreamingToolParser",
+    "ToolCall",
+    "ToolFormat",
+]
+
+_Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool.
+
+    Attributes
+    ----------
+    id : str
+        Drawn at random.
+    name : str
+        The tool's.
+    arguments : str
+        A JSON object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+def _long_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:  # Mistral's templates take no other
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls of tools.
+
+    Attributes
+    ----------
+    name : str
+        Such as ``"hermes"``.
+    form : CallForm
+        How a call is written: for grammars.
+    markers : mapping of str to reader
+        What begins a call, and how it goes on.
+    bare : mapping of str to reader
+        What begins a call where it begins the answer.
+    words : tuple of str
+        All words of the format that may be tokens of their own.
+    token_ids : mapping of str to int
+        The tokens of those that are.
+    kept_special_ids : frozenset of int
+        Special tokens that have to stay in the text that is parsed.
+    new_id : function
+        Makes the id of a call.
+    """
+
+    name: str
+    form: CallForm
+    markers: Mapping[str, MakeReader]
+    bare: Mapping[str, MakeReader]
+    words: tuple[str, ...] = ()
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+    kept_special_ids: frozenset[int] = frozenset()
+    new_id: Callable[[], str] = _long_id
+
+    @staticmethod
+    def of_template(template_source: str | None, tokenizer: Any = None) -> ToolFormat:
+        """Return the format of a chat template.
+
+        Parameters
+        ----------
+        template_source : str or None
+            The template's text. None, and a template that writes no calls: ``"generic"``, JSON.
+        tokenizer : lmdecode.serving.Tokenizer, optional
+            Tells which words are tokens.
+        """
+        source = template_source or ""
+        name = next((name for name, is_it in _SIGNS if is_it(source)), "generic")
+        found = FORMATS[name]
+        if name == "mistral_list" and "[TOOL_CALLS] [" in source:
+            found = replace(found, form=found.form._replace(begin="[TOOL_CALLS] ["))
+        return found if tokenizer is None else found.with_tokenizer(tokenizer)
+
+    def with_tokenizer(self, tokenizer: Any) -> ToolFormat:
+        """Return the format with the tokens of its words."""
+        known = {
+            token.content: id_ for id_, token in tokenizer.inner.get_added_tokens_decoder().items()
+        }
+        token_ids = {word: known[word] for word in self.words if word in known}
+        kept = frozenset(token_ids.values()) & tokenizer.special_ids
+        return replace(self, token_ids=token_ids, kept_special_ids=kept)
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str | Mapping[str, Any] | None = "auto",
+        parallel: bool = True,
+    ) -> GrammarSource | None:
+        """Return the grammar of an answer.
+
+        Parameters
+        ----------
+        tools : sequence of dict
+            As in a request: ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
+        tool_choice : str or dict
+            ``"required"`` or a named function: the answer is calls. ``"auto"``: it is text, and
+            calls follow the grammar from their first word on, if a tool is ``strict``.
+        parallel : bool
+            Whether there may be several calls.
+
+        Returns
+        -------
+        GrammarSource or None
+            None: the answer is free.
+
+        Raises
+        ------
+        ValueError
+            Names the field that does not fit.
+        """
+        chosen, is_forced = chosen_tools(check_tools(tools), tool_choice)
+        if not chosen or not (is_forced or any(tool.strict for tool in chosen)):
+            return None
+        text = lark_of_calls(
+            self.form, chosen, self.token_ids, is_forced=is_forced, is_parallel=parallel
+        )
+        return GrammarSource("lark", text)
+
+    def stream(self, tools: Sequence[Mapping[str, Any]] | None = None) -> StreamingToolParser:
+        """Return what finds the calls of one answer as it comes; see ``StreamingToolParser``."""
+        return StreamingToolParser(self, tools)
+
+    def parse(
+        self, text: str, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str | None, list[ToolCall]]:
+        """Return the answer's text, None if it has none beside calls, and its calls.
+
+        What is no call is text. Nothing is an error.
+        """
+        parser = self.stream(tools)
+        content, calls = [], []
+        for delta in [*parser.push(text), *parser.finish()]:
+            if isinstance(delta, ContentDelta):
+                content.append(delta.text)
+            else:
+                calls.append(ToolCall(delta.id or "", delta.name or "", delta.arguments))
+        joined = "".join(content)
+        return (joined if joined or not calls else None), calls
+
+
+# ---- the formats
+
+
+def _json(*closes: str, is_bare: bool = False) -> MakeReader:
+    return lambda at, schemas, names: JsonReader(at, closes, names, is_bare)
+
+
+def _tagged(*closes: str, is_bare: bool = False) -> MakeReader:
+    return lambda at, schemas, names: TaggedReader(at, schemas, closes, names, is_bare)
+
+
+def _inside_tag(*closes: str) -> MakeReader:
+    """Return what reads from ``<function=`` on, which is the marker."""
+    size = len("<function=")
+    return lambda at, schemas, names: TaggedReader(at - size, schemas, closes, names)
+
+
+def _named(header: str, *closes: str) -> MakeReader:
+    pattern = re.compile(header, re.DOTALL)
+    return lambda at, schemas, names: NamedReader(at, pattern, closes)
+
+
+def _pythonic(*closes: str, until: str = "", is_bare: bool = False) -> MakeReader:
+    return lambda at, schemas, names: PythonicReader(at, closes, until, names if is_bare else None)
+
+
+def _either(first: MakeReader, second: MakeReader) -> MakeReader:
+    """Return what reads by the second way where the first finds no call."""
+    return lambda at, schemas, names: _Either(first(at, schemas, names), second(at, schemas, names))
+
+
+class _Either:
+    def __init__(self, *readers: CallReader) -> None:
+        self._readers = list(readers)
+
+    def read(self, text: str, is_last: bool) -> Any:
+        while len(self._readers) > 1:
+            try:
+                return self._readers[0].read(text, is_last)
+            except NoCall:
+                self._readers.pop(0)
+        return self._readers[0].read(text, is_last)
+
+
+def _fenced(at: int, schemas: _Schemas, names: Collection[str] | None) -> CallReader:
+    return FencedReader(at, names)
+
+
+_NAME = r"(?P<name>[\w.\-]+)"
+_BAR, _GAP = "\uff5c", "\u2581"  # of DeepSeek's tokens
+
+
+def _wide(name: str) -> str:
+    return f"<{_BAR}tool{_GAP}{name.replace(' ', _GAP)}{_BAR}>"
+
+
+_WIDE = {
+    name: _wide(name) for name in ("calls begin", "call begin", "sep", "call end", "calls end")
+}
+_BODY_END = (_WIDE["call end"], _WIDE["calls end"])
+_DEEPSEEK = _named(
+    rf"\s*(?:function{_WIDE['sep']})?{_NAME}(?:{_WIDE['sep']})?\s*(?:```json)?\s*",
+    "```", *_BODY_END,
+)  # fmt: skip
+_TOOL_CALL = {"<tool_call>": _tagged("</tool_call>"), "<function=": _inside_tag("</tool_call>")}
+_MISTRAL = {
+    "[TOOL_CALLS]": _either(
+        _json(), _named(rf"\s*{_NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
+    )
+}  # fmt: skip
+_BARE_JSON = _json(is_bare=True)
+_BARE_LIST = _either(_BARE_JSON, _pythonic(is_bare=True))
+_OBJECT = CallForm(open='{"name": "', middle='", "arguments": ', close="}")
+_PHI4 = {"<|tool_call|>": _json("<|/tool_call|>")}
+_LFM2 = {"<|tool_call_start|>": _either(
+    _pythonic("<|tool_call_end|>"), _json("<|tool_call_end|>"))}  # fmt: skip
+_OLMO = {"<function_calls>": _pythonic(until="</function_calls>")}
+_HARMONY = {
+    word: _named(rf"{_NAME}[^{{]*", "<|call|>")
+    for word in ("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.",
+                 "<|start|>assistant to=functions.")
+}  # fmt: skip
+_GENERIC = {
+    **_TOOL_CALL, **_PHI4, **_MISTRAL, **_LFM2, **_OLMO,
+    "```json": _fenced, "```tool_code": _fenced, "```tool_call": _fenced, "```python": _fenced,
+}  # fmt: skip
+
+
+def _key_values(start: str, close: str, quote: str) -> ToolFormat:
+    return ToolFormat(
+        "key_values",
+        CallForm(open=f"{start}call:", middle="{", close="}" + close, arguments="key_values",
+                 quote=quote),
+        {start: lambda at, schemas, names: KeyValueReader(at, quote, (close,))},
+        {},
+        (start, close, quote),
+    )  # fmt: skip
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(
+        "hermes",
+        CallForm(open='<tool_call>\n{"name": "', middle='", "arguments": ',
+                 close="}\n</tool_call>", between="\n"),
+        _TOOL_CALL,
+        {},
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "qwen3_coder": ToolFormat(
+        "qwen3_coder",
+        CallForm(open="<tool_call>\n<function=", middle=">\n", close="</function>\n</tool_call>",
+                 between="\n", arguments="tags"),
+        _TOOL_CALL,
+        {},
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "llama3_json": ToolFormat(
+        "llama3_json",
+        CallForm(open='{"name": "', middle='", "parameters": ', close="}", between="; "),
+        {"<|python_tag|>": _either(_json(), _pythonic())},
+        {"{": _BARE_JSON, "[": _BARE_LIST},
+        ("<|python_tag|>",),
+    ),
+    "pythonic": ToolFormat(
+        "pythonic",
+        CallForm(begin="[", open="", middle="(", close=")", between=", ", end="]",
+                 arguments="keywords"),
+        {"<|python_start|>": _pythonic("<|python_end|>")},
+        {"[": _BARE_LIST, "{": _BARE_JSON},
+        ("<|python_start|>", "<|python_end|>"),
+    ),
+    "mistral_list": ToolFormat(
+        "mistral_list",
+        _OBJECT._replace(begin="[TOOL_CALLS][", between=", ", end="]"),
+        _MISTRAL,
+        {},
+        ("[TOOL_CALLS]",),
+        new_id=_short_id,
+    ),
+    "mistral": ToolFormat(
+        "mistral",
+        CallForm(open="[TOOL_CALLS]", middle="[ARGS]", close=""),
+        _MISTRAL,
+        {},
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        new_id=_short_id,
+    ),
+    "phi4": ToolFormat(
+        "phi4",
+        _OBJECT._replace(begin="<|tool_call|>[", between=", ", end="]<|/tool_call|>"),
+        _PHI4,
+        {},
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "granite": ToolFormat(
+        "granite",
+        _OBJECT._replace(begin="<|tool_call|>[", between=", ", end="]"),
+        {**_PHI4, "<tool_call>": _tagged("</tool_call>")},
+        {},
+        ("<|tool_call|>",),
+    ),
+    "deepseek": ToolFormat(
+        "deepseek",
+        CallForm(begin=_WIDE["calls begin"], open=f"{_WIDE['call begin']}function{_WIDE['sep']}",
+                 middle="\n```json\n", close=f"\n```{_WIDE['call end']}", between="\n",
+                 end=_WIDE["calls end"]),
+        {f"{_WIDE['calls begin']}{_WIDE['call begin']}": _DEEPSEEK,
+         _WIDE["call begin"]: _DEEPSEEK},
+        {},
+        tuple(_WIDE.values()),
+    ),
+    "deepseek_v31": ToolFormat(
+        "deepseek_v31",
+        CallForm(begin=_WIDE["calls begin"], open=_WIDE["call begin"], middle=_WIDE["sep"],
+                 close=_WIDE["call end"], end=_WIDE["calls end"]),
+        {f"{_WIDE['calls begin']}{_WIDE['call begin']}": _DEEPSEEK,
+         _WIDE["call begin"]: _DEEPSEEK},
+        {},
+        tuple(_WIDE.values()),
+    ),
+    "lfm2": ToolFormat(
+        "lfm2",
+        CallForm(begin="<|tool_call_start|>[", open="", middle="(", close=")", between=", ",
+                 end="]<|tool_call_end|>", arguments="keywords"),
+        _LFM2,
+        {},
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    "olmo3": ToolFormat(
+        "olmo3",
+        CallForm(begin="<function_calls>\n", open="", middle="(", close=")", between="\n",
+                 end="\n</function_calls>", arguments="keywords"),
+        _OLMO,
+        {},
+        ("<function_calls>", "</function_calls>"),
+    ),
+    "functiongemma": replace(
+        _key_values("<start_function_call>", "<end_function_call>", "<escape>"),
+        name="functiongemma",
+    ),
+    "gemma4": replace(_key_values("<|tool_call>", "<tool_call|>", '<|"|>'), name="gemma4"),
+    "harmony": ToolFormat(
+        "harmony",
+        CallForm(open="<|channel|>commentary to=functions.",
+                 middle=" <|constrain|>json<|message|>", close="", is_single=True),
+        _HARMONY,
+        {},
+        ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
+    ),
+    "generic": ToolFormat(
+        "generic",
+        _OBJECT._replace(between="\n"),
+        _GENERIC,
+        {"{": _BARE_JSON, "[": _BARE_LIST},
+        tuple(word for word in _GENERIC if word[0] in "<["),
+    ),
+}  # fmt: skip
+
+# What a template has that writes calls so, in the order in which it is asked.
+_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ("harmony", lambda s: "<|channel|>" in s and "<|message|>" in s),
+    ("gemma4", lambda s: "<|tool_call>" in s),
+    ("functiongemma", lambda s: "<start_function_call>" in s),
+    ("mistral", lambda s: "[TOOL_CALLS]" in s and "[ARGS]" in s),
+    ("mistral_list", lambda s: "[TOOL_CALLS]" in s),
+    ("lfm2", lambda s: "<|tool_call_start|>" in s or "<|tool_list_start|>" in s),
+    ("phi4", lambda s: "<|/tool_call|>" in s or "<|tool|>" in s),
+    ("granite", lambda s: "<|tool_call|>" in s),
+    ("deepseek", lambda s: _WIDE["call begin"] in s and "```json" in s),
+    ("deepseek_v31", lambda s: _WIDE["call begin"] in s),
+    ("qwen3_coder", lambda s: "<function=" in s),
+    ("olmo3", lambda s: "<function_calls>" in s),
+    ("hermes", lambda s: "<tool_call>" in s),
+    ("pythonic", lambda s: "func_name1(" in s or "<|python_start|>" in s),
+    ("llama3_json", lambda s: "<|python_tag|>" in s or '"parameters": dictionary' in s),
+)

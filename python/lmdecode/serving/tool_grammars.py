@@ -1,0 +1,364 @@
+"""Grammars of calls of tools, in Lark: each family's words, and the schema of each tool."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from lmdecode.serving.grammar_source import literal, schema_text
+from lmdecode.serving.tool_values import allowed_types, resolved
+from lmdecode.serving.tools import Tool
+
+__all__ = ["CallForm", "lark_of_calls", "words_of"]
+
+_MAX_CALLS = 64
+_ANY = "(.|\\n)"
+_MAX_RULES = 1_500  # of all tools
+
+
+class CallForm(NamedTuple):
+    """How calls are written: ``begin``, calls with ``between`` between them, ``end``.
+
+    A call is ``open``, the tool's name, ``middle``, its arguments and ``close``.
+
+    Attributes
+    ----------
+    arguments : str
+        ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>``;
+        ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
+    is_single : bool
+        Whether there is one call at most.
+    """
+
+    open: str
+    middle: str
+    close: str
+    between: str = ""
+    begin: str = ""
+    end: str = ""
+    arguments: Literal["json", "keywords", "tags", "key_values"] = "json"
+    quote: str = ""
+    is_single: bool = False
+
+
+def words_of(text: str, token_ids: Mapping[str, int]) -> str:
+    """Return a text in Lark: literals, and tokens for the words that are tokens."""
+    if not text:
+        return '""'
+    words = sorted(token_ids, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, words))})", text) if words else [text]
+    return " ".join(
+        f"<[{token_ids[part]}]>" if part in token_ids else literal(part) for part in parts if part
+    )
+
+
+def lark_of_calls(
+    form: CallForm,
+    tools: Sequence[Tool],
+    token_ids: Mapping[str, int],
+    *,
+    is_forced: bool,
+    is_parallel: bool,
+) -> str:
+    """Return the grammar of an answer.
+
+    Parameters
+    ----------
+    form : CallForm
+        How calls are written.
+    tools : sequence of Tool
+        Those that may be called, at least one.
+    token_ids : mapping of str to int
+        The words that are tokens.
+    is_forced : bool
+        Whether the answer is calls alone. False: it is text, and what begins as a call is one.
+    is_parallel : bool
+        Whether there may be several calls, 64 at most.
+
+    Raises
+    ------
+    ValueError
+        Names the tool whose schema cannot be kept.
+    """
+    rules = _Rules(form, token_ids)
+    calls = []
+    for index, tool in enumerate(tools):
+        try:
+            arguments = rules.arguments(f"t{index}", tool)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"tools: the parameters of {tool.name}: {error}") from None
+        first = words_of(form.open + tool.name + form.middle, token_ids)
+        last = words_of(form.close, token_ids)
+        calls.append(f"c{index}")
+        rules.add(f"c{index}", f"{first} {arguments} {last}")
+    rules.add("call", " | ".join(calls))
+    several = is_parallel and not form.is_single
+    between = words_of(form.between, token_ids)
+    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if several else ""
+    begin, end = words_of(form.begin, token_ids), words_of(form.end, token_ids)
+    rules.add("calls", f"{begin} call{more} {end}")
+    if is_forced:
+        rules.add("start", "calls")
+    else:
+        _add_free_text(rules, form, token_ids, several)
+    return rules.text()
+
+
+def _add_free_text(
+    rules: _Rules, form: CallForm, token_ids: Mapping[str, int], several: bool
+) -> None:
+    """Let the answer be text with calls in it."""
+    first = form.begin + form.open
+    token = next((word for word in token_ids if first.startswith(word)), None)
+    repeat = "*" if several and not form.begin else "?"
+    if token is not None:  # which is no part of a text
+        rules.add("TEXT", f"/{_ANY}+/")
+        again = f"(calls TEXT?){repeat}"
+        rules.add("start", f"TEXT? {again}")
+        return
+    tag = re.match(r"<[^<>]+>|\[[A-Z_]+\]", first)
+    if tag is None:  # an answer that begins as a call
+        character = re.escape(first[0]).replace("/", "\\/")
+        rules.add("TEXT", f"/\\s*[^\\s{character}]{_ANY}*/")
+        rules.add("start", "TEXT | calls")
+        return
+    word = re.escape(tag[0]).replace("/", "\\/")
+    rules.add("before[lazy]", f"/{_ANY}*{word}/")
+    rules.rest_of("calls", tag[0])
+    rules.add("TEXT", f"/{_ANY}*/")
+    rules.add("start", f"(before calls_rest){repeat} behind")
+    rules.add("behind", "TEXT")
+
+
+class _Rules:
+    """Rules of Lark by their names."""
+
+    def __init__(self, form: CallForm, token_ids: Mapping[str, int]) -> None:
+        self._form, self._tokens = form, token_ids
+        self._rules: dict[str, str] = {}
+        self._of_schema: dict[int, str] = {}  # of key_values, by the schema's id
+        self._kept: list[Any] = []  # so that no id is given twice
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule; return its name."""
+        if len(self._rules) >= _MAX_RULES:
+            raise ValueError(f"more than {_MAX_RULES} rules; expected fewer or smaller schemas")
+        self._rules[name] = body
+        return name.split("[")[0]
+
+    def rest_of(self, name: str, first: str) -> None:
+        """Add ``name_rest``: the rules of calls without their first word, which has been read."""
+        form, tokens = self._form, self._tokens
+        if form.begin:
+            start = words_of(form.begin, tokens)
+            rest = words_of(form.begin[len(first) :], tokens)
+            self.add(f"{name}_rest", self._rules[name].replace(start, rest, 1))
+            return
+        calls = self._rules["call"].split(" | ")
+        start = literal(form.open)[1:-1]
+        rest = literal(form.open[len(first) :])[1:-1]
+        for call in calls:
+            self.add(f"{call}_rest", self._rules[call].replace(start, rest, 1))
+        self.add(f"{name}_rest", " | ".join(f"{call}_rest" for call in calls))
+
+    def text(self) -> str:
+        """Return all rules."""
+        lines = [f"{name}: {body}" for name, body in self._rules.items()]
+        return "\n".join(["%llguidance {}", *lines])
+
+    def arguments(self, name: str, tool: Tool) -> str:
+        """Add the rules of a tool's arguments; return what stands for them."""
+        kind, schema = self._form.arguments, tool.parameters
+        if kind == "json":
+            return self.add(f"{name}_a", self._json(schema, schema, tool.strict))
+        root = schema
+        found = resolved(schema, root)
+        if kind == "key_values":
+            return self._entries(name, found, root, tool.strict, ":", ",", self._key_value)
+        if kind == "keywords":
+            return self._entries(name, found, root, tool.strict, "=", ", ", self._keyword)
+        parts = []
+        required = _required(found)
+        for index, (key, value) in enumerate(_properties(found).items()):
+            part = self._tag(f"{name}_p{index}", key, value, root, tool.strict)
+            parts.append(part if key in required else f"{part}?")
+        return self.add(f"{name}_a", " ".join(parts) or '""')
+
+    @staticmethod
+    def _json(schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        whole = {**shared, **schema} if isinstance(schema, dict) else schema
+        return f"%json {schema_text(whole, strict=is_strict, is_short=True)}"
+
+    def _tag(
+        self, name: str, key: str, schema: Any, root: Mapping[str, Any], is_strict: bool
+    ) -> str:
+        if re.search(r"[<>\n]", key):
+            raise ValueError(f"the key {key!r} has <, > or a new line; expected none")
+        before, close = literal(f"<parameter={key}>\n"), "\n</parameter>\n"
+        found = resolved(schema, root)
+        if allowed_types(schema, root) != {"string"}:
+            value = self.add(f"{name}_v", self._json(schema, root, is_strict))
+            return self.add(name, f"{before} {value} {literal(close)}")
+        choices = _choices(found)
+        if choices is not None:
+            ends = " | ".join(literal(f"{choice}{close}") for choice in choices)
+            return self.add(name, f"{before} ({ends})")
+        _check_string(found, is_strict)
+        end = close.replace("/", "\\/").replace("\n", "\\n")
+        value = self.add(f"{name}_v[lazy]", f"/{_ANY}{_lengths(found)}{end}/")
+        return self.add(name, f"{before} {value}")
+
+    def _entries(
+        self,
+        name: str,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
+        is_strict: bool,
+        between: str,
+        comma: str,
+        value_of: Callable[[str, Any, Mapping[str, Any], bool], str],
+    ) -> str:
+        """Add rules of keys and values in the order of a schema, with commas between them."""
+        items = []
+        required = _required(schema)
+        for index, (key, value) in enumerate(_properties(schema).items()):
+            if not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
+                raise ValueError(f"the key {key!r} is no name; expected letters, digits and _")
+            rule = value_of(f"{name}_v{index}", value, root, is_strict)
+            items.append((f"{literal(key + between)} {rule}", key in required))
+        first = later = '""'
+        for index in reversed(range(len(items))):
+            item, is_required = items[index]
+            with_comma = f"{literal(comma)} {item} {later}"
+            begins = f"{item} {later}"
+            if not is_required:
+                with_comma, begins = f"{with_comma} | {later}", f"{begins} | {first}"
+            first = self.add(f"{name}_f{index}", begins)
+            later = self.add(f"{name}_l{index}", with_comma)
+        return first
+
+    def _keyword(self, name: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
+        if allowed_types(schema, root) == {"boolean"} and "const" not in resolved(schema, root):
+            return self.add(name, '"True" | "False"')
+        return self.add(name, self._json(schema, root, is_strict))
+
+    def _key_value(self, name: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
+        found = resolved(schema, root)
+        known = self._of_schema.get(id(found))
+        if known is not None:
+            return known
+        self._kept.append(found)
+        self._of_schema[id(found)] = name
+        return self.add(name, self._key_value_body(name, found, root, is_strict))
+
+    def _key_value_body(
+        self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], is_strict: bool
+    ) -> str:
+        quote = words_of(self._form.quote, self._tokens)
+        parts = next((schema[key] for key in ("anyOf", "oneOf") if key in schema), None)
+        if isinstance(parts, list) and parts:
+            names = [self._key_value(f"{name}_{i}", one, root, is_strict)
+                     for i, one in enumerate(parts)]  # fmt: skip
+            return " | ".join(names)
+        choices = _choices(schema)
+        if choices is not None:
+            texts = [self._value_text(choice) for choice in choices]
+            return " | ".join(texts)
+        types = allowed_types(schema, root)
+        bodies = []
+        if "string" in types:
+            _check_string(schema, is_strict)
+            bodies.append(self._string(name, quote, _lengths(schema)))
+        if "array" in types:
+            item = self._key_value(f"{name}_i", schema.get("items", {}), root, is_strict)
+            bodies.append(_list_of(item, schema))
+        if "object" in types:
+            inner = self._entries(f"{name}_o", schema, root, is_strict, ":", ",", self._key_value)
+            bodies.append(f'"{{" {inner} "}}"')
+        rest = types & {"integer", "number", "boolean", "null"}
+        if "number" in rest:
+            rest -= {"integer"}
+        keys = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+        limits = {key: schema[key] for key in keys if key in schema}
+        if rest:
+            plain = {"type": sorted(rest), **limits}
+            bodies.append(
+                self.add(
+                    f"{name}_n", f"%json {schema_text(plain, strict=is_strict, is_short=True)}"
+                )
+            )
+        return " | ".join(bodies)
+
+    def _string(self, name: str, quote: str, lengths: str) -> str:
+        if quote.startswith("<["):
+            text = self.add(f"{name.upper()}_S", f"/{_ANY}{lengths}/")
+            return f"{quote} {text} {quote}"
+        end = re.escape(self._form.quote).replace("/", "\\/")
+        text = self.add(f"{name}_s[lazy]", f"/{_ANY}{lengths}{end}/")
+        return f"{quote} {text}"
+
+    def _value_text(self, value: Any) -> str:
+        """Return the one way in which a value is written."""
+        if isinstance(value, str):
+            quote = self._form.quote
+            if quote in value:
+                raise ValueError(f"the value {value!r} has {quote}; expected none")
+            return (
+                words_of(quote, self._tokens)
+                + f" {literal(value)} "
+                + words_of(quote, self._tokens)
+            )
+        if isinstance(value, (list, dict)):
+            raise ValueError("enum has lists or objects; expected none for this model")
+        return literal(json.dumps(value))
+
+
+def _list_of(item: str, schema: Mapping[str, Any]) -> str:
+    least, most = _count(schema, "minItems") or 0, _count(schema, "maxItems")
+    if most == 0:
+        return '"[" "]"'
+    upper = "" if most is None else str(most - 1)
+    several = f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
+    return f'"[" {several} "]"' if least else f'"[" ({several})? "]"'
+
+
+def _count(schema: Mapping[str, Any], key: str) -> int | None:
+    value = schema.get(key)
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _lengths(schema: Mapping[str, Any]) -> str:
+    least, most = _count(schema, "minLength"), _count(schema, "maxLength")
+    if least is None and most is None:
+        return "*"
+    return f"{{{least or 0},{'' if most is None else most}}}"
+
+
+def _check_string(schema: Mapping[str, Any], is_strict: bool) -> None:
+    lost = [key for key in ("pattern", "format") if key in schema]
+    if lost and is_strict:
+        raise ValueError(f"{lost[0]} of a string cannot be kept in this model's calls")
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) and values else None
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _required(schema: Mapping[str, Any]) -> frozenset[str]:
+    found = schema.get("required")
+    return (
+        frozenset(k for k in found if isinstance(k, str))
+        if isinstance(found, list)
+        else frozenset()
+    )

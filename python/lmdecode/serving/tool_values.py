@@ -1,0 +1,241 @@
+"""Values of arguments that are no JSON: of Python, of tokens around strings, of plain text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["allowed_types", "read_arguments", "resolved", "typed_value"]
+
+_MAX_DEPTH = 50
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
+_WORDS = {"True": True, "true": True, "False": False, "false": False,
+          "None": None, "null": None, "none": None}  # fmt: skip
+_SPACE = re.compile(r"\s*")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+
+
+class _Values:
+    """Reads values from a text at a place; raises ValueError."""
+
+    def __init__(self, text: str, at: int, quotes: Sequence[str], escapes: bool) -> None:
+        self.text, self.at, self._quotes, self._escapes = text, at, quotes, escapes
+
+    def skip(self) -> str:
+        """Skip space; return what is next, empty at the end."""
+        found = _SPACE.match(self.text, self.at)
+        assert found is not None
+        self.at = found.end()
+        return self.text[self.at : self.at + 1]
+
+    def take(self, word: str) -> bool:
+        """Take a word if it is next."""
+        self.skip()
+        if self.text.startswith(word, self.at):
+            self.at += len(word)
+            return True
+        return False
+
+    def value(self, depth: int = 0) -> Any:
+        """Return the next value."""
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"values of more than {_MAX_DEPTH} levels")
+        for quote in self._quotes:
+            if self.take(quote):
+                return self._string(quote)
+        if self.take("["):
+            return self._list("]", depth)
+        if self.take("("):
+            return self._list(")", depth)
+        if self.take("{"):
+            return self.entries("}", ":", depth + 1)
+        found = _NUMBER.match(self.text, self.at)
+        if found is not None:
+            self.at = found.end()
+            return _number(found[0])
+        found = _WORD.match(self.text, self.at)
+        if found is not None and found[0] in _WORDS:
+            self.at = found.end()
+            return _WORDS[found[0]]
+        raise ValueError(f"no value at {self.text[self.at : self.at + 20]!r}")
+
+    def _list(self, close: str, depth: int) -> list[Any]:
+        found: list[Any] = []
+        while not self.take(close):
+            found.append(self.value(depth + 1))
+            if not self.take(","):
+                if not self.take(close):
+                    raise ValueError(f"a list without {close}")
+                break
+        return found
+
+    def entries(self, close: str, between: str, depth: int) -> dict[str, Any]:
+        """Return keys and values up to what closes them."""
+        found: dict[str, Any] = {}
+        while not self.take(close):
+            key = self._key()
+            if not self.take(between):
+                raise ValueError(f"{key} without {between}")
+            found[key] = self.value(depth)
+            if not self.take(","):
+                if not self.take(close):
+                    raise ValueError(f"arguments without {close}")
+                break
+        return found
+
+    def _key(self) -> str:
+        for quote in self._quotes:
+            if self.take(quote):
+                return self._string(quote)
+        self.skip()
+        found = _WORD.match(self.text, self.at)
+        if found is None:
+            raise ValueError(f"no key at {self.text[self.at : self.at + 20]!r}")
+        self.at = found.end()
+        return found[0]
+
+    def _string(self, quote: str) -> str:
+        parts: list[str] = []
+        while True:
+            end = self.text.find(quote, self.at)
+            if end < 0:
+                raise ValueError("a string that does not end")
+            escape = self.text.find("\\", self.at, end) if self._escapes else -1
+            if escape < 0:
+                parts.append(self.text[self.at : end])
+                self.at = end + len(quote)
+                return "".join(parts)
+            parts.append(self.text[self.at : escape])
+            self.at = escape + 1
+            parts.append(self._escape())
+
+    def _escape(self) -> str:
+        kind = self.text[self.at : self.at + 1]
+        self.at += 1
+        digits = {"x": 2, "u": 4, "U": 8}.get(kind)
+        if digits is None:
+            return _ESCAPES.get(kind, kind)
+        code = self.text[self.at : self.at + digits]
+        if not re.fullmatch(r"[0-9A-Fa-f]+", code) or len(code) < digits:
+            raise ValueError(f"no character \\{kind}{code}")
+        self.at += digits
+        number = int(code, 16)
+        if 0xD800 <= number < 0xDC00 and self.text[self.at : self.at + 2] == "\\u":
+            low = self.text[self.at + 2 : self.at + 6]
+            if re.fullmatch(r"[Dd][C-Fc-f][0-9A-Fa-f]{2}", low):
+                self.at += 6
+                number = 0x10000 + ((number - 0xD800) << 10) + int(low, 16) - 0xDC00
+        return chr(number) if number < 0x110000 else "\ufffd"
+
+
+def _number(text: str) -> int | float:
+    if re.fullmatch(r"[+-]?\d+", text):
+        if len(text) > 1000:
+            raise ValueError("an integer of more than 1000 digits")
+        return int(text)
+    return float(text)
+
+
+def read_arguments(
+    text: str, at: int, close: str, between: str, quotes: Sequence[str], escapes: bool = True
+) -> tuple[dict[str, Any], int]:
+    """Read keys and values.
+
+    Parameters
+    ----------
+    text, at : str, int
+        Where the first key begins.
+    close, between : str
+        What ends them, and what stands between a key and its value.
+    quotes : sequence of str
+        What is before and behind a string.
+    escapes : bool
+        Whether a string has escapes.
+
+    Returns
+    -------
+    dict, int
+        The values by their keys, and where they end.
+
+    Raises
+    ------
+    ValueError
+        The text is something else.
+    """
+    values = _Values(text, at, quotes, escapes)
+    return values.entries(close, between, 0), values.at
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema, or the one of ``root`` that it refers to; an empty one for anything else."""
+    for _ in range(20):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(part) if isinstance(schema, Mapping) and part else schema
+    return {}
+
+
+def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the types of JSON that a schema of ``root`` allows, as far as it says so."""
+    schema = resolved(schema, root)
+    if depth > 20:
+        return _TYPES
+    found = schema.get("type")
+    if isinstance(found, str):
+        return frozenset({found})
+    if isinstance(found, list):
+        return frozenset(t for t in found if isinstance(t, str))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(name), list):
+            return frozenset[str]().union(*(allowed_types(p, root, depth + 1) for p in parts))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset[str]().union(*map(_types_of, values))
+    return _types_of(schema["const"]) if "const" in schema else _TYPES
+
+
+def _types_of(value: Any) -> frozenset[str]:
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"number", "integer"} if value.is_integer() else {"number"})
+    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return frozenset({kinds.get(type(value), "object")})
+
+
+def typed_value(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a parameter that is written as text.
+
+    It is a string where the schema allows nothing else, or has no such key, and where the text is
+    no JSON of a type that it allows.
+    """
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    if found is None:
+        return text
+    types = allowed_types(found, schema)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    if word in ("True", "False", "None"):
+        word = {"True": "true", "False": "false", "None": "null"}[word]
+    try:
+        value = json.loads(word, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return value if _types_of(value) & types else text
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(word)

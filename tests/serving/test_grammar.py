@@ -1,0 +1,268 @@
+"""``GrammarCompiler``: what grammars allow, what is refused, and how long that takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from lmdecode.serving.grammar import GrammarCompiler
+from lmdecode.serving.grammar_source import GrammarSource, json_schema
+from lmdecode.serving.reasoning import ReasoningFormat
+from lmdecode.serving.tokenizer import Tokenizer
+from tests.serving.grammar_cases import KJV, SCHEMAS, allowed, compiler_of, written
+from tests.serving.tokenizer_kinds import KINDS, tokenizer_of
+
+VOCAB = 4101  # more than the tokenizer has
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(KJV)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return compiler_of(VOCAB)
+
+
+def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Any, text: str) -> bool:
+    state = grammar.start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(state, VOCAB):
+            return False
+        state.accept_token(token)
+    return 1 in allowed(state, VOCAB)
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_what_is_written_validates(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind: str
+) -> None:
+    grammar = compiler.json_schema(SCHEMAS[kind])
+    for seed in range(5):
+        text = written(grammar, tokenizer, seed, vocab=VOCAB)
+        jsonschema.validate(json.loads(text), SCHEMAS[kind])
+
+
+def test_every_kind(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    for grammar, yes, no in (
+        (compiler.regex(r"[a-c]{2,3}(x|/y)"), ["abx", "abc/y"], ["ax", "abxx", "abcdx"]),
+        (compiler.lark('start: "a" b*\nb: "b" | "(" b ")"'), ["a", "abb", "a((b))"], ["b", "a(b"]),
+        (compiler.gbnf('root ::= thing+ "."\nthing ::= [a-z] | "A"  # a comment'),
+         ["aA.", "z."], [".", "a"]),
+        (compiler.choice(["yes", "no, \"never\"", "n"]), ["yes", 'no, "never"', "n"], ["no", ""]),
+        (compiler.json_object(), ["{}", '{"a": [1, {"b":null}]}', '{\n  "a": ""\n}'],
+         ["[]", "{", '{"a":      1}', "{a: 1}"]),
+        (compiler.json_schema(True), ["[1]", '"a"'], ["", "]"]),
+        (compiler.json_schema('{"type": "null"}'), ["null"], ["nul"]),
+    ):  # fmt: skip
+        for text in yes:
+            assert accepts(compiler, tokenizer, grammar, text), text
+        for text in no:
+            assert not accepts(compiler, tokenizer, grammar, text), text
+
+
+def test_end_tokens_are_allowed_exactly_where_the_text_may_end(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, [2, 1])
+    state = compiler.regex("a{1,2}").start()
+    a = tokenizer.encode("a", add_special_tokens=False)[0]
+    assert not {1, 2} & set(allowed(state, VOCAB)) and not state.is_accepting
+    state.accept_token(a)
+    assert {1, 2, a} <= set(allowed(state, VOCAB)) and state.is_accepting
+    state.accept_token(a)
+    assert allowed(state, VOCAB) == [1, 2]
+    state.accept_token(2)
+    assert allowed(state, VOCAB) == [1, 2] and state.is_accepting
+    state.accept_token(1)
+    with pytest.raises(ValueError, match=f"does not take token {a}"):
+        state.accept_token(a)
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_forbidden(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.regex("(?s:.)*").start()
+    tokens = allowed(state, VOCAB)
+    assert max(tokens) < 4096 and 1 in tokens and not {0, 2} & set(tokens)
+    narrow = GrammarCompiler(tokenizer, 1000, [1])
+    state = narrow.regex("(?s:.)*").start()
+    assert max(allowed(state, 1000)) < 1000
+    with pytest.raises(ValueError, match=r"bitmask is torch.int32 \[5\]; expected int32 \[32\]"):
+        state.fill_bitmask(torch.zeros(5, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokenizers_of_every_kind(kind: str) -> None:
+    tokenizer = Tokenizer(tokenizer_of(kind))
+    vocab = tokenizer.vocab_size + 3
+    end = tokenizer.inner.token_to_id("</s>")
+    state = GrammarCompiler(tokenizer, vocab, [end]).regex("a*b?").start()
+    texts = {tokenizer.token_bytes(token) for token in allowed(state, vocab) if token != end}
+    assert texts and all(re.fullmatch(b"a*b?", text) for text in texts)
+
+
+def test_added_words_are_no_text() -> None:
+    """A word such as <think> comes by its token alone, where the grammar names it."""
+    tokenizer = Tokenizer(tokenizer_of("byte_level"))
+    vocab, end = tokenizer.vocab_size, tokenizer.inner.token_to_id("</s>")
+    think = tokenizer.inner.token_to_id("<think>")
+    compiler = GrammarCompiler(tokenizer, vocab, [end])
+    assert think not in allowed(compiler.regex("(?s:.)*").start(), vocab)
+    state = compiler.lark(f'start: <[{think}]> "a"').start()
+    assert allowed(state, vocab) == [think]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.json_schema({"type": "foo"}), "Invalid type: foo"),
+        (lambda c: c.json_schema({"not": {}}), r'cannot keep the keywords \["not"\]'),
+        (lambda c: c.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (lambda c: c.json_schema({"type": "string", "format": "odd"}), "Unknown format: odd"),
+        (lambda c: c.json_schema({"$ref": "http://a.b/c"}), "does not fetch"),
+        (lambda c: c.json_schema({"$ref": "#"}), "allows no text"),
+        (lambda c: c.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (lambda c: c.json_schema({"minimum": 3, "maximum": 1, "type": "integer"}), "greater"),
+        (lambda c: c.json_schema("{"), "is no JSON"),
+        (lambda c: c.json_schema("[" * 100_000), "is no JSON"),
+        (lambda c: c.json_schema({"const": float("nan")}), "is no JSON"),
+        (lambda c: c.json_schema({"const": "\ud800"}), "no surrogates"),
+        (lambda c: c.regex("(a"), "unclosed group"),
+        (lambda c: c.regex("x" * 300_000), "300000 bytes; expected at most 262144"),
+        (lambda c: c.regex("a\0"), "null character"),
+        (lambda c: c.lark(""), "no start rule"),
+        (lambda c: c.lark("start: x"), 'unknown name: "x"'),
+        (lambda c: c.lark("start: start"), "allows no text"),
+        (lambda c: c.lark("start: <nothing>"), "unknown special token"),
+        (lambda c: c.lark("start: A\nA: /a.*/ & /.*b/"), "has & or ~ in A"),
+        (lambda c: c.lark("start: A\nA: B\nB: A"), "names itself"),
+        (lambda c: c.gbnf("root ::= x"), "no GBNF: Rule 'x' not found"),
+        (lambda c: c.gbnf("rule ::= \"a\""), "no GBNF: No 'root' rule"),
+        (lambda c: c.gbnf("root ::= " + "(" * 9000), "no GBNF"),
+        (lambda c: c.choice([]), "at least one"),
+        (lambda c: c.choice([""]), "a choice is empty"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_has_one_line(compiler: GrammarCompiler, call: Any, message: str) -> None:
+    for _ in range(2):  # an error is not kept
+        with pytest.raises(ValueError, match=message) as caught:
+            call(compiler)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_what_is_no_argument(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    with pytest.raises(TypeError, match="the schema is list; expected an object"):
+        compiler.json_schema([])
+    with pytest.raises(TypeError, match="pattern is of type int; expected str"):
+        compiler.regex(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a choice is of type int"):
+        compiler.choice([3])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="eos_token_ids is empty"):
+        GrammarCompiler(tokenizer, VOCAB, [])
+    with pytest.raises(ValueError, match="eos_token_ids is 4101; expected 0 to 4100"):
+        GrammarCompiler(tokenizer, VOCAB, [VOCAB])
+    with pytest.raises(ValueError, match="expected json_schema, regex"):
+        compiler.compile(GrammarSource("odd", "x"))  # type: ignore[arg-type]
+
+
+def test_without_strict_what_cannot_be_kept_is_left_out(compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "odd"}}
+    compiler.json_schema(schema, strict=False)
+
+
+def deep(levels: int) -> Any:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.json_schema(deep(70)),
+        lambda c: c.json_schema(deep(20_000)),
+        lambda c: c.json_schema({"properties": {f"p{i}": {} for i in range(9000)}}),
+        lambda c: c.json_schema({"enum": list(range(30_000))}),
+        lambda c: c.json_schema({"type": "integer", "multipleOf": 999_983}),
+        lambda c: c.json_schema({"allOf": [{"type": "integer", "multipleOf": 9973},
+                                           {"multipleOf": 9967}]}),
+        lambda c: c.json_schema({"allOf": [{"anyOf": [
+            {"properties": {f"p{i}_{j}": True}, "required": [f"p{i}_{j}"]} for j in range(7)]}
+            for i in range(7)]}),
+        lambda c: c.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000),
+        lambda c: c.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))
+                         + '\nr3000: "a"'),
+        lambda c: c.lark("start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(100))
+                         + '\nA100: "a"'),
+        lambda c: c.gbnf("root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}"
+                         for i in range(100)) + '\na100 ::= "a"'),
+    ],
+)  # fmt: skip
+def test_what_takes_long_is_refused_soon(compiler: GrammarCompiler, call: Any) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"expected|too large|too deep|levels"):
+        call(compiler)
+    assert time.monotonic() - begin < 10
+
+
+def test_deep_grammars_have_the_stack_that_they_need(compiler: GrammarCompiler) -> None:
+    rules = "\n".join(f'r{i}: (r{i + 1} "b")?' for i in range(900))
+    compiler.lark(f'start: r0\n{rules}\nr900: "a"')
+    found = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(900)}
+    compiler.json_schema({"$ref": "#/$defs/d0", "$defs": {**found, "d900": True}})
+
+
+def test_a_grammar_is_compiled_once_for_all_threads(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, [1], max_cached=2)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(compiler.regex("a+"))) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16 and len(set(map(id, found))) == 1
+    assert compiler.regex("a+") is found[0]
+    compiler.regex("b+"), compiler.regex("c+")
+    assert compiler.regex("a+") is not found[0]
+
+
+def test_states_are_apart(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Of one grammar, on several threads: each has its own place in it."""
+    grammar = compiler.json_schema(SCHEMAS["nested"])
+    want = [written(grammar, tokenizer, seed, vocab=VOCAB) for seed in range(8)]
+    got: dict[int, list[str]] = {}
+
+    def write(seed: int) -> None:
+        got[seed] = [written(grammar, tokenizer, seed, vocab=VOCAB) for _ in range(3)]
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {seed: [text] * 3 for seed, text in enumerate(want)}
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_thoughts_come_first(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, is_inside: bool
+) -> None:
+    thoughts = ReasoningFormat.of_template("... </think> ...", tokenizer)
+    assert thoughts is not None
+    grammar = compiler.compile(
+        json_schema(SCHEMAS["boolean"]), prefix=thoughts.grammar_prefix(is_inside)
+    )
+    for text in ("{ Hm.</think>true", "</think>\n\nfalse"):
+        assert accepts(compiler, tokenizer, grammar, text) == is_inside
+        assert accepts(compiler, tokenizer, grammar, f"<think>{text}") or is_inside
+    assert accepts(compiler, tokenizer, grammar, "true") != is_inside

@@ -1,0 +1,181 @@
+"""Grammars of calls of tools: what they force, what they let through, what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lmdecode.serving.grammar import GrammarCompiler
+from lmdecode.serving.tokenizer import Tokenizer
+from lmdecode.serving.tool_calls import FORMATS, ToolFormat
+from lmdecode.serving.tools import check_tools
+from tests.serving.grammar_cases import KJV, TOOLS, allowed, function, written
+
+ADDED = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<escape>", "<|python_tag|>"]
+
+
+def marked() -> Tokenizer:
+    """The shipped tokenizer with words of formats as tokens."""
+    found = Tokenizer.load(KJV).inner
+    found.add_special_tokens(ADDED[2:])
+    found.add_tokens(ADDED[:2])
+    return Tokenizer(found, special_tokens={"eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return marked()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, [1])
+
+
+def texts(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, source: Any, seeds: int = 6
+) -> list[str]:
+    grammar = compiler.compile(source)
+    return [written(grammar, tokenizer, seed, 900, tokenizer.vocab_size) for seed in range(seeds)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_calls_parse(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    format = FORMATS[name].with_tokenizer(tokenizer)
+    source = format.grammar(TOOLS, "required")
+    counts = set()
+    for text in texts(compiler, tokenizer, source, 10):
+        content, calls = format.parse(text, TOOLS)
+        assert content is None and calls, text
+        counts.add(len(calls))
+        for call in calls:
+            if call.name == "get_weather":
+                jsonschema.validate(json.loads(call.arguments), TOOLS[0]["function"]["parameters"])
+            else:
+                assert call.arguments == "{}"
+    assert name == "harmony" or max(counts) > 1
+
+
+HARD = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "maybe": {"type": ["string", "null"], "maxLength": 4},
+        "either": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 99},
+                             {"type": "string", "maxLength": 3}]},
+        "ref": {"$ref": "#/$defs/level"},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/level"}, "minItems": 1, "maxItems": 2},
+        "const": {"const": "x y"},
+        "number": {"type": "number", "minimum": -1, "maximum": 1},
+    },
+    "required": ["text", "either", "ref", "list", "const"],
+    "additionalProperties": False,
+    "$defs": {"level": {"enum": ["low", "high"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_hard_schemas(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    format = FORMATS[name].with_tokenizer(tokenizer)
+    tools = [function("f", {**HARD, "properties": {**HARD["properties"],
+             "text": {"type": "string", "minLength": 1, "maxLength": 6}}})]  # fmt: skip
+    for text in texts(compiler, tokenizer, format.grammar(tools, "required", False)):
+        content, calls = format.parse(text, tools)
+        assert content is None and len(calls) == 1, text
+        jsonschema.validate(json.loads(calls[0].arguments), tools[0]["function"]["parameters"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_tools_let_text_through(
+    name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """With tool_choice auto an answer is text, and what begins as a call is one."""
+    format = FORMATS[name].with_tokenizer(tokenizer)
+    assert format.grammar(TOOLS, "auto") is None
+    strict = [function("now", {"type": "object", "properties": {}}, strict=True)]
+    source = format.grammar(strict, "auto")
+    assert source is not None
+    grammar = compiler.compile(source)
+    forced = format.grammar(strict, "required", False)
+    assert forced is not None
+    call = written(compiler.compile(forced), tokenizer, 1, 400, tokenizer.vocab_size)
+    for text, is_right in (("And God said.", True), (call, True), (call[:-1] + "x", False)):
+        state, ok = grammar.start(), True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            ok = ok and token in allowed(state, tokenizer.vocab_size)
+            if ok:
+                state.accept_token(token)
+        ok = ok and 1 in allowed(state, tokenizer.vocab_size)
+        assert ok == is_right, text
+
+
+def test_markers_are_the_tokens_that_they_are(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    format = ToolFormat.of_template("<tool_call>", tokenizer)
+    begin, end = (tokenizer.inner.token_to_id(word) for word in ADDED[:2])
+    assert format.token_ids == {"<tool_call>": begin, "</tool_call>": end}
+    assert format.kept_special_ids == frozenset()  # they are no special ones
+    source = format.grammar(TOOLS, "required")
+    assert source is not None
+    assert allowed(compiler.compile(source).start(), tokenizer.vocab_size) == [begin]
+    mistral = ToolFormat.of_template("[TOOL_CALLS] [ARGS]", tokenizer)
+    ids = {tokenizer.inner.token_to_id(word) for word in ADDED[2:4]}
+    assert mistral.kept_special_ids == ids
+
+
+def test_no_grammar_where_none_is_needed() -> None:
+    format = FORMATS["hermes"]
+    for choice in ("none", "auto", None):
+        assert format.grammar(TOOLS, choice) is None
+    assert format.grammar([], "auto") is None
+    allowed_tools = {"mode": "required", "tools": [{"type": "function", "name": "get"}]}
+    for choice in ({"type": "allowed_tools", "allowed_tools": allowed_tools},
+                   {"type": "allowed_tools", **allowed_tools}):  # fmt: skip
+        source = format.grammar(TOOLS, choice)
+        assert source is not None and "get_weather" not in source.text
+
+
+def nested(levels: int) -> Any:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return {"type": "object", "properties": {"a": schema}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        (3, "auto", "tools is of type int; expected a list"),
+        ([3], "auto", r"tools\[0\] is of type int"),
+        ([{"type": "odd"}], "auto", r"tools\[0\].type is 'odd'"),
+        ([{"type": "function", "function": 3}], "auto", r"tools\[0\].function is of type int"),
+        ([function("a b")], "auto", r"tools\[0\].function.name is 'a b'"),
+        ([function("a"), function("a")], "auto", r"tools\[1\].function.name is 'a', as of"),
+        ([function("a", 3)], "auto", r"tools\[0\].function.parameters is of type int"),
+        ([function("a", strict=3)], "auto", r"tools\[0\].function.strict is of type int"),
+        ([function(f"f{i}") for i in range(513)], "auto", "at most 512"),
+        ([], "required", "tool_choice is 'required' without tools"),
+        (TOOLS, "odd", "tool_choice is 'odd'; expected 'none'"),
+        (TOOLS, {"type": "function", "function": {"name": "odd"}}, "names 'odd'; expected one"),
+        (TOOLS, {"type": "function"}, "names None"),
+        (TOOLS, {"type": "function", "function": {"name": ["x"]}}, "names"),
+        (TOOLS, 3, "tool_choice is 3"),
+        ([function("a", {"not": {}}, strict=True)], "required", "cannot keep"),
+        ([function("a", nested(99))], "required", "the parameters of a: .* levels"),
+        ([function("a", {"properties": {"b": {"$ref": "#/odd"}}})], "required", "#/odd"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_names_its_field(
+    compiler: GrammarCompiler, tools: Any, choice: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        source = FORMATS["hermes"].grammar(tools, choice)
+        if source is not None:
+            compiler.compile(source)
+    if not isinstance(tools, list) or "tools[" in message:
+        with pytest.raises(ValueError, match=message):
+            check_tools(tools)
