@@ -143,6 +143,9 @@ def test_added_words_are_no_text() -> None:
         (lambda c: c.lark("start: <nothing>"), "unknown special token"),
         (lambda c: c.lark("start: A\nA: /a.*/ & /.*b/"), "has & or ~ in A"),
         (lambda c: c.lark("start: A\nA: B\nB: A"), "names itself"),
+        (lambda c: c.lark("start: %json {"), "behind %json is no JSON"),
+        (lambda c: c.lark("start: %json " + "[" * 9000), "behind %json is no JSON"),
+        (lambda c: c.lark('start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
         (lambda c: c.gbnf("root ::= x"), "no GBNF: Rule 'x' not found"),
         (lambda c: c.gbnf("rule ::= \"a\""), "no GBNF: No 'root' rule"),
         (lambda c: c.gbnf("root ::= " + "(" * 9000), "no GBNF"),
@@ -197,9 +200,9 @@ def deep(levels: int) -> Any:
         lambda c: c.json_schema({"allOf": [{"anyOf": [
             {"properties": {f"p{i}_{j}": True}, "required": [f"p{i}_{j}"]} for j in range(7)]}
             for i in range(7)]}),
-        lambda c: c.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000),
-        lambda c: c.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))
-                         + '\nr3000: "a"'),
+        lambda c: c.lark("start: " + "(" * 11_000 + '"a"' + ")" * 11_000),
+        lambda c: c.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(11_000))
+                         + '\nr11000: "a"'),
         lambda c: c.lark("start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(100))
                          + '\nA100: "a"'),
         lambda c: c.gbnf("root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}"
@@ -214,8 +217,8 @@ def test_what_takes_long_is_refused_soon(compiler: GrammarCompiler, call: Any) -
 
 
 def test_deep_grammars_have_the_stack_that_they_need(compiler: GrammarCompiler) -> None:
-    rules = "\n".join(f'r{i}: (r{i + 1} "b")?' for i in range(900))
-    compiler.lark(f'start: r0\n{rules}\nr900: "a"')
+    rules = "\n".join(f'r{i}: (r{i + 1} "b")?' for i in range(4900))
+    compiler.lark(f'start: r0\n{rules}\nr4900: "a"')
     found = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(900)}
     compiler.json_schema({"$ref": "#/$defs/d0", "$defs": {**found, "d900": True}})
 

@@ -16,7 +16,7 @@ MAX_DEPTH = 60  # of JSON, which the compiler reads by recursion
 _MAX_ENTRIES = 20_000
 _MAX_KEYS = 2_000  # of all schemas in one, as the time is quadratic
 _MAX_MULTIPLE = 10_000  # an automaton has a state for each remainder
-_MAX_BRACKETS = 2_000  # that open, and rules: the compiler goes through them by recursion
+_MAX_BRACKETS = 10_000  # that open, and rules: the compiler goes through them by recursion
 _MAX_TERMINAL = 100_000  # characters of a terminal with all that it names
 # Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound a
 # small model never leaves it.
@@ -172,6 +172,7 @@ def check_text(what: str, text: str) -> None:
 
 def check_lark(text: str) -> None:
     """Raise ValueError for a grammar that takes the compiler long, or much memory."""
+    text = _without_schemas(text)
     bare = _QUOTED.sub(lambda found: "'" * min(len(found[0]), 40), text)
     names = list(_DEFINITION.finditer(bare))
     count = len(names) + sum(map(bare.count, "(["))
@@ -185,12 +186,26 @@ def check_lark(text: str) -> None:
         body = bare[found.end() : end]
         name = found[1]
         bodies[name] = bodies.get(name, "") + body
-        if re.search(r"[&~](?![0-9])", body) and "%json" not in body:
+        if re.search(r"[&~](?![0-9])", body):
             raise ValueError(f"the grammar has & or ~ in {name}; expected none")
     sizes: dict[str, int] = {}
     for name in bodies:
         if name.isupper():
             _size_of(name, bodies, sizes, set())
+
+
+def _without_schemas(text: str) -> str:
+    """Return a grammar without the schemas behind ``%json``, which are checked."""
+    parts, at = [], 0
+    while (found := re.compile(r"%json\s*").search(text, at)) is not None:
+        parts.append(text[at : found.start()])
+        try:
+            schema, at = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a schema behind %json is no JSON ({error})") from None
+        if isinstance(schema, dict):
+            _check_schema(schema)
+    return "".join([*parts, text[at:]])
 
 
 def _size_of(name: str, bodies: dict[str, str], sizes: dict[str, int], open_: set[str]) -> int:

@@ -15,7 +15,7 @@ __all__ = ["CallForm", "lark_of_calls", "words_of"]
 
 _MAX_CALLS = 64
 _ANY = "(.|\\n)"
-_MAX_RULES = 1_500  # of all tools
+_MAX_RULES = 4_000  # of all tools
 
 
 class CallForm(NamedTuple):
