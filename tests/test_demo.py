@@ -180,7 +180,10 @@ def test_stores_that_chat_cannot_open(
     fingerprint = lmdecode.Decoding.from_pretrained(model, "int8").fingerprint(tokenizer)
     path = tmp_path / "store"
     with store_module.KVStore(path, fingerprint=fingerprint, capacity_bytes=1 << 24):
-        error = refused("chat", "--model", model, "--store", path)
+        done = run_python("-m", "lmdecode.demo", "chat", "--model", model, "--store", path)
+    assert done.returncode == 0 and "Another program writes the store: " in done.stdout
+    (path / fingerprint.name / "index.sqlite").write_text("no index")
+    error = refused("chat", "--model", model, "--store", path)
     assert error.startswith(f"lmdecode.demo: --store {path}: ") and error.count("\n") == 1
 
 

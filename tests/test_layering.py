@@ -192,7 +192,16 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     },
     "integrations": {"serving", "decoding", "integrations/transformers", "store", "system", *CORE},
     "cli": {"", "_tables", "quality", "speech", "serving", "store", "formats", "decoding", *CORE},
-    "demo": {"", "_tables", "cli", "store", "system", "integrations/transformers", *CORE},
+    "demo": {
+        "",
+        "_tables",
+        "cli",
+        "serving",
+        "store",
+        "system",
+        "integrations/transformers",
+        *CORE,
+    },
     "__main__": {"", "cli", "demo"},
 }
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.

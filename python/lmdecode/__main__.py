@@ -1,21 +1,23 @@
-"""``python -m lmdecode``: what is installed, or one of the commands of ``lmdecode.cli``."""
+"""``lmdecode``, or ``python -m lmdecode``: the commands of ``lmdecode.cli``, and the demos."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Sequence
 
-import torch
-
 import lmdecode
-from lmdecode.cli import perplexity
+from lmdecode.cli import add_commands
+from lmdecode.cli.errors import told
+
+_ELSEWHERE = {
+    "store": "look at stored prompts and talks, check them, copy them",
+    "demo": "show what the library does on a small model",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, or print versions, CPU capability, CUDA and the ops that are loaded.
+    """Run a command; without one, print what is installed.
 
     Parameters
     ----------
@@ -25,42 +27,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status.
+        The exit status: 0, 1 where the command failed, 2 where the arguments are wrong, 130 where
+        it was interrupted.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else "info"
+    if name == "store":
+        from lmdecode.cli.store import main as store
+
+        return store(words[1:])
+    if name == "demo":
+        from lmdecode.demo.__main__ import main as demo
+
+        return demo(words[1:], "lmdecode demo")
     parser = argparse.ArgumentParser(
-        prog="python -m lmdecode",
-        description="Run a command; without one, print versions, CPU capability, CUDA and the ops "
-        "that are loaded.",
-        epilog="python -m lmdecode.demo shows what the library does on a small model.",
+        prog="lmdecode",
+        usage="lmdecode COMMAND ...",
+        description="Run language models on this machine.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
+        epilog="lmdecode COMMAND --help tells more of a command.",
     )
     parser.add_argument("--version", action="version", version=lmdecode.__version__)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    perplexity.add_command(commands)
-    given = parser.parse_args(arguments)
-    if "run" in given:
-        status: int = given.run(given)
-        return status
-    _report()
-    return 0
-
-
-def _report() -> None:
-    print(f"lmdecode        {lmdecode.__version__}")
-    print(f"torch           {torch.__version__}")
-    print(f"python          {platform.python_version()} on {platform.machine()}")
-    forced = os.environ.get("LMDECODE_CPU_CAPABILITY")
-    print(f"CPU capability  {lmdecode.cpu_capability()}" + (" (forced)" if forced else ""))
-    print(f"threads         {torch.get_num_threads()}")
-    if lmdecode.has_cuda():
-        available = torch.cuda.is_available()
-        device = torch.cuda.get_device_name() if available else "no device found"
-        print(f"CUDA            kernels loaded, {device}")
-    else:
-        why = "this torch has no CUDA" if torch.version.cuda is None else "kernels not built"
-        print(f"CUDA            off: {why}")
-    names = sorted({n.removeprefix("lmdecode::") for n in torch._C._dispatch_get_all_op_names()
-                    if n.startswith("lmdecode::")})  # fmt: skip
-    print(f"ops             {', '.join(names)}")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, prog="lmdecode"
+    )
+    add_commands(commands, name)
+    for command, about in _ELSEWHERE.items():
+        commands.add_parser(command, help=about, add_help=False)
+    if name not in commands.choices:
+        parser.parse_args(words)  # which tells what there is, or what is wrong
+        return 2
+    # A parser by itself takes options between the others: lmdecode run MODEL --raw PROMPT.
+    given = commands.choices[name].parse_intermixed_args(words[1:])
+    return told(f"lmdecode {name}", lambda: given.run(given))
 
 
 if __name__ == "__main__":

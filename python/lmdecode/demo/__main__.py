@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # Both are read when the packages are loaded: idle OpenMP threads must not spin, nothing is fetched.
@@ -38,9 +38,9 @@ _EXPLAINED_TOKENS = 5
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-def main() -> int:
-    """Run the demos that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m lmdecode.demo", description="Run the demos.")
+def main(words_given: Sequence[str] | None = None, prog: str = "python -m lmdecode.demo") -> int:
+    """Run the demos that the command line names; None: that of the process."""
+    parser = argparse.ArgumentParser(prog=prog, description="Run the demos.")
     parser.add_argument(
         "demos", nargs="*", metavar="NAME",
         help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce; or chat, "
@@ -69,7 +69,7 @@ def main() -> int:
         help="of sampling: print what each stage of a sampler leaves of one row of logits, instead",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(words_given)
     tokens: int | None = arguments.tokens
     if tokens is not None and tokens < 1:
         parser.error(f"--tokens is {tokens}; expected at least 1")

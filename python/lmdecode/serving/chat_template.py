@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from lmdecode._checks import install_hint, type_error
 
@@ -61,7 +61,7 @@ def _environment() -> Any:
     class Generation(jinja2.ext.Extension):
         """``{% generation %}``, around what an assistant says: its text is what is within."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -37,9 +37,9 @@ def _size(text: str) -> int:
     return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lmdecode.store",
+        prog=prog,
         description="Look at stores, check them, copy them, move what they hold.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -298,10 +298,10 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m lmdecode.store") -> int:
     """Run a command; 1 where a store is damaged or the command failed."""
     try:
-        code = _run(_parser().parse_args(argv))
+        code = _run(_parser(prog).parse_args(argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read has enough

@@ -126,7 +126,26 @@ def files_of(model: Any) -> dict[str, bytes]:
     if source and Path(source).is_dir():
         paths = [Path(source) / name for name in _TOKENIZER_FILES]
         files |= {path.name: path.read_bytes() for path in paths if path.is_file()}
+        files |= _named_templates(Path(source), files)
     return files
+
+
+def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return what a folder's chat templates change of its files, if it has more than one.
+
+    They stand in a folder of their own there, and in ``tokenizer_config.json`` here.
+    """
+    named = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if not named:
+        return {}
+    if "chat_template.jinja" in files:
+        named = {"default": folder / "chat_template.jinja", **named}
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config["chat_template"] = [
+        {"name": name, "template": path.read_text(encoding="utf-8")} for name, path in named.items()
+    ]
+    files.pop("chat_template.jinja", None)
+    return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
 
 class Checkpoint:

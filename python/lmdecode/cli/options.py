@@ -1,0 +1,148 @@
+"""Options that several commands have: of the model, and of the tokens that are drawn."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import torch
+
+from lmdecode.cli.errors import CommandError
+from lmdecode.cli.terminal import busy
+from lmdecode.serving.text_model import TextModel, is_causal
+
+__all__ = [
+    "MODEL_HELP",
+    "add_model_options",
+    "add_sampling_options",
+    "be_quiet",
+    "capacity_of",
+    "check_at_least_1",
+    "load_chat_model",
+    "load_model",
+    "sampling_of",
+    "set_threads",
+]
+
+MODEL_HELP = "folder or hub id of transformers, GGUF file, or a folder of lmdecode convert"
+# Where a model's generation config has none of them.
+_SAMPLING: dict[str, float] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
+_OF_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_CAPACITY = 32768  # tokens of a text, where the model has no fewer
+
+
+def check_at_least_1(given: argparse.Namespace, *names: str) -> None:
+    """Raise CommandError where an option is given and is below 1."""
+    for name in names:
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and how it is loaded."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add = parser.add_argument
+    add("--dtype", metavar="FORMAT", help="of weights: float32, bfloat16, int8 (default), int4")
+    add("--cache-dtype", metavar="FORMAT", help="of keys and values: float32, bfloat16, int8")
+    add("--context", type=int, metavar="N", help="the most tokens of a text")
+    add("--threads", type=int, metavar="N", help="of the computation")
+    add("--chat-template", metavar="FILE", help="instead of the model's")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add how tokens are drawn, and what ends an answer."""
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=max_tokens, metavar="N",
+        help=f"of an answer (default {max_tokens})")  # fmt: skip
+    add("--temperature", type=float, metavar="X", help="0: the most probable token, always")
+    add("--top-p", type=float, metavar="X", help="draw from this probability mass")
+    add("--top-k", type=int, metavar="N", help="draw from so many tokens")
+    add("--min-p", type=float, metavar="X", help="and of this part of the best probability")
+    add("--seed", type=int, metavar="N", help="the same answer every time")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may repeat")
+    add("--system", metavar="TEXT", help="the system message")
+
+
+def set_threads(given: argparse.Namespace) -> None:
+    """Let torch have the threads that are asked for."""
+    check_at_least_1(given, "threads")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+
+
+def be_quiet() -> None:
+    """Keep transformers' warnings and bars away; they are read when it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def load_model(given: argparse.Namespace) -> TextModel:
+    """Load the model of the options; an error names the option."""
+    set_threads(given)
+    check_at_least_1(given, "context")
+    be_quiet()
+    try:
+        with busy(f"Loading {given.model}"):
+            return TextModel.load(
+                given.model,
+                dtype=given.dtype,
+                cache_dtype=given.cache_dtype,
+                chat_template=given.chat_template,
+            )
+    except ValueError as error:
+        for name in ("dtype", "cache_dtype"):
+            for op in ("TextModel.load", "Decoding"):
+                error_of = f"{op}: {name} is "
+                if str(error).startswith(error_of):
+                    option = f"--{name.replace('_', '-')} is "
+                    raise CommandError(str(error).replace(error_of, option)) from error
+        raise
+
+
+def load_chat_model(given: argparse.Namespace) -> TextModel:
+    """Load a model that goes on with texts."""
+    model = load_model(given)
+    if not is_causal(model.decoding):
+        raise CommandError(
+            f"{given.model} is an encoder-decoder model; expected a decoder-only one, or "
+            "lmdecode translate"
+        )
+    return model
+
+
+def capacity_of(given: argparse.Namespace, model: TextModel) -> int:
+    """Return the most tokens of a text."""
+    context: int | None = given.context
+    if context is not None and model.context_length is not None:
+        if context > model.context_length:
+            raise CommandError(
+                f"--context is {context}; expected at most {model.context_length}, for which the "
+                "model was made"
+            )
+        return context
+    return context or min(model.context_length or _CAPACITY, _CAPACITY)
+
+
+def sampling_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
+    """Return the arguments of ``Engine.submit`` that say how tokens are drawn.
+
+    What is not given is as the model's generation config has it.
+    """
+    known = model.generation_defaults
+    found: dict[str, Any] = {name: known[name] for name in _OF_CONFIG if name in known}
+    if not found.keys() - {"repetition_penalty"}:
+        found |= _SAMPLING
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(given, name)
+        if value is not None:
+            found[name] = value
+    if given.seed is not None:
+        found["seed"] = given.seed
+    return found

@@ -1,0 +1,240 @@
+"""``lmdecode``: its commands, their help and their errors; run, convert, translate and info."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmdecode
+from lmdecode.__main__ import main
+from lmdecode.cli import COMMANDS
+from lmdecode.serving import TextModel, Tokenizer
+from tests.cli.talking import KJV, ROOT, TEMPLATES, saved_model
+from tests.support.processes import run_python
+
+transformers = pytest.importorskip("transformers")
+G2P = ROOT / "examples" / "g2p" / "model"
+PRESENT = [name for name in COMMANDS if (ROOT / f"python/lmdecode/cli/{name}.py").is_file()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), "chatml_default_system")
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
+
+
+@pytest.mark.parametrize("name", ["", *PRESENT, "store", "demo"])
+def test_help_fits_a_screen(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([*([name] if name else []), "--help"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0 and not printed.err
+    assert printed.out.startswith(f"usage: lmdecode {name}".rstrip())
+    assert len(printed.out.splitlines()) <= 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "error"),
+    [
+        (["nothing"], 2, "invalid choice: 'nothing'"),
+        (["run"], 2, "the following arguments are required: MODEL"),
+        (["chat", "a", "--top-k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
+        (["run", "no/such/model", "a"], 1, "lmdecode run: there is no file or folder 'no/such/mo"),
+        (["chat", "nomodel"], 1, "lmdecode chat: there is no file or folder 'nomodel'"),
+        (["info", "/none"], 1, "lmdecode info: there is no file or folder '/none'"),
+        (["run", str(KJV), "a", "--dtype", "int3"], 1, "--dtype is 'int3'; expected one of float"),
+        (["run", str(KJV), "a", "--cache-dtype", "int3"], 1, "--cache-dtype is 'int3'; expected"),
+        (["run", str(KJV), "a", "--max-tokens", "0"], 1, "--max-tokens is 0; expected at least 1"),
+        (["run", str(KJV), "a", "--threads", "0"], 1, "--threads is 0; expected at least 1"),
+        (["run", str(KJV), "a", "--context", "9999"], 1, "--context is 9999; expected at most"),
+        (["run", str(KJV), "a", "--context", "1"], 1, "the prompt has 2 tokens; expected"),
+        (["run", str(KJV), "a", "--system", "b"], 1, "expected none, as"),
+        (["run", str(KJV), ""], 1, "the prompt is empty; expected a text"),
+        (["run", str(KJV), "a", "--temperature", "-1"], 1, "temperature"),
+        (["run", str(KJV), "a", "--json-schema", "{"], 1, "lmdecode run: --json-schema: "),
+        (["run", str(G2P), "a"], 1, "is an encoder-decoder model; expected a decoder-only one"),
+        (["translate", str(KJV)], 1, "is a decoder-only model; expected an encoder-decoder one"),
+        (["translate", str(G2P), "--to", "de"], 1, "--to is given; expected none"),
+        (["store", "ls", "/none"], 1, "no store in /none"),
+    ],
+)  # fmt: skip
+def test_errors_are_a_line(
+    arguments: list[str], status: int, error: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    stdin(monkeypatch, "")
+    if status == 2:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+    else:
+        assert main(arguments) == status
+    printed = capsys.readouterr()
+    assert not printed.out
+    lines = printed.err.strip().splitlines()
+    assert error in lines[-1]
+    assert status == 2 or len(lines) == 1
+
+
+def test_without_a_command_it_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for arguments in ([], ["info"]):
+        assert main(arguments) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and f"lmdecode        {lmdecode.__version__}" in printed[0]
+
+
+def test_info_of_models(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, facts in (
+        (model, ["mistral saved by lmdecode", "int8", "4096", "4,096 tokens", "there is one"]),
+        (KJV, ["mistral of transformers", "4096", "none"]),
+        (tmp_path, ["a model of transformers", "not told", "none: "]),
+    ):
+        assert main(["info", str(path)]) == 0
+        told = capsys.readouterr().out
+        assert all(fact in told for fact in facts), told
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert main(["run", *map(str, arguments)]) == status
+    return capsys.readouterr().out
+
+
+def test_run_answers_by_the_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--temperature", 0, "--max-tokens", 12]
+    told = run(capsys, model, "In the beginning", *options, "--system", "Be brief.")
+    loaded = TextModel.load(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(KJV)
+    tokenizer.chat_template = TEMPLATES["chatml_default_system"].read_text()
+    messages = [{"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "In the beginning"}]  # fmt: skip
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    engine = loaded.decoding.engine(max_requests=1, capacity=200)
+    tokens = engine.submit(prompt, max_new_tokens=12).result().tokens
+    assert told == loaded.tokenizer.decode(tokens) + "\n"
+
+
+def test_run_goes_on_with_a_text(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--max-tokens", 16, "--seed", 5, "--raw"]
+    told = run(capsys, model, "In the beginning", *options)
+    assert run(capsys, model, "In the beginning", *options) == told
+    stdin(monkeypatch, "In the beginning\n")
+    assert run(capsys, model, *options) == told
+    stdin(monkeypatch, "In the beginning\n")
+    assert run(capsys, model, "-", *options) == told
+    # Stops end the text before them; a part of one does not.
+    stop = re.findall(r"\w+", told)[3]
+    cut = run(capsys, model, "In the beginning", *options, "--stop", stop, "--stop", "zzzz")
+    assert cut.rstrip("\n") == told[: told.index(stop)]
+    greedy = [
+        run(capsys, model, "In the beginning", "--raw", "--max-tokens", 9, *rest)
+        for rest in (["--temperature", 0], ["--top-k", 1], ["--top-p", 0, "--seed", 3])
+    ]
+    assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_an_answer_of_a_schema(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    pytest.importorskip("lmdecode.serving.grammar")
+    schema = {"type": "object", "properties": {"is_good": {"type": "boolean"}},
+              "required": ["is_good"], "additionalProperties": False}  # fmt: skip
+    told = run(capsys, model, "Is it good?", "--json-schema", json.dumps(schema))
+    assert isinstance(json.loads(told)["is_good"], bool)
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_enough_and_errors_of_a_process(model: Path) -> None:
+    """In processes of their own: no traceback."""
+    command = [sys.executable, "-m", "lmdecode", "run", str(model), "--raw", "In the beginning"]
+    with subprocess.Popen(
+        [*command, "--max-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None and reader.stderr is not None
+        reader.stdout.read(1)
+        reader.stdout.close()
+        assert not reader.stderr.read()
+    assert reader.returncode == 0
+    done = run_python("-m", "lmdecode", "run", model, "--context", "1", "a")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+
+
+def test_convert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(KJV, source)
+    (source / "additional_chat_templates").mkdir()
+    for name, place in (("turns", "chat_template.jinja"),
+                        ("instructions", "additional_chat_templates/tool_use.jinja")):  # fmt: skip
+        (source / place).write_text(TEMPLATES[name].read_text())
+    before = Tokenizer.load(source)
+    folder = tmp_path / "converted"
+    assert main(["convert", str(source), str(folder), "--dtype", "int4"]) == 0
+    assert capsys.readouterr().out.startswith(f"{folder}: int4, ")
+    shutil.rmtree(source)
+    model = TextModel.load(folder)
+    assert model.decoding.decoder.weight_format == "int4"
+    assert model.tokenizer.get_vocab() == before.get_vocab()
+    assert model.template is not None and model.template.names == ("default", "tool_use")
+    assert model.tokenizer.chat_template == before.chat_template
+    assert main(["convert", str(folder), str(tmp_path / "again")]) == 1
+    assert "is a saved model; expected one of another kind" in capsys.readouterr().err
+    assert main(["run", str(folder), "In the", "--max-tokens", "2"]) == 0
+    assert main(["run", str(folder), "In the", "--dtype", "int8"]) == 1
+    assert f"--dtype is int8; expected int4, in which {folder} was saved" in capsys.readouterr().err
+
+
+def test_translate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["through", "tough", "", "abandon"]
+    (tmp_path / "words.txt").write_text("\n".join(words))
+    assert main(["translate", str(G2P), str(tmp_path / "words.txt"), "--dtype", "float32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    decoding = lmdecode.Decoding.from_pretrained(G2P, "float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(G2P)
+    for word, line in zip(words, lines, strict=True):
+        expected = ""
+        if word:
+            ids = decoding.translate([tokenizer(word).input_ids])[0].new_tokens()
+            expected = tokenizer.decode(ids, skip_special_tokens=True)
+        assert line == expected
+    stdin(monkeypatch, "through\n")
+    assert main(["translate", str(G2P), "--dtype", "float32", "--beams", "1"]) == 0
+    assert capsys.readouterr().out.startswith("TH R")
+    saved = tmp_path / "saved"
+    assert main(["convert", str(G2P), str(saved), "--dtype", "float32"]) == 0
+    capsys.readouterr()
+    stdin(monkeypatch, "through\n\ntough\n")
+    assert main(["translate", str(saved)]) == 0
+    assert capsys.readouterr().out.splitlines() == [lines[0], "", lines[1]]
+
+
+def test_store_has_the_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lmdecode.store")
+    with pytest.raises(SystemExit):
+        main(["store", "rm", "--help"])
+    assert capsys.readouterr().out.startswith("usage: lmdecode store rm")
+
+
+def test_the_script_is_installed() -> None:
+    import importlib.metadata
+
+    scripts: Any = importlib.metadata.entry_points(group="console_scripts", name="lmdecode")
+    assert [script.load() for script in scripts] == [main]
