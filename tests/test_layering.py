@@ -190,7 +190,15 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
         "integrations/transformers",
         *CORE,
     },
-    "integrations": {"serving", "decoding", "integrations/transformers", "store", "system", *CORE},
+    "integrations": {
+        "serving",
+        "formats",
+        "decoding",
+        "integrations/transformers",
+        "store",
+        "system",
+        *CORE,
+    },
     "cli": {"", "_tables", "quality", "speech", "serving", "store", "formats", "decoding", *CORE},
     "demo": {
         "",

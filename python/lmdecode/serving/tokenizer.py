@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,21 @@ class TextStream:
         Whose tokens they are.
     skip_special_tokens : bool
         As for ``decode``.
+    kept_special_ids : collection of int
+        Special tokens that are not skipped, such as those around calls of tools.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_ids: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = tokenizer.special_ids - frozenset(kept_special_ids)
         self._stages = tokenizer._stages()
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -260,9 +271,18 @@ class Tokenizer:
         """
         return b"".join(map(self._bytes_of, self._words([token_id], frozenset())))
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """Return what gives the text of tokens as they come."""
-        return TextStream(self, skip_special_tokens=skip_special_tokens)
+    def stream(
+        self, *, skip_special_tokens: bool = True, kept_special_ids: Collection[int] = ()
+    ) -> TextStream:
+        """Return what gives the text of tokens as they come; see ``TextStream``."""
+        return TextStream(
+            self, skip_special_tokens=skip_special_tokens, kept_special_ids=kept_special_ids
+        )
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token: no text has more a token."""
+        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
 
     def _words(self, token_ids: Iterable[int], skipped: frozenset[int]) -> list[str]:
         words, known = [], self._word_of

@@ -1,0 +1,164 @@
+"""``lmdecode serve``: a model behind OpenAI's API, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lmdecode._checks import install_hint
+from lmdecode.cli import COMMANDS
+from lmdecode.cli.errors import CommandError
+from lmdecode.cli.options import add_model_options, check_at_least_1
+
+if TYPE_CHECKING:
+    from lmdecode.serving.app import Application
+
+__all__ = ["add_command"]
+
+_CAPACITY = 8192  # tokens of a text, where --context is not given
+_KEY_VARIABLE = "LMDECODE_API_KEY"
+_BACKLOG = 2048  # connections that wait to be accepted
+
+
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command to those of a parser."""
+    parser = commands.add_parser(
+        "serve",
+        help=COMMANDS["serve"],
+        usage="lmdecode serve MODEL [options]",
+        description="Serve a model: OpenAI's API at /v1, a page to chat at /, metrics at /metrics.",
+    )
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine alone)")
+    add("--port", type=int, default=8000, metavar="N", help="default 8000; 0: any free one")
+    add("--name", help="of the model, for clients")
+    add("--api-key", metavar="KEY", help=f"clients must have it; also {_KEY_VARIABLE}")
+    add("--max-requests", type=int, default=32, metavar="N", help="answered at once (default 32)")
+    add("--max-waiting", type=int, default=256, metavar="N", help="waiting beside (default 256)")
+    add("--store", metavar="DIR", help="keep keys and values of prompts there")
+    add("--store-gb", type=float, default=16.0, metavar="X", help="the most of it (default 16)")
+    add("--cors", action="append", default=[], metavar="ORIGIN", help="a web page that may ask")
+    add("--grace", type=float, default=30.0, metavar="S", help="seconds to finish at SIGTERM")
+    add("--no-page", action="store_true", help="nothing at /")
+    add("--log-requests", action="store_true", help="a line for each request")
+    parser.set_defaults(run=_run)
+
+
+def _check(given: argparse.Namespace) -> None:
+    check_at_least_1(given, "max_requests", "context", "threads")
+    for name, low, high in (("max_waiting", 0, 1 << 31), ("port", 0, 65535), ("grace", 0, 1e9),
+                            ("store_gb", 0, 1e9)):  # fmt: skip
+        value = getattr(given, name)
+        if not low <= value <= high:
+            option = name.replace("_", "-")
+            raise CommandError(f"--{option} is {value}; expected {low} to {high:g}")
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise CommandError(f"cannot listen on {host}, port {port}: {error}") from error
+    return bound
+
+
+def _load(given: argparse.Namespace, app: Application, closing: contextlib.ExitStack) -> None:
+    """Load the model, and let the application have it."""
+    from lmdecode.cli.options import capacity_of, load_model
+    from lmdecode.serving.service import Service
+    from lmdecode.serving.text_model import is_causal
+
+    model = load_model(given)
+    capacity = capacity_of(given, model)
+    if given.context is None:
+        capacity = min(capacity, _CAPACITY)
+    store = None
+    if given.store is not None:
+        if not is_causal(model.decoding):
+            raise CommandError("--store is given; expected a decoder-only model with it")
+        from lmdecode.store import KVStore
+
+        folder = Path(given.store).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        store = closing.enter_context(
+            KVStore(
+                folder,
+                fingerprint=model.decoding.fingerprint(model.tokenizer),
+                directory_bytes=int(given.store_gb * (1 << 30)),
+                writers="many",
+                durability="relaxed",
+            )
+        )
+    engine = model.decoding.engine(max_requests=given.max_requests, capacity=capacity, store=store)
+    engine.start()
+    closing.callback(engine.stop)
+    app.service = Service(model, engine, app.name, given.max_waiting, store, app.tally)
+
+
+def _run(given: argparse.Namespace) -> int:
+    _check(given)
+    try:
+        import uvicorn
+
+        from lmdecode.serving.app import Application
+    except ImportError as error:
+        raise CommandError(f"{error.name} is not installed: {install_hint('serve')}") from error
+    name = given.name or Path(given.model).name.removesuffix(".gguf") or given.model
+    key = given.api_key or os.environ.get(_KEY_VARIABLE) or None
+    app = Application(name, api_key=key, cors_origins=given.cors, has_page=not given.no_page)
+    bound = _bound_socket(given.host, given.port)
+    host, port = bound.getsockname()[:2]
+    config = uvicorn.Config(
+        app.app,
+        log_level="info" if given.log_requests else "warning",
+        access_log=given.log_requests,
+        lifespan="off",
+        timeout_graceful_shutdown=int(given.grace),
+        server_header=False,
+    )
+    failures: list[BaseException] = []
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.is_stopping = True
+            self.force_exit = self.should_exit  # it was asked before
+            self.should_exit = True
+
+    server = Server(config)
+    with contextlib.ExitStack() as closing:
+
+        def load() -> None:
+            try:
+                _load(given, app, closing)
+            except BaseException as error:
+                failures.append(error)
+                server.should_exit = True
+                return
+            address = f"[{host}]" if ":" in host else host
+            print(f"lmdecode serves {name} at http://{address}:{port}", flush=True)
+
+        loading = threading.Thread(target=load, name="lmdecode loading", daemon=True)
+        loading.start()
+        # Two threads take turns at every token that streams: the one that steps, and this one.
+        sys.setswitchinterval(0.001)
+        bound.listen(_BACKLOG)
+        server.run([bound])
+        if server.force_exit:
+            os._exit(1)
+        loading.join()
+    if failures:
+        raise failures[0]
+    return 0

@@ -1,0 +1,322 @@
+"""The ASGI application: endpoints of OpenAI's API over a served model."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from lmdecode.decoder.engine.engine import Engine
+from lmdecode.serving.chat import Chat
+from lmdecode.serving.completions import Completion
+from lmdecode.serving.errors import RequestError, error_of_step
+from lmdecode.serving.fields import Fields, body_of
+from lmdecode.serving.http import (
+    EventStream,
+    JSONAnswer,
+    KeyCheck,
+    read_body,
+    unless_gone,
+)
+from lmdecode.serving.messages import read_messages
+from lmdecode.serving.service import Service
+from lmdecode.serving.text_model import TextModel
+from lmdecode.serving.work import Tally
+
+__all__ = ["Application", "create_app"]
+
+_OPEN_PATHS = ("/", "/health")
+_GONE = 499  # nginx's word for a client that went away
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Application:
+    """Endpoints over a model, which may still be loading.
+
+    Parameters
+    ----------
+    name : str
+        Of the model, as clients call it.
+    api_key : str, optional
+        Requests must have it; None: anybody may ask.
+    cors_origins : sequence of str
+        Web pages of these origins may ask; none by default.
+    max_body_bytes, body_seconds : int, float
+        Limits of a request's body.
+    has_page : bool
+        Whether ``/`` is a page to chat.
+
+    Attributes
+    ----------
+    service : Service or None
+        The model; None: it is loading, and requests get status 503.
+    is_stopping : bool
+        Whether new requests get status 503.
+    app : Starlette
+        The ASGI application.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        api_key: str | None = None,
+        cors_origins: Sequence[str] = (),
+        max_body_bytes: int = 32 << 20,
+        body_seconds: float = 60.0,
+        has_page: bool = True,
+    ) -> None:
+        self.name, self.is_stopping = name, False
+        self.service: Service | None = None
+        self.tally = Tally()
+        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+        self._created = int(time.time())
+        routes = [
+            self._route("/v1/chat/completions", self._chat, "POST"),
+            self._route("/v1/completions", self._completions, "POST"),
+            self._route("/v1/models", self._models, "GET"),
+            self._route("/v1/models/{name:path}", self._model, "GET"),
+            self._route("/tokenize", self._tokenize, "POST"),
+            self._route("/detokenize", self._detokenize, "POST"),
+            self._route("/health", self._health, "GET"),
+            self._route("/metrics", self._metrics, "GET"),
+        ]
+        if has_page:
+            routes.append(self._route("/", self._page, "GET"))
+        middleware = []
+        if cors_origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(cors_origins),
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                )
+            )
+        if api_key is not None:
+            middleware.append(Middleware(KeyCheck, key=api_key, open_paths=_OPEN_PATHS))
+        self.app = Starlette(
+            routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error}
+        )
+
+    # ---- around the endpoints
+
+    def _route(self, path: str, handler: _Handler, method: str) -> Route:
+        @functools.wraps(handler)
+        async def endpoint(request: Request) -> Response:
+            try:
+                response = await handler(request)
+            except RequestError as error:
+                response = JSONAnswer.of_error(error)
+            except ClientDisconnect:
+                response = Response(status_code=_GONE)
+            except Exception as error:
+                response = JSONAnswer.of_error(error_of_step(error))
+            self.tally.metrics.requests.add(1, path, str(response.status_code))
+            return response
+
+        return Route(path, endpoint, methods=[method])
+
+    def _ready(self) -> Service:
+        """Return the model, if it takes requests."""
+        if self.is_stopping:
+            raise RequestError(503, "the server is stopping", headers={"Retry-After": "5"})
+        if self.service is None:
+            raise RequestError(503, "the model is loading", headers={"Retry-After": "1"})
+        return self.service
+
+    async def _fields(self, request: Request) -> Fields:
+        data = await read_body(request, self._max_body_bytes, self._body_seconds)
+        fields = Fields(body_of(data))
+        name = fields.text("model")
+        if name not in (None, "", self.name):
+            raise RequestError(
+                404, f"model is {name!r}; expected {self.name!r}", "model", "model_not_found"
+            )
+        return fields
+
+    # ---- endpoints
+
+    async def _completions(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        completion = await Completion.of(fields, service)
+        if completion.is_empty:
+            return JSONAnswer(completion.empty_body())
+        return await self._answered(request, service, completion)
+
+    async def _chat(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        return await self._answered(request, service, await Chat.of(fields, service))
+
+    async def _answered(
+        self, request: Request, service: Service, asked: Completion | Chat
+    ) -> Response:
+        work = service.submit(asked.job)
+        try:
+            if asked.job.parameters.stream:
+                return EventStream(asked.stream(work), work.close)
+            try:
+                return JSONAnswer(await unless_gone(request.receive, asked.whole(work)))
+            finally:
+                work.close()
+        except BaseException:
+            work.close()
+            raise
+
+    async def _models(self, request: Request) -> Response:
+        return JSONAnswer({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.name:
+            raise RequestError(
+                404, f"there is no model {name!r}; expected {self.name!r}", "model",
+                "model_not_found",
+            )  # fmt: skip
+        return JSONAnswer(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self.name, "object": "model", "created": self._created,
+                "owned_by": "lmdecode"}  # fmt: skip
+        if self.service is not None:
+            card["max_model_len"] = self.service.context
+        return card
+
+    async def _tokenize(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        adds = fields.boolean("add_special_tokens", fields.boolean("add_special", True))
+        if "messages" in fields:
+            text = service.rendered(
+                read_messages(fields),
+                tools=fields.get("tools"),
+                add_generation_prompt=fields.boolean("add_generation_prompt", True),
+            )
+            tokens = await service.tokens_of("messages", text, add_special_tokens=False)
+        else:
+            name = "content" if "content" in fields else "prompt"
+            content = fields.text(name)
+            if content is None:
+                raise fields.error("content", "a text, or messages")
+            tokens = await service.tokens_of(name, content, add_special_tokens=adds)
+        return JSONAnswer(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        tokens = fields.integers("tokens", 1 << 20, 0, service.vocab - 1)
+        text = service.model.tokenizer.decode(tokens, skip_special_tokens=False)
+        return JSONAnswer({"content": text, "prompt": text})
+
+    async def _health(self, request: Request) -> Response:
+        service = self.service
+        if self.is_stopping:
+            return JSONAnswer({"status": "stopping"}, 503)
+        if service is None:
+            return JSONAnswer({"status": "loading"}, 503)
+        if not service.engine.is_started:
+            return JSONAnswer({"status": "the engine has stopped"}, 503)
+        store = None if service.store is None else service.store.stats()
+        content = {
+            "status": "ok", "running": True, "answering": service.tally.in_flight,
+            "abandoned": service.tally.abandoned, "store": store,
+        }  # fmt: skip
+        return JSONAnswer(content)
+
+    async def _metrics(self, request: Request) -> Response:
+        text = self._ready().metrics_text()
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def _page(self, request: Request) -> Response:
+        page = resources.files("lmdecode.serving").joinpath("page.html").read_text("utf-8")
+        policy = (
+            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'"
+        )
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return a path or a method that is not there, in the shape of all errors."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    text = message.get(error.status_code, str(error.detail))
+    return JSONAnswer.of_error(
+        RequestError(error.status_code, text, headers=dict(error.headers or {}))
+    )
+
+
+def create_app(
+    engine: Engine,
+    model: TextModel,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    max_waiting: int = 256,
+    store: Any = None,
+    cors_origins: Sequence[str] = (),
+    max_body_bytes: int = 32 << 20,
+    body_seconds: float = 60.0,
+    has_page: bool = True,
+) -> Starlette:
+    """Return an ASGI application of OpenAI's API over an engine.
+
+    Parameters
+    ----------
+    engine : Engine
+        Of ``model.decoding``. It is started if it is not.
+    model : TextModel
+        The model with its tokenizer and chat template.
+    name : str, optional
+        Of the model, as clients call it. None: the model's.
+    api_key : str, optional
+        Requests must have it as ``Authorization: Bearer``.
+    max_waiting : int
+        Number of requests that wait for a slot of the engine; more get status 429.
+    store : KVStore, optional
+        The engine's, for ``/health``.
+    cors_origins : sequence of str
+        Origins of web pages that may ask.
+    max_body_bytes, body_seconds : int, float
+        Limits of a request's body: status 413, 408.
+    has_page : bool
+        Whether ``/`` is a page to chat.
+
+    Returns
+    -------
+    Starlette
+        For any ASGI server, in one process: the engine is in it.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument.
+
+    Examples
+    --------
+    ::
+
+        model = TextModel.load("SmolLM2-135M-Instruct", dtype="int8")
+        engine = model.decoding.engine(max_requests=32, capacity=8192)
+        uvicorn.run(create_app(engine, model))
+    """
+    name = name or model.name
+    application = Application(
+        name, api_key=api_key, cors_origins=cors_origins, max_body_bytes=max_body_bytes,
+        body_seconds=body_seconds, has_page=has_page,
+    )  # fmt: skip
+    engine.start()
+    application.service = Service(model, engine, name, max_waiting, store, application.tally)
+    return application.app

@@ -1,0 +1,95 @@
+"""Errors of the HTTP interface, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BadRequest", "RequestError", "error_body", "error_of_engine", "error_of_step"]
+
+logger = logging.getLogger("lmdecode.serving")
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error as OpenAI's API has it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class RequestError(Exception):
+    """A request that gets no answer.
+
+    Parameters
+    ----------
+    status : int
+        Of HTTP.
+    message : str
+        What came and what was expected.
+    param, code : str, optional
+        The field of the body, and OpenAI's word for the error.
+    headers : mapping of str to str, optional
+        Of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        return error_body(str(self), kind, self.param, self.code)
+
+
+class BadRequest(RequestError, ValueError):
+    """A request with a wrong field: status 400; ``param`` names the field."""
+
+    def __init__(self, param: str | None, message: str, code: str | None = None) -> None:
+        super().__init__(400, message, param, code)
+
+
+def error_of_engine(error: Exception, names: Mapping[str, str]) -> BadRequest:
+    """Return the error of a request whose arguments an ``Engine`` refused.
+
+    Parameters
+    ----------
+    error
+        Begins with the op and names the argument: "Engine.submit: top_p is 3; expected ...".
+    names
+        Argument to field of the body.
+    """
+    _, _, message = str(error).partition(": ")
+    message = message or str(error)
+    argument = message.split(" ", 1)[0].split("[", 1)[0]
+    field = names.get(argument, argument)
+    if field != argument:
+        message = field + message.removeprefix(argument)
+    return BadRequest(field, message)
+
+
+def error_of_step(error: Exception) -> RequestError:
+    """Return the error of an answer that failed, which is the server's fault but for one."""
+    message = str(error)
+    if isinstance(error, RuntimeError) and "no logit above -inf" in message:  # its rules leave none
+        return BadRequest(None, f"the parameters of the request leave no token: {message}")
+    logger.error("an answer failed", exc_info=error)
+    return RequestError(500, "the server failed; its log has the reason", code="server_error")

@@ -1,0 +1,184 @@
+"""What endpoints share: bodies within limits, clients that go away, events, errors, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lmdecode.serving.errors import RequestError, error_of_step
+
+__all__ = ["EventStream", "JSONAnswer", "KeyCheck", "read_body", "unless_gone"]
+
+_T = TypeVar("_T")
+_MOST_DISCARDED = 1 << 30
+
+
+def _json(content: Any) -> bytes:
+    # Lone surrogates cannot be written otherwise; a decoder replaces bytes of no character.
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", errors="replace")
+
+
+class JSONAnswer(Response):
+    """A body of JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of a body."""
+        return _json(content)
+
+    @classmethod
+    def of_error(cls, error: RequestError) -> JSONAnswer:
+        """Return the response for an error."""
+        return cls(error.body, error.status, error.headers)
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """Return the body of a request.
+
+    Parameters
+    ----------
+    request
+        Of the client.
+    most
+        Bytes that it may have.
+    seconds
+        Within which it must be here.
+
+    Raises
+    ------
+    RequestError
+        Status 413 or 408.
+    """
+    parts, count = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            # What is too large is read all the same: a client that still sends hears no answer.
+            async for part in request.stream():
+                count += len(part)
+                if count <= most:
+                    parts.append(part)
+                elif count > _MOST_DISCARDED:
+                    break
+    except TimeoutError:
+        message = f"the body did not arrive within {seconds:g} seconds"
+        raise RequestError(408, message, "body", "request_timeout") from None
+    if count > most:
+        message = f"the body is too large; expected at most {most} bytes"
+        raise RequestError(413, message, "body", "body_too_large")
+    return b"".join(parts)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, answer: Awaitable[_T]) -> _T:
+    """Return an answer, which is cancelled if its client goes away.
+
+    Raises
+    ------
+    ClientDisconnect
+        The client has gone.
+    """
+    writing = asyncio.ensure_future(answer)
+    listening = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((writing, listening), return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            return writing.result()
+        raise ClientDisconnect
+    finally:
+        for task in (writing, listening):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(writing, listening, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, one for each body, and ``[DONE]`` at the end.
+
+    Parameters
+    ----------
+    events
+        The bodies.
+    close
+        Called at the end, also when the client goes away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            with suppress(ClientDisconnect):
+                await unless_gone(receive, self._send(send))
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def event(data: bytes) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            async for content in self._events:
+                await event(_json(content))
+        except OSError:  # the client has gone
+            raise ClientDisconnect from None
+        except Exception as error:
+            await event(_json(error_of_step(error).body))
+        await event(b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class KeyCheck:
+    """Refuses requests without the key, but for some paths.
+
+    Parameters
+    ----------
+    app
+        The application behind it.
+    key
+        Compared in constant time with that of ``Authorization: Bearer``.
+    open_paths
+        Paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, open_paths: tuple[str, ...]) -> None:
+        self._app, self._key, self._open = app, key.encode(), open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse."""
+        if scope["type"] != "http" or scope["path"] in self._open or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key)
+        if kind.lower() == "bearer" and is_right:
+            await self._app(scope, receive, send)
+            return
+        error = RequestError(
+            401, "the API key is missing or wrong; expected it as Authorization: Bearer KEY",
+            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+        await JSONAnswer.of_error(error)(scope, receive, send)

@@ -1,0 +1,111 @@
+"""Messages of a chat, as templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lmdecode.serving.errors import BadRequest
+from lmdecode.serving.fields import Fields, shown
+
+__all__ = ["read_messages"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MOST_MESSAGES = 4096
+_FIELDS_OF_MESSAGES = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
+     "refusal", "annotations", "audio", "function_call")
+)  # fmt: skip
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text of a content: a text, or a list of parts of text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadRequest(where, f"{where} is {shown(value)}; expected a text or a list of parts")
+    texts = []
+    for i, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "input_text", "output_text", "refusal"):
+            assert isinstance(part, Mapping)
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if isinstance(text, str):
+                texts.append(text)
+                continue
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise BadRequest(where, f"{where}[{i}] is {kind[:40]!r}; expected text, all it reads")
+        raise BadRequest(where, f"{where}[{i}] is {shown(part)}; expected a part with a text")
+    return "".join(texts)
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as an object, as templates expect it."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(where, f"{where} is {shown(value)}; expected a call of a function")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            pass  # a model wrote it: it stays a text
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = value.get("id")
+    return {"id": identity, **call} if isinstance(identity, str) else call
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadRequest(where, f"{where} is {shown(value)}; expected an object")
+    role = value.get("role")
+    if role not in _ROLES:
+        raise BadRequest(where, f"{where}.role is {shown(role)}; expected {', '.join(_ROLES)}")
+    for name in value:
+        if name not in _FIELDS_OF_MESSAGES:
+            raise BadRequest(where, f"{where} has {shown(name)}, which is no field of a message")
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content, calls = value.get("content"), value.get("tool_calls")
+    if value.get("function_call") is not None:
+        raise BadRequest(where, f"{where}.function_call is not supported; expected tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise BadRequest(where, f"{where}.tool_calls is {shown(calls)}; expected a list, in a "
+                             "message of the assistant")  # fmt: skip
+        message["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
+    if content is None:
+        if role != "assistant":
+            raise BadRequest(where, f"{where} has no content; expected a text")
+        message["content"] = ""
+    else:
+        message["content"] = _content(content, f"{where}.content")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        text = value.get(name)
+        if text is None and name == "reasoning_content":
+            text = value.get("reasoning")
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise BadRequest(where, f"{where}.{name} is {shown(text)}; expected a text")
+        message[name] = text
+    return message
+
+
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Return the messages of a chat.
+
+    Raises
+    ------
+    BadRequest
+        Names the message, what came and what was expected.
+    """
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages or len(messages) > _MOST_MESSAGES:
+        raise fields.error("messages", f"a list of 1 to {_MOST_MESSAGES} messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

@@ -1,0 +1,240 @@
+"""Parameters of chats and completions: fields of a body to arguments of ``Engine.submit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmdecode._checks import MAX_INT
+from lmdecode.serving.errors import BadRequest
+from lmdecode.serving.fields import Fields
+from lmdecode.serving.grammar_request import GRAMMAR_FIELDS
+from lmdecode.serving.tokenizer import Tokenizer
+
+__all__ = ["COMMON_FIELDS", "NAMES", "Parameters", "check_names", "read_parameters"]
+
+_MOST_CHOICES = 128
+_MOST_STOPS, _LONGEST_STOP = 16, 1024
+_MOST_TOKENS = 1 << 16  # of a list of tokens
+_MOST_BIASES = 1 << 16
+_MIROSTAT_TAU = 5.0  # of llama.cpp
+
+# Passed to the engine as they are, which checks them. The names are those of ``Sampler``.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "top_n_sigma", "top_h", "xtc_probability", "xtc_threshold", "dynamic_temperature_range",
+    "dynamic_temperature_exponent", "mirostat_tau", "mirostat_eta", "adaptive_target",
+    "adaptive_decay", "dry_multiplier", "dry_base", "dry_allowed_length", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+_EDITS = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens")
+_SEARCH = (
+    "num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
+    "patience",
+)  # fmt: skip
+# Names of other servers.
+_ALIASES = {
+    "repeat_penalty": "repetition_penalty", "typical": "typical_p",
+    "dynatemp_range": "dynamic_temperature_range", "dynatemp_exponent":
+    "dynamic_temperature_exponent",
+}  # fmt: skip
+NAMES: Mapping[str, str] = {"eos_token_id": "stop_token_ids", "max_new_tokens": "max_tokens",
+                            "prompt_ids": "prompt", "input_ids": "prompt"}  # fmt: skip
+"""Arguments of the engine to the fields that they come from, where those differ."""
+# Of the caller, or advice to a service: without effect.
+_WITHOUT_EFFECT = (
+    "user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "cache_prompt", "verbosity",
+)  # fmt: skip
+COMMON_FIELDS = frozenset(
+    ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "logit_bias",
+     "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+     "skip_special_tokens", "bad_words", "dry_sequence_breakers", "mirostat", *_SAMPLING, *_EDITS,
+     *_SEARCH, *_ALIASES, *_WITHOUT_EFFECT, *GRAMMAR_FIELDS)
+)  # fmt: skip
+"""The fields that both endpoints accept."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a request asks, beside its prompt.
+
+    Attributes
+    ----------
+    arguments : dict
+        Of ``Engine.submit``, but for ``max_new_tokens``, ``seed``, ``grammar`` and ``logprobs``.
+    n : int
+        Number of answers.
+    seed : int or None
+        Of the first answer; see ``seed_of``.
+    is_search : bool
+        Whether a beam search finds the answers.
+    stops : tuple of str
+        Texts that end an answer.
+    keeps_stop : bool
+        Whether the answer has the text that ended it.
+    skips_special : bool
+        Whether special tokens are left out of the text.
+    stream, includes_usage : bool
+        Whether the answer comes in pieces, and whether the last of them has the usage.
+    """
+
+    arguments: dict[str, Any]
+    n: int
+    seed: int | None
+    is_search: bool
+    stops: tuple[str, ...]
+    keeps_stop: bool
+    skips_special: bool
+    stream: bool
+    includes_usage: bool
+    fields: Fields = field(repr=False)
+
+    def seed_of(self, index: int) -> int | None:
+        """Return the seed of an answer."""
+        return None if self.seed is None else (self.seed + index) & MAX_INT
+
+
+def check_names(fields: Fields, known: Iterable[str], refused: Mapping[str, str]) -> None:
+    """Raise BadRequest for fields that the server does not know or does not support."""
+    for name in fields.names():
+        if name in refused:
+            raise BadRequest(name, f"{name} is not supported: {refused[name]}")
+        if name not in known:
+            raise BadRequest(name, f"{name} is no field of this request", "unknown_parameter")
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
+    """Return the arguments that come from fields, one by one."""
+    arguments: dict[str, Any] = {}
+    for name in (*_SAMPLING, *_EDITS, *_ALIASES):
+        if name not in fields:
+            continue
+        argument = _ALIASES.get(name, name)
+        if argument in arguments:
+            raise BadRequest(name, f"{name} and {argument} are given; expected one of both")
+        value = fields.get(name)
+        if isinstance(value, float) and argument in ("top_k", "no_repeat_ngram_size"):
+            value = fields.integer(name, -MAX_INT, MAX_INT)
+        arguments[argument] = value
+    if (mode := fields.integer("mirostat", 0, 2)) is not None:
+        if mode == 1:
+            raise fields.error("mirostat", "0 or 2")
+        if mode == 2:
+            arguments.setdefault("mirostat_tau", _MIROSTAT_TAU)
+    for name, low, high in (("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0),
+                            ("temperature", 0.0, 100.0)):  # fmt: skip
+        if name in arguments:
+            fields.number(name, low, high)
+    words = [_ids(tokenizer, word) for word in fields.texts("bad_words", 1024, 1024)]
+    if words:
+        arguments["bad_words_ids"] = [*arguments.get("bad_words_ids", []), *words]
+    if breakers := fields.texts("dry_sequence_breakers", 256, 256):
+        arguments["dry_breakers"] = sorted({_ids(tokenizer, text)[-1] for text in breakers})
+    bias = fields.object("logit_bias")
+    if bias:
+        arguments["logit_bias"] = _biases(bias, vocab)
+    return arguments
+
+
+def _biases(bias: Mapping[str, Any], vocab: int) -> dict[int, float]:
+    biases = {}
+    if len(bias) > _MOST_BIASES:
+        raise BadRequest(
+            "logit_bias", f"logit_bias has {len(bias)} tokens; expected at most {_MOST_BIASES}"
+        )
+    of_tokens = Fields(bias)
+    for token in of_tokens.names():
+        is_id = token.isascii() and token.isdecimal() and len(token) < 10
+        if not is_id or int(token) >= vocab:
+            raise BadRequest(
+                "logit_bias", f"logit_bias has {token[:80]!r}; expected token ids below {vocab}"
+            )
+        try:
+            number = of_tokens.number(token, -100.0, 100.0)
+        except BadRequest as error:
+            raise BadRequest("logit_bias", f"logit_bias: token {error}") from error
+        assert number is not None
+        biases[int(token)] = number
+    return biases
+
+
+def read_parameters(
+    fields: Fields,
+    tokenizer: Tokenizer,
+    defaults: Mapping[str, Any],
+    eos_token_ids: Iterable[int],
+    vocab: int,
+) -> Parameters:
+    """Check the fields that chats and completions share.
+
+    Parameters
+    ----------
+    fields
+        Of the body.
+    tokenizer
+        Of the model.
+    defaults
+        Parameters of the model's own generation config, for absent fields.
+    eos_token_ids
+        The model's end tokens.
+    vocab
+        Number of logits.
+
+    Raises
+    ------
+    BadRequest
+        Names the field, what came and what was expected.
+    """
+    arguments = _sampling_of(fields, tokenizer, vocab)
+    num_beams = fields.integer("num_beams", 1, 1 << 16) or 1
+    is_search = num_beams > 1
+    if is_search:
+        for name in _SEARCH:
+            if name in fields:
+                arguments[name] = fields.get(name)
+    else:
+        for name in _SEARCH[1:]:
+            if name in fields:
+                raise BadRequest(name, f"{name} is given; expected num_beams above 1 with it")
+        of_model = {name: defaults[name] for name in (*_SAMPLING, *_EDITS) if name in defaults}
+        arguments = {**of_model, **arguments}
+        arguments["do_sample"] = arguments.get("temperature", 1.0) > 0
+    ends = [] if fields.boolean("ignore_eos") else list(eos_token_ids)
+    ends += fields.integers("stop_token_ids", _MOST_TOKENS, 0, vocab - 1)
+    arguments["eos_token_id"] = list(dict.fromkeys(ends))
+    arguments["min_tokens"] = fields.integer("min_tokens", 0, MAX_INT) or 0
+    n = fields.integer("n", 1, _MOST_CHOICES) or 1
+    if is_search:
+        if n > num_beams:
+            raise BadRequest("n", f"n is {n}; expected at most num_beams, {num_beams}")
+        arguments["num_return_sequences"] = n
+    seed = fields.integer("seed", -MAX_INT - 1, MAX_INT)
+    if seed == -1:  # llama.cpp's "any"
+        seed = None
+    stream = fields.boolean("stream")
+    options = fields.object("stream_options")
+    includes_usage = False
+    if options is not None:
+        if not stream:
+            raise BadRequest("stream_options", "stream_options is given; expected stream with it")
+        of_stream = Fields(options)
+        check_names(of_stream, ("include_usage", "include_obfuscation"), {})
+        includes_usage = of_stream.boolean("include_usage")
+    return Parameters(
+        arguments,
+        n,
+        None if seed is None else seed & MAX_INT,
+        is_search,
+        tuple(fields.texts("stop", _MOST_STOPS, _LONGEST_STOP)),
+        fields.boolean("include_stop_str_in_output"),
+        fields.boolean("skip_special_tokens", True),
+        stream,
+        includes_usage,
+        fields,
+    )

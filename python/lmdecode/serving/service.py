@@ -1,0 +1,304 @@
+"""A model that is served: its ``Engine``, the requests in it, and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.engine import Engine
+from lmdecode.decoder.engine.request import Request
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine
+from lmdecode.serving.fields import Fields
+from lmdecode.serving.grammar import CompiledGrammar, GrammarCompiler
+from lmdecode.serving.grammar_request import GRAMMAR_FIELDS, FieldError, grammar_of_body
+from lmdecode.serving.grammar_source import GrammarSource
+from lmdecode.serving.parameters import NAMES
+from lmdecode.serving.reasoning import ReasoningFormat
+from lmdecode.serving.text_model import TextModel
+from lmdecode.serving.tool_calls import ToolFormat
+from lmdecode.serving.work import Answer, Job, Tally, Work
+from lmdecode.serving.writing import AnswerWriter
+
+__all__ = ["Service"]
+
+_LONG_TEXT = 1 << 14  # characters: longer ones are tokenized beside the event loop
+
+
+@dataclass
+class Service:
+    """A model and its engine.
+
+    Parameters
+    ----------
+    model : TextModel
+        The model.
+    engine : Engine
+        Of ``model.decoding``, started.
+    name : str
+        Of the model, as clients call it.
+    max_waiting : int
+        Number of requests that wait for a slot; more are refused.
+    store : KVStore, optional
+        The engine's, for its counts.
+    tally : Tally
+        Counts of its requests.
+    """
+
+    model: TextModel
+    engine: Engine
+    name: str
+    max_waiting: int = 256
+    store: Any = None
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        decoder: Any = self.model.decoding.decoder
+        kind = getattr(decoder, "weight_format", "")
+        facts = f"{self.name} {kind} {self.vocab} {self.engine.capacity}"
+        self.fingerprint = f"lmdecode-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is decoder-only."""
+        return isinstance(self.model.decoding.decoder, PackedCausalModel)
+
+    @property
+    def vocab(self) -> int:
+        """Number of logits."""
+        decoder: Any = self.model.decoding.decoder
+        return int(decoder.config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of prompt and answer."""
+        return min(self.engine.capacity + 1, self.model.context_length or self.engine.capacity + 1)
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.model.tokenizer, self.vocab, self.model.eos_token_ids)
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+        return ToolFormat.of_template(self._template_source, self.model.tokenizer)
+
+    @functools.cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model marks what it thinks; None: it does not."""
+        return ReasoningFormat.of_template(self._template_source, self.model.tokenizer)
+
+    @property
+    def _template_source(self) -> str | None:
+        template = self.model.template
+        return None if template is None else template.text(has_tools=True)
+
+    async def grammar_of(
+        self, fields: Fields, forced: GrammarSource | None = None, prefix: str = ""
+    ) -> CompiledGrammar | None:
+        """Return the grammar that a body asks for, compiled beside the event loop.
+
+        Parameters
+        ----------
+        fields
+            Of the body.
+        forced
+            The grammar of calls of tools, which leaves no room for another.
+        prefix
+            See ``GrammarCompiler.compile``.
+
+        Raises
+        ------
+        BadRequest
+            The grammar is wrong, too large, or one of two.
+        """
+        try:
+            source = grammar_of_body({name: fields.get(name) for name in GRAMMAR_FIELDS})
+        except FieldError as error:
+            raise BadRequest(error.param, str(error).replace(": ", " ", 1)) from error
+        name = next((name for name in GRAMMAR_FIELDS if name in fields), "tools")
+        if forced is not None:
+            if source is not None:
+                raise BadRequest(name, f"{name} is given; expected none beside calls of tools")
+            source, name = forced, "tools"
+        if source is None:
+            return None
+        chosen = source
+        try:
+            return await asyncio.to_thread(lambda: self._grammars.compile(chosen, prefix=prefix))
+        except (TypeError, ValueError) as error:
+            raise BadRequest(name, f"{name}: {error}") from error
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return messages as the text of a prompt.
+
+        Raises
+        ------
+        BadRequest
+            The model has no chat template, or its template does not take them.
+        """
+        template = self.model.template
+        if template is None:
+            raise BadRequest(
+                "messages", "the model has no chat template; expected a prompt of /v1/completions"
+            )
+        try:
+            return template.render(messages, **variables)
+        except (TypeError, ValueError) as error:
+            raise BadRequest("messages", f"the chat template refuses them: {error}") from error
+
+    async def tokens_of(
+        self, name: str, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the tokens of a text; a long one does not hold up the others.
+
+        Raises
+        ------
+        BadRequest
+            The text is longer than any that the model could read.
+        """
+        most = self.context * self.model.tokenizer.longest_token
+        if len(text) > most:
+            raise self._too_long(name, f"more than {most} characters", self.context)
+
+        def encode() -> list[int]:
+            return self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
+
+    def _too_long(self, name: str, what: str, most: int) -> BadRequest:
+        return BadRequest(
+            name,
+            f"{name} has {what}; expected at most {most} tokens, the model's context, with at "
+            "least one of them for the answer",
+            "context_length_exceeded",
+        )
+
+    def max_tokens_of(
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        asked: int | None,
+        otherwise: int | None,
+        asked_name: str = "max_tokens",
+    ) -> int:
+        """Return the maximum number of new tokens, for prompts of these lengths.
+
+        Parameters
+        ----------
+        name
+            The field of the prompts.
+        prompts
+            Tokens of each.
+        asked
+            What the request says; None: nothing.
+        otherwise
+            For a request that says nothing; None: as many as there is room for.
+        asked_name
+            The field of ``asked``.
+        """
+        longest = max(map(len, prompts)) if self.is_causal else 1
+        room = self.context - longest
+        if room < 1:
+            raise self._too_long(name, f"{longest} tokens", self.context)
+        if asked is None:
+            return room if otherwise is None else min(otherwise, room)
+        if asked > room:
+            raise BadRequest(
+                asked_name,
+                f"{asked_name} is {asked} and {name} has {longest} tokens; expected at most "
+                f"{self.context} together, the model's context",
+                "context_length_exceeded",
+            )
+        return asked
+
+    def submit(self, job: Job) -> Work:
+        """Submit a job's requests.
+
+        Returns
+        -------
+        Work
+            ``n`` answers for each prompt, in order. Whoever gets it closes it.
+
+        Raises
+        ------
+        BadRequest
+            The engine refused an argument.
+        RequestError
+            Status 429: too many requests wait.
+        """
+        parameters = job.parameters
+        count = 1 if parameters.is_search else parameters.n
+        self._check_room(count * len(job.prompts))
+        requests: list[Request] = []
+        try:
+            for prompt in job.prompts:
+                requests += [self._submit_one(job, prompt, i) for i in range(count)]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        ends = frozenset(parameters.arguments["eos_token_id"])
+        beams: list[int | None] = list(range(parameters.n)) if parameters.is_search else [None]
+        answers: list[Answer] = []
+        for request in requests:
+            for beam in beams:
+                writer = AnswerWriter(
+                    self.model.tokenizer,
+                    stops=parameters.stops,
+                    keeps_stop=parameters.keeps_stop,
+                    skips_special=parameters.skips_special,
+                    kept_special_ids=job.kept_special_ids,
+                )
+                answers.append(Answer(len(answers), request, writer, beam, ends))
+        return Work(self.tally, job, requests, answers)
+
+    def _check_room(self, count: int) -> None:
+        most = self.engine.max_requests + self.max_waiting
+        if self.tally.in_flight + count > most:
+            raise RequestError(
+                429,
+                f"{self.tally.in_flight} requests are running or wait; expected at most {most}",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+
+    def _submit_one(self, job: Job, prompt: list[int], index: int) -> Request:
+        arguments = dict(job.parameters.arguments)
+        if (seed := job.parameters.seed_of(index)) is not None:
+            arguments["seed"] = seed
+        if job.logprobs is not None:
+            arguments["logprobs"] = job.logprobs
+        if job.grammar is not None:
+            arguments["grammar"] = job.grammar.start()
+        if not self.is_causal:
+            arguments["input_ids"] = prompt
+        try:
+            return self.engine.submit(
+                prompt if self.is_causal else None, max_new_tokens=job.max_tokens, **arguments
+            )
+        except (TypeError, ValueError) as error:
+            raise error_of_engine(error, NAMES) from error
+
+    def metrics_text(self) -> str:
+        """Return all counts and times, in the text format of Prometheus."""
+        stats = self.engine.stats
+        gauges: list[tuple[str, str, str, float]] = [
+            ("requests_running", "gauge", "Requests with a slot.", stats.running),
+            ("requests_waiting", "gauge", "Requests that wait for a slot.", stats.waiting),
+            ("slots_free", "gauge", "Free slots.", stats.free_places),
+            ("steps_total", "counter", "Steps of the model.", stats.steps),
+            ("prompt_tokens_total", "counter", "Computed tokens of prompts.", stats.prompt_tokens),
+            (
+                "cached_prompt_tokens_total",
+                "counter",
+                "Tokens of prompts that were not computed, as their keys and values were there.",
+                stats.cached_tokens,
+            ),
+            ("generated_tokens_total", "counter", "Generated tokens.", stats.new_tokens),
+        ]
+        return self.tally.metrics.text(gauges)

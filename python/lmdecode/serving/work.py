@@ -1,0 +1,233 @@
+"""Requests that are being answered: their jobs, their answers, and what they count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from lmdecode.decoder.engine.request import Request, TokenLogprob
+from lmdecode.serving.answers import Usage
+from lmdecode.serving.grammar import CompiledGrammar
+from lmdecode.serving.metrics import Metrics
+from lmdecode.serving.parameters import Parameters
+from lmdecode.serving.writing import AnswerWriter, Piece
+
+__all__ = ["Answer", "Job", "Tally", "Work"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request.
+
+    Attributes
+    ----------
+    prompts : list of list of int
+        Tokens of each prompt.
+    max_tokens : int
+        Maximum number of tokens of an answer.
+    parameters : Parameters
+        What chats and completions share.
+    logprobs : int or None
+        Number of best tokens beside each one.
+    grammar : CompiledGrammar or None
+        Constrains each answer.
+    kept_special_ids : frozenset of int
+        See ``AnswerWriter``.
+    """
+
+    prompts: list[list[int]]
+    max_tokens: int
+    parameters: Parameters
+    logprobs: int | None = None
+    grammar: CompiledGrammar | None = None
+    kept_special_ids: frozenset[int] = frozenset()
+
+
+@dataclass
+class Answer:
+    """One answer of a job.
+
+    Attributes
+    ----------
+    index : int
+        Of its choice.
+    request : Request
+        Of the engine; a search has several answers.
+    writer : AnswerWriter
+        Its text.
+    beam : int or None
+        Which sequence of a search it is.
+    ends : frozenset of int
+        End tokens, which are no part of the text.
+    finish_reason : str or None
+        "stop" or "length", when it has ended.
+    """
+
+    index: int
+    request: Request
+    writer: AnswerWriter
+    beam: int | None
+    ends: frozenset[int]
+    finish_reason: str | None = None
+    num_end_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, with an end token."""
+        return self.writer.num_tokens + self.num_end_tokens
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield its pieces, as they come. The last one has the reason of the end."""
+        if self.beam is not None:
+            result = await self.request.wait()
+            assert result.beams is not None
+            tokens = result.beams.sequences[self.beam].tolist()
+            yield self._push(tokens[len(self.request.prompt_ids) :])
+        else:
+            async for items in self.request.parts():
+                piece = self._push(items)
+                if piece.text or piece.logprobs:
+                    yield piece
+                if self.writer.stop is not None:
+                    self.request.cancel()
+                    break
+        yield self._last()
+
+    async def whole(self) -> Piece:
+        """Return all of it, when it has ended."""
+        if self.beam is None and not self.writer.has_stops:
+            result = await self.request.wait()
+            pieces = [self._push(result.logprobs or result.tokens), self._last()]
+        else:
+            pieces = [piece async for piece in self.pieces()]
+        return Piece(
+            "".join(piece.text for piece in pieces),
+            [item for piece in pieces for item in piece.logprobs],
+            self.finish_reason,
+        )
+
+    def _last(self) -> Piece:
+        """Return the piece behind all tokens."""
+        piece = self.writer.finish()
+        is_stopped = self.writer.stop is not None or self.request.finish_reason != "length"
+        self.finish_reason = piece.finish_reason = "stop" if is_stopped else "length"
+        return piece
+
+    def _push(self, items: Sequence[int | TokenLogprob]) -> Piece:
+        """Write tokens; of those that end the answer nothing is written."""
+        if items:
+            last = items[-1] if isinstance(items[-1], int) else items[-1].token
+            if last in self.ends:
+                items, self.num_end_tokens = items[:-1], 1
+        return self.writer.push(items)
+
+
+@dataclass
+class Tally:
+    """Counts of a server's requests.
+
+    Attributes
+    ----------
+    metrics : Metrics
+        Times and reasons of all that have ended.
+    in_flight, abandoned : int
+        Requests that are being answered or wait, and answers whose clients went away.
+    """
+
+    metrics: Metrics = field(default_factory=Metrics)
+    in_flight: int = 0
+    abandoned: int = 0
+
+    def count(self, request: Request) -> None:
+        """Count a request that has ended, or was cancelled."""
+        metrics, stats = self.metrics, request.stats
+        metrics.answers.add(1, request.finish_reason or "cancelled")
+        if stats.queued is not None:
+            metrics.queued.add(stats.queued)
+        if stats.first_token is not None:
+            metrics.first_token.add(stats.first_token)
+            if stats.total is not None:
+                metrics.total.add(stats.total)
+                if stats.new_tokens > 1:
+                    between = (stats.total - stats.first_token) / (stats.new_tokens - 1)
+                    metrics.between_tokens.add(between, stats.new_tokens - 1)
+
+
+class Work:
+    """The answers of a job, while they are written.
+
+    Attributes
+    ----------
+    answers : list of Answer
+        Of all prompts, in order.
+    """
+
+    def __init__(
+        self, tally: Tally, job: Job, requests: list[Request], answers: list[Answer]
+    ) -> None:
+        self._tally, self._job, self._requests = tally, job, requests
+        self.answers = answers
+        self._is_closed = False
+        tally.in_flight += len(requests)
+
+    def close(self) -> None:
+        """Free the places of what is unfinished, and count all. Done again, it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        tally = self._tally
+        tally.in_flight -= len(self._requests)
+        tally.abandoned += any(
+            answer.finish_reason is None and answer.request.finish_reason != "error"
+            for answer in self.answers
+        )
+        for request in self._requests:
+            if not request.finished:
+                request.cancel()
+            tally.count(request)
+
+    async def wholes(self) -> list[Piece]:
+        """Return all answers, when they have ended."""
+        return await asyncio.gather(*(answer.whole() for answer in self.answers))
+
+    async def pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
+        """Yield pieces of all answers, as they come."""
+        if len(self.answers) == 1:
+            async for piece in self.answers[0].pieces():
+                yield self.answers[0], piece
+            return
+        queue: asyncio.Queue[tuple[Answer, Piece | BaseException | None]] = asyncio.Queue()
+
+        async def read(answer: Answer) -> None:
+            try:
+                async for piece in answer.pieces():
+                    queue.put_nowait((answer, piece))
+                queue.put_nowait((answer, None))
+            except Exception as error:
+                queue.put_nowait((answer, error))
+
+        tasks = [asyncio.create_task(read(answer)) for answer in self.answers]
+        try:
+            left = len(tasks)
+            while left:
+                answer, found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield answer, found
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of tokens so far. A prompt counts once, whatever its number of answers."""
+        per_prompt = len(self._requests) // len(self._job.prompts)
+        return Usage(
+            sum(map(len, self._job.prompts)),
+            sum(request.stats.cached_tokens for request in self._requests[::per_prompt]),
+            sum(answer.num_tokens for answer in self.answers),
+        )

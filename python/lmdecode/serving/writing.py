@@ -1,0 +1,165 @@
+"""Turns the tokens of one answer into text: special tokens, stop texts and log-probabilities."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lmdecode.decoder.engine.request import TokenLogprob
+from lmdecode.serving.tokenizer import Tokenizer
+
+__all__ = ["AnswerWriter", "Piece", "StopFinder"]
+
+
+class StopFinder:
+    """Ends a text at the first of several texts.
+
+    Parameters
+    ----------
+    stops
+        Texts that end it.
+    keeps_stop
+        Whether the text that ended it is part of it.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        self._stops, self._keeps_stop = tuple(stops), keeps_stop
+        self._held = ""
+        self.found: str | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is any such text."""
+        return bool(self._stops)
+
+    def push(self, text: str) -> str:
+        """Return what is certain to be part of the text. What may begin a stop text is held."""
+        if not self._stops:
+            return text
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        at, stop = min(
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
+            default=(-1, None),
+            key=lambda found: (found[0], -len(found[1] or "")),
+        )
+        if stop is not None:
+            self.found, self._held = stop, ""
+            return text[: at + len(stop)] if self._keeps_stop else text[:at]
+        held = max(
+            (
+                length
+                for stop in self._stops
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """Return what was held, at the end of the tokens."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass
+class Piece:
+    """A part of an answer.
+
+    Attributes
+    ----------
+    text : str
+        Its text.
+    logprobs : list of TokenLogprob
+        Of the tokens whose text is complete with this piece, if they were requested.
+    finish_reason : str or None
+        "stop" or "length", of the last one.
+    """
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class AnswerWriter:
+    """Writes the text of an answer, as its tokens come.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the model.
+    stops, keeps_stop
+        See ``StopFinder``.
+    skips_special
+        Whether special tokens are left out.
+    kept_special_ids
+        Special tokens that are written all the same, such as those around calls of tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        keeps_stop: bool = False,
+        skips_special: bool = True,
+        kept_special_ids: Collection[int] = (),
+    ) -> None:
+        self._stream = tokenizer.stream(
+            skip_special_tokens=skips_special, kept_special_ids=kept_special_ids
+        )
+        self._stops = StopFinder(stops, keeps_stop)
+        # Log-probabilities of tokens whose text is not certain yet, and where that ends.
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()
+        self._read = self._written = 0
+        self.num_tokens = 0
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether a text may end the answer before its tokens do."""
+        return self._stops.has_any
+
+    @property
+    def stop(self) -> str | None:
+        """The text that ended the answer."""
+        return self._stops.found
+
+    def push(self, items: Sequence[int | TokenLogprob]) -> Piece:
+        """Take tokens, without an end token, and return what they add."""
+        texts = []
+        for item in items:
+            token = item if isinstance(item, int) else item.token
+            text = self._stream.push([token])
+            self.num_tokens += 1
+            self._read += len(text)
+            if not isinstance(item, int):
+                self._waiting.append((self._read, item))
+            certain = self._stops.push(text)
+            texts.append(certain)
+            if self._stops.found is not None:
+                break
+        return self._piece("".join(texts))
+
+    def finish(self) -> Piece:
+        """Return what is left, at the end of the tokens."""
+        if self._stops.found is not None:
+            return Piece()
+        text = self._stops.push(self._stream.finish())
+        if self._stops.found is None:
+            text += self._stops.finish()
+        piece = self._piece(text)
+        if self._stops.found is None:
+            piece.logprobs += [item for _, item in self._waiting]
+            self._waiting.clear()
+        return piece
+
+    def _piece(self, text: str) -> Piece:
+        self._written += len(text)
+        ready = []
+        while self._waiting and self._waiting[0][0] <= self._written:
+            ready.append(self._waiting.popleft()[1])
+        return Piece(text, ready)

@@ -1,0 +1,218 @@
+"""The official client of OpenAI's API drives every endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from lmdecode.serving.text_model import TextModel  # noqa: E402
+from tests.serving.servers import NAME, load_model, served  # noqa: E402
+
+TALK: list[Any] = [{"role": "user", "content": "What did the LORD say?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Nineveh", "Ur"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def client(model: TextModel) -> Iterator[Any]:
+    with served(model, api_key="key") as port:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key",
+                           max_retries=0) as client:  # fmt: skip
+            yield client
+
+
+def chat(client: Any, **options: Any) -> Any:
+    options = {"max_completion_tokens": 12, "messages": TALK, "seed": 1, **options}
+    return client.chat.completions.create(model=NAME, **options)
+
+
+def test_a_chat(client: Any) -> None:
+    got = chat(client)
+    message = got.choices[0].message
+    assert message.role == "assistant" and message.content and message.tool_calls is None
+    assert got.choices[0].finish_reason == "length"
+    assert got.usage.completion_tokens == 12 and got.usage.prompt_tokens > 5
+    assert got.system_fingerprint.startswith("lmdecode-")
+    assert chat(client).choices[0].message.content == message.content, "of the same seed"
+    assert chat(client, seed=2).choices[0].message.content != message.content
+    long = [{"role": "user", "content": "And it came to pass in those days. " * 8}]
+    again = [chat(client, messages=long).usage for _ in range(2)][1]
+    assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+
+
+def test_a_stream_with_usage(client: Any) -> None:
+    whole = chat(client).choices[0].message.content
+    pieces = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole
+    assert pieces[-2].choices[0].finish_reason == "length"
+    assert not pieces[-1].choices and pieces[-1].usage.completion_tokens == 12
+    with chat(client, stream=True, max_completion_tokens=400) as stream:
+        next(iter(stream))  # and it is closed
+
+
+def test_stops_choices_and_seeds(client: Any) -> None:
+    texts = [choice.message.content for choice in chat(client, n=3).choices]
+    assert len(set(texts)) == 3 and texts[0] == chat(client).choices[0].message.content
+    stop = texts[0][3:6]
+    got = chat(client, stop=[stop, "never"]).choices[0]
+    assert got.message.content == texts[0][: texts[0].index(stop)]
+    assert got.finish_reason == "stop"
+
+
+def test_logprobs(client: Any) -> None:
+    got = chat(client, logprobs=True, top_logprobs=3, temperature=0).choices[0]
+    content = got.logprobs.content
+    assert len(content) == 12
+    assert b"".join(bytes(item.bytes) for item in content).decode() == got.message.content
+    for item in content:
+        assert len(item.top_logprobs) == 3 and item.logprob <= 0
+        assert item.top_logprobs[0].token == item.token, "the most probable is taken"
+        assert item.top_logprobs[0].logprob == item.logprob
+    text = client.completions.create(model=NAME, prompt="And", max_tokens=5, logprobs=2, seed=1)
+    logprobs = text.choices[0].logprobs
+    assert "".join(logprobs.tokens) == text.choices[0].text and len(logprobs.tokens) == 5
+    assert logprobs.text_offset[0] == 0 and len(logprobs.top_logprobs[0]) == 2
+
+
+def test_bias_and_penalties(client: Any, model: TextModel) -> None:
+    word = model.tokenizer.encode(" Moses", add_special_tokens=False)[0]
+    got = client.completions.create(
+        model=NAME, prompt="And", max_tokens=4, temperature=0, logit_bias={str(word): 100}
+    )
+    assert got.choices[0].text == model.tokenizer.decode([word] * 4)
+    banned = client.completions.create(
+        model=NAME, prompt="And", max_tokens=6, logit_bias={str(word): 100}, frequency_penalty=2,
+        presence_penalty=2, temperature=0, extra_body={"no_repeat_ngram_size": 2, "top_k": 5},
+    )  # fmt: skip
+    assert banned.choices[0].text != model.tokenizer.decode([word] * 6)
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8},
+     "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}},
+     "required": ["name", "tags"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_json_of_a_schema(client: Any, number: int) -> None:
+    schema = SCHEMAS[number]
+    for seed in range(3):
+        got = chat(
+            client, seed=seed, max_completion_tokens=200, temperature=1.2,
+            response_format={"type": "json_schema", "json_schema": {
+                "name": "answer", "schema": schema, "strict": True}},
+        ).choices[0]  # fmt: skip
+        if got.finish_reason == "stop":
+            value = json.loads(got.message.content)
+            assert isinstance(value, dict if schema["type"] == "object" else list)
+            if "required" in schema:
+                assert set(schema["required"]) <= value.keys()
+        assert got.finish_reason == "stop" or number < 2
+
+
+def test_json_objects(client: Any) -> None:
+    got = chat(client, response_format={"type": "json_object"}, max_completion_tokens=60, seed=4)
+    text = got.choices[0].message.content
+    assert text.lstrip().startswith("{")
+    if got.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_forced_calls_of_tools(client: Any, choice: Any, stream: bool) -> None:
+    options = {"tools": [WEATHER], "tool_choice": choice, "max_completion_tokens": 400,
+               "parallel_tool_calls": False, "temperature": 0.8}  # fmt: skip
+    if stream:
+        pieces = [p.choices[0] for p in chat(client, stream=True, **options)]
+        parts = [call for p in pieces for call in p.delta.tool_calls or []]
+        assert parts[0].id and {part.index for part in parts} == {0}
+        name = "".join(part.function.name or "" for part in parts)
+        arguments = "".join(part.function.arguments or "" for part in parts)
+        assert not "".join(p.delta.content or "" for p in pieces)
+        reason = pieces[-1].finish_reason
+    else:
+        got = chat(client, **options).choices[0]
+        (call,) = got.message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, got.finish_reason
+        assert call.type == "function" and call.id and got.message.content is None
+    assert name == "weather" and reason == "tool_calls"
+    value = json.loads(arguments)
+    assert value["city"] in ("Nineveh", "Ur") and 1 <= value["days"] <= 9
+
+
+def test_answers_of_tools_come_back(client: Any) -> None:
+    got = chat(client, tools=[WEATHER, CLOCK], tool_choice="required", max_completion_tokens=400)
+    message = got.choices[0].message
+    assert {call.function.name for call in message.tool_calls} <= {"weather", "clock"}
+    talk = [*TALK, message, *({"role": "tool", "tool_call_id": call.id, "content": "dry"}
+                              for call in message.tool_calls)]  # fmt: skip
+    assert chat(client, messages=talk, tools=[WEATHER, CLOCK]).choices[0].message is not None
+    free = chat(client, tools=[WEATHER], tool_choice="none").choices[0]
+    assert free.message.tool_calls is None and free.finish_reason == "length"
+
+
+def test_errors(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+        chat(client, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="expected 'kjv'"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=client.base_url, api_key="no", max_retries=0).models.list()
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model=NAME, prompt="a " * 2000)
+    assert [card.id for card in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+
+
+def test_at_once(model: TextModel) -> None:
+    import asyncio
+
+    async def ask(port: int) -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def one(seed: int) -> str:
+                got = await client.completions.create(
+                    model=NAME, prompt=f"And {seed}", max_tokens=8, seed=seed
+                )
+                text: str = got.choices[0].text
+                return text
+
+            together = await asyncio.gather(*map(one, range(16)))
+            assert together == [await one(seed) for seed in range(16)]
+            return list(together)
+
+    with served(model) as port:
+        assert len(set(asyncio.run(ask(port)))) > 8

@@ -1,0 +1,157 @@
+"""``lmdecode serve`` as a process: its start, its end, and what a store keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.servers import KJV, call, post
+
+pytestmark = pytest.mark.slow
+LONG = "And it came to pass in those days, that there went out a decree from the king. " * 6
+
+
+@contextlib.contextmanager
+def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start the command on a free port; yield the process and the port."""
+    words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert select.select([process.stdout], [], [], 120)[0], "it says where it listens"
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found, (line, process.communicate(timeout=10))
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def body_of(seed: int, **changes: Any) -> dict[str, Any]:
+    return {"prompt": LONG, "max_tokens": 12, "seed": seed, "temperature": 0.9, **changes}
+
+
+def text_of(port: int, body: dict[str, Any]) -> str:
+    status, got = post(port, "/v1/completions", body)
+    assert status == 200, got
+    text: str = got["choices"][0]["text"]
+    return text
+
+
+def test_it_drains_at_sigterm(tmp_path: Path) -> None:
+    with command("--name", "kings", "--context", "2048") as (process, port):
+        assert call(port, "GET", "/v1/models")[1]["data"][0]["id"] == "kings"
+        found: list[str] = []
+        long = body_of(3, max_tokens=400, ignore_eos=True)
+        threads = [threading.Thread(target=lambda: found.append(text_of(port, long)))
+                   for _ in range(3)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        while call(port, "GET", "/health")[1]["answering"] < 3:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 3 and len(set(found)) == 1 and len(found[0]) > 400
+        assert process.wait(30) == 0
+        with pytest.raises(OSError):
+            call(port, "GET", "/health")
+
+
+def test_a_second_sigterm_ends_it_at_once() -> None:
+    with command("--context", "4096") as (process, port):
+        body = body_of(3, max_tokens=3000, ignore_eos=True)
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                call(port, "POST", "/v1/completions", body)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not call(port, "GET", "/health")[1]["answering"]:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert process.poll() is None, "it finishes what runs"
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        thread.join(20)
+
+
+def test_the_grace_period_ends() -> None:
+    with command("--context", "4096", "--grace", "1") as (process, port):
+        body = body_of(3, max_tokens=3900, ignore_eos=True)
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                call(port, "POST", "/v1/completions", body)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not call(port, "GET", "/health")[1]["answering"]:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        thread.join(20)
+
+
+def test_prompts_survive_kill_9(tmp_path: Path) -> None:
+    store = ("--store", str(tmp_path / "store"), "--store-gb", "0.2")
+    with command(*store) as (process, port):
+        texts = [text_of(port, body_of(seed)) for seed in range(3)]
+        first = post(port, "/v1/completions", body_of(9))[1]["usage"]
+        end = time.monotonic() + 30  # what was read is written beside the answers
+        while time.monotonic() < end:
+            stats = call(port, "GET", "/health")[1]["store"]
+            if stats["commits"]:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+    with command(*store) as (process, port):
+        got = post(port, "/v1/completions", body_of(0))[1]
+        assert got["choices"][0]["text"] == texts[0]
+        assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "from the store"
+        assert first["prompt_tokens"] == got["usage"]["prompt_tokens"]
+        assert [text_of(port, body_of(seed)) for seed in range(3)] == texts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "99999"], "--port is 99999"), (["--dtype", "int3"], "int3"),
+        (["--max-requests", "0"], "--max-requests is 0"), (["--host", "256.1.1.1"], "256.1.1.1"),
+        (["--chat-template", "/no/such"], "/no/such"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
+    words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (1, 2), done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert not done.stdout
+
+
+def test_a_model_that_is_not_there() -> None:
+    words = [sys.executable, "-m", "lmdecode", "serve", "/no/such/model", "--port", "0"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "/no/such/model" in done.stderr and json.dumps(done.stdout) == '""'

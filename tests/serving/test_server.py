@@ -1,0 +1,157 @@
+"""Endpoints of the server, by a client of HTTP: answers, streams, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lmdecode.serving.text_model import TextModel
+from tests.serving.servers import NAME, call, events, load_model, post, served
+
+PROMPT = "And the LORD spake unto Moses"
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def port(model: TextModel) -> Iterator[int]:
+    with served(model) as port:
+        yield port
+
+
+def expected(model: TextModel, prompt: str, **options: Any) -> str:
+    """Return the text of ``generate()`` by an engine alone."""
+    engine = model.decoding.engine(max_requests=1, capacity=512)
+    tokens = engine.submit(model.tokenizer.encode(prompt), **options).result().tokens
+    return model.tokenizer.decode(tokens)
+
+
+def test_a_completion_is_the_text_of_the_engine(model: TextModel, port: int) -> None:
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "seed": 3, "temperature": 0.9}
+    status, got = post(port, "/v1/completions", body)
+    wanted = expected(model, PROMPT, max_new_tokens=12, seed=3, temperature=0.9)
+    assert status == 200 and got["object"] == "text_completion" and got["model"] == NAME
+    assert got["choices"][0]["text"] == wanted
+    assert got["choices"][0]["finish_reason"] == "length"
+    count = len(model.tokenizer.encode(PROMPT))
+    assert got["usage"]["prompt_tokens"] == count
+    assert got["usage"]["completion_tokens"] == 12
+    assert got["usage"]["total_tokens"] == count + 12
+    greedy = post(port, "/v1/completions", {**body, "temperature": 0, "seed": None})[1]
+    assert greedy["choices"][0]["text"] == expected(model, PROMPT, max_new_tokens=12)
+
+
+def test_streams_join_to_the_answer(port: int) -> None:
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Speak"}]}),
+    ]
+    for path, ask in asks:
+        body = {**ask, "max_tokens": 20, "seed": 5, "n": 3, "logprobs": 1}
+        if "messages" in ask:
+            body |= {"logprobs": True, "top_logprobs": 1}
+        whole = post(port, path, body)[1]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        got = events(post(port, path, {**body, **options})[1])
+        assert got[-1]["choices"] == [] and got[-1]["usage"]["completion_tokens"] == 60
+        assert len({piece["id"] for piece in got}) == 1
+        for index in range(3):
+            choices = [c for p in got for c in p["choices"] if c["index"] == index]
+            text = "".join(c.get("text", c.get("delta", {}).get("content", "")) for c in choices)
+            asked = whole["choices"][index]
+            assert text == asked.get("text", asked.get("message", {}).get("content"))
+            assert [c["finish_reason"] for c in choices][-1] == "length"
+            assert all(c["finish_reason"] is None for c in choices[:-1])
+            name = "tokens" if "prompt" in ask else "content"
+            pieces = [t for c in choices if c["logprobs"] for t in c["logprobs"][name]]
+            assert pieces == asked["logprobs"][name] and len(pieces) == 20
+        texts = {
+            json.dumps(choice.get("text", choice.get("message"))) for choice in whole["choices"]
+        }
+        assert len(texts) == 3, "answers differ, each has a seed of its own"
+
+
+def test_stop_texts(port: int) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 24, "seed": 5}
+    text = post(port, "/v1/completions", body)[1]["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    for kept in (False, True):
+        ask = {**body, "stop": [stop], "include_stop_str_in_output": kept, "logprobs": 0}
+        choice = post(port, "/v1/completions", ask)[1]["choices"][0]
+        wanted = text[: text.index(stop) + (len(stop) if kept else 0)]
+        assert choice["text"] == wanted and choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == stop
+        got = events(post(port, "/v1/completions", {**ask, "stream": True})[1])
+        assert "".join(p["choices"][0]["text"] for p in got) == wanted
+        assert wanted.startswith("".join(choice["logprobs"]["tokens"]))
+
+
+def test_several_prompts_echo_and_tokens(model: TextModel, port: int) -> None:
+    prompts = [PROMPT, "In the beginning"]
+    tokens = [model.tokenizer.encode(prompt) for prompt in prompts]
+    ask = {"max_tokens": 5, "temperature": 0, "n": 2}
+    texts = post(port, "/v1/completions", {**ask, "prompt": prompts})[1]
+    assert [choice["index"] for choice in texts["choices"]] == [0, 1, 2, 3]
+    same = post(port, "/v1/completions", {**ask, "prompt": tokens})[1]
+    assert [c["text"] for c in same["choices"]] == [c["text"] for c in texts["choices"]]
+    one = post(port, "/v1/completions", {**ask, "prompt": tokens[1], "echo": True, "n": 1})[1]
+    assert one["choices"][0]["text"] == prompts[1] + texts["choices"][2]["text"]
+    none = post(port, "/v1/completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0})[1]
+    assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
+
+
+def test_beams(model: TextModel, port: int) -> None:
+    ask = {"prompt": PROMPT, "max_tokens": 8, "num_beams": 3, "n": 2, "length_penalty": 0.5}
+    got = post(port, "/v1/completions", ask)[1]
+    engine = model.decoding.engine(max_requests=3, capacity=512)
+    ids = model.tokenizer.encode(PROMPT)
+    result = engine.submit(
+        ids, max_new_tokens=8, num_beams=3, num_return_sequences=2, length_penalty=0.5
+    ).result()
+    assert result.beams is not None
+    wanted = [model.tokenizer.decode(beam[len(ids) :]) for beam in result.beams.sequences]
+    assert [choice["text"] for choice in got["choices"]] == wanted
+
+
+def test_chats_use_the_template(model: TextModel, port: int) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}],
+        },
+    ]
+    ask = {"messages": messages, "max_completion_tokens": 6, "temperature": 0}
+    got = post(port, "/v1/chat/completions", ask)[1]
+    assert got["object"] == "chat.completion"
+    rendered = "<s>system: Be brief\nuser: Who?\nassistant:"
+    plain = post(port, "/v1/completions", {"prompt": rendered, "max_tokens": 6, "temperature": 0,
+                                           "add_special_tokens": False})[1]  # fmt: skip
+    assert got["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    tokens = post(port, "/tokenize", {"messages": messages})[1]
+    assert tokens["count"] == got["usage"]["prompt_tokens"] == len(tokens["tokens"])
+    back = post(port, "/detokenize", {"tokens": tokens["tokens"]})[1]
+    assert back["content"] == rendered
+
+
+def test_models_health_metrics_and_the_page(port: int) -> None:
+    models = call(port, "GET", "/v1/models")[1]
+    assert models["data"][0]["id"] == NAME and models["data"][0]["max_model_len"] == 513
+    assert call(port, "GET", f"/v1/models/{NAME}")[0] == 200
+    assert call(port, "GET", "/v1/models/other")[1]["error"]["code"] == "model_not_found"
+    assert call(port, "GET", "/health")[1]["status"] == "ok"
+    post(port, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+    text = call(port, "GET", "/metrics")[1]
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["lmdecode_generated_tokens_total"]) >= 4
+    assert float(values["lmdecode_time_to_first_token_seconds_count"]) >= 1
+    assert float(values['lmdecode_requests_total{endpoint="/v1/completions",status="200"}']) >= 1
+    status, page, headers = call(port, "GET", "/")
+    assert status == 200 and "<title>lmdecode</title>" in page
+    assert "http" not in headers["content-security-policy"], "nothing from elsewhere"
