@@ -18,6 +18,7 @@ from ray_stand_in import KJV
 
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
 
 import ray
 from ray import serve
@@ -113,12 +114,32 @@ def test_errors_and_models(port: int) -> None:
     connection.close()
     status, got = post(port, body_of(1, stop=5))
     assert status == 400 and got["error"]["param"] == "stop"
-    assert post(port, body_of(1, n=3))[1]["error"]["message"] == "n is 3; it is not supported"
+    assert post(port, body_of(1, suffix="x"))[1]["error"]["param"] == "suffix"
+    assert len(post(port, body_of(1, n=3))[1]["choices"]) == 3
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/v1/models")
     assert json.loads(connection.getresponse().read())["data"][0]["id"] == "kjv"
     connection.request("GET", "/health")
     assert connection.getresponse().status == 200
+
+
+def test_chats_tokens_and_metrics(port: int) -> None:
+    """The application is that of lmdecode.serving, with all its paths."""
+    assert http_get(port, "/metrics").startswith("# HELP lmdecode_")
+    assert "<title>lmdecode</title>" in http_get(port, "/")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": []}))
+    response = connection.getresponse()
+    assert response.status == 400 and b"messages" in response.read()
+    connection.close()
+
+
+def http_get(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path)
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
 
 
 def test_stop_texts(port: int) -> None:
@@ -212,6 +233,8 @@ def test_wrong_arguments() -> None:
     for store in ({}, {"path": "a"}, {"capacity_bytes": 1}):
         with pytest.raises(ValueError, match="expected path, and capacity_bytes or"):
             build_app(KJV, store=store)
+    with pytest.raises(ValueError, match="serving has 'colour'"):
+        build_app(KJV, serving={"colour": 1})
     with pytest.raises(TypeError, match="store is str"):
         build_app(KJV, store="folder")  # type: ignore[arg-type]
     assert lmdecode.__version__
