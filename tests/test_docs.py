@@ -47,6 +47,7 @@ WITH_EXAMPLES = (
     "docs/reference/ring_cache.md",
     "docs/reference/sampler.md",
     "docs/reference/sampling.md",
+    "docs/reference/serving.md",
     "docs/reference/store.md",
     "docs/reference/transformers.md",
     "docs/reference/trie.md",

@@ -158,16 +158,24 @@ class GrammarCompiler:
         if not ends:
             raise ValueError(f"{_OP}: eos_token_ids is empty; expected at least one token")
         self._ends = frozenset(ends)
-        module = _llguidance()
-        words = _Words(tokenizer, self._vocab, ends)
-        self._tokenizer = module.LLTokenizer(words, eos_token=ends)
+        self._module, self._words = _llguidance(), tokenizer
         # A step of the parser that takes 14 ms is an error of its request.
-        self._limits = module.LLParserLimits(
+        self._limits = self._module.LLParserLimits(
             initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
         )
-        self._matcher = module.LLMatcher
         self._cache: OrderedDict[tuple[GrammarSource, str], Future[CompiledGrammar]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._made: Any = None
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer as llguidance has it, made when it is first needed: it takes long."""
+        with self._making:
+            if self._made is None:
+                ends = sorted(self._ends)
+                words = _Words(self._words, self._vocab, ends)
+                self._made = self._module.LLTokenizer(words, eos_token=ends)
+        return self._made
 
     def json_object(self) -> CompiledGrammar:
         """Return the grammar of any JSON object."""
@@ -249,7 +257,7 @@ class GrammarCompiler:
         )
 
     def _matcher_of(self, text: str) -> Any:
-        matcher = self._matcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        matcher = self._module.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # large terminals are prepared by the first
             copy = matcher.deep_copy()
