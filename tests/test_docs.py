@@ -22,6 +22,7 @@ FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example 
 WITH_EXAMPLES = (
     "README.md",
     "docs/guides/beam_search.md",
+    "docs/guides/command_line.md",
     "docs/guides/control_sampling.md",
     "docs/guides/fast_models.md",
     "docs/guides/generate.md",

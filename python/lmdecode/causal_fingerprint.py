@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lmdecode._memory import bytes_of
 from lmdecode.decoder.causal_caches import row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.system import cpu_capability
@@ -17,20 +18,21 @@ from lmdecode.system import cpu_capability
 if TYPE_CHECKING:
     from lmdecode.store import Fingerprint
 
-__all__ = ["causal_fingerprint", "check_causal_store"]
+__all__ = ["causal_fingerprint", "check_causal_store", "weights_hash"]
 
 # To be raised when the bits of keys and values change for the same packed weights.
 _BITS = 1
 _hashes: WeakKeyDictionary[PackedCausalModel, str] = WeakKeyDictionary()
 
 
-def _weights_hash(packed: PackedCausalModel) -> str:
-    from lmdecode.store.fingerprint import hash_tensor
-
+def weights_hash(packed: PackedCausalModel) -> str:
+    """Return the SHA-256 of packed weights: once computed, or the one that they were saved with."""
+    if packed.saved_hash is not None:
+        return packed.saved_hash
     if packed not in _hashes:
         digest = hashlib.sha256(json.dumps([packed.sizes, packed.numbers]).encode())
-        hash_tensor(digest, packed.layout)
-        hash_tensor(digest, packed.memory)
+        digest.update(bytes_of(packed.layout))
+        digest.update(bytes_of(packed.memory))
         _hashes[packed] = digest.hexdigest()
     return _hashes[packed]
 
@@ -57,7 +59,7 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
     kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
     return Fingerprint(
         model_id=decoding.model_class or type(config).__name__,
-        weights_hash=_weights_hash(packed),
+        weights_hash=weights_hash(packed),
         dtype=str(kind),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

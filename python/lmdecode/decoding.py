@@ -245,7 +245,12 @@ class Decoding(PackedDecoding):
         check_causal_store("Decoding.engine", self, store)
 
     def _facts(self) -> dict[str, Any]:
-        return {} if self.model is None else {"model_class": type(self.model).__name__}
+        facts = {} if self.model is None else {"model_class": type(self.model).__name__}
+        if isinstance(self.decoder, PackedCausalModel):
+            from lmdecode.causal_fingerprint import weights_hash
+
+            facts["weights_hash"] = weights_hash(self.decoder)
+        return facts
 
     def _files(self) -> dict[str, bytes]:
         if self.model is None:

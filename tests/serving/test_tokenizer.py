@@ -140,3 +140,77 @@ def test_a_saved_model_needs_no_transformers(tmp_path: Path) -> None:
     ids = tokenizer("In the beginning", return_tensors="pt").input_ids
     tokens = decoding.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     assert done.stdout.strip() == f"{tmp_path.name} 4096 (1,) None {tokens}"
+
+
+def _gguf(path: Path, kind: str, **flags: bool) -> Path:
+    """Write a file with a tokenizer of a kind, and no weights."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import write_file
+
+    is_bytes = kind == "gpt2"
+    letters = [*"abcdefgh.'", "\u0120" if is_bytes else "\u2581"]
+    pieces = [*letters, "ab", letters[-1] + "a", "<|end|>", "<think>"]
+    numbers = [] if is_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *numbers, *pieces]
+    kinds = [2, 3, 3] + [6] * len(numbers) + [1] * (len(pieces) - 2) + [3, 4]
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens)
+        writer.add_token_types(kinds)
+        if is_bytes:
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_merges(["a b", "\u0120 a"])
+        else:
+            writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_chat_template("{{ messages[0].content }}<|end|>")
+        for name, value in flags.items():
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
+
+    write_file(path, "llama", {}, add)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}]
+)
+def test_a_gguf_file_has_the_tokens_of_transformers(
+    kind: str, flags: dict[str, bool], tmp_path: Path
+) -> None:
+    from lmdecode.formats.gguf import load_tokenizer
+
+    path = _gguf(tmp_path / "m.gguf", kind, **flags)
+    ours, theirs = Tokenizer.load(path), load_tokenizer(path)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    end = ours.inner.token_to_id("<|end|>")
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2, end))
+    for text in ["ab a b", " ab<|end|> <think>", "\u00e9", "", "</s>h"]:
+        for adds in (False, True):
+            ids = ours.encode(text, add_special_tokens=adds)
+            assert ids == theirs(text, add_special_tokens=adds).input_ids
+        for skips in (False, True):
+            expected = theirs.decode(ids, skip_special_tokens=skips)
+            assert ours.decode(ids, skip_special_tokens=skips) == expected
+            stream = ours.stream(skip_special_tokens=skips)
+            assert "".join(stream.push([token]) for token in ids) + stream.finish() == expected
+
+
+def test_a_gguf_tokenizer_needs_no_transformers(tmp_path: Path) -> None:
+    path = _gguf(tmp_path / "m.gguf", "llama")
+    program = (
+        "import sys\n"
+        "from lmdecode.serving import Tokenizer\n"
+        f"print(Tokenizer.load({str(path)!r}).encode('ab'))\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(Tokenizer.load(path).encode("ab"))

@@ -149,12 +149,16 @@ class PackedCausalModel:
         How many layers each cache has.
     max_positions : int or None
         That the model has embeddings for.
+    saved_hash : str or None
+        The SHA-256 that weights were saved with, which are mapped as they are.
 
     Raises
     ------
     ValueError, TypeError
         Names what has a wrong shape, dtype or type.
     """
+
+    saved_hash: str | None = None
 
     def __init__(
         self,

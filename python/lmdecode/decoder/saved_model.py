@@ -212,6 +212,8 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
         _take(model, memory if is_own else _packed_again(model, memory))
     except (RuntimeError, TypeError, ValueError) as error:
         raise damaged(folder, f"has other weights than its {MANIFEST} says ({error})") from error
+    if is_own and isinstance(model, PackedCausalModel):
+        model.saved_hash = manifest.get("weights_hash")
     if not is_own:
         warnings.warn(
             f"Decoding.load: {folder} was packed for another kind of processor: its weights are "
