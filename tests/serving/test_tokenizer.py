@@ -95,7 +95,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "spiece.model").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"has spiece\.model, but no tokenizer\.json"):
+    with pytest.raises(ValueError, match="has a tokenizer that cannot be read"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is no tokenizer"):
@@ -107,6 +107,30 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             Tokenizer.load(tmp_path)
+
+
+def test_an_older_form_of_a_tokenizer(tmp_path: Path) -> None:
+    """A vocabulary and its merges, which transformers reads."""
+    tokenizer = tokenizer_of("byte_level")
+    vocabulary = {**tokenizer.get_vocab(), "<|endoftext|>": 300}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [300, 7]}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    ours, theirs = Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.eos_token_ids == (300, 7)
+    for text in ("hello he", "\u4e2d<|endoftext|>"):
+        assert ours.encode(text) == theirs(text).input_ids
+
+
+def test_numbers_that_no_token_has() -> None:
+    tokenizer = Tokenizer(tokenizer_of("byte_level"))
+    assert tokenizer.decode([99999]) == ""
+    for number in (-1, 1 << 40):
+        with pytest.raises(ValueError, match=r"ids has a number that no token has; expected 0 to"):
+            tokenizer.decode([number])
 
 
 def test_texts_that_are_none() -> None:

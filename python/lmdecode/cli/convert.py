@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lmdecode.cli.terminal import busy
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.formats.gguf import is_gguf
+from lmdecode.formats.tokenizer_files import converted_tokenizer
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.text_model import DEFAULT_DTYPE, local_path
 from lmdecode.serving.tokenizer import Tokenizer
@@ -71,15 +71,8 @@ def _run(given: argparse.Namespace) -> int:
 
 def _add_tokenizer(path: Path, folder: Path) -> None:
     """Write a ``tokenizer.json`` where the model has its tokenizer in another form."""
-    if (path / "tokenizer.json").is_file() or (folder / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").is_file():
         return
-    with contextlib.suppress(Exception):  # of any of transformers' tokenizers: there is none then
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if not tokenizer.is_fast:
-            return
-        with tempfile.TemporaryDirectory() as own:
-            tokenizer.save_pretrained(own)
-            for file in Path(own).iterdir():
-                (folder / file.name).write_bytes(file.read_bytes())
+    with contextlib.suppress(ImportError, ValueError):  # there is none then
+        for name, data in converted_tokenizer(path).items():
+            (folder / name).write_bytes(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,8 @@ class Tokenizer:
         ----------
         path : str or path
             A folder with ``tokenizer.json``, of transformers, of ``Decoding.save`` or of
-            CTranslate2; or a GGUF file.
+            CTranslate2; or a GGUF file. Of a folder with an older form of a tokenizer, such as
+            sentencepiece, transformers makes one.
 
         Raises
         ------
@@ -170,7 +172,7 @@ class Tokenizer:
         ValueError
             A file is damaged.
         ImportError
-            The package ``tokenizers`` is missing.
+            The package ``tokenizers`` is missing, or transformers for an older form.
         """
         _tokenizers()
         if is_gguf(path):
@@ -258,7 +260,12 @@ class Tokenizer:
         skip_special_tokens : bool
             Whether special tokens are left out.
         """
-        text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise ValueError(
+                "Tokenizer.decode: ids has a number that no token has; expected 0 to 2^32 - 1"
+            ) from None
         if self._cleans_up:
             for old, new in CLEAN_UP:
                 text = text.replace(old, new)
@@ -360,12 +367,17 @@ def _templates(folder: Path, settings: dict[str, Any]) -> str | dict[str, str] |
 def _of_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        old = [name for name in _OLD_FILES if (folder / name).is_file()]
-        has = f"{' and '.join(old)}, but no" if old else "no"
-        raise FileNotFoundError(
-            f"Tokenizer.load: {folder} has {has} tokenizer.json; expected one, which "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes"
-        )
+        if not any((folder / name).is_file() for name in _OLD_FILES):
+            raise FileNotFoundError(f"Tokenizer.load: {folder} has no tokenizer.json; expected one")
+        from lmdecode.formats.tokenizer_files import converted_tokenizer
+
+        files = converted_tokenizer(folder)
+        if (folder / "generation_config.json").is_file():
+            files["generation_config.json"] = (folder / "generation_config.json").read_bytes()
+        with tempfile.TemporaryDirectory() as own:
+            for name, data in files.items():
+                (Path(own) / name).write_bytes(data)
+            return _of_folder(Path(own))
     try:
         inner = _tokenizers().Tokenizer.from_file(str(file))
     except Exception as error:  # of no type of its own
