@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from lmdecode.decoder.audio_encoder import CONVOLUTIONS, AudioEncoder, pack_convolution
 from lmdecode.decoder.encoder import PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
-from lmdecode.linear import PackedLinear
 
 __all__ = ["Encoder", "with_encoder"]
-
-_CONVOLUTIONS = ("conv1", "conv2")  # Whisper's
 
 
 class Encoder:
@@ -43,9 +41,10 @@ class Encoder:
         if embedding is not None and weights.embedding is model.get_decoder().embed_tokens.weight:
             weights = weights._replace(embedding=embedding)
         parts: dict[str, Any] = {"encoder": PackedEncoder(config, weights, dtype)}
-        for name in _CONVOLUTIONS:
+        for name in CONVOLUTIONS:
             if hasattr(own, name):
-                parts[name] = _packed_convolution(getattr(own, name), dtype)
+                convolution = getattr(own, name)
+                parts[name] = pack_convolution(convolution.weight, convolution.bias, dtype)
         self._take(model, parts)
 
     @classmethod
@@ -58,13 +57,13 @@ class Encoder:
     def _take(self, model: Any, parts: Mapping[str, Any]) -> None:
         self._own, self._kind = model.get_encoder(), model.config.model_type
         self._padding = model.config.pad_token_id
-        self.parts = {name: parts[name] for name in ("encoder", *_CONVOLUTIONS) if name in parts}
+        self.parts = {name: parts[name] for name in ("encoder", *CONVOLUTIONS) if name in parts}
         self._packed: PackedEncoder = self.parts["encoder"]
-        self._convolutions = [
-            _Convolution(getattr(self._own, name), self.parts[name])
-            for name in _CONVOLUTIONS
-            if name in self.parts
-        ]
+        is_audio = all(name in parts for name in CONVOLUTIONS)
+        if is_audio != all(hasattr(self._own, name) for name in CONVOLUTIONS):
+            kind = f"a model of type {self._kind!r}"
+            raise ValueError(f"{kind} with parts {', '.join(parts)}; expected its own parts")
+        self._audio = AudioEncoder(self.parts) if is_audio else None
 
     def forward(
         self,
@@ -132,7 +131,7 @@ class Encoder:
     @property
     def takes_tokens(self) -> bool:
         """Whether its input is tokens, and not features."""
-        return not self._convolutions
+        return self._audio is None
 
     @property
     def longest(self) -> int | None:
@@ -142,7 +141,8 @@ class Encoder:
     @property
     def _features_shape(self) -> list[int]:
         """The channels and frames of features."""
-        return [self.parts["conv1"].in_features // 3, 2 * (self.longest or 0)]
+        assert self._audio is not None
+        return [self._audio.channels, self._audio.frames]
 
     def check_source(self, name: str, source: Sequence[int]) -> None:
         """Raise ValueError for tokens that the model does not take."""
@@ -212,19 +212,11 @@ class Encoder:
 
     def _of_features(self, features: Tensor) -> Tensor | None:
         """Return [B, S, D] of [B, channels, 2 S]: Whisper's."""
-        if features.dim() != 3 or features.device.type != "cpu" or not self._convolutions:
+        if self._audio is None or features.dim() != 3 or features.device.type != "cpu":
             return None
-        x = features.detach().float().transpose(1, 2)
-        for convolution in self._convolutions:
-            x = convolution(x)
-        batch, length, size = x.shape
-        if length != self.longest:
+        if list(features.shape[1:]) != self._features_shape:
             return None  # the model's own says what is wrong
-        begins = torch.arange(batch + 1) * length
-        rows = self._packed.forward(
-            begins, torch.arange(length).repeat(batch), inputs=x.reshape(-1, size)
-        )
-        return rows.view(batch, length, size)
+        return self._audio.forward(features)
 
 
 def _placed(rows: Tensor, mask: Tensor) -> Tensor:
@@ -234,35 +226,6 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
     states = rows.new_zeros(*mask.shape, rows.shape[1])
     states[mask] = rows
     return states
-
-
-def _packed_convolution(module: torch.nn.Conv1d, dtype: str) -> PackedLinear:
-    weight = module.weight.detach().transpose(1, 2).flatten(1)  # [out, width * in]
-    return PackedLinear(weight, module.bias, dtype=dtype)
-
-
-class _Convolution:
-    """One of Whisper's: 3 frames wide, then GELU. Frames that are neighbours are a row."""
-
-    def __init__(self, module: torch.nn.Conv1d, linear: PackedLinear) -> None:
-        (self._width,), (self._stride,) = module.kernel_size, module.stride
-        self._linear = linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [B, frames / stride, out] of [B, frames, in]."""
-        batch, frames, channels = x.shape
-        padded = x.new_zeros(batch, frames + 2 * (self._width // 2), channels)
-        padded[:, self._width // 2 : frames + self._width // 2] = x
-        count = (frames - 1) // self._stride + 1
-        out = x.new_empty(batch, count, self._linear.out_features)
-        for sequence, result in zip(padded, out, strict=True):
-            rows = sequence.as_strided(
-                (count, self._width * channels),
-                (self._stride * channels, 1),
-                sequence.storage_offset(),
-            )
-            self._linear(rows, activation="gelu", out=result)
-        return out
 
 
 def with_encoder(model: Any, encoder: Any) -> Any:
