@@ -91,6 +91,7 @@ set(CPU_BINDING_SOURCES
   bindings/decoder_layer.cpp
   bindings/decoding_read_memory.cpp
   bindings/decoding_steps.cpp
+  bindings/dynamic_time_warping.cpp
   bindings/encoder_forward.cpp
   bindings/faster_transformer_decoding.cpp
   bindings/gather_tree.cpp

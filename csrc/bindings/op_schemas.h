@@ -239,6 +239,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int "
      "end_token) -> Tensor",
      Devices::kCpuOnly},
+    // cost [tokens, frames] float32; the first frame of each token, [tokens] int64.
+    {"dynamic_time_warping(Tensor cost) -> Tensor", Devices::kCpuOnly},
     // The parts of a decoder step on a device other than matrix products; in plain torch on the CPU
     // (lmdecode.reference.decoder_step). Row r is cache row r; layouts of caches: DecodingCaches.
     // qkv [rows, 3, heads, head size], positions [rows] int32, out [rows, heads, head size].

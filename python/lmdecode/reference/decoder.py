@@ -18,6 +18,7 @@ __all__ = [
     "activated",
     "decoder_layer",
     "decoder_logits",
+    "dynamic_time_warping",
     "faster_transformer_decoder",
     "faster_transformer_decoding",
     "feed_forward",
@@ -354,6 +355,47 @@ def gather_tree(
             if len(ends):
                 result[int(ends[0]) :, b, w] = end_token
     return result
+
+
+def dynamic_time_warping(cost: Tensor) -> Tensor:
+    """Return the frame in which each token begins, on the cheapest monotonic path.
+
+    Parameters
+    ----------
+    cost : Tensor
+        [tokens, frames] float32. A step of the path is one token on, one frame on, or both. Of
+        equal sums, which are rounded to float32, the frame on is taken, unless both is less than
+        either.
+
+    Returns
+    -------
+    Tensor
+        [tokens] int64.
+    """
+    tokens, frames = cost.shape
+    sums = torch.full((tokens + 1, frames + 1), torch.inf)
+    sums[0, 0] = 0.0
+    steps = torch.zeros(tokens, frames, dtype=torch.int64)
+    for token in range(tokens):
+        for frame in range(frames):
+            both, by_token = float(sums[token, frame]), float(sums[token, frame + 1])
+            by_frame = float(sums[token + 1, frame])
+            if both < by_token and both < by_frame:
+                least, step = both, 0
+            elif by_token < both and by_token < by_frame:
+                least, step = by_token, 1
+            else:
+                least, step = by_frame, 2
+            sums[token + 1, frame + 1] = float(cost[token, frame]) + least
+            steps[token, frame] = step
+    first = torch.zeros(tokens, dtype=torch.int64)
+    token, frame = tokens - 1, frames - 1
+    while token >= 0:
+        first[token] = max(frame, 0)
+        step = int(steps[token, frame]) if frame >= 0 else 1
+        token -= step != 2
+        frame -= step != 1
+    return first
 
 
 def timestamp_rule(
