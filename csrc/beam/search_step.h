@@ -57,6 +57,8 @@ struct SearchStepParams {
   int32_t* nodes = nullptr;  // [slots, beams]: trie nodes of constrained beams
   // [slots, beams, vocab] or null: the rows after the rules, as in BeamSearch's scores
   float* ruled_scores = nullptr;
+  // Else ruled_scores alone are written, log-probabilities: the caller chooses the tokens.
+  bool chooses = true;
 
   int64_t next_rows = 0;
   int64_t* next_tokens = nullptr;   // [next_rows]

@@ -107,6 +107,7 @@ class SearchStep {
     collect_rows();
     LogitsProcessors processors;
     bool processed = collect_processors(&processors);
+    if (!p_.chooses) return write_beam_scores(processors);
     if (p_.greedy) {
       choose_greedy_tokens(processors);
     } else {

@@ -40,7 +40,7 @@ struct DecodingParams {
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
   // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
   float* logits = nullptr;
-  // Likewise the values after the rules: logits if greedy, else log-probabilities
+  // Likewise the values after the rules: logits if a greedy loop chooses, else log-probabilities
   float* scores = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }

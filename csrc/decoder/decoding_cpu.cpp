@@ -31,8 +31,9 @@ class Decoding {
       forward_.run(/*to_logits=*/true);
       repeat_logits();
       if (p_.logits != nullptr) copy_logits();
-      if (!p_.chooses) return 1;
+      if (!p_.chooses && p_.scores == nullptr) return 1;
       choose();
+      if (!p_.chooses) return 1;
       ++steps;
       if (p_.stop_when_done && has_ended()) break;
     }
@@ -164,6 +165,7 @@ class Decoding {
     step.vocab = step.logits_row_stride = p_.config.vocab;
     step.nodes = w_.nodes;
     step.ruled_scores = p_.scores;
+    step.chooses = p_.chooses;
     step.next_rows = p_.cache_rows();
     step.next_tokens = w_.next_tokens;
     step.next_parents = w_.next_parents;
@@ -187,6 +189,7 @@ class Decoding {
       std::fill_n(w_.next_tokens + row + beams, state_.beams - beams, int64_t{-1});
     }
     search_step_cpu(step, DecodingWorkspace::step_sizes(p_), w_.step);
+    if (!p_.chooses) return;
     for (int64_t i = 0; i < num_searches_; ++i) {
       const int64_t slot = w_.slots[i];
       if (p_.is_running(slot)) follow_parents(slot, w_.row_offsets[i]);

@@ -70,6 +70,26 @@ def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
     assert searches.state.lengths.tolist() == [2, 3]
 
 
+def test_scores_of_a_step_in_which_nothing_is_chosen() -> None:
+    """They are those of a step that chooses: the log-probabilities after the rules."""
+    searches, chosen = running_search(), running_search()
+    for each in (searches, chosen):
+        each.state.done[0] = 1
+        each.token_rules.timestamps[1] = torch.tensor([30, 2, 1, 36])
+        each.token_rules.bans[1, 0] = torch.tensor([5, 0, 1 << 40, 0])
+    lengths = searches.state.lengths.clone()
+    found, expected = torch.zeros(2, 6, 40), torch.zeros(2, 6, 40)
+    searches.read_tokens(found)
+    assert searches.state.lengths.equal(lengths)
+    chosen.run(1, logits=expected)
+    assert found.equal(expected)
+    scores = found[1, 3:]
+    assert (scores[:, 29] == -torch.inf).all() and (scores[:, 5] == -torch.inf).all()
+    before = found[0, 3:].log_softmax(dim=-1)
+    there = scores > -torch.inf
+    assert there.any() and torch.allclose(scores[there], before[there])
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
     [

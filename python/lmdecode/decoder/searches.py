@@ -142,7 +142,8 @@ class DecodingSearches:
         Parameters
         ----------
         logits : Tensor, optional
-            [rows of the caches, V] float32: it is written to, in the rows that are read.
+            [rows of the caches, V] float32: it is written to, in the rows that are read. With
+            [2, rows, V] the second half gets the scores: the log-probabilities after the rules.
 
         Returns
         -------
