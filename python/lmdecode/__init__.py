@@ -6,8 +6,8 @@
 batching of searches. ``sliding_window_attention`` and ``sliding_window_decode`` attend to a window
 of keys, which ``RingKVCache`` holds. ``PackedLinear`` is a linear layer whose weight is packed
 once. ``Decoding`` runs whole models. Its ``Engine`` generates any number of texts at a time.
-``KVStore`` keeps KV caches on disk. ``Session`` follows a conversation in it.
-``lmdecode.reference`` has every op again in plain torch.
+``Transcriber`` turns speech into text. ``KVStore`` keeps KV caches on disk. ``Session`` follows a
+conversation in it. ``lmdecode.reference`` has every op again in plain torch.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ from lmdecode.sampling import (
 from lmdecode.system import cpu_capability, has_cuda
 
 if TYPE_CHECKING:
+    from lmdecode.speech import Transcriber
     from lmdecode.store import KVStore, Session
 
 __version__ = "0.1.0"
@@ -158,6 +159,7 @@ __all__ = [
     "Session",
     "StepOutput",
     "TokenLogprob",
+    "Transcriber",
     "Trie",
     "VerifyOutput",
     "beam_finalize",
@@ -192,7 +194,9 @@ def __getattr__(name: str) -> Any:
     # When they are asked for: only the store needs SQLite.
     if name in ("KVStore", "Session"):
         return getattr(import_module("lmdecode.store"), name)
-    if name in ("compat", "formats", "reference", "store"):
+    if name == "Transcriber":
+        return import_module("lmdecode.speech").Transcriber
+    if name in ("compat", "formats", "reference", "speech", "store"):
         return import_module(f"lmdecode.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

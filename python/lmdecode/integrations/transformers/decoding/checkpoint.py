@@ -24,8 +24,8 @@ from transformers import (
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
 __all__ = [
-    "Checkpoint", "auto_class_of", "empty_model", "files_of", "skeleton", "skeleton_of",
-    "without_weights",
+    "Checkpoint", "auto_class_of", "empty_model", "files_of", "folder_of_file", "skeleton",
+    "skeleton_of", "without_weights",
 ]  # fmt: skip
 
 # What tokenizers and processors are made of.
@@ -207,3 +207,15 @@ class Checkpoint:
         """Return a tensor in its own dtype."""
         tensor: Tensor = self._file(name).get_tensor(name)
         return tensor
+
+
+def folder_of_file(name: str, file: str) -> Path | None:
+    """Return the folder in the cache that holds a file of a model of a hub, if there is one."""
+    from transformers.utils.hub import cached_file
+
+    options: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    found = cached_file(name, file, **options)
+    return None if found is None else Path(found).parent

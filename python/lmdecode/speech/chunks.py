@@ -1,0 +1,58 @@
+"""Where a long sound may be cut: parts that fit a window, and do not cut words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["cut_at_quiet", "merge_speech"]
+
+_SMOOTH = 20  # frames that are as quiet as the quietest of them is loud
+
+
+def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[int, int]]:
+    """Return parts of a sound that hold the speech, each at most ``longest`` frames.
+
+    Parameters
+    ----------
+    speech : sequence of (int, int)
+        Begin and end of each piece of speech, in order, none longer than ``longest``.
+    longest : int
+        Frames.
+    """
+    parts: list[tuple[int, int]] = []
+    for begin, end in speech:
+        if parts and end - parts[-1][0] <= longest:
+            parts[-1] = parts[-1][0], end
+        else:
+            parts.append((begin, end))
+    return parts
+
+
+def cut_at_quiet(features: Tensor, frames: int, longest: int) -> list[tuple[int, int]]:
+    """Return parts that cover a sound, cut where it is quietest.
+
+    Parameters
+    ----------
+    features : Tensor
+        [channels, at least frames] log-mel values.
+    frames : int
+        Of the sound.
+    longest : int
+        Frames of a part at most; a cut is in the last third of them.
+    """
+    if frames <= longest:
+        return [(0, frames)]
+    loudness = features[:, :frames].mean(dim=0)
+    around = torch.nn.functional.avg_pool1d(
+        loudness[None, None], _SMOOTH, 1, _SMOOTH // 2, count_include_pad=False
+    )[0, 0]
+    parts, begin = [], 0
+    while frames - begin > longest:
+        first = begin + 2 * longest // 3
+        end = first + int(around[first : begin + longest].argmin())
+        parts.append((begin, end))
+        begin = end
+    return [*parts, (begin, frames)]

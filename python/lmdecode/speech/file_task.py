@@ -1,0 +1,276 @@
+"""The transcription of one sound: its windows, in order or all at once, and their segments."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmdecode.speech.alignment import TimedTokens, first_positions, words_of
+from lmdecode.speech.features import HOP, RATE
+from lmdecode.speech.model import SpeechModel
+from lmdecode.speech.options import TranscriptionOptions
+from lmdecode.speech.segments import Segment, Word
+from lmdecode.speech.window_decoder import DecodedWindow, Window
+from lmdecode.speech.windows import Piece, split_window
+
+__all__ = ["FRAMES_A_SECOND", "FileTask"]
+
+FRAMES_A_SECOND = RATE // HOP
+
+
+class FileTask:
+    """Windows of a sound for a ``WindowDecoder``, and segments of what it finds.
+
+    Parameters
+    ----------
+    model, options
+        See ``WindowDecoder``.
+    language : str
+        Code.
+    features : Tensor
+        [channels, frames or more], with silence behind a sound shorter than a window.
+    parts : sequence of (int, int)
+        First and last frame of each part that is transcribed; in order, apart.
+    in_order : bool
+        Whether a window begins where the text of the last one ended, and may follow on from it.
+        Otherwise each part, which fits a window, is one of its own.
+    silence : float
+        Value of features behind a window that is shorter than others.
+
+    Attributes
+    ----------
+    ready : deque of Segment
+        Segments that have been found and not taken.
+    is_done : bool
+        Whether no more will come.
+    frames_done : int
+        Frames before which all is transcribed.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        options: TranscriptionOptions,
+        language: str,
+        features: Tensor,
+        parts: Sequence[tuple[int, int]],
+        *,
+        in_order: bool,
+        silence: float,
+    ) -> None:
+        self._model, self._options, self._language = model, options, language
+        self._features, self._parts = features, list(parts)
+        self._in_order, self._silence = in_order, silence
+        self._first_memory: Tensor | None = None
+        self.ready: deque[Segment] = deque()
+        self.is_done = not self._parts
+        self.frames_done = 0
+        self._part = 0  # the one that is heard
+        self._seek = self._parts[0][0] if self._parts else 0
+        self._is_asked = False  # for what may be decoded now
+        self._found: dict[int, tuple[Window, DecodedWindow]] = {}  # out of order, by windows
+        self._count = 0  # segments
+        self._earlier = self._initial_prompt()
+        self._reset_at = 0  # earlier text that is not looked at any more
+
+    def set_language(self, language: str, first_memory: Tensor) -> None:
+        """Set the language that was found in the first window, and that window's memory."""
+        self._language, self._first_memory = language, first_memory
+
+    # ---- windows
+
+    def windows(self) -> list[Window]:
+        """Return the windows that can be decoded now, each once."""
+        if self.is_done or self._is_asked:
+            return []
+        self._is_asked = True
+        if self._in_order:
+            return [self._window(self._seek, self._parts[self._part][1])]
+        return [self._window(begin, end) for begin, end in self._parts]
+
+    def _window(self, begin: int, end: int) -> Window:
+        prompt, text_begins = self._prompt(is_first=begin == self._parts[0][0])
+        return Window(self, lambda: self._encode(begin, end), prompt, text_begins, begin)
+
+    def _encode(self, begin: int, end: int) -> Tensor:
+        memory, self._first_memory = self._first_memory, None
+        if memory is not None and begin == self._parts[0][0]:
+            return memory
+        return self._model.encode(self.window_features(begin, end))
+
+    def window_features(self, begin: int, end: int) -> Tensor:
+        """Return [channels, frames of a window] from a frame on, for a part that ends at another.
+
+        Of a sound that fits a window the silence behind it is part of the features.
+        """
+        whole = self._features
+        fits = whole.shape[1] <= self._model.frames
+        part = whole[:, begin:] if fits else whole[:, begin:end]
+        part = part[:, : self._model.frames]
+        if part.shape[1] == self._model.frames:
+            return part
+        found = torch.full((len(part), self._model.frames), self._silence)
+        found[:, : part.shape[1]] = part
+        return found
+
+    # ---- prompts
+
+    def _initial_prompt(self) -> list[int]:
+        given = self._options.initial_prompt
+        if given is None:
+            return []
+        return self._model.texts.encode(given) if isinstance(given, str) else list(given)
+
+    def _prompt(self, *, is_first: bool) -> tuple[tuple[int, ...], int]:
+        """Return the tokens in front of a window's text, and where the text begins in them."""
+        options, tokens, texts = self._options, self._model.tokens, self._model.texts
+        most = self._model.capacity // 2 - 1
+        before: list[int] = []
+        prefix = options.prefix if is_first else None
+        if options.hotwords and not prefix:
+            before = texts.encode(options.hotwords)[:most]
+        earlier = self._earlier[self._reset_at :] if self._in_order or is_first else []
+        if not self._in_order and not is_first:
+            earlier = self._initial_prompt()
+        room = most - len(before)
+        if room > 0:
+            before += earlier[-room:]
+        prompt = [tokens.previous, *before] if before else []
+        prompt.append(tokens.start)
+        if tokens.languages:
+            prompt.append(tokens.languages[self._language])
+            prompt.append(tokens.tasks[options.task])
+        if options.without_timestamps:
+            prompt.append(tokens.no_timestamps)
+        begin = len(prompt)
+        if prefix:
+            if not options.without_timestamps:
+                prompt.append(tokens.first_time)
+            prompt += texts.encode(prefix)[:most]
+        return tuple(prompt), begin
+
+    # ---- results
+
+    def take(self, window: Window, decoded: DecodedWindow) -> None:
+        """Make segments of what was found in a window."""
+        if self._in_order:
+            self._is_asked = False
+            self._take_next(window, decoded)
+            return
+        self._found[window.seek] = (window, decoded)
+        while not self.is_done and self._parts[self._part][0] in self._found:
+            self._take_next(*self._found.pop(self._parts[self._part][0]))
+
+    def _take_next(self, window: Window, decoded: DecodedWindow) -> None:
+        options, model = self._options, self._model
+        end = self._parts[self._part][1]
+        frames = min(model.frames, end - window.seek)
+        step = frames
+        if not self._is_silent(decoded):
+            pieces, step = split_window(
+                decoded.tokens,
+                model.tokens.first_time,
+                model.frames_of_time,
+                frames,
+                is_cut=self._in_order,
+            )
+            words = self._words(window, decoded, pieces, frames)
+            for piece, of_piece in zip(pieces, words, strict=True):
+                self._add(window, decoded, piece, of_piece)
+            is_hot = decoded.temperature > options.prompt_reset_on_temperature
+            if not options.condition_on_previous_text or is_hot:
+                self._reset_at = len(self._earlier)
+        # Times that do not go on would be heard for ever.
+        self._seek = window.seek + (step if step > 0 else frames)
+        if not self._in_order or self._seek >= end:
+            self._part += 1
+            if self._part == len(self._parts):
+                self.is_done = True
+                self._found.clear()
+            else:
+                self._seek = self._parts[self._part][0]
+        self.frames_done = min(self._seek, end) if self._in_order else end
+
+    def _is_silent(self, decoded: DecodedWindow) -> bool:
+        options = self._options
+        if options.no_speech_threshold is None:
+            return False
+        if decoded.no_speech_prob <= options.no_speech_threshold:
+            return False
+        least = options.log_prob_threshold
+        return least is None or decoded.avg_logprob <= least
+
+    def _add(
+        self, window: Window, decoded: DecodedWindow, piece: Piece, words: list[Word] | None
+    ) -> None:
+        tokens = decoded.tokens[piece.begin : piece.end]
+        text = self._model.texts.decode(tokens)
+        # The last time may be behind the sound.
+        stop = max(piece.start, min(piece.stop, self._parts[-1][1] - window.seek))
+        if piece.stop > piece.start:
+            stop = max(stop, min(piece.start + self._model.frames_of_time, piece.stop))
+        start, end = ((window.seek + frame) / FRAMES_A_SECOND for frame in (piece.start, stop))
+        if self._options.without_timestamps and words:
+            start, end = words[0].start, words[-1].end
+        if start == end or not text.strip():
+            return
+        self._earlier += tokens
+        self._count += 1
+        self.ready.append(
+            Segment(
+                id=self._count,
+                seek=window.seek,
+                start=start,
+                end=end,
+                text=text,
+                tokens=tokens,
+                avg_logprob=decoded.avg_logprob,
+                compression_ratio=decoded.compression_ratio,
+                no_speech_prob=decoded.no_speech_prob,
+                words=words,
+                temperature=decoded.temperature,
+            )
+        )
+
+    # ---- words
+
+    def _words(
+        self, window: Window, decoded: DecodedWindow, pieces: Sequence[Piece], frames: int
+    ) -> list[list[Word] | None]:
+        """Return the words of each piece, or None for each where they are not asked for."""
+        if decoded.attention is None:
+            return [None] * len(pieces)
+        model, options = self._model, self._options
+        positions = max(1, frames // model.frames_of_time)
+        # A time in front of all text is at no place of the sound.
+        first = int(bool(decoded.tokens) and decoded.tokens[0] >= model.tokens.first_time)
+        attention = decoded.attention[:, first:, :positions]
+        found = [0] * first + first_positions(attention, model.median_width)
+        second = model.frames_of_time / FRAMES_A_SECOND
+        offset = window.seek / FRAMES_A_SECOND
+        times = [round(offset + position * second, 2) for position in found]
+        words: list[list[Word] | None] = []
+        for piece in pieces:
+            places = [
+                place
+                for place in range(piece.begin, piece.end)
+                if decoded.tokens[place] < model.tokens.end
+            ]
+            behind = places[-1] + 1 if places else piece.begin
+            timed = TimedTokens(
+                [decoded.tokens[place] for place in places],
+                [times[place] for place in (*places, behind)],
+                [decoded.log_probs[place] for place in places],
+            )
+            merged = words_of(
+                timed,
+                model.texts,
+                self._language,
+                options.prepend_punctuations,
+                options.append_punctuations,
+            )
+            words.append([word for word, _ in merged])
+        return words

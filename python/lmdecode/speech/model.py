@@ -1,0 +1,280 @@
+"""A packed Whisper model, and what its files say of its tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import type_error
+from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.token_rules import new_token_rules
+from lmdecode.decoder.audio_encoder import CONVOLUTIONS, AudioEncoder
+from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
+from lmdecode.decoder.saved_model import MANIFEST, check_unchanged, load_packed
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import padded
+from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.decoding import Decoding
+from lmdecode.speech.features import LogMel
+from lmdecode.speech.languages import LANGUAGES, code_of_language
+from lmdecode.speech.tokenizer import SpeechTokenizer, load_tokenizer
+
+__all__ = ["SpecialTokens", "SpeechModel", "load_model"]
+
+_OP = "Transcriber"
+
+
+class SpecialTokens(NamedTuple):
+    """Tokens that are no text.
+
+    Attributes
+    ----------
+    start, end, no_timestamps : int
+        The first token of a prompt; the last one of a text; and what says that no times follow.
+        The first time, 0.00, is the token behind ``no_timestamps``.
+    previous, no_speech : int
+        What stands before earlier text; and what the model gives instead of text in silence.
+    tasks, languages : dict
+        The token of each, by names and by codes; empty for an English-only model.
+    suppressed, suppressed_first : tuple of int
+        Never generated; never generated first.
+    """
+
+    start: int
+    end: int
+    no_timestamps: int
+    previous: int
+    no_speech: int
+    tasks: dict[str, int]
+    languages: dict[str, int]
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]
+
+    @property
+    def first_time(self) -> int:
+        """Return the token of 0.00 seconds."""
+        return self.no_timestamps + 1
+
+
+def _special_tokens(tokenizer: Any, generation: Mapping[str, Any]) -> SpecialTokens:
+    """Return the tokens that a generation config names, and the tokenizer where it does not."""
+
+    def token(name: str, *texts: str) -> int:
+        value = generation.get(name)
+        if isinstance(value, list):
+            value = value[0] if value else None
+        for text in texts:
+            if value is None:
+                value = tokenizer.token_to_id(text)
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{_OP}: the model has no {texts[0]}, nor a {name} in its generation config; "
+                "expected a Whisper model"
+            )
+        return value
+
+    no_timestamps = token("no_timestamps_token_id", "<|notimestamps|>")
+    languages: dict[str, int] = {
+        name.strip("<|>"): number for name, number in (generation.get("lang_to_id") or {}).items()
+    }
+    tasks: dict[str, int] = dict(generation.get("task_to_id") or {})
+    if generation.get("is_multilingual") is True and not languages:
+        found = {code: tokenizer.token_to_id(f"<|{code}|>") for code in LANGUAGES}
+        languages = {code: number for code, number in found.items() if number is not None}
+    if languages and not tasks:
+        named = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("transcribe", "translate")}
+        tasks = {name: number for name, number in named.items() if number is not None}
+    return SpecialTokens(
+        start=token("decoder_start_token_id", "<|startoftranscript|>"),
+        end=token("eos_token_id", "<|endoftext|>"),
+        no_timestamps=no_timestamps,
+        previous=token("prev_sot_token_id", "<|startofprev|>"),
+        no_speech=no_timestamps - 1,
+        tasks=tasks,
+        languages=languages,
+        suppressed=tuple(generation.get("suppress_tokens") or ()),
+        suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
+    )
+
+
+class SpeechModel:
+    """A Whisper model that is ready to run.
+
+    Parameters
+    ----------
+    decoder : PackedDecoder
+        Its decoder.
+    encoder : AudioEncoder
+        Its encoder.
+    tokenizer : tokenizers.Tokenizer
+        Its tokenizer.
+    config, generation : mapping
+        Its config.json and generation_config.json.
+
+    Attributes
+    ----------
+    tokens : SpecialTokens
+        See there.
+    texts : SpeechTokenizer
+        See there.
+    features : LogMel
+        See there.
+    frames : int
+        Frames of a window.
+    frames_of_time : int
+        Frames of a step of time: 2.
+    capacity : int
+        Most tokens of a sequence.
+    alignment_heads : list of (int, int)
+        Layers and heads of cross-attention that follow the sound; empty: not known.
+    median_width : int
+        Width of the filter of their weights.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        encoder: AudioEncoder,
+        tokenizer: Any,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+    ) -> None:
+        self.decoder, self.encoder = decoder, encoder
+        self.tokens = _special_tokens(tokenizer, generation)
+        self.texts = SpeechTokenizer(tokenizer, self.tokens.end)
+        self.features = LogMel(encoder.channels)
+        self.frames = encoder.frames
+        self.frames_of_time = self.frames // encoder.positions
+        self.capacity = decoder.num_positions or 0
+        heads = generation.get("alignment_heads") or ()
+        self.alignment_heads = [(int(layer), int(head)) for layer, head in heads]
+        self.median_width = int(config.get("median_filter_width", 7))
+
+    @property
+    def is_multilingual(self) -> bool:
+        """Whether the model knows languages and tasks."""
+        return bool(self.tokens.languages)
+
+    def encode(self, features: Tensor) -> Tensor:
+        """Return the memory of a window, [positions, model_size], of [channels, frames]."""
+        return self.encoder.forward(features[None])[0]
+
+    def code_of(self, language: object) -> str:
+        """Return the code of a language; raise for one that the model does not know."""
+        if not isinstance(language, str):
+            raise type_error(f"{_OP}.transcribe", "language", language, "a str or None")
+        code = code_of_language(language)
+        known = self.tokens.languages or {"en": 0}
+        if code not in known:
+            raise ValueError(
+                f"{_OP}.transcribe: language is {language!r}; expected one of "
+                f"{', '.join(known)}, or its name"
+            )
+        return code
+
+    def language_probabilities(self, memory: Tensor) -> list[tuple[str, float]]:
+        """Return the probability of each language of a memory, the largest first."""
+        logits = self.first_logits(memory)
+        codes, numbers = zip(*self.tokens.languages.items(), strict=True)
+        found = logits[list(numbers)].double().softmax(dim=0).tolist()
+        return sorted(zip(codes, found, strict=True), key=lambda pair: -pair[1])
+
+    def first_logits(self, memory: Tensor) -> Tensor:
+        """Return the logits behind the start token, [V]."""
+        state = new_beam_state(1, 1, 2)
+        state.sequences[:, :, 0] = self.tokens.start
+        state.lengths.fill_(1)
+        parameters = beam_parameters(1, 1)
+        parameters.prompt_lengths.fill_(1)
+        source = padded(len(memory))
+        searches = DecodingSearches(
+            self.decoder, state, parameters, new_token_rules(1), source, num_candidates=1
+        )
+        searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([0]))
+        logits = searches.read_tokens()[0]
+        searches.release()
+        return logits
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{_OP}: {path} is damaged ({error}); expected JSON") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _tokenizer_of(given: Any, folder: Path | None) -> Any:
+    """Return the tokenizer that is given, or that of a folder."""
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        if not callable(getattr(given, "token_to_id", None)):
+            raise type_error(_OP, "tokenizer", given, "a tokenizers.Tokenizer, a folder or None")
+        return given
+    if given is not None:
+        folder = Path(given)
+    found = None if folder is None else load_tokenizer(folder)
+    if found is None:
+        where = "the model" if folder is None else str(folder)
+        raise ValueError(
+            f"{_OP}: {where} has no tokenizer.json; expected one beside the model, or tokenizer="
+        )
+    return found
+
+
+def _of_saved(folder: Path, tokenizer: Any) -> SpeechModel:
+    """Return the model of a folder that ``Decoding.save`` wrote, without transformers."""
+    packed, manifest = load_packed(folder)
+    parts = packed.parts if isinstance(packed, PackedEncoderDecoder) else {}
+    if not {"decoder", "encoder", *CONVOLUTIONS} <= parts.keys():
+        raise ValueError(f"{_OP}: {folder} has no Whisper model; expected one of Decoding.save")
+    config = _json(folder / "config.json")
+    generation = _json(folder / "generation_config.json")
+    check_unchanged(folder, manifest)
+    decoder: Any = parts["decoder"]
+    tokenizer = _tokenizer_of(tokenizer, folder)
+    return SpeechModel(decoder, AudioEncoder(parts), tokenizer, config, generation)
+
+
+def _of_decoding(decoding: Decoding, tokenizer: Any, folder: Path | None) -> SpeechModel:
+    kind = getattr(getattr(decoding.model, "config", None), "model_type", None)
+    if not isinstance(decoding.decoder, PackedDecoder):
+        if kind == "whisper":
+            raise ValueError(
+                f"{_OP}: model is on {decoding.decoder.device}; expected a Decoding on cpu"  # type: ignore[union-attr]
+            )
+        raise ValueError(f"{_OP}: model is of type {kind!r}; expected a Whisper model")
+    parts = {} if decoding.encoder is None else decoding.encoder.parts
+    if kind != "whisper" or not {"encoder", *CONVOLUTIONS} <= parts.keys():
+        raise ValueError(f"{_OP}: model is of type {kind!r}; expected a Whisper model")
+    config = decoding.model.config.to_dict()
+    if folder is None:
+        source = Path(getattr(decoding.model.config, "_name_or_path", "") or "")
+        folder = source if source.name and source.is_dir() else None
+    tokenizer = _tokenizer_of(tokenizer, folder)
+    generation = decoding.model.generation_config.to_dict()
+    return SpeechModel(decoding.decoder, AudioEncoder(parts), tokenizer, config, generation)
+
+
+def load_model(model: Any, dtype: Any, tokenizer: Any) -> SpeechModel:
+    """Return the model that ``Transcriber`` is given; see there."""
+    if isinstance(model, Decoding):
+        return _of_decoding(model, tokenizer, None)
+    if not isinstance(model, (str, os.PathLike)):
+        raise type_error(_OP, "model", model, "a folder, a name or a Decoding")
+    if (Path(model) / MANIFEST).is_file():
+        return _of_saved(Path(model), tokenizer)
+    decoding = Decoding.from_pretrained(model, dtype, keep_model=False)
+    folder = Path(model) if Path(model).is_dir() else None
+    if folder is None and tokenizer is None:
+        from lmdecode.integrations.transformers.decoding.checkpoint import folder_of_file
+
+        folder = folder_of_file(os.fspath(model), "tokenizer.json")
+    return _of_decoding(decoding, tokenizer, folder)

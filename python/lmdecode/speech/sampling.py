@@ -1,0 +1,95 @@
+"""Draws of a window's text, where a search has not found a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmdecode.beam.state import beam_parameters, new_beam_state
+from lmdecode.beam.token_rules import TokenRules
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.state import padded
+from lmdecode.sampling.ops import top_k_top_p_sample
+from lmdecode.speech.model import SpeechModel
+
+__all__ = ["draw"]
+
+
+def draw(
+    model: SpeechModel,
+    memory: Tensor,
+    prompt: Sequence[int],
+    rules: TokenRules,
+    *,
+    temperature: float,
+    rows: int,
+    new_tokens: int,
+    seed: int,
+) -> list[tuple[list[int], list[float]]]:
+    """Draw texts of a memory.
+
+    Parameters
+    ----------
+    model
+        The model.
+    memory : Tensor
+        [positions, model_size].
+    prompt : sequence of int
+        Tokens in front of the texts.
+    rules : TokenRules
+        Of one slot.
+    temperature : float
+        Above 0.
+    rows : int
+        Number of texts.
+    new_tokens : int
+        Most tokens of a text.
+    seed : int
+        Of the noise; a text has the same tokens whatever else is decoded.
+
+    Returns
+    -------
+    list of (list of int, list of float)
+        The tokens of each text, its end token among them if it came, and their log-probabilities by
+        the model, before the temperature.
+    """
+    length, end = len(prompt), model.tokens.end
+    state = new_beam_state(1, rows, length + new_tokens + 1)
+    state.sequences[0, :, :length] = torch.tensor(prompt)
+    state.lengths.fill_(length)
+    parameters = beam_parameters(1, rows)
+    parameters.prompt_lengths.fill_(length)
+    searches = DecodingSearches(
+        model.decoder, state, parameters, rules, padded(len(memory)), num_candidates=1
+    )
+    searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([0]))
+    values = torch.empty(2, rows, model.decoder.config.vocab_size)
+    seeds = [seed % (1 << 62) + (row << 40) for row in range(rows)]
+    log_probs = torch.zeros(rows, new_tokens)
+    has_ended = torch.zeros(rows, dtype=torch.bool)
+    taken = 0
+    while taken < new_tokens and not bool(has_ended.all()):
+        searches.read_tokens(values)
+        scores = values[1]
+        if not bool((scores.amax(dim=1) > -torch.inf).all()):
+            raise RuntimeError(
+                "Transcriber: a window has NaN in its logits, or no token to go on with"
+            )
+        tokens = top_k_top_p_sample(
+            scores, temperature=temperature, seed=seeds, position=taken
+        ).index
+        tokens[has_ended] = end
+        log_probs[:, taken] = scores.gather(1, tokens[:, None])[:, 0].masked_fill(has_ended, 0.0)
+        state.sequences[0, :, length + taken] = tokens
+        state.lengths.add_(1)
+        has_ended |= tokens == end
+        taken += 1
+    searches.release()
+    found = []
+    for row in range(rows):
+        drawn = state.sequences[0, row, length : length + taken].tolist()
+        count = drawn.index(end) + 1 if end in drawn else taken
+        found.append((drawn[:count], log_probs[row, :count].tolist()))
+    return found

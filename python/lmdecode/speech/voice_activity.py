@@ -1,0 +1,80 @@
+"""Where somebody speaks, by silero-vad."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._checks import install_hint, type_error
+from lmdecode.speech.features import HOP, RATE
+
+__all__ = ["speech_of"]
+
+_OP = "Transcriber.transcribe"
+# faster-whisper's values: pauses within a talk are part of it.
+_DEFAULTS: dict[str, Any] = {
+    "threshold": 0.5,
+    "min_speech_duration_ms": 0,
+    "min_silence_duration_ms": 2000,
+    "speech_pad_ms": 400,
+}
+
+
+@functools.cache
+def _silero() -> tuple[Any, Any]:
+    """Return the model and what calls it."""
+    try:
+        from silero_vad import get_speech_timestamps, load_silero_vad
+    except ImportError as error:
+        raise ImportError(
+            f"{_OP}: vad is True and needs the package silero-vad ({error}): {install_hint('vad')}"
+        ) from error
+    return load_silero_vad(), get_speech_timestamps
+
+
+def speech_of(
+    samples: Tensor, longest: int, parameters: Mapping[str, Any] | None
+) -> list[tuple[int, int]]:
+    """Return the first and last frame of each piece of speech, in order.
+
+    Parameters
+    ----------
+    samples : Tensor
+        [n] float32 at 16 kHz.
+    longest : int
+        Frames of a piece at most.
+    parameters : mapping, optional
+        Arguments of silero-vad's ``get_speech_timestamps``.
+
+    Raises
+    ------
+    ImportError
+        The package is missing.
+    TypeError
+        A parameter that it does not have.
+    """
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise type_error(_OP, "vad_parameters", parameters, "a mapping or None")
+    model, get_speech_timestamps = _silero()
+    given = {**_DEFAULTS, "max_speech_duration_s": longest * HOP / RATE, **(parameters or {})}
+    threads = torch.get_num_threads()
+    try:
+        found = get_speech_timestamps(samples, model, sampling_rate=RATE, **given)
+    except TypeError as error:
+        raise TypeError(f"{_OP}: vad_parameters: {error}") from error
+    finally:
+        torch.set_num_threads(threads)
+    frames = len(samples) // HOP
+    pieces: list[tuple[int, int]] = []
+    for piece in found:
+        begin, end = piece["start"] // HOP, min(-(-piece["end"] // HOP), frames)
+        while end - begin > longest:
+            pieces.append((begin, begin + longest))
+            begin += longest
+        if end > begin:
+            pieces.append((begin, end))
+    return pieces

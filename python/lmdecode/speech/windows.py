@@ -1,0 +1,76 @@
+"""What the tokens of a window say: segments and their times, and where the next window begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Piece", "split_window"]
+
+
+class Piece(NamedTuple):
+    """Tokens between two times.
+
+    Attributes
+    ----------
+    begin, end : int
+        Places of its tokens in those of the window, times among them.
+    start, stop : int
+        Frames of the window, or behind it: a decoder may give any time.
+    """
+
+    begin: int
+    end: int
+    start: int
+    stop: int
+
+
+def split_window(
+    tokens: Sequence[int],
+    first_time: int,
+    frames_of_time: int,
+    frames: int,
+    *,
+    is_cut: bool,
+) -> tuple[list[Piece], int]:
+    """Return the pieces of a window, and how many frames on the next one begins.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        The text and its times, without the end token.
+    first_time, frames_of_time : int
+        The token of 0.00, and the frames of a step of time.
+    frames : int
+        Of the window.
+    is_cut : bool
+        Whether another window goes on where the last finished piece of this one ends: then what
+        follows it is left out. Otherwise all of it counts.
+    """
+
+    def is_time(place: int) -> bool:
+        return 0 <= place < len(tokens) and tokens[place] >= first_time
+
+    def frame_of(place: int) -> int:
+        return (tokens[place] - first_time) * frames_of_time
+
+    ends_in_one_time = is_time(len(tokens) - 1) and not is_time(len(tokens) - 2)
+    cuts = [i for i in range(1, len(tokens)) if is_time(i - 1) and is_time(i)]
+    if not cuts:
+        times = [i for i in range(len(tokens)) if is_time(i)]
+        stop = frames
+        if times and tokens[times[-1]] != first_time:
+            stop = frame_of(times[-1])
+        return [Piece(0, len(tokens), 0, stop)], frames
+    if ends_in_one_time or (not is_cut and cuts[-1] < len(tokens) - 1):
+        cuts.append(len(tokens))
+    pieces, begin = [], 0
+    for end in cuts:
+        start = frame_of(begin) if is_time(begin) else 0
+        stop = frame_of(end - 1) if is_time(end - 1) else frames
+        pieces.append(Piece(begin, end, start, max(start, stop)))
+        begin = end
+    if ends_in_one_time or not is_cut:
+        return pieces, frames
+    # What follows the last pair of times is a beginning alone: it is heard again.
+    return pieces, frame_of(begin - 1)

@@ -1,0 +1,47 @@
+"""Transcribers of small random Whisper models."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lmdecode
+from tests.decoder.whisper_models import audio, whisper_pair
+from tests.decoder.whisper_tokenizer import whisper_tokenizer
+
+__all__ = ["EASY", "sound", "tokenizer", "transcriber", "transcriber_pair"]
+
+# What a random model's text needs: it is improbable, and repeats itself.
+EASY: dict[str, Any] = {
+    "temperature": 0.0,
+    "compression_ratio_threshold": None,
+    "log_prob_threshold": None,
+    "no_speech_threshold": None,
+    "max_initial_timestamp": 0.4,
+    "max_new_tokens": 24,
+}
+
+
+def tokenizer() -> Any:
+    """Return the ``tokenizers.Tokenizer`` of the models."""
+    return whisper_tokenizer().backend_tokenizer
+
+
+@functools.cache
+def transcriber_pair(seed: int = 0, **options: Any) -> tuple[Any, lmdecode.Transcriber]:
+    """Return a model of transformers and its transcriber; tests share them."""
+    model, decoding = whisper_pair(seed, **options)
+    return model, lmdecode.Transcriber(decoding, tokenizer=tokenizer())
+
+
+def transcriber(seed: int = 0, **options: Any) -> lmdecode.Transcriber:
+    """Return the transcriber of a pair."""
+    return transcriber_pair(seed, **options)[1]
+
+
+def sound(seconds: float, seed: int = 0) -> Tensor:
+    """Return a sound, [samples] float32."""
+    return torch.from_numpy(audio(seconds, seed))

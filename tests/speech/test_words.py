@@ -1,0 +1,152 @@
+"""Times of tokens as those of transformers, and words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lmdecode.decoder.cross_attention import CrossAttention
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.speech.alignment import TimedTokens, first_positions, words_of
+from lmdecode.speech.segments import Word
+from lmdecode.speech.tokenizer import SpeechTokenizer
+from tests.decoder.whisper_models import FIRST_TIMESTAMP, SECONDS, short_audio, whisper_pair
+from tests.speech.models import EASY, sound, transcriber_pair
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_weights_are_those_of_the_decoder(dtype: str) -> None:
+    """In float32 those of transformers, and near to them in int8."""
+    import lmdecode
+    from lmdecode.beam.state import beam_parameters, new_beam_state
+    from lmdecode.beam.token_rules import new_token_rules
+
+    model, _ = whisper_pair(0)
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
+    features = short_audio(1)["input_features"]
+    heads = model.generation_config.alignment_heads
+    tokens = [50258, 50259, 50359, 400, 401, 7, 50400]
+    memory = model.get_encoder()(features).last_hidden_state
+    searches = DecodingSearches(
+        decoding.decoder, new_beam_state(2, 1, 20), beam_parameters(2, 1), new_token_rules(2), 112,
+        num_candidates=2,
+    )  # fmt: skip
+    searches.read_memory(memory, torch.tensor([memory.shape[1]]), torch.tensor([1]))
+    got = CrossAttention(decoding.decoder, [tuple(pair) for pair in heads]).weights(
+        tokens, searches.caches, 1
+    )
+    model.set_attn_implementation("eager")
+    found = model.get_decoder()(
+        input_ids=torch.tensor([tokens]), encoder_hidden_states=memory, output_attentions=True
+    ).cross_attentions
+    expected = torch.stack([found[layer][0, head] for layer, head in heads])
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_heads_that_there_are_not() -> None:
+    _, decoding = whisper_pair(0)
+    for pair in ((2, 0), (0, 4), (-1, 0)):
+        with pytest.raises(ValueError, match="CrossAttention: heads has"):
+            CrossAttention(decoding.decoder, [pair])
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_times_of_tokens(seed: int, beam_size: int) -> None:
+    model, ours = transcriber_pair(seed)
+    inputs = short_audio(1, seed)
+    expected = model.generate(
+        **inputs,
+        language="en",
+        num_beams=beam_size,
+        return_timestamps=True,
+        return_token_timestamps=True,
+        return_segments=True,
+        temperature=0.0,
+    )["segments"][0]
+    options: dict[str, Any] = {**EASY, "beam_size": beam_size, "prepend_punctuations": ""}
+    options |= {"condition_on_previous_text": False, "batched": False}
+    segments, _ = ours.transcribe(
+        sound(SECONDS, seed), language="en", word_timestamps=True, append_punctuations="", **options
+    )
+    compared = 0
+    # Pieces that have no text, or no length, are not ours.
+    expected = [
+        other
+        for other in expected
+        if other["end"] > other["start"] and min(other["tokens"]) < FIRST_TIMESTAMP
+    ]
+    for segment, other in zip(segments, expected, strict=False):
+        assert segment.tokens == other["tokens"].tolist()[: len(segment.tokens)]
+        # transformers' pipeline begins a word at the time of the token before it.
+        tokens = other["tokens"].tolist()
+        starts = [
+            float(other["token_timestamps"][i - 1])
+            for i, token in enumerate(tokens)
+            if token < FIRST_TIMESTAMP
+        ]
+        text = [token for token in tokens if token < FIRST_TIMESTAMP]
+        counts = [count for _, count in ours._model.texts.words(text, "en")]
+        first = [sum(counts[:i]) for i in range(len(counts))]
+        got = [word.start for word in segment.words or ()]
+        assert got == pytest.approx([starts[i] for i in first], abs=0.0201)
+        compared += len(got)
+    assert compared > 3
+
+
+class _Pieces:
+    """A tokenizer whose tokens are given texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(self._bytes(token) for token in tokens).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        return self._texts[token].encode("latin-1")
+
+
+def timed(count: int) -> TimedTokens:
+    starts = [float(i) for i in range(count + 1)]
+    return TimedTokens(list(range(count)), starts, [-0.5 * i for i in range(count)])
+
+
+def words(language: str, *texts: str) -> list[Word]:
+    texts_of = SpeechTokenizer(_Pieces(*texts), 1000)
+    found = words_of(timed(len(texts)), texts_of, language, "\"'([", "\"'.,!?)]")
+    assert sum(count for _, count in found) == len(texts)
+    return [word for word, _ in found]
+
+
+def test_words_of_several_tokens() -> None:
+    found = words("en", " Hel", "lo", " wor", "ld", "!")
+    assert [word.word for word in found] == [" Hello", " world!"]
+    assert [(word.start, word.end) for word in found] == [(0.0, 2.0), (2.0, 4.5)]
+    assert found[0].probability == pytest.approx((1 + 2.718281828**-0.5) / 2)
+
+
+def test_marks_belong_to_words() -> None:
+    found = words("en", " (", "yes", " no", ")", ",", ' "', "ok", ".")
+    assert [word.word for word in found] == [" (yes", " no),", ' "ok.']
+    assert found[0].start == 0.0
+    assert [word.word for word in words("en", ".", ",")] == [".,"]
+
+
+def test_languages_without_spaces() -> None:
+    # Two characters of three bytes each, cut within.
+    first, second = ("\u4f60".encode(), "\u597d".encode())
+    pieces = [part.decode("latin-1") for part in (first[:2], first[2:], second[:1], second[1:])]
+    assert [word.word for word in words("zh", *pieces)] == ["\u4f60", "\u597d"]
+    assert [word.word for word in words("en", *pieces)] == ["\u4f60\u597d"]
+    half = [first[:2].decode("latin-1")]
+    assert [word.word for word in words("zh", *half)] == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_no_positions_or_tokens() -> None:
+    assert first_positions(torch.zeros(2, 3, 0), 7) == [0, 0, 0]
+    assert first_positions(torch.zeros(2, 0, 5), 7) == []
+    assert first_positions(torch.ones(2, 3, 5), 7)[0] == 0  # all alike: no deviation
