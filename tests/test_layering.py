@@ -213,7 +213,10 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "__main__": {"", "cli", "demo"},
 }
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.
-WINDOWS = {"": {"system", "store", "decoding", "speech", *CORE}, "beam": {"beam/engine", "beam/scorers"}}
+WINDOWS = {
+    "": {"system", "store", "decoding", "speech", *CORE},
+    "beam": {"beam/engine", "beam/scorers"},
+}
 SUBAREAS = {area for area in PYTHON_ALLOWED if "/" in area}
 
 

@@ -26,10 +26,12 @@ from lmdecode.serving.http import (
     JSONAnswer,
     KeyCheck,
     read_body,
+    read_form,
     unless_gone,
 )
 from lmdecode.serving.messages import read_messages
 from lmdecode.serving.service import Service
+from lmdecode.serving.speech import Speech, SpeechService
 from lmdecode.serving.text_model import TextModel
 from lmdecode.serving.work import Tally
 
@@ -51,7 +53,7 @@ class Application:
         Requests must have it; None: anybody may ask.
     cors_origins : sequence of str
         Web pages of these origins may ask; none by default.
-    max_body_bytes, body_seconds : int, float
+    max_body_bytes, max_audio_bytes, body_seconds : int, int, float
         Limits of a request's body.
     has_page : bool
         Whether ``/`` is a page to chat.
@@ -59,7 +61,9 @@ class Application:
     Attributes
     ----------
     service : Service or None
-        The model; None: it is loading, and requests get status 503.
+        The model of text; None: there is none.
+    speech : SpeechService or None
+        The model of speech; None: there is none. While there is neither, requests get status 503.
     is_stopping : bool
         Whether new requests get status 503.
     app : Starlette
@@ -73,17 +77,22 @@ class Application:
         api_key: str | None = None,
         cors_origins: Sequence[str] = (),
         max_body_bytes: int = 32 << 20,
+        max_audio_bytes: int = 512 << 20,
         body_seconds: float = 60.0,
         has_page: bool = True,
     ) -> None:
         self.name, self.is_stopping = name, False
         self.service: Service | None = None
+        self.speech: SpeechService | None = None
         self.tally = Tally()
-        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+        self._max_body_bytes, self._max_audio_bytes = max_body_bytes, max_audio_bytes
+        self._body_seconds = body_seconds
         self._created = int(time.time())
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._completions, "POST"),
+            self._route("/v1/audio/transcriptions", self._transcriptions, "POST"),
+            self._route("/v1/audio/translations", self._translations, "POST"),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/models/{name:path}", self._model, "GET"),
             self._route("/tokenize", self._tokenize, "POST"),
@@ -129,11 +138,17 @@ class Application:
 
     def _ready(self) -> Service:
         """Return the model, if it takes requests."""
+        self._check_open()
+        if self.service is None:
+            message = f"{self.name!r} is a model of speech; expected /v1/audio/transcriptions"
+            raise RequestError(404, message, "model", "model_not_found")
+        return self.service
+
+    def _check_open(self) -> None:
         if self.is_stopping:
             raise RequestError(503, "the server is stopping", headers={"Retry-After": "5"})
-        if self.service is None:
+        if self.service is None and self.speech is None:
             raise RequestError(503, "the model is loading", headers={"Retry-After": "1"})
-        return self.service
 
     async def _fields(self, request: Request) -> Fields:
         data = await read_body(request, self._max_body_bytes, self._body_seconds)
@@ -172,6 +187,25 @@ class Application:
         except BaseException:
             work.close()
             raise
+
+    async def _transcriptions(self, request: Request) -> Response:
+        return await self._spoken(request, "transcribe")
+
+    async def _translations(self, request: Request) -> Response:
+        return await self._spoken(request, "translate")
+
+    async def _spoken(self, request: Request, task: str) -> Response:
+        self._check_open()
+        speech = self.speech
+        if speech is None:
+            message = f"{self.name!r} is a model of text; expected one of speech"
+            raise RequestError(404, message, "model", "model_not_found")
+        form = await read_form(request, self._max_audio_bytes, self._body_seconds)
+        asked = Speech.of(form, task, self.name)
+        if asked.streams:
+            return EventStream(speech.events(asked), lambda: None)
+        text, media_type = await unless_gone(request.receive, speech.whole(asked))
+        return Response(text, media_type=media_type)
 
     async def _models(self, request: Request) -> Response:
         return JSONAnswer({"object": "list", "data": [self._card()]})
@@ -223,7 +257,8 @@ class Application:
         if self.is_stopping:
             return JSONAnswer({"status": "stopping"}, 503)
         if service is None:
-            return JSONAnswer({"status": "loading"}, 503)
+            status = "loading" if self.speech is None else "ok"
+            return JSONAnswer({"status": status}, 503 if self.speech is None else 200)
         if not service.engine.is_started:
             return JSONAnswer({"status": "the engine has stopped"}, 503)
         store = None if service.store is None else service.store.stats()
@@ -234,7 +269,11 @@ class Application:
         return JSONAnswer(content)
 
     async def _metrics(self, request: Request) -> Response:
-        text = self._ready().metrics_text()
+        self._check_open()
+        if self.service is None:
+            text = self.tally.metrics.text([])
+        else:
+            text = self.service.metrics_text()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _page(self, request: Request) -> Response:

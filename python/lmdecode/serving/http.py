@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmdecode.serving.errors import RequestError, error_of_step
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 
-__all__ = ["EventStream", "JSONAnswer", "KeyCheck", "read_body", "unless_gone"]
+__all__ = ["EventStream", "JSONAnswer", "KeyCheck", "read_body", "read_form", "unless_gone"]
 
 _T = TypeVar("_T")
 _MOST_DISCARDED = 1 << 30
@@ -77,6 +78,33 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
         message = f"the body is too large; expected at most {most} bytes"
         raise RequestError(413, message, "body", "body_too_large")
     return b"".join(parts)
+
+
+async def read_form(request: Request, most: int, seconds: float) -> list[tuple[str, str | bytes]]:
+    """Return the parts of a form, of which at most one is a file: texts, and bytes of the file.
+
+    Raises
+    ------
+    RequestError
+        It is no form, too large or too slow: status 400, 413 or 408.
+    """
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise BadRequest("body", "the body is no form; expected multipart/form-data")
+    data = await read_body(request, most, seconds)
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        yield data
+        yield b""
+
+    try:
+        form = await MultiPartParser(request.headers, parts(), max_files=1, max_fields=64).parse()
+    except (MultiPartException, KeyError, UnicodeError, ValueError) as error:
+        raise BadRequest("body", f"the body is no form: {error}") from error
+    found = []
+    for name, value in form.multi_items():
+        found.append((name, value if isinstance(value, str) else await value.read()))
+    await form.close()
+    return found
 
 
 async def _gone(receive: Receive) -> None:
