@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmdecode._checks import check_format, check_int
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.formats.gguf import is_gguf
 from lmdecode.integrations.ray.models import CAPACITY, check_is_causal
+from lmdecode.integrations.ray.replica_app import ReplicaApp, set_replica_app
 from lmdecode.linear.formats import FORMATS
 from lmdecode.serving.app import create_app
 from lmdecode.serving.text_model import TextModel
@@ -22,25 +22,10 @@ __all__ = ["build_app"]
 _OP = "build_app"
 _OF_ENGINES = ("capacity", "max_step_tokens")
 _OF_SERVING = ("api_key", "cors_origins", "max_body_bytes", "body_seconds", "has_page")
-# Ray takes an application when a deployment is declared; the model is there when a replica is.
-_of_this_replica: list[ASGIApp] = []
-
-
-class _ReplicaApp:
-    """The application of the replica in this process."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                kind = (await receive())["type"]
-                await send({"type": f"{kind}.complete"})
-                if kind == "lifespan.shutdown":
-                    return
-        await _of_this_replica[-1](scope, receive, send)
 
 
 @serve.deployment
-@serve.ingress(_ReplicaApp())
+@serve.ingress(ReplicaApp())
 class Completions:
     """A replica: a model, and the requests that it answers at once."""
 
@@ -55,10 +40,9 @@ class Completions:
             opened = KVStore(fingerprint=found.decoding.fingerprint(), **store)
         self._engine = found.decoding.engine(max_requests=max_requests, store=opened, **batching)
         # Ray itself holds back what is more than max_ongoing_requests.
-        app = create_app(
-            self._engine, found, name=name, store=opened, max_waiting=1 << 20, **serving
+        set_replica_app(
+            create_app(self._engine, found, name=name, store=opened, max_waiting=1 << 20, **serving)
         )
-        _of_this_replica[:] = [app]
 
     def check_health(self) -> None:
         """Called by Ray Serve, which starts another replica where this raises."""
