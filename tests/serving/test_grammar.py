@@ -143,6 +143,7 @@ def test_added_words_are_no_text() -> None:
         (lambda c: c.lark("start: <nothing>"), "unknown special token"),
         (lambda c: c.lark("start: A\nA: /a.*/ & /.*b/"), "has & or ~ in A"),
         (lambda c: c.lark("start: A\nA: B\nB: A"), "names itself"),
+        (lambda c: c.lark('start[stop="x"]: /.*/'), "has stop="),
         (lambda c: c.lark("start: %json {"), "behind %json is no JSON"),
         (lambda c: c.lark("start: %json " + "[" * 9000), "behind %json is no JSON"),
         (lambda c: c.lark('start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),

@@ -58,6 +58,9 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
      None, [("get_weather", PARIS), ("now", {})]),
     ("mistral", 'Yes.[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}', "Yes.", [("now", {})]),
     ("phi4", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', None, [("now", {})]),
+    ("functools", 'functools[{"name": "now", "arguments": {}}]', None, [("now", {})]),
+    ("functools", "Python has functools[1].", "Python has functools[1].", []),
+    ("nemotron", '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>', None, [("now", {})]),
     ("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
      None, [("get_weather", PARIS)]),
     ("deepseek", deepseek('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>get_weather\n'
@@ -218,6 +221,8 @@ def test_long_arguments_take_linear_time() -> None:
         ("{{ '[TOOL_CALLS] [' }}", "mistral_list"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
         ("<|tool|>{{ tools }}<|/tool|>", "phi4"),
+        ("a single JSON list formatted as functools[{...}]", "functools"),
+        ("<TOOLCALL>[{...}]</TOOLCALL>", "nemotron"),
         ("{{ '<|tool_call|>' }} available_tools", "granite"),
         ("List of tools: <|tool_list_start|>", "lfm2"),
         ("<start_function_call>", "functiongemma"),

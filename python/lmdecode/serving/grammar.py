@@ -341,7 +341,7 @@ def _lark_of_gbnf(text: str) -> str:
 
 def _one_line(message: str) -> str:
     """Return the part of an error that says what is wrong, as one line."""
-    message = message.split("<state>")[0].replace("<non-verbose/>", "")
+    message = message.split("<state>")[0].split("<backtrace>")[0].replace("<non-verbose/>", "")
     lines = [line.strip() for line in message.splitlines()]
     text = " ".join(line for line in lines if line and line.strip("^ |"))
     return text if len(text) <= 400 else f"{text[:397]}..."
@@ -354,8 +354,10 @@ def _with_stack(call: Any) -> Any:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
+        except BaseException as error:  # a panic of Rust
+            future.set_exception(ValueError(f"the compiler failed: {_one_line(str(error))}"))
 
     with _stack_lock:
         before = threading.stack_size(_STACK)

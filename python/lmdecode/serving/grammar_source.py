@@ -174,6 +174,8 @@ def check_lark(text: str) -> None:
     """Raise ValueError for a grammar that takes the compiler long, or much memory."""
     text = _without_schemas(text)
     bare = _QUOTED.sub(lambda found: "'" * min(len(found[0]), 40), text)
+    if re.search(r"^[ \t]*[?!]?[\w-]+\[[^\]\n]*\bstop[ \t]*=", bare, re.MULTILINE):
+        raise ValueError("the grammar has stop=, which takes tokens back; expected suffix= or lazy")
     names = list(_DEFINITION.finditer(bare))
     count = len(names) + sum(map(bare.count, "(["))
     if count > _MAX_BRACKETS:

@@ -332,7 +332,9 @@ _FORMATS = (
     ),
     _tags("think", "<think>", "</think>"),
     _tags("think_brackets", "[THINK]", "[/THINK]"),
-    _tags("gemma4", "<|channel>thought", "<channel|>"),
+    ReasoningFormat(
+        "gemma4", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")
+    ),
     _tags("start_thinking", "<|START_THINKING|>", "<|END_THINKING|>"),
     _tags("seed", "<seed:think>", "</seed:think>"),
     _tags("thought", "<thought>", "</thought>"),

@@ -254,6 +254,8 @@ _BARE_JSON = _json(is_bare=True)
 _BARE_LIST = _either(_BARE_JSON, _pythonic(is_bare=True))
 _OBJECT = CallForm(open='{"name": "', middle='", "arguments": ', close="}")
 _PHI4 = {"<|tool_call|>": _json("<|/tool_call|>")}
+_FUNCTOOLS = {"functools": _json(is_bare=True)}
+_NEMOTRON = {"<TOOLCALL>": _json("</TOOLCALL>")}
 _LFM2 = {"<|tool_call_start|>": _either(
     _pythonic("<|tool_call_end|>"), _json("<|tool_call_end|>"))}  # fmt: skip
 _OLMO = {"<function_calls>": _pythonic(until="</function_calls>")}
@@ -334,6 +336,20 @@ FORMATS: dict[str, ToolFormat] = {
         {},
         ("<|tool_call|>", "<|/tool_call|>"),
     ),
+    "functools": ToolFormat(
+        "functools",
+        _OBJECT._replace(begin="functools[", between=", ", end="]"),
+        {**_PHI4, **_FUNCTOOLS},
+        {},
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "nemotron": ToolFormat(
+        "nemotron",
+        _OBJECT._replace(begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
+        _NEMOTRON,
+        {},
+        ("<TOOLCALL>", "</TOOLCALL>"),
+    ),
     "granite": ToolFormat(
         "granite",
         _OBJECT._replace(begin="<|tool_call|>[", between=", ", end="]"),
@@ -406,6 +422,8 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("mistral", lambda s: "[TOOL_CALLS]" in s and "[ARGS]" in s),
     ("mistral_list", lambda s: "[TOOL_CALLS]" in s),
     ("lfm2", lambda s: "<|tool_call_start|>" in s or "<|tool_list_start|>" in s),
+    ("functools", lambda s: "functools[" in s),
+    ("nemotron", lambda s: "<TOOLCALL>" in s),
     ("phi4", lambda s: "<|/tool_call|>" in s or "<|tool|>" in s),
     ("granite", lambda s: "<|tool_call|>" in s),
     ("deepseek", lambda s: _WIDE["call begin"] in s and "```json" in s),
