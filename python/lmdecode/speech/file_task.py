@@ -129,7 +129,8 @@ class FileTask:
         options, tokens, texts = self._options, self._model.tokens, self._model.texts
         most = self._model.capacity // 2 - 1
         before: list[int] = []
-        prefix = options.prefix if is_first else None
+        prefix = texts.encode(options.prefix)[:most] if options.prefix and is_first else []
+        most -= len(prefix)
         if options.hotwords and not prefix:
             before = texts.encode(options.hotwords)[:most]
         earlier = self._earlier[self._reset_at :] if self._in_order or is_first else []
@@ -149,7 +150,7 @@ class FileTask:
         if prefix:
             if not options.without_timestamps:
                 prompt.append(tokens.first_time)
-            prompt += texts.encode(prefix)[:most]
+            prompt += prefix
         return tuple(prompt), begin
 
     # ---- results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ _DEFAULTS: dict[str, Any] = {
     "min_silence_duration_ms": 2000,
     "speech_pad_ms": 400,
 }
+
+_lock = threading.Lock()  # the model has a state
 
 
 @functools.cache
@@ -59,15 +62,16 @@ def speech_of(
     """
     if parameters is not None and not isinstance(parameters, Mapping):
         raise type_error(_OP, "vad_parameters", parameters, "a mapping or None")
-    model, get_speech_timestamps = _silero()
     given = {**_DEFAULTS, "max_speech_duration_s": longest * HOP / RATE, **(parameters or {})}
     threads = torch.get_num_threads()
     try:
-        found = get_speech_timestamps(samples, model, sampling_rate=RATE, **given)
+        with _lock:
+            model, get_speech_timestamps = _silero()
+            found = get_speech_timestamps(samples, model, sampling_rate=RATE, **given)
     except TypeError as error:
-        raise TypeError(f"{_OP}: vad_parameters: {error}") from error
+        raise TypeError(f"{_OP}: vad_parameters is {parameters!r} ({error})") from error
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # the package sets them
     frames = len(samples) // HOP
     pieces: list[tuple[int, int]] = []
     for piece in found:
