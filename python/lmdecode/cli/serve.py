@@ -37,6 +37,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     add_model_options(parser)
     add = parser.add_argument
+    add("--speech", metavar="MODEL", help="a Whisper model beside it, for /v1/audio")
     add("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine alone)")
     add("--port", type=int, default=8000, metavar="N", help="default 8000; 0: any free one")
     add("--name", help="of the model, for clients")
@@ -75,8 +76,41 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _name_of(model: str) -> str:
+    return Path(model).name.removesuffix(".gguf") or model
+
+
+def _is_speech(model: str) -> bool:
+    """Whether a folder has a Whisper model, of transformers or of CTranslate2."""
+    from lmdecode.serving.tokenizer import read_json
+
+    config = read_json(Path(model).expanduser() / "config.json")
+    return config.get("model_type") == "whisper" or "suppress_ids_begin" in config
+
+
 def _load(given: argparse.Namespace, app: Application, closing: contextlib.ExitStack) -> None:
-    """Load the model, and let the application have it."""
+    """Load the models, and let the application have them."""
+    speech = given.speech
+    if speech is None and _is_speech(given.model):
+        speech = given.model
+    if speech is not None:
+        from lmdecode.cli.options import be_quiet, set_threads
+        from lmdecode.serving.speech import SpeechService
+        from lmdecode.speech import Transcriber
+
+        set_threads(given)
+        be_quiet()
+        transcriber = Transcriber(speech, given.dtype or "int8")
+        service = SpeechService(transcriber, given.max_waiting)
+        closing.callback(service.close)
+        if given.speech is not None:
+            _load_text(given, app, closing)
+        app.speech = service
+    else:
+        _load_text(given, app, closing)
+
+
+def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.ExitStack) -> None:
     from lmdecode.cli.options import capacity_of, load_model
     from lmdecode.serving.service import Service
     from lmdecode.serving.text_model import is_causal
@@ -116,9 +150,13 @@ def _run(given: argparse.Namespace) -> int:
         from lmdecode.serving.app import Application
     except ImportError as error:
         raise CommandError(f"{error.name} is not installed: {install_hint('serve')}") from error
-    name = given.name or Path(given.model).name.removesuffix(".gguf") or given.model
+    name = given.name or _name_of(given.model)
+    speech_name = None if given.speech is None else _name_of(given.speech)
     key = given.api_key or os.environ.get(_KEY_VARIABLE) or None
-    app = Application(name, api_key=key, cors_origins=given.cors, has_page=not given.no_page)
+    app = Application(
+        name, speech_name=speech_name, api_key=key, cors_origins=given.cors,
+        has_page=not given.no_page,
+    )  # fmt: skip
     bound = _bound_socket(given.host, given.port)
     host, port = bound.getsockname()[:2]
     config = uvicorn.Config(

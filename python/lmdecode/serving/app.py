@@ -49,6 +49,8 @@ class Application:
     ----------
     name : str
         Of the model, as clients call it.
+    speech_name : str, optional
+        Of the model of speech; None: the same.
     api_key : str, optional
         Requests must have it; None: anybody may ask.
     cors_origins : sequence of str
@@ -74,6 +76,7 @@ class Application:
         self,
         name: str,
         *,
+        speech_name: str | None = None,
         api_key: str | None = None,
         cors_origins: Sequence[str] = (),
         max_body_bytes: int = 32 << 20,
@@ -81,7 +84,7 @@ class Application:
         body_seconds: float = 60.0,
         has_page: bool = True,
     ) -> None:
-        self.name, self.is_stopping = name, False
+        self.name, self.speech_name, self.is_stopping = name, speech_name or name, False
         self.service: Service | None = None
         self.speech: SpeechService | None = None
         self.tally = Tally()
@@ -201,30 +204,31 @@ class Application:
             message = f"{self.name!r} is a model of text; expected one of speech"
             raise RequestError(404, message, "model", "model_not_found")
         form = await read_form(request, self._max_audio_bytes, self._body_seconds)
-        asked = Speech.of(form, task, self.name)
+        asked = Speech.of(form, task, self.speech_name)
         if asked.streams:
             return EventStream(speech.events(asked), lambda: None)
         text, media_type = await unless_gone(request.receive, speech.whole(asked))
         return Response(text, media_type=media_type)
 
     async def _models(self, request: Request) -> Response:
-        return JSONAnswer({"object": "list", "data": [self._card()]})
+        return JSONAnswer({"object": "list", "data": self._cards()})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self.name:
-            raise RequestError(
-                404, f"there is no model {name!r}; expected {self.name!r}", "model",
-                "model_not_found",
-            )  # fmt: skip
-        return JSONAnswer(self._card())
+        for card in self._cards():
+            if card["id"] == name:
+                return JSONAnswer(card)
+        message = f"there is no model {name!r}; expected {self.name!r}"
+        raise RequestError(404, message, "model", "model_not_found")
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self.name, "object": "model", "created": self._created,
-                "owned_by": "lmdecode"}  # fmt: skip
+    def _cards(self) -> list[dict[str, Any]]:
+        cards: list[dict[str, Any]] = [
+            {"id": name, "object": "model", "created": self._created, "owned_by": "lmdecode"}
+            for name in dict.fromkeys((self.name, self.speech_name))
+        ]
         if self.service is not None:
-            card["max_model_len"] = self.service.context
-        return card
+            cards[0]["max_model_len"] = self.service.context
+        return cards
 
     async def _tokenize(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
