@@ -240,7 +240,7 @@ def test_the_table_of_dialects_names_them_all() -> None:
 
 def test_the_page_of_the_sampler_names_all_that_it_takes() -> None:
     from lmdecode import Sampler, SamplerOutput, VerifyOutput
-    from lmdecode.sampling import ORDERS, STAGES
+    from lmdecode.sampling import SAMPLER_DIALECTS, STAGES
 
     text = (ROOT / "docs/reference/sampler.md").read_text()
     with pytest.raises(TypeError, match="no parameter") as error:
@@ -248,10 +248,16 @@ def test_the_page_of_the_sampler_names_all_that_it_takes() -> None:
     parameters = str(error.value).partition("expected one of ")[2].split(", ")
     assert len(parameters) > 25
     parameters = [name for name in parameters if not name.startswith("dry_")] + ["dry_*"]
-    methods = [f"{name}(" for name in vars(Sampler) if not name.startswith("_")]
-    methods.remove("output_lengths(")
+    own = vars(Sampler).items()
+    methods = [f"{name}(" for name, value in own if callable(value) and name[0] != "_"]
     fields = [*SamplerOutput._fields, *VerifyOutput._fields]
-    named = [*parameters, *methods, *fields, *ORDERS, *(stage for stage in STAGES if "_" in stage)]
+    named = [
+        *parameters,
+        *methods,
+        *fields,
+        *SAMPLER_DIALECTS,
+        *(stage for stage in STAGES if "_" in stage),
+    ]
     missing = [name for name in named if not re.search(rf"`[^`]*{re.escape(name)}", text)]
     assert missing == []
 

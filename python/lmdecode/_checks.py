@@ -1,15 +1,16 @@
-"""Argument checks of the public functions: numbers, flags and tensors.
+"""Arguments of the public functions: checks of numbers, flags and tensors; former names.
 
 Each check names the function, the argument, what came and what was expected.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "MAX_INT",
     "check_bool",
+    "check_choice",
     "check_count",
     "check_dense_tensors",
     "check_format",
@@ -25,11 +27,14 @@ __all__ = [
     "check_no_gradient",
     "check_number",
     "dtype_name",
+    "former_names",
     "install_hint",
     "is_int",
     "is_real",
     "type_error",
 ]
+
+_T = TypeVar("_T", bound=Callable[..., Any])
 
 #: The largest int64, which an op takes.
 MAX_INT = (1 << 63) - 1
@@ -178,6 +183,14 @@ def check_bool(op: str, name: str, value: object, *, kind: str = "a bool") -> bo
     return value
 
 
+def check_choice(op: str, name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError for a value that is not one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"{op}: {name} is {value!r}; expected one of {', '.join(choices)}"
+        ) from None
+
+
 def check_layout(op: str, name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor that is not dense.
 
@@ -206,3 +219,43 @@ def check_no_gradient(op: str, **tensors: object) -> None:
                 f"{op}: {name} requires a gradient, and there is none; call it under "
                 "torch.no_grad()"
             )
+
+
+def former_names(op: str, **names: str) -> Callable[[_T], _T]:
+    """Return a decorator of a function or class that accepts arguments by their former names too.
+
+    The signature and the documentation have the present names alone.
+
+    Parameters
+    ----------
+    op
+        Name of the function, for the error.
+    names
+        Former name of a keyword argument to its present name.
+
+    Raises
+    ------
+    TypeError
+        By the decorated function, where an argument is given by both of its names.
+    """
+
+    def decorate(decorated: _T) -> _T:
+        if isinstance(decorated, type):
+            decorated.__init__ = decorate(decorated.__init__)  # type: ignore[misc]
+            return decorated
+
+        @functools.wraps(decorated)
+        def with_present_names(*args: Any, **kwargs: Any) -> Any:
+            for former, name in names.items():
+                if former in kwargs:
+                    if name in kwargs:
+                        raise TypeError(
+                            f"{op}: {name} and {former}, its former name, are both given; "
+                            f"expected {name} alone"
+                        )
+                    kwargs[name] = kwargs.pop(former)
+            return decorated(*args, **kwargs)
+
+        return with_present_names  # type: ignore[return-value]
+
+    return decorate

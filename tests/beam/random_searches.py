@@ -18,7 +18,7 @@ from lmdecode import (
     new_beam_state,
 )
 
-RULES = ("generate", "scorer", "fairseq")
+DIALECTS = ("generate", "scorer", "fairseq")
 EARLY_STOPPING = (False, True, "never")
 PENALTIES = (1.0, 0.0, -1.0, 2.0, 0.6, -0.3, 30.0, -400.0, 4000.0)
 INF = float("inf")
@@ -32,7 +32,7 @@ def clone(parts: Sequence[Tensor]) -> BeamState:
 class Search:
     """State, parameters and the options of a batch of searches in some slots of a state."""
 
-    rules: str
+    dialect: str
     state: BeamState
     parameters: BeamParameters
     options: dict[str, Any]  # of every step
@@ -64,10 +64,10 @@ def _generator(choice: random.Random) -> torch.Generator:
 
 
 def new_search(seed: int) -> Search:
-    """Return a search of random size, rules and parameters."""
+    """Return a search of random size, dialect and parameters."""
     choice = random.Random(seed)
     generator = _generator(choice)
-    rules = choice.choice(RULES)
+    dialect = choice.choice(DIALECTS)
     slots = choice.choice((1, 1, 2, 3, 6))
     groups = choice.choice([g for g in (1, 1, 1, 2, 3) if slots % g == 0])
     beams = choice.choice((1, 2, 3, 4, 4, 8))
@@ -107,11 +107,11 @@ def new_search(seed: int) -> Search:
         end_tokens=end_tokens,
         pad_tokens=[choice.randint(0, vocab) for _ in range(slots)],
     )
-    options: dict[str, Any] = {"rules": rules}
+    options: dict[str, Any] = {"dialect": dialect}
     if choice.random() < 0.5 and groups == 1:
         order = choice.sample(range(slots), choice.randint(1, slots))
         options["slots"] = torch.tensor(order)
-    search = Search(rules, state, parameters, options, vocab, new, choice, groups)
+    search = Search(dialect, state, parameters, options, vocab, new, choice, groups)
     if choice.random() < 0.5:
         ends = [0]
         for width in search.widths:
@@ -186,7 +186,7 @@ def random_search(
             if not search.has_room:
                 break
         else:
-            if length + (search.rules != "scorer") > capacity:
+            if length + (search.dialect != "scorer") > capacity:
                 break
             sequences = torch.randint(
                 0, search.vocab, (requests, beams, length), generator=generator

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_searches import RULES, Search, clone, random_search
+from random_searches import DIALECTS, Search, clone, random_search
 from torch import Tensor
 
 from lmdecode import (
@@ -33,7 +33,7 @@ def test_equals_the_reference(part: int, device: torch.device) -> None:
         search = random_search(seed, step_of, kept=kept)
         options: dict[str, Any] = {
             "num_groups": search.groups,
-            "rules": search.rules,
+            "dialect": search.dialect,
             "slots": search.options.get("slots"),
         }
         if not kept and search.steps:
@@ -98,7 +98,7 @@ def test_groups_are_ranked_together() -> None:
 def test_scorer_takes_the_last_of_equal_scores_and_adds_end_tokens() -> None:
     state, parameters = two_slots()
     state.done.fill_(1)
-    final = beam_finalize(state, parameters, 2, rules="scorer")
+    final = beam_finalize(state, parameters, 2, dialect="scorer")
     assert final.places.tolist() == [[0, 2], [1, -1]]
     assert final.sequences.tolist() == [
         [[1, 2, 9, 70], [3, 9, 70, 70]],
@@ -116,7 +116,7 @@ def test_open_beams_take_the_places_that_are_left() -> None:
     assert final.sequences[0, 0].tolist() == [7, 8, 70, 70]
     assert final.places[1].tolist() == [1, -1, -1]
     assert state.hypothesis_numbers[0].tolist() == [1, 2, 0]
-    assert beam_finalize(two_slots()[0], parameters, 1, rules="scorer").scores[0, 0] == -1.5
+    assert beam_finalize(two_slots()[0], parameters, 1, dialect="scorer").scores[0, 0] == -1.5
 
 
 def test_more_results_than_places_and_none() -> None:
@@ -141,7 +141,7 @@ BAD_VALUES: dict[str, dict[str, Any]] = {
         "sequences": torch.zeros(2, 2, 5, dtype=torch.int64)
     },
     "scores has shape [2, 3]; expected [2, 2]": {"scores": torch.zeros(2, 3)},
-    "rules is None; expected one of": {"rules": None},
+    "dialect is None; expected one of": {"dialect": None},
     "state.hypothesis_lengths[0, 2] is 5; expected 0 to 4": {
         "state": two_slots()[0]._replace(hypothesis_lengths=torch.tensor([[2, 0, 5], [0, 3, 0]]))
     },
@@ -183,4 +183,4 @@ def test_bad_types(argument: str, value: object, message: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    assert {random_search(seed, step_of).rules for seed in range(30)} == set(RULES)
+    assert {random_search(seed, step_of).dialect for seed in range(30)} == set(DIALECTS)

@@ -164,11 +164,13 @@ def test_cancel() -> None:
         engine.cancel(ids[1])
 
 
-@pytest.mark.parametrize("rules", ["generate", "scorer", "fairseq"])
+@pytest.mark.parametrize("dialect", ["generate", "scorer", "fairseq"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_failure_ends_one_request_alone(rules: str, at: int) -> None:
+def test_failure_ends_one_request_alone(dialect: str, at: int) -> None:
     model = TableModel(VOCAB, 8)
-    requests = [_request(n + 1, rules=rules, eos_token_id=0, max_new_tokens=7) for n in range(4)]
+    requests = [
+        _request(n + 1, dialect=dialect, eos_token_id=0, max_new_tokens=7) for n in range(4)
+    ]
     expected = run_requests(BeamSearch(), model, [(0, request) for request in requests])
     engine = BeamSearch()
     ids = [engine.insert(request) for request in requests]
@@ -194,7 +196,7 @@ def test_failure_ends_one_request_alone(rules: str, at: int) -> None:
 def test_failed_group_ends_its_request() -> None:
     model = TableModel(VOCAB, 8)
     engine = BeamSearch()
-    engine.insert(_request(num_beams=4, num_beam_groups=2, rules="scorer"))
+    engine.insert(_request(num_beams=4, num_beam_groups=2, dialect="scorer"))
     _step(engine, model)
     logits = model(*engine.input_ids())
     logits[3] = math.nan
@@ -206,9 +208,9 @@ def test_fewer_tokens_than_beams() -> None:
     """Beams that do not exist yet have transformers' score of -1e9 and are soon outranked."""
     logits = torch.full((1, 5), -math.inf)
     logits[0, 2] = 0.0
-    for rules in ("generate", "scorer", "fairseq"):
+    for dialect in ("generate", "scorer", "fairseq"):
         engine = BeamSearch()
-        engine.insert(_request(num_beams=3, rules=rules, max_new_tokens=3))
+        engine.insert(_request(num_beams=3, dialect=dialect, max_new_tokens=3))
         out = engine.step(logits)
         assert out.tokens.tolist() == [2, 2, 2] and out.parents.tolist() == [0, 0, 0]
         out = engine.step(torch.arange(5.0).expand(3, 5))
@@ -243,7 +245,7 @@ def test_group_that_is_done_waits_for_the_others() -> None:
     engine = BeamSearch()
     engine.insert(
         _request(
-            num_beams=2, num_beam_groups=2, diversity_penalty=9.0, rules="scorer", eos_token_id=0,
+            num_beams=2, num_beam_groups=2, diversity_penalty=9.0, dialect="scorer", eos_token_id=0,
             pad_token_id=5, early_stopping=True, num_return_sequences=2, max_new_tokens=3,
         )
     )  # fmt: skip
@@ -274,12 +276,12 @@ def test_slots_are_used_again_and_grow() -> None:
     assert len(engine.pop_finished()) == 12
 
 
-def test_mixed_rules_and_groups_in_one_batch() -> None:
+def test_mixed_dialects_and_groups_in_one_batch() -> None:
     model = TableModel(VOCAB, 10)
     requests = [
-        _request(n + 1, rules=rules, num_beams=beams, num_beam_groups=groups, eos_token_id=[n % 3],
-                 num_return_sequences=beams)
-        for n, (rules, beams, groups) in enumerate(
+        _request(n + 1, dialect=dialect, num_beams=beams, num_beam_groups=groups,
+                 eos_token_id=[n % 3], num_return_sequences=beams)
+        for n, (dialect, beams, groups) in enumerate(
             [("generate", 3, 1), ("scorer", 4, 2), ("fairseq", 2, 1), ("scorer", 2, 1),
              ("generate", 6, 3), ("scorer", 3, 1)]
         )
@@ -298,7 +300,7 @@ def test_token_bitmask_is_by_row() -> None:
     """Each beam may go on with tokens of its own; also where groups and prompts are apart."""
     model = TableModel(VOCAB, 16)
     engine = BeamSearch()
-    for request in (_request(num_beams=4, num_beam_groups=2, rules="scorer"), _request(3)):
+    for request in (_request(num_beams=4, num_beam_groups=2, dialect="scorer"), _request(3)):
         engine.insert(request)
     for step in range(3):
         rows = engine.num_rows
@@ -323,11 +325,11 @@ def test_diversity_penalty_keeps_groups_apart() -> None:
     assert len(set(firsts(100.0))) == 3
 
 
-@pytest.mark.parametrize("rules", ["generate", "scorer", "fairseq"])
-def test_processors_of_each_request(rules: str) -> None:
+@pytest.mark.parametrize("dialect", ["generate", "scorer", "fairseq"])
+def test_processors_of_each_request(dialect: str) -> None:
     """Each request is held to its own rules, in one batch."""
     model = TableModel(VOCAB, 18)
-    base = {"rules": rules, "eos_token_id": 0, "num_return_sequences": 3, "max_new_tokens": 8}
+    base = {"dialect": dialect, "eos_token_id": 0, "num_return_sequences": 3, "max_new_tokens": 8}
     requests = [
         _request(**base),
         _request(**base, min_new_tokens=8),
@@ -440,4 +442,4 @@ def test_coverage_penalty_needs_attention() -> None:
     with pytest.raises(ValueError, match=r"attention has shape \[2, 3\]; expected \[1, source\]"):
         engine.step(torch.zeros(1, VOCAB), attention=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"coverage_penalty is 0\.5; expected 0 with"):
-        _request(coverage_penalty=0.5, rules="scorer")
+        _request(coverage_penalty=0.5, dialect="scorer")

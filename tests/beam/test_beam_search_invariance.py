@@ -79,8 +79,8 @@ def test_thread_count(threads: int) -> None:
     """A vocabulary that is worth threads, against one thread."""
     vocab, model = 40009, TableModel(40009, 3, entries=31, levels=3)
     requests = [
-        BeamRequest([n + 1], max_new_tokens=5, num_beams=n + 1, eos_token_id=7, rules=rules)
-        for n, rules in enumerate(("generate", "scorer", "fairseq"))
+        BeamRequest([n + 1], max_new_tokens=5, num_beams=n + 1, eos_token_id=7, dialect=dialect)
+        for n, dialect in enumerate(("generate", "scorer", "fairseq"))
     ]
     before = torch.get_num_threads()
     results = []

@@ -1,4 +1,4 @@
-"""The rules "generate" against transformers' own ``generate(num_beams=...)``, whole searches."""
+"""The dialect "generate" against transformers' own ``generate(num_beams=...)``, whole searches."""
 
 import random
 from typing import Any

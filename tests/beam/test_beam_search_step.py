@@ -62,7 +62,7 @@ def random_life(seed: int) -> list[Any]:
 
 def _random_request(choice: random.Random, tries: list[Trie], covers: bool) -> BeamRequest:
     request = random_request(choice, VOCAB)
-    if request.rules == "scorer":
+    if request.dialect == "scorer":
         return request
     changes: dict[str, Any] = {"coverage_penalty": choice.choice((0.0, 0.3)) if covers else 0.0}
     if request.num_beam_groups == 1 and choice.random() < 0.4:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_searches import RULES, Search, clone, new_search, random_search
+from random_searches import DIALECTS, Search, clone, new_search, random_search
 from torch import Tensor
 
 from lmdecode import BeamParameters, BeamState, BeamStep, beam_parameters, beam_step, new_beam_state
@@ -70,11 +70,11 @@ def test_rows_of_zero_requests_and_zero_candidates() -> None:
     assert step.scores.tolist() == [-INF] * 6 and state.done.tolist() == [1, 1]
 
 
-# --- The rules, by hand ---------------------------------------------------------------------------
+# --- The dialects, by hand ------------------------------------------------------------------------
 
 
 def one_request(
-    rules: str, scores: list[float], tokens: list[int], beams: list[int], **options: Any
+    dialect: str, scores: list[float], tokens: list[int], beams: list[int], **options: Any
 ) -> tuple[BeamState, BeamStep]:
     """Two beams of a prompt of two tokens; the end token is 9."""
     state = new_beam_state(1, 2, 6, keep_beam_indices=True, keep_log_probs=True)
@@ -84,7 +84,7 @@ def one_request(
     parameters = beam_parameters(1, 2, prompt_lengths=1, end_tokens=[9], pad_tokens=7, **options)
     step = beam_step(
         state, parameters, torch.tensor([scores]), torch.tensor([tokens]), torch.tensor([beams]),
-        rules=rules, **step_options,
+        dialect=dialect, **step_options,
     )  # fmt: skip
     return state, step
 
@@ -93,16 +93,16 @@ def names(step: BeamStep) -> list[str]:
     return [DECISIONS[value & 7] for value in step.decisions[0].tolist()]
 
 
-@pytest.mark.parametrize("rules", RULES)
-def test_an_end_token_among_the_first_closes_a_hypothesis(rules: str) -> None:
-    state, step = one_request(rules, [-1.0, -2.0, -3.0, -4.0], [9, 5, 9, 6], [1, 0, 0, 1])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_end_token_among_the_first_closes_a_hypothesis(dialect: str) -> None:
+    state, step = one_request(dialect, [-1.0, -2.0, -3.0, -4.0], [9, 5, 9, 6], [1, 0, 0, 1])
     assert names(step) == ["closed", "continued", "end_token_too_low", "continued"]
     assert step.tokens.tolist() == [5, 6]
     assert step.parents.tolist() == [0, 1]
     assert step.scores.tolist() == [-2.0, -4.0]
     assert state.sequences[0, :, :3].tolist() == [[1, 2, 5], [3, 4, 6]]
     assert state.beam_indices[0, :, 2].tolist() == [0, 1]
-    held = [3, 4] if rules == "scorer" else [3, 4, 9]
+    held = [3, 4] if dialect == "scorer" else [3, 4, 9]
     assert state.hypothesis_lengths[0].tolist() == [len(held), 0]
     assert state.hypothesis_sequences[0, 0, : len(held)].tolist() == held
     assert state.hypothesis_scores[0, 0] == -0.5  # over two generated tokens
@@ -116,9 +116,9 @@ def test_scorer_ends_a_search_without_enough_continuations() -> None:
     assert step.tokens.tolist() == [7, 7] and step.parents.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("rules", ["generate", "fairseq"])
-def test_stopped_beams_go_on_far_below_where_too_few_do(rules: str) -> None:
-    _, step = one_request(rules, [-1.0, -2.0, -3.0, -4.0], [9, 5, 9, 9], [1, 0, 0, 1])
+@pytest.mark.parametrize("dialect", ["generate", "fairseq"])
+def test_stopped_beams_go_on_far_below_where_too_few_do(dialect: str) -> None:
+    _, step = one_request(dialect, [-1.0, -2.0, -3.0, -4.0], [9, 5, 9, 9], [1, 0, 0, 1])
     assert names(step) == ["closed", "continued", "end_token_too_low", "end_token_too_low"]
     assert step.tokens.tolist() == [5, 9]
     assert step.scores[1] == torch.tensor(-1e9)
@@ -127,9 +127,9 @@ def test_stopped_beams_go_on_far_below_where_too_few_do(rules: str) -> None:
 def test_what_a_score_may_be() -> None:
     """Not NaN, and 'generate' knows none at -1e9 or below."""
     bonus = torch.tensor([[0.0, NAN]])
-    for rules in RULES:
+    for dialect in DIALECTS:
         state, step = one_request(
-            rules, [-1.0, -2.0, -3.0, -4.0], [9, 5, 6, 6], [1, 0, 0, 1], bonus=bonus
+            dialect, [-1.0, -2.0, -3.0, -4.0], [9, 5, 6, 6], [1, 0, 0, 1], bonus=bonus
         )
         assert names(step)[0] == "not_better"
         assert state.hypothesis_numbers.tolist() == [[-1, -1]]
@@ -140,14 +140,14 @@ def test_what_a_score_may_be() -> None:
 
 
 def test_fairseq_evicts_nothing_and_is_done_when_the_places_are_taken() -> None:
-    for rules, decision, first in (("fairseq", "not_better", -5.0), ("generate", "closed", -1.5)):
+    for dialect, decision, first in (("fairseq", "not_better", -5.0), ("generate", "closed", -1.5)):
         state = new_beam_state(1, 3, 6)
         state.hypothesis_numbers[0, 0] = 0
         state.hypothesis_scores[0, 0] = state.worst_scores[0] = -5.0
         parameters = beam_parameters(1, 3, num_hypotheses=2, end_tokens=[9], length_penalty=0.0)
         scores = torch.tensor([[-1.0, -1.5, -2.0, -2.5, -3.0]])
         tokens, beams = torch.tensor([[9, 9, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])
-        step = beam_step(state, parameters, scores, tokens, beams, rules=rules)
+        step = beam_step(state, parameters, scores, tokens, beams, dialect=dialect)
         assert names(step)[:2] == ["closed", decision]
         assert state.hypothesis_scores[0, :2].tolist() == [first, -1.0]
         assert state.done.tolist() == [1]
@@ -199,11 +199,11 @@ def test_a_search_that_was_done_stays_where_its_sequences_are_full() -> None:
 
 
 @pytest.mark.parametrize("penalty", [4000.0, -4000.0, INF, -INF, NAN, 0.3, -1e-300])
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-def test_any_penalty(penalty: float, rules: str, early_stopping: Any) -> None:
+def test_any_penalty(penalty: float, dialect: str, early_stopping: Any) -> None:
     state, _ = one_request(
-        rules, [-1.0, -1.5, -8.0, -9.0], [9, 9, 6, 6], [1, 0, 0, 1],
+        dialect, [-1.0, -1.5, -8.0, -9.0], [9, 9, 6, 6], [1, 0, 0, 1],
         length_penalty=penalty, early_stopping=early_stopping,
     )  # fmt: skip
     want = new_beam_state(1, 2, 6, keep_beam_indices=True, keep_log_probs=True)
@@ -215,7 +215,7 @@ def test_any_penalty(penalty: float, rules: str, early_stopping: Any) -> None:
     )  # fmt: skip
     reference(
         want, parameters, torch.tensor([[-1.0, -1.5, -8.0, -9.0]]), torch.tensor([[9, 9, 6, 6]]),
-        torch.tensor([[1, 0, 0, 1]]), rules=rules,
+        torch.tensor([[1, 0, 0, 1]]), dialect=dialect,
     )  # fmt: skip
     assert_same_bits(state, want)
 
@@ -255,7 +255,7 @@ def test_a_request_alone_gives_the_same(first: int) -> None:
                 parameters = [p[slot : slot + 1].expand(3, *p.shape[1:]) for p in search.parameters]
                 got = beam_step(
                     alone[r], BeamParameters(*(p.contiguous() for p in parameters)), **given,
-                    slots=torch.tensor([2]), rules=search.rules,
+                    slots=torch.tensor([2]), dialect=search.dialect,
                 )  # fmt: skip
                 width = rows_of(search, r).stop - rows_of(search, r).start
                 assert torch.equal(got.scores[:width], step.scores[rows_of(search, r)])
@@ -437,8 +437,8 @@ BAD_VALUES = {
     "sequences has dtype int32": {"sequences": torch.zeros(3, 2, 2, dtype=torch.int32)},
     "stopped has dtype uint8; expected bool": {"stopped": torch.zeros(3, 3, dtype=torch.uint8)},
     "bonus has shape [3, 3]; expected [3, 2]": {"bonus": torch.zeros(3, 3)},
-    "rules is 'beam'; expected one of generate, scorer, fairseq": {"rules": "beam"},
-    "rules is 1; expected one of generate, scorer, fairseq": {"rules": 1},
+    "dialect is 'beam'; expected one of generate, scorer, fairseq": {"dialect": "beam"},
+    "dialect is 1; expected one of generate, scorer, fairseq": {"dialect": 1},
     "status is on meta; expected the device of state": {
         "status": torch.zeros(3, dtype=torch.uint8, device="meta")
     },
@@ -487,12 +487,12 @@ def test_indices_of_no_candidates_are_not_looked_at() -> None:
     call["beams"][:, 2] = 99
     assert beam_step(**call).tokens.tolist() == [4, 5] * 3
     with pytest.raises(ValueError, match=r"beams\[0, 2\] is 99"):  # it takes part there
-        beam_step(**{**call, "state": valid_call()["state"], "rules": "scorer"})
+        beam_step(**{**call, "state": valid_call()["state"], "dialect": "scorer"})
 
 
 def test_random_searches_vary() -> None:
     searches = [new_search(seed) for seed in range(300)]
-    assert {search.rules for search in searches} == set(RULES)
+    assert {search.dialect for search in searches} == set(DIALECTS)
     assert any("slots" in search.options for search in searches)
     assert any("row_offsets" in search.options for search in searches)
     assert any(search.groups > 1 for search in searches)

@@ -135,9 +135,9 @@ def catalogue(seed: int, count: int = 60) -> Trie:
 
 
 def held_request(choice: random.Random, tries: list[Trie]) -> BeamRequest:
-    request = random_request(choice, VOCAB, eos_token_id=[END], rules="generate")
+    request = random_request(choice, VOCAB, eos_token_id=[END], dialect="generate")
     if choice.random() < 0.2:
-        request = replace(request, rules="fairseq", early_stopping=False)
+        request = replace(request, dialect="fairseq", early_stopping=False)
     trie = choice.choice((*tries, None))
     return replace(request, trie=trie, max_new_tokens=6, forced_bos_token_id=None,
                    forced_eos_token_id=None)  # fmt: skip
@@ -195,8 +195,8 @@ def test_what_a_request_refuses() -> None:
     trie = catalogue(0)
     with pytest.raises(TypeError, match="BeamRequest: trie is of type list; expected a Trie"):
         BeamRequest([1], max_new_tokens=1, trie=[[1]])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'trie is .*; expected None with rules="scorer"'):
-        BeamRequest([1], max_new_tokens=1, trie=trie, rules="scorer")
+    with pytest.raises(ValueError, match=r'trie is .*; expected None with dialect="scorer"'):
+        BeamRequest([1], max_new_tokens=1, trie=trie, dialect="scorer")
     engine = BeamSearch()
     engine.insert(BeamRequest([1], max_new_tokens=1, trie=Trie([[30]])))
     with pytest.raises(ValueError, match=r"step: trie has the token 30; expected tokens"):

@@ -174,7 +174,7 @@ def test_decoder_layer() -> None:
 
 
 def two_groups(vocab: int = 40, end_tokens: list[int] | None = None) -> DecodingSearches:
-    """One request of two groups of two beams, with a prompt of one token, by the rules scorer."""
+    """One request of two groups of two beams by "scorer"; the prompt is one token."""
     decoder = PackedDecoder(*random_decoder("post_norm", vocab=vocab))
     state = new_beam_state(2, 2, 10)
     state.sequences[:, :, 0] = 1
@@ -182,7 +182,7 @@ def two_groups(vocab: int = 40, end_tokens: list[int] | None = None) -> Decoding
     parameters = beam_parameters(2, 2, end_tokens=end_tokens or [2], max_lengths=8)
     searches = DecodingSearches(
         decoder, state, parameters, new_token_rules(2), 5,
-        num_groups=2, num_candidates=6, rules="scorer",
+        num_groups=2, num_candidates=6, dialect="scorer",
     )  # fmt: skip
     searches.read_memory(torch.ones(1, 5, 18), torch.tensor([5]), torch.arange(1))
     return searches

@@ -201,7 +201,7 @@ def test_nan_ends_one_request() -> None:
         ({"suppress_tokens": list(range(65))}, "suppress_tokens of the request: 65"),
         ({"num_beam_groups": 2, "num_beams": 4}, "num_beam_groups is 2"),
         ({"logit_bias": {1: 2.0}}, "logit_bias is"),
-        ({"rules": "fairseq"}, "rules is 'fairseq'"),
+        ({"dialect": "fairseq"}, "dialect is 'fairseq'"),
         ({"prompt_ids": [40]}, "prompt_ids is"),
         ({"request_id": "taken"}, "request_id 'taken' is in use"),
     ],

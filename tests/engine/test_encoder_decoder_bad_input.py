@@ -88,7 +88,7 @@ def test_submit(
         ("num_beams is 0; expected 1 to 1024", ValueError, {"num_beams": 0}),
         ("source is 0; expected 1 to", ValueError, {"source": 0}),
         ("source is of type str", TypeError, {"source": "8"}),
-        ("order is 'other'; expected one of", ValueError, {"order": "other"}),
+        ("dialect is 'other'; expected one of", ValueError, {"dialect": "other"}),
         ("store is given; expected none for an encoder-decoder model", ValueError, {"store": 3}),
     ],
 )

@@ -376,7 +376,7 @@ def test_why_searches_end(llama: lmdecode.Decoding) -> None:
     item = engine.submit([5], max_new_tokens=4, num_beams=2, trie=lmdecode.Trie([[4, 5, 6]]))
     assert cut.result().finish_reason == "length" and item.result().finish_reason == "stop"
     found = engine.submit(
-        [5], max_new_tokens=12, num_beams=2, rules="scorer", eos_token_id=range(3, VOCAB),
+        [5], max_new_tokens=12, num_beams=2, dialect="scorer", eos_token_id=range(3, VOCAB),
         pad_token_id=0,
     ).result()  # fmt: skip
     assert found.finish_reason == "stop" and 3 <= found.tokens[-1] < VOCAB

@@ -84,7 +84,7 @@ def test_submit(
         ("max_requests is 0; expected 1 to 65536", {"max_requests": 0}),
         ("capacity is 0; expected 1 to", {"capacity": 0}),
         ("max_step_tokens is 2; expected at least 4, max_requests", {"max_step_tokens": 2}),
-        ("order is 'other'; expected one of", {"order": "other"}),
+        ("dialect is 'other'; expected one of", {"dialect": "other"}),
     ],
 )
 def test_the_engine(decoding: lmdecode.Decoding, message: str, options: dict[str, Any]) -> None:

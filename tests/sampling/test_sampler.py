@@ -13,7 +13,7 @@ import lmdecode
 from lmdecode.reference.sampler import Sampler as ReferenceSampler
 from lmdecode.reference.verify import verify_draft as reference_verify_draft
 
-ORDERS = lmdecode.sampling.ORDERS
+DIALECTS = lmdecode.sampling.SAMPLER_DIALECTS
 INF = float("inf")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Random = np.random.Generator
@@ -138,16 +138,16 @@ def change_rows(random: Random, samplers: list[Any], vocab: int) -> None:
             sampler.rewind(row, count)
     elif what == 5:
         state = samplers[0].state_dict()
-        fresh = lmdecode.Sampler(batch, vocab, order=samplers[0].order)
+        fresh = lmdecode.Sampler(batch, vocab, dialect=samplers[0].dialect)
         fresh.load_state_dict(state)
         samplers[0].load_state_dict(fresh.state_dict())
 
 
-def walk(seed: int, order: str, steps: int, vocab: int) -> None:
-    random = np.random.default_rng([seed, ORDERS.index(order)])
+def walk(seed: int, dialect: str, steps: int, vocab: int) -> None:
+    random = np.random.default_rng([seed, DIALECTS.index(dialect)])
     batch = int(random.integers(1, 5))
     options = {
-        "order": order,
+        "dialect": dialect,
         "num_logprobs": [None, 0, 5][int(random.integers(3))],
         "logprobs_mode": ["raw_logprobs", "processed_logprobs"][int(random.integers(2))],
     }
@@ -166,52 +166,55 @@ def walk(seed: int, order: str, steps: int, vocab: int) -> None:
         bitmask = random_bitmask(random, batch, vocab)
         accept = bool(random.random() < 0.9)
         ours, expected = (sampler.sample(logits, bitmask, accept) for sampler in samplers)
-        assert_same(ours, expected, f"seed {seed}, order {order}, step {step}")
+        assert_same(ours, expected, f"seed {seed}, dialect {dialect}, step {step}")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_lives(order: str, seed: int) -> None:
-    walk(seed, order, 12, int(np.random.default_rng(seed).choice([1, 2, 31, 64, 200, 1000])))
+def test_random_lives(dialect: str, seed: int) -> None:
+    walk(seed, dialect, 12, int(np.random.default_rng(seed).choice([1, 2, 31, 64, 200, 1000])))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_large_vocabulary(order: str) -> None:
-    walk(99, order, 3, 20_000)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_large_vocabulary(dialect: str) -> None:
+    walk(99, dialect, 3, 20_000)
 
 
 def test_the_same_bits_as_top_k_top_p_sample() -> None:
     """Where these stages are all there is."""
     random = torch.Generator().manual_seed(5)
     seeds = torch.arange(6) + 17
-    for order in ("lmdecode", "transformers", "vllm"):
+    for dialect in ("lmdecode", "transformers", "vllm"):
         for vocab in (50, 5000, 40_000):
             logits = torch.randn(6, vocab, generator=random) * 4
             k = [0, 1, 5, 50, 49, 0]
             p = [1.0, 0.9, 0.5, 0.95, 1.0, 0.7]
             t = [1.0, 0.7, 1.3, 0.0, 2.0, 0.5]
             sampler = lmdecode.Sampler(
-                6, vocab, order=order, top_k=k, top_p=p, temperature=t, min_p=0.01,
+                6, vocab, dialect=dialect, top_k=k, top_p=p, temperature=t, min_p=0.01,
                 seed=seeds, return_logits=True,
             )  # fmt: skip
             for position in range(3):
                 expected = lmdecode.top_k_top_p_sample(
                     logits, k, p, min_p=0.01, temperature=t, seed=seeds, position=position,
-                    return_logits=True, dialect=order,
+                    return_logits=True, dialect=dialect,
                 )  # fmt: skip
                 ours = sampler.sample(logits)
                 for name in ("index", "kept_logits", "kept_count", "status"):
-                    assert torch.equal(getattr(ours, name), getattr(expected, name)), (order, name)
+                    assert torch.equal(getattr(ours, name), getattr(expected, name)), (
+                        dialect,
+                        name,
+                    )
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_drafts(seed: int) -> None:
     random = np.random.default_rng(seed)
     vocab, batch = int(random.choice([3, 20, 300])), int(random.integers(1, 4))
-    order = ORDERS[seed % len(ORDERS)]
+    dialect = DIALECTS[seed % len(DIALECTS)]
     parameters = random_parameters(random, vocab)
     samplers = [
-        make(batch, vocab, order=order, **parameters)
+        make(batch, vocab, dialect=dialect, **parameters)
         for make in (lmdecode.Sampler, ReferenceSampler)
     ]
     for step in range(6):

@@ -153,7 +153,7 @@ def test_llama_cpp_penalties(sampler: SamplerUnderTest, llama: Any) -> None:
         chain.accept(prompt + output)
         ids, logits = chain.apply(x[0])
         tested = sampler.make(
-            1, vocab, order="llama.cpp", seed=-1, return_logits=True,
+            1, vocab, dialect="llama.cpp", seed=-1, return_logits=True,
             repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence,
         )  # fmt: skip
         tested.insert(0, prompt=prompt)
@@ -181,7 +181,7 @@ def test_llama_cpp_dry(sampler: SamplerUnderTest, llama: Any) -> None:
         chain.accept(text)
         ids, logits = chain.apply(x[0])
         tested = sampler.make(
-            1, vocab, order="llama.cpp", seed=-1, return_logits=True, dry_multiplier=multiplier,
+            1, vocab, dialect="llama.cpp", seed=-1, return_logits=True, dry_multiplier=multiplier,
             dry_base=base, dry_allowed_length=allowed,
         )  # fmt: skip
         cut = length // 2
@@ -199,7 +199,7 @@ def test_llama_cpp_mirostat_learns(sampler: SamplerUnderTest, llama: Any) -> Non
     vocab = 256
     for tau in (1.0, 3.0, 5.0):
         chain = LlamaChain(llama, [llama.llama_sampler_init_mirostat_v2(1, tau, 0.1)])
-        tested = sampler.make(1, vocab, order="llama.cpp", seed=1, return_logits=True,
+        tested = sampler.make(1, vocab, dialect="llama.cpp", seed=1, return_logits=True,
                               mirostat_tau=tau, mirostat_eta=0.1)  # fmt: skip
         for step in range(40):
             if step % 4 == 3:
@@ -230,7 +230,7 @@ def test_llama_cpp_adaptive_p(sampler: SamplerUnderTest, llama: Any) -> None:
                 llama.llama_sampler_init_adaptive_p(target, decay, 1),
             ],
         )
-        tested = sampler.make(1, vocab, order="llama.cpp", seed=1, return_logits=True, min_p=0.01,
+        tested = sampler.make(1, vocab, dialect="llama.cpp", seed=1, return_logits=True, min_p=0.01,
                               adaptive_target=target, adaptive_decay=decay)  # fmt: skip
         for step in range(40):
             if step % 4 == 3:

@@ -138,7 +138,7 @@ def test_transformers_edits(sampler: SamplerUnderTest) -> None:
 
         ours = {k: v for k, v in arguments.items() if k not in ("sequence_bias", "min_new_tokens")}
         tested = sampler.make(
-            1, vocab, order="transformers", seed=-1, return_logits=True, eos_token_id=end,
+            1, vocab, dialect="transformers", seed=-1, return_logits=True, eos_token_id=end,
             logit_bias=arguments.get("sequence_bias"), min_tokens=arguments.get("min_new_tokens"),
             **ours,
         )  # fmt: skip
@@ -254,7 +254,7 @@ def test_vllm_edits(sampler: SamplerUnderTest, vllm: SimpleNamespace) -> None:
     )  # fmt: skip
 
     tested = sampler.make(
-        batch, vocab, order="vllm", seed=-1, num_logprobs=vocab,
+        batch, vocab, dialect="vllm", seed=-1, num_logprobs=vocab,
         logprobs_mode="processed_logprobs", **{k: torch.tensor(v) for k, v in values.items()},
     )  # fmt: skip
     for row, (prompt, output) in enumerate(texts):
@@ -275,7 +275,7 @@ def test_vllm_rank_and_raw_log_probabilities(
 ) -> None:
     random = np.random.default_rng(0)
     x = torch.from_numpy(make_rows(random, 30, 50))
-    tested = sampler.make(30, 50, order="vllm", seed=3, num_logprobs=5, temperature=2.0)
+    tested = sampler.make(30, 50, dialect="vllm", seed=3, num_logprobs=5, temperature=2.0)
     out = tested.sample(x)
     raw = vllm.Sampler.compute_logprobs(x)
     with torch.compiler.set_stance("force_eager"):

@@ -50,7 +50,7 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1 << 63}, "seed is 9223372036854775808"),
     ({"dry_breakers": [VOCAB]}, r"dry_breakers\[0\] is 50"),
     ({"penalty": 1.0}, "penalty is no parameter; expected one of"),
-    ({"order": "sorted"}, "order is 'sorted'; expected one of lmdecode, "),
+    ({"dialect": "sorted"}, "dialect is 'sorted'; expected one of lmdecode, "),
     ({"num_logprobs": 65}, "num_logprobs is 65; expected 0 to 50"),
     ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw'"),
     ({"device": "meta"}, "device is meta; expected cpu"),

@@ -41,34 +41,34 @@ def test_a_quick_run_has_every_case() -> None:
     assert table[verified]["sampling the rows"].endswith("x")
 
 
-@pytest.mark.parametrize("order", ["transformers", "llama.cpp", "vllm"])
-def test_peers_with_edits_draw_from_the_tokens_that_ours_keeps(order: str) -> None:
+@pytest.mark.parametrize("dialect", ["transformers", "llama.cpp", "vllm"])
+def test_peers_with_edits_draw_from_the_tokens_that_ours_keeps(dialect: str) -> None:
     from benchmarks.sampling import bench_sampler, sampler_peers
 
-    if order == "vllm":
+    if dialect == "vllm":
         reason = "vLLM is not installed"
         pytest.importorskip("vllm.v1.sample.sampler", reason=reason, exc_type=ImportError)
-    elif order == "llama.cpp":
+    elif dialect == "llama.cpp":
         pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
     torch.manual_seed(0)
     vocab, draws = 4000, 400
     edits = bench_sampler._edits(vocab)
     counts = {"frequency_penalty": edits.frequency, "presence_penalty": edits.presence}
     sampler = lmdecode.Sampler(
-        1, vocab, order=order, return_logits=True, seed=1, top_k=30, top_p=0.8, min_p=0.1,
+        1, vocab, dialect=dialect, return_logits=True, seed=1, top_k=30, top_p=0.8, min_p=0.1,
         repetition_penalty=edits.repetition, logit_bias=edits.biases,
-        **({} if order == "transformers" else counts),
+        **({} if dialect == "transformers" else counts),
     )  # fmt: skip
     sampler.insert(0, prompt=edits.prompt)
     sampler.accept(0, edits.output)
-    mask = None if order == "llama.cpp" else bench_sampler.bitmask_of(edits.allowed)[None]
+    mask = None if dialect == "llama.cpp" else bench_sampler.bitmask_of(edits.allowed)[None]
     row = torch.randn(1, vocab) * 2
     kept = sampler.sample(row, mask).kept_logits[0]
     build = {
         "transformers": sampler_peers.transformers_with_edits,
         "llama.cpp": sampler_peers.llama_with_edits,
         "vllm": sampler_peers.vllm_with_edits,
-    }[order]
+    }[dialect]
     tokens = build(row.expand(draws, -1), edits, 30, 0.8, 0.1)().flatten()
     assert len(tokens) == draws
     assert (kept[tokens.long()] > -INF).all()

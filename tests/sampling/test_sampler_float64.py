@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.random_rows import make_values
-from tests.support.sampler_float64 import ORDERS, PARAMETERS, STAGES, Array, Rows
+from tests.support.sampler_float64 import DIALECTS, PARAMETERS, STAGES, Array, Rows
 from tests.support.sampler_parameters import make_parameters
 from tests.support.samplers import SamplerUnderTest
 
@@ -22,17 +22,17 @@ PAIRS = tuple(itertools.combinations(STAGES, 2))
 
 
 def compare(
-    sampler: SamplerUnderTest, x: Array, parameters: dict[str, Array], order: str
+    sampler: SamplerUnderTest, x: Array, parameters: dict[str, Array], dialect: str
 ) -> tuple[int, Array]:
     """Compare the rows that float64 decides; return how many, and which tokens are kept."""
     batch, vocab = x.shape
-    rows = Rows(x, parameters, order)
+    rows = Rows(x, parameters, dialect)
     rows.run()
     tensors = {
         name: torch.from_numpy(value if name == "top_k" else value.astype(np.float32))
         for name, value in parameters.items()
     }
-    tested = sampler.make(batch, vocab, order=order, seed=-1, return_logits=True, **tensors)
+    tested = sampler.make(batch, vocab, dialect=dialect, seed=-1, return_logits=True, **tensors)
     out = tested.sample(torch.from_numpy(x))
     kept_logits = out.kept_logits.numpy()
     kept = kept_logits > -INF
@@ -42,7 +42,7 @@ def compare(
         if len(bad):
             row = bad[0]
             raise AssertionError(
-                f"{what} of {len(bad)} of {batch} rows, order {order}, first row {row}: "
+                f"{what} of {len(bad)} of {batch} rows, dialect {dialect}, first row {row}: "
                 f"{ {name: value[row] for name, value in parameters.items()} }, V {vocab}, "
                 f"kept {np.flatnonzero(kept[row])[:40]}, "
                 f"expected {np.flatnonzero(rows.kept[row])[:40]}, {x[row][:40]}"
@@ -62,46 +62,46 @@ def compare(
 
 
 def run(
-    sampler: SamplerUnderTest, stages: Sequence[str], orders: Sequence[str], rows: int
+    sampler: SamplerUnderTest, stages: Sequence[str], dialects: Sequence[str], rows: int
 ) -> tuple[int, int]:
     """Compare so many rows of a fast sampler; return how many there were and were decided."""
     random = np.random.default_rng([STAGES.index(stage) for stage in stages])
     total = decided = 0
     vocabularies = (2, 40, 250) if len(stages) == 2 else (1, 2, 7, 64, 250)
-    for order in orders:
+    for dialect in dialects:
         for vocab in vocabularies:
-            batch = max(2, round(rows * sampler.share / len(vocabularies) / len(orders)))
+            batch = max(2, round(rows * sampler.share / len(vocabularies) / len(dialects)))
             x = make_values(random, batch, vocab)
             parameters = make_parameters(random, stages, batch, vocab)
             total += batch
-            decided += compare(sampler, x, parameters, order)[0]
+            decided += compare(sampler, x, parameters, dialect)[0]
     return total, decided
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_stage(stage: str, sampler: SamplerUnderTest) -> None:
-    rows, decided = run(sampler, [stage], list(ORDERS), 1000)
+    rows, decided = run(sampler, [stage], list(DIALECTS), 1000)
     assert decided > 0.75 * rows
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_each_pair(pair: tuple[str, str], sampler: SamplerUnderTest) -> None:
     """The order of two stages is that of the system, and the second sees what the first left."""
-    rows, decided = run(sampler, pair, list(ORDERS), 250)
+    rows, decided = run(sampler, pair, list(DIALECTS), 250)
     assert decided > 0.7 * rows
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_all_stages(order: str, sampler: SamplerUnderTest) -> None:
-    rows, decided = run(sampler, STAGES, [order], 600)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_all_stages(dialect: str, sampler: SamplerUnderTest) -> None:
+    rows, decided = run(sampler, STAGES, [dialect], 600)
     assert decided > 0.7 * rows
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_large_vocabulary(order: str, sampler: SamplerUnderTest) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_large_vocabulary(dialect: str, sampler: SamplerUnderTest) -> None:
     random = np.random.default_rng(0)
     x = make_values(random, max(2, round(20 * sampler.share)), 32000)
-    decided, _ = compare(sampler, x, make_parameters(random, STAGES, *x.shape), order)
+    decided, _ = compare(sampler, x, make_parameters(random, STAGES, *x.shape), dialect)
     assert decided > 0
 
 
@@ -114,8 +114,8 @@ def test_the_largest_vocabularies(stage: str, vocab: int, sampler: SamplerUnderT
     stages = STAGES if stage == "all" else [stage]
     random = np.random.default_rng([vocab, len(stages), *map(ord, stage)])
     x = make_values(random, 3 if sampler.share == 1 else 1, vocab)
-    order = list(ORDERS)[random.integers(len(ORDERS))]
-    decided, _ = compare(sampler, x, make_parameters(random, stages, *x.shape), order)
+    dialect = list(DIALECTS)[random.integers(len(DIALECTS))]
+    decided, _ = compare(sampler, x, make_parameters(random, stages, *x.shape), dialect)
     assert decided > 0 or sampler.share < 1
 
 
@@ -136,17 +136,17 @@ def test_the_deviation_of_many_equal_logits(others: float, sampler: SamplerUnder
     assert kept.nonzero().flatten().tolist() == [5, 6]
 
 
-def test_orders_differ() -> None:
-    """A pair of stages that the orders put differently: the brute force tells them apart."""
+def test_dialects_differ() -> None:
+    """A pair of stages that the dialects put differently: the brute force tells them apart."""
     x = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
     parameters = {"top_p": np.array([0.75]), "min_p": np.array([0.3])}
     counts = {}
-    for order in ORDERS:
-        rows = Rows(x, parameters, order)
+    for dialect in DIALECTS:
+        rows = Rows(x, parameters, dialect)
         rows.run()
-        counts[order] = int(rows.kept.sum())
+        counts[dialect] = int(rows.kept.sum())
     assert counts == {"lmdecode": 3, "transformers": 3, "vllm": 2, "llama.cpp": 3, "sglang": 3}
 
 
 def test_parameters_name_every_stage() -> None:
-    assert set(PARAMETERS) == set(STAGES) == set(ORDERS["vllm"].split())
+    assert set(PARAMETERS) == set(STAGES) == set(DIALECTS["vllm"].split())

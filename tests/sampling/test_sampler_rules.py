@@ -60,11 +60,11 @@ def test_a_huge_dry_penalty_is_finite(sampler: SamplerUnderTest) -> None:
 
 
 def test_counts(sampler: SamplerUnderTest) -> None:
-    """Presence and frequency see the output; order "llama.cpp": the prompt too."""
+    """Presence and frequency see the output; dialect "llama.cpp": the prompt too."""
     arguments = {"frequency_penalty": 0.5, "presence_penalty": 2.0}
     output = edited(sampler, FLAT, [1, 2, 2], [2, 3, 3], **arguments)
     assert output == [0, 0, -2.5, -3, 0, 0]
-    both = edited(sampler, FLAT, [1, 2, 2], [2, 3, 3], order="llama.cpp", **arguments)
+    both = edited(sampler, FLAT, [1, 2, 2], [2, 3, 3], dialect="llama.cpp", **arguments)
     assert both == [0, -2.5, -3.5, -3, 0, 0]
 
 

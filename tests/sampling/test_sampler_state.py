@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.sampling.sampler_rows import ORDERS
+from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS
 from tests.sampling.test_sampler import random_logits, random_parameters
 from tests.support.op_contract import on_threads
 from tests.support.other_capability import call_elsewhere
@@ -231,11 +231,11 @@ def test_verified_drafts_find_room(device: torch.device) -> None:
 
 
 def test_a_device_gives_what_the_cpu_gives(device: torch.device) -> None:
-    """Every result and every byte of the state, of all orders, through a row's whole life."""
-    for seed, order in enumerate(ORDERS):
+    """Every result and every byte of the state, of all dialects, through a row's whole life."""
+    for seed, dialect in enumerate(SAMPLER_DIALECTS):
         random = np.random.default_rng(seed)
         options = dict(
-            order=order, num_logprobs=5, return_logits=True, return_kept_set=True,
+            dialect=dialect, num_logprobs=5, return_logits=True, return_kept_set=True,
             return_stages=True, seed=seed, top_k=40, top_p=0.95, typical_p=0.9, top_n_sigma=3.0,
             xtc_probability=0.5, **PARAMETERS,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def random_request(
     """
     groups = choice.choice((1, 1, 1, 2, 3))
     beams = groups * choice.randint(1, 4 if groups == 1 else 2)
-    rules = choice.choice(("generate", "generate", "scorer", "fairseq"))
+    dialect = choice.choice(("generate", "generate", "scorer", "fairseq"))
     ends = choice.sample(range(vocab_size), choice.choice((0, 1, 1, 1, 2)))
     prompt = [choice.randrange(vocab_size) for _ in range(choice.randint(1, 6))]
     arguments: dict[str, Any] = {
@@ -80,10 +80,10 @@ def random_request(
         "num_beams": beams,
         "num_return_sequences": choice.randint(1, beams),
         "length_penalty": choice.choice((1.0, 1.0, 0.0, 2.0, -1.0, 0.6)),
-        "early_stopping": False if rules == "fairseq" else choice.choice((False, True, "never")),
+        "early_stopping": False if dialect == "fairseq" else choice.choice((False, True, "never")),
         "eos_token_id": ends,
         "num_beam_groups": groups,
-        "rules": rules,
+        "dialect": dialect,
         "patience": choice.choice((1.0, 1.0, 1.0, 1.5, 2.0)),
     }
     if processors and choice.random() < 0.5:

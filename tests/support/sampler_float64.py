@@ -13,7 +13,7 @@ MARGIN = 1e-6
 INF = np.inf
 Array = np.ndarray
 
-ORDERS = {
+DIALECTS = {
     "lmdecode": "temperature top_k top_p min_p top_n_sigma epsilon eta top_h typical xtc mirostat",
     "transformers": (
         "temperature top_h top_k top_p min_p typical epsilon eta top_n_sigma xtc mirostat"
@@ -67,7 +67,7 @@ class Rows:
         self,
         x: Array,
         parameters: Mapping[str, Array],
-        order: str = "lmdecode",
+        dialect: str = "lmdecode",
         margin: float = MARGIN,
     ) -> None:
         batch = len(x)
@@ -78,7 +78,7 @@ class Rows:
         self.margin = np.full((batch, 1), margin)
         self.infinite = np.zeros((batch, 1), bool)
         self.parameters = parameters
-        self.order = order
+        self.dialect = dialect
         self.greedy = ~(self.parameter("temperature") > 0)
         self._support()
         self.keep(self.greedy, self.rank() < 1)
@@ -151,7 +151,7 @@ class Rows:
         self.keep(on, np.where(none, fallback, mask))
 
     def run(self) -> None:
-        for stage in ORDERS[self.order].split():
+        for stage in DIALECTS[self.dialect].split():
             STAGE_FUNCTIONS[stage](self)
 
 
@@ -176,7 +176,7 @@ def top_k(rows: Rows) -> None:
     k = rows.parameters.get("top_k", np.zeros(len(rows.y), np.int64)).astype(np.int64)[:, None]
     rank = rows.rank()
     mask = rank < k
-    if rows.order in SORT_BASED:
+    if rows.dialect in SORT_BASED:
         last = np.where(mask & rows.kept, rows.values(), INF).min(axis=1, keepdims=True)
         mask = rows.values() >= last
     rows.keep((k > 0) & (k < rows.kept.sum(axis=1, keepdims=True)), mask)
@@ -194,7 +194,7 @@ def _prefix_sums(rank: Array, values: Array) -> Array:
 @np.errstate(all="ignore")
 def top_p(rows: Rows) -> None:
     p = rows.parameter("top_p")
-    rank = rows.rank(high_index_first=rows.order in SORT_BASED)
+    rank = rows.rank(high_index_first=rows.dialect in SORT_BASED)
     probability = np.where(rows.kept, np.exp(rows.log_probabilities()), 0)
     sums = _prefix_sums(rank, probability)
     on = (p < 1) & ~rows.greedy
@@ -206,7 +206,7 @@ def top_p(rows: Rows) -> None:
 def min_p(rows: Rows) -> None:
     p = rows.parameter("min_p")
     on = (p > 0) & ~rows.greedy
-    ties = rows.order in (*SORT_BASED, "sglang")
+    ties = rows.dialect in (*SORT_BASED, "sglang")
     one = on & (p >= 1)
     v = np.where(rows.kept, rows.values(), -INF)
     rows.keep(one, v == v.max(axis=1, keepdims=True) if ties else rows.rank() < 1)
@@ -233,7 +233,7 @@ def top_n_sigma(rows: Rows) -> None:
 def epsilon(rows: Rows) -> None:
     e = rows.parameter("epsilon_cutoff")
     on = (e > 0) & (e < 1) & ~rows.greedy
-    rows.keep_bound(on, np.log(e) + rows.log_total(), rows.order == "transformers")
+    rows.keep_bound(on, np.log(e) + rows.log_total(), rows.dialect == "transformers")
 
 
 @np.errstate(all="ignore")
@@ -241,14 +241,14 @@ def eta(rows: Rows) -> None:
     e = rows.parameter("eta_cutoff")
     on = (e > 0) & (e < 1) & ~rows.greedy
     least = np.log(np.minimum(e, np.sqrt(e) * np.exp(-rows.entropy())))
-    rows.keep_bound(on, least + rows.log_total(), rows.order == "transformers")
+    rows.keep_bound(on, least + rows.log_total(), rows.dialect == "transformers")
 
 
 @np.errstate(all="ignore")
 def top_h(rows: Rows) -> None:
     h = rows.parameter("top_h")
     on = (h > 0) & ~rows.greedy
-    if rows.order == "transformers":
+    if rows.dialect == "transformers":
         rows.keep(on, rows.rank() < 100)
     log_p = rows.log_probabilities()
     sums = _prefix_sums(rows.rank(), np.where(rows.kept, -np.exp(log_p) * log_p, 0))
@@ -277,7 +277,7 @@ def typical(rows: Rows) -> None:
     y_last = np.where(at_last, rows.y, -INF).max(axis=1, keepdims=True)
     near = np.abs(key - last) <= rows.margin * (1 + np.abs(np.where(rows.kept, log_p, 0)))
     rows.undecide(on, near & (rows.y != y_last))
-    rows.keep(on, key <= last if rows.order == "transformers" else mask)
+    rows.keep(on, key <= last if rows.dialect == "transformers" else mask)
 
 
 @np.errstate(all="ignore")

@@ -35,14 +35,14 @@ def row_of(parameters: dict[str, Array], row: int) -> dict[str, Any]:
 
 
 def kept_by(
-    sampler: SamplerUnderTest, x: Array, parameters: dict[str, Array], order: str
+    sampler: SamplerUnderTest, x: Array, parameters: dict[str, Array], dialect: str
 ) -> tuple[Array, Array]:
     """Return which tokens are kept, [B, V] bool, and kept_logits."""
     tensors = {
         name: torch.from_numpy(value if name == "top_k" else value.astype(np.float32))
         for name, value in parameters.items()
     }
-    tested = sampler.make(*x.shape, order=order, seed=-1, return_logits=True, **tensors)
+    tested = sampler.make(*x.shape, dialect=dialect, seed=-1, return_logits=True, **tensors)
     kept_logits = tested.sample(torch.from_numpy(x)).kept_logits.numpy()
     return kept_logits > -INF, kept_logits
 

@@ -1,4 +1,4 @@
-"""``BeamSearch`` with the rules "scorer" gives what transformers 4.38.2 gives, groups included."""
+"""``BeamSearch`` with the dialect "scorer" gives what transformers 4.38.2 does, groups included."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_beam_search(seed: int, processors: bool) -> None:
     choice = random.Random(f"{seed}/{processors}")
     for _ in range(12):
         request = random_request(
-            choice, VOCAB, processors=processors, rules="scorer", num_beam_groups=1, patience=1.0,
+            choice, VOCAB, processors=processors, dialect="scorer", num_beam_groups=1, patience=1.0,
             num_beams=choice.randint(2, 5), num_return_sequences=2, diversity_penalty=0.0,
             # A token that is forced in the first step leaves torch.topk to choose among equals.
             max_new_tokens=choice.randint(3 if processors else 1, 12),
@@ -70,7 +70,7 @@ def test_groups(seed: int, processors: bool) -> None:
     for _ in range(12):
         groups, size = choice.randint(2, 3), choice.randint(1, 3)
         request = random_request(
-            choice, VOCAB, processors=processors, rules="scorer", num_beams=groups * size,
+            choice, VOCAB, processors=processors, dialect="scorer", num_beams=groups * size,
             num_beam_groups=groups, diversity_penalty=choice.choice((0.5, 1.0, 3.0)), patience=1.0,
             num_return_sequences=choice.randint(1, groups * size),
             max_new_tokens=choice.randint(3 if processors else 1, 12),
@@ -84,7 +84,7 @@ def test_batch_of_one_after_the_other() -> None:
     table = TableModel(VOCAB, 1)
     requests = [
         random_request(
-            choice, VOCAB, processors=False, rules="scorer", num_beams=4, num_return_sequences=2,
+            choice, VOCAB, processors=False, dialect="scorer", num_beams=4, num_return_sequences=2,
             patience=1.0, num_beam_groups=groups, diversity_penalty=1.0 if groups > 1 else 0.0,
         )
         for groups in (1, 2, 4, 2, 1)

@@ -11,16 +11,25 @@ from torch import Tensor
 from lmdecode._checks import (
     MAX_INT,
     check_bool,
+    check_choice,
     check_count,
     check_int,
     check_layout,
     check_number,
     dtype_name,
+    former_names,
     type_error,
 )
 from lmdecode._ops import ops
 from lmdecode._upload import uploaded
-from lmdecode.beam.state import RULES, BeamFinal, BeamParameters, BeamState, BeamStep, Rules
+from lmdecode.beam.state import (
+    SEARCH_DIALECTS,
+    BeamFinal,
+    BeamParameters,
+    BeamState,
+    BeamStep,
+    SearchDialect,
+)
 from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 
@@ -40,7 +49,7 @@ def _check_types(
     op: str,
     state: object,
     parameters: object,
-    rules: object,
+    dialect: object,
     required: dict[str, Tensor],
     optional: dict[str, Tensor | None],
 ) -> None:
@@ -58,8 +67,7 @@ def _check_types(
         if not isinstance(tensor, Tensor):
             expected = "a tensor or None" if name in optional else "a tensor"
             raise type_error(op, name, tensor, expected) from None
-    if not isinstance(rules, str) or rules not in RULES:
-        raise ValueError(f"{op}: rules is {rules!r}; expected one of {', '.join(RULES)}") from None
+    check_choice(op, "dialect", dialect, SEARCH_DIALECTS)
 
 
 def _row_offsets(num_beams: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -303,6 +311,7 @@ def log_softmax_top_k(
     return BeamCandidates(*_log_softmax_top_k_trie(*call, *trie.tensors, nodes))
 
 
+@former_names("beam_step", rules="dialect")
 def beam_step(
     state: BeamState,
     parameters: BeamParameters,
@@ -319,14 +328,14 @@ def beam_step(
     stopped: Tensor | None = None,
     bonus: Tensor | None = None,
     rows: int | None = None,
-    rules: Rules = "generate",
+    dialect: SearchDialect = "generate",
 ) -> BeamStep:
     """Turn each request's candidates into its next beams, and close the hypotheses that end.
 
     Candidates are processed best first. A candidate that ends in an end token (or is ``stopped``,
     or reaches the maximum length) closes a hypothesis if it is among the first ``num_beams`` and
     its score is good enough; ranked lower, it is dropped. The others become the next beams. Then
-    the search may be done. ``rules`` selects the system whose rules apply, see
+    the search may be done. ``dialect`` selects the system whose rules apply, see
     docs/reference/beam.md. The state is changed in place, without a host synchronisation.
 
     Parameters
@@ -364,7 +373,7 @@ def beam_step(
     rows : int, optional
         Total number of rows of the next beams: the last element of ``row_offsets``. It is required
         with offsets on CUDA, as reading them would synchronise with the device.
-    rules : {"generate", "scorer", "fairseq"}
+    dialect : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
 
     Returns
@@ -385,22 +394,24 @@ def beam_step(
         rows = check_count("beam_step", "rows", rows, 0)
     required = dict(scores=scores, tokens=tokens, beams=beams)
     if scores is None or tokens is None or beams is None:  # the op takes it for an undefined tensor
-        _check_types("beam_step", state, parameters, rules, required, {})
+        _check_types("beam_step", state, parameters, dialect, required, {})
     try:
         step = _beam_step(
             state, parameters, scores, tokens, beams, log_probs, status, slots, row_offsets,
-            parent_offsets, sequences, stopped, bonus, RULES[rules], -1 if rows is None else rows,
+            parent_offsets, sequences, stopped, bonus, SEARCH_DIALECTS[dialect],
+            -1 if rows is None else rows,
         )  # fmt: skip
     except _WRONG_TYPE:
         optional = dict(
             log_probs=log_probs, status=status, slots=slots, row_offsets=row_offsets,
             parent_offsets=parent_offsets, sequences=sequences, stopped=stopped, bonus=bonus,
         )  # fmt: skip
-        _check_types("beam_step", state, parameters, rules, required, optional)
+        _check_types("beam_step", state, parameters, dialect, required, optional)
         raise
     return BeamStep(*step)
 
 
+@former_names("beam_finalize", rules="dialect")
 def beam_finalize(
     state: BeamState,
     parameters: BeamParameters,
@@ -411,7 +422,7 @@ def beam_finalize(
     sequences: Tensor | None = None,
     scores: Tensor | None = None,
     add_open: bool | None = None,
-    rules: Rules = "generate",
+    dialect: SearchDialect = "generate",
 ) -> BeamFinal:
     """Return each request's best hypotheses.
 
@@ -432,8 +443,8 @@ def beam_finalize(
         running beams, if the caller keeps them.
     add_open : bool, optional
         Whether the running beams of searches that are not done become hypotheses first; by default
-        for the rules "scorer" only. A beam of score -inf does not, but for these rules.
-    rules : {"generate", "scorer", "fairseq"}
+        with "scorer" only. A beam of score -inf becomes one with "scorer" only.
+    dialect : {"generate", "scorer", "fairseq"}
         As in ``beam_step``. With "scorer" the last of equal scores comes first, else the first; and
         the first end token follows each sequence where there is room, not counted in its length.
 
@@ -454,15 +465,15 @@ def beam_finalize(
     )
     num_groups = check_int(op, "num_groups", num_groups, limits=limits)
     if add_open is None:
-        add_open = rules == "scorer"
+        add_open = dialect == "scorer"
     check_bool(op, "add_open", add_open, kind="a bool or None")
     try:
         final = _beam_finalize(
             state, parameters, num_return_sequences, num_groups, slots, sequences, scores, add_open,
-            RULES[rules],
+            SEARCH_DIALECTS[dialect],
         )  # fmt: skip
     except _WRONG_TYPE:
         optional = dict(slots=slots, sequences=sequences, scores=scores)
-        _check_types(op, state, parameters, rules, {}, optional)
+        _check_types(op, state, parameters, dialect, {}, optional)
         raise
     return BeamFinal(*final)

@@ -16,6 +16,7 @@ __all__ = [
     "DECISIONS",
     "EARLY_STOPPING",
     "RULES",
+    "SEARCH_DIALECTS",
     "BeamFinal",
     "BeamParameters",
     "BeamState",
@@ -24,10 +25,12 @@ __all__ = [
     "new_beam_state",
 ]
 
-Rules = Literal["generate", "scorer", "fairseq"]
+SearchDialect = Literal["generate", "scorer", "fairseq"]
+Rules = SearchDialect  # its former name
 EarlyStopping = bool | Literal["never"]
 
-RULES: dict[str, int] = {"generate": 0, "scorer": 1, "fairseq": 2}
+SEARCH_DIALECTS: dict[str, int] = {"generate": 0, "scorer": 1, "fairseq": 2}
+RULES = SEARCH_DIALECTS  # its former name
 EARLY_STOPPING: dict[EarlyStopping, int] = {False: 0, True: 1, "never": 2}
 # The low three bits of BeamStep.decisions; the rest is the index that comes with it.
 DECISIONS = ("unused", "continued", "closed", "end_token_too_low", "not_better", "stopped")

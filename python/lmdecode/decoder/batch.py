@@ -131,7 +131,7 @@ class DecodingBatch:
             ("num_beam_groups", request.num_beam_groups, 1),
             ("coverage_penalty", request.coverage_penalty, 0.0),
             ("logit_bias", dict(request.logit_bias), {}),
-            ("rules", request.rules, "generate"),
+            ("dialect", request.dialect, "generate"),
         )
         for name, given, only in others:
             if given != only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
@@ -113,13 +114,14 @@ class Batches:
         """Return an entry of the model's generation config, None where there is none."""
         return getattr(getattr(self.model, "generation_config", None), name, None)
 
+    @former_names("Decoding.engine", order="dialect")
     def engine(
         self,
         *,
         max_requests: int,
         capacity: int,
         max_step_tokens: int = 512,
-        order: str = "transformers",
+        dialect: str = "transformers",
         store: Any = None,
         num_beams: int | None = None,
         source: int | None = None,
@@ -128,7 +130,7 @@ class Batches:
 
         Parameters
         ----------
-        max_requests, capacity, max_step_tokens, order, num_beams, source
+        max_requests, capacity, max_step_tokens, dialect, num_beams, source
             See ``Engine``. What ends a text is what ends it for ``generate``.
         store : KVStore, optional
             Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
@@ -163,7 +165,7 @@ class Batches:
             max_requests=max_requests,
             capacity=capacity,
             max_step_tokens=max_step_tokens,
-            order=order,
+            dialect=dialect,
             store=store,
             num_beams=num_beams,
             source=source,

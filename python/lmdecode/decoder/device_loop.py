@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.state import BeamParameters, BeamState, SearchDialect
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.device_plan import PlanSizes, take_plan
@@ -28,7 +28,7 @@ class DeviceSearches:
     ----------
     decoder, state, parameters, token_rules, source
         As for ``lmdecode.decoder.searches.DecodingSearches``; on the CPU, copied from there.
-    num_groups, num_candidates, rules, greedy
+    num_groups, num_candidates, dialect, greedy
         Likewise.
 
     Attributes
@@ -53,13 +53,18 @@ class DeviceSearches:
         *,
         num_groups: int = 1,
         num_candidates: int,
-        rules: Rules = "generate",
+        dialect: SearchDialect = "generate",
         greedy: bool = False,
     ) -> None:
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self._length, self._limit = self._check(state, parameters)
         sizes = PlanSizes(
-            tuple(state.sequences.shape), padded(source), num_groups, num_candidates, rules, greedy
+            tuple(state.sequences.shape),
+            padded(source),
+            num_groups,
+            num_candidates,
+            dialect,
+            greedy,
         )
         self._plan = take_plan(decoder, sizes, state, parameters, token_rules)
 

@@ -195,7 +195,7 @@ class Plan:
             tokens = torch.where(missing, self._no_end[:, group, None], tokens)
         return beam_step(
             state, self._parameters, best, tokens, candidates.beams, log_probs=candidates.log_probs,
-            status=candidates.status, slots=None if is_whole else slots, rules=self._sizes.rules,
+            status=candidates.status, slots=None if is_whole else slots, dialect=self._sizes.rules,
         )  # fmt: skip
 
 

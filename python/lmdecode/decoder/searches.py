@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
-from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.beam.state import SEARCH_DIALECTS, BeamParameters, BeamState, SearchDialect
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.beam.trie import Trie, tensors_of_tries
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
@@ -72,7 +72,7 @@ class DecodingSearches:
         *,
         num_groups: int = 1,
         num_candidates: int,
-        rules: Rules = "generate",
+        dialect: SearchDialect = "generate",
         greedy: bool = False,
         caches: DecodingCaches | None = None,
         tries: Sequence[Trie | None] | None = None,
@@ -82,7 +82,7 @@ class DecodingSearches:
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self.token_rules = token_rules
         self.tries = [None] * slots if tries is None else list(tries)
-        self._options = [RULES[rules], int(greedy), num_groups, num_candidates]
+        self._options = [SEARCH_DIALECTS[dialect], int(greedy), num_groups, num_candidates]
         workspace_size = ops.decoding_workspace_bytes(
             decoder.sizes,
             decoder.numbers,

@@ -27,12 +27,12 @@ from torch import Tensor
 from lmdecode.beam.state import (
     DECISIONS,
     EARLY_STOPPING,
-    RULES,
+    SEARCH_DIALECTS,
     BeamFinal,
     BeamParameters,
     BeamState,
     BeamStep,
-    Rules,
+    SearchDialect,
 )
 from lmdecode.beam.types import STATUS_CONTINUATIONS, UNUSED_BEAM_SCORE
 
@@ -59,8 +59,10 @@ def _quotient(score: float, divisor: float) -> float:
 class _Slot:
     """One slot of the state, with the rules of its search."""
 
-    def __init__(self, state: BeamState, parameters: BeamParameters, slot: int, rules: int) -> None:
-        self.state, self.slot, self.rules = state, slot, rules
+    def __init__(
+        self, state: BeamState, parameters: BeamParameters, slot: int, dialect: int
+    ) -> None:
+        self.state, self.slot, self.dialect = state, slot, dialect
         self.num_beams = int(parameters.num_beams[slot])
         self.num_hypotheses = int(parameters.num_hypotheses[slot])
         self.prompt_length = int(parameters.prompt_lengths[slot])
@@ -72,11 +74,11 @@ class _Slot:
 
     @property
     def in_f32(self) -> bool:
-        return self.rules != RULES["scorer"]
+        return self.dialect != SEARCH_DIALECTS["scorer"]
 
     def takes_part(self, score: float) -> bool:
         """Tell whether this is the score of a candidate or a beam at all."""
-        return score > -_INF or (self.rules == RULES["scorer"] and score == -_INF)
+        return score > -_INF or (self.dialect == SEARCH_DIALECTS["scorer"] and score == -_INF)
 
     def normalised(self, score: float, length: float, bonus: float = 0.0) -> float:
         """Return the score of a hypothesis with `length` generated tokens."""
@@ -105,15 +107,15 @@ class _Slot:
             return None
         score += 0.0  # no -0.0: which of two zeros is the lower one is not to matter
         if len(places) < self.num_hypotheses:
-            if self.rules == RULES["generate"] and not score > UNUSED_BEAM_SCORE:
+            if self.dialect == SEARCH_DIALECTS["generate"] and not score > UNUSED_BEAM_SCORE:
                 return None
             place = min(set(range(self.num_hypotheses)) - set(places))
             state.worst_scores[slot] = min(score, worst)
         else:
-            if self.rules == RULES["fairseq"] or not score > worst:
+            if self.dialect == SEARCH_DIALECTS["fairseq"] or not score > worst:
                 return None
             # The lowest score goes. Of equal ones the earliest ("scorer"), or the last to come.
-            order = places if self.rules == RULES["scorer"] else places[::-1]
+            order = places if self.dialect == SEARCH_DIALECTS["scorer"] else places[::-1]
             place = min(order, key=self.score_at)
             others = [self.score_at(p) for p in places if p != place]
             state.worst_scores[slot] = min([*others, score])
@@ -144,14 +146,14 @@ class _Slot:
         tokens, the coming one included.
         """
         full = len(self.places()) == self.num_hypotheses
-        if self.rules == RULES["fairseq"]:
+        if self.dialect == SEARCH_DIALECTS["fairseq"]:
             return full
         if self.early_stopping == EARLY_STOPPING[True] and full:
             return True
         if self.early_stopping == EARLY_STOPPING["never"] and self.length_penalty > 0:
             length = max(self.max_length - self.prompt_length, 0) if self.max_length > 0 else _INF
         worst = float(self.state.worst_scores[self.slot])
-        if self.rules == RULES["scorer"]:
+        if self.dialect == SEARCH_DIALECTS["scorer"]:
             return full and worst >= self.normalised(best, length)
         return not self.normalised(best, length) > (worst if full else UNUSED_BEAM_SCORE)
 
@@ -184,10 +186,10 @@ def _step_request(
     candidates: (rank, score, token, beam, log-prob, stopped), those that are some; sequences:
     [beams, >= length]. Returns the next beams as (score, token, beam, log-prob) and the decisions.
     """
-    rules, state, at = slot.rules, slot.state, slot.slot
+    dialect, state, at = slot.dialect, slot.state, slot.slot
     was_done = bool(state.done[at])
     generated = length + 1 - slot.prompt_length
-    at_end = rules != RULES["scorer"] and 0 < slot.max_length <= length + 1
+    at_end = dialect != SEARCH_DIALECTS["scorer"] and 0 < slot.max_length <= length + 1
     code = {name: number for number, name in enumerate(DECISIONS)}
     decisions = [code["unused"]] * num_candidates
     going: list[tuple[float, int, int, float]] = []
@@ -213,7 +215,7 @@ def _step_request(
             _close(slot, place, token, beam, log_prob)
         if len(going) == slot.num_beams:
             break
-    if rules == RULES["scorer"]:
+    if dialect == SEARCH_DIALECTS["scorer"]:
         if len(going) < slot.num_beams:
             state.status[at] |= STATUS_CONTINUATIONS
             state.done[at] = 1
@@ -237,7 +239,7 @@ def _close(slot: _Slot, place: int, token: int, beam: int, log_prob: float) -> N
     """Append the end token to the hypothesis; "scorer" leaves it to beam_finalize."""
     state, at = slot.state, slot.slot
     length = int(state.hypothesis_lengths[at, place])
-    if slot.rules != RULES["scorer"]:
+    if slot.dialect != SEARCH_DIALECTS["scorer"]:
         state.hypothesis_sequences[at, place, length] = token
         state.hypothesis_lengths[at, place] = length + 1
     # These two are of the end token in any case.
@@ -263,7 +265,7 @@ def beam_step(
     stopped: Tensor | None = None,
     bonus: Tensor | None = None,
     rows: int | None = None,
-    rules: Rules = "generate",
+    dialect: SearchDialect = "generate",
 ) -> BeamStep:
     """Turn each request's candidates into its next beams; see ``lmdecode.beam_step``."""
     requests, num_candidates = scores.shape
@@ -281,7 +283,7 @@ def beam_step(
         torch.zeros((requests, num_candidates), dtype=torch.int32),
     )
     for r, at in enumerate(which):
-        slot = _Slot(state, parameters, at, RULES[rules])
+        slot = _Slot(state, parameters, at, SEARCH_DIALECTS[dialect])
         failed = 0 if status is None else int(status[r])
         if failed and not state.done[at]:
             state.status[at] |= failed
@@ -289,7 +291,7 @@ def beam_step(
         was_done = bool(state.done[at])
         length = int(state.lengths[at]) if sequences is None else sequences.shape[2]
         going: list[tuple[float, int, int, float]] = []
-        lockstep = rules != "scorer" and not failed and not int(state.status[at])
+        lockstep = dialect != "scorer" and not failed and not int(state.status[at])
         if lockstep or not was_done:
             candidates = [
                 (
@@ -323,7 +325,7 @@ def beam_step(
             parents = [parent_first[r] + beam for _, _, beam, _ in going]
         else:  # ended before, or just now by a failure
             going = [(0.0, slot.pad_token, beam, 0.0) for beam in range(slot.num_beams)]
-            parents = [0 if rules == "scorer" else own(beam) for beam in range(slot.num_beams)]
+            parents = [0 if dialect == "scorer" else own(beam) for beam in range(slot.num_beams)]
         # What the request does not use of its rows is the beam of no search.
         unused = range(slot.num_beams, first[r + 1] - first[r])
         here = slice(first[r], first[r + 1])
@@ -359,12 +361,12 @@ def beam_finalize(
     sequences: Tensor | None = None,
     scores: Tensor | None = None,
     add_open: bool | None = None,
-    rules: Rules = "generate",
+    dialect: SearchDialect = "generate",
 ) -> BeamFinal:
     """Return each request's best hypotheses; see ``lmdecode.beam_finalize``."""
     which = list(range(len(state.lengths))) if slots is None else slots.tolist()
     if add_open is None:
-        add_open = rules == "scorer"
+        add_open = dialect == "scorer"
     requests, count = len(which) // num_groups, num_return_sequences
     num_hypotheses, capacity = state.hypothesis_sequences.shape[1:]
     final = BeamFinal(
@@ -379,7 +381,7 @@ def beam_finalize(
     )
     for r in range(requests):
         group = [
-            _Slot(state, parameters, at, RULES[rules])
+            _Slot(state, parameters, at, SEARCH_DIALECTS[dialect])
             for at in which[r * num_groups : (r + 1) * num_groups]
         ]
         final.sequences[r] = group[0].pad_token
@@ -395,7 +397,7 @@ def beam_finalize(
                 )
             ranked += [(slot.score_at(place), number, slot, place) for place in slot.places()]
         # Of equal scores the last to come is the first ("scorer": it pops from the end).
-        if rules == "scorer":
+        if dialect == "scorer":
             ranked.reverse()
         ranked.sort(key=lambda entry: entry[0], reverse=True)
         for i, (score, number, slot, place) in enumerate(ranked[:count]):
@@ -404,7 +406,7 @@ def beam_finalize(
             final.lengths[r, i] = length
             final.places[r, i] = number * num_hypotheses + place
             final.sequences[r, i, :length] = state.hypothesis_sequences[at, place, :length]
-            if rules == "scorer" and slot.end_tokens and length < capacity:
+            if dialect == "scorer" and slot.end_tokens and length < capacity:
                 final.sequences[r, i, length] = slot.end_tokens[0]
             final.log_probs[r, i] = state.hypothesis_log_probs[at, place]
             final.beam_indices[r, i] = state.hypothesis_beam_indices[at, place]

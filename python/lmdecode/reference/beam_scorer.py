@@ -1,7 +1,7 @@
 """``BeamSearchScorer`` of transformers 4.38.2 in plain Python, a candidate at a time.
 
-What ``lmdecode.BeamSearchScorer`` does with ``beam_step`` and ``beam_finalize`` (rules "scorer") is
-done here with ``BeamHypotheses`` objects.
+``lmdecode.BeamSearchScorer`` calls ``beam_step`` and ``beam_finalize`` (dialect "scorer"). Here
+``BeamHypotheses`` objects do the same.
 """
 
 from __future__ import annotations

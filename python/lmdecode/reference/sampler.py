@@ -1,7 +1,7 @@
 """``lmdecode.Sampler`` in plain torch, a row at a time, with the same bits.
 
 A row of logits is edited by its token rules and penalties (``text_rules``), goes through the stages
-of its order (``sampler_stages``), and of the tokens that are left one is drawn as
+of its dialect (``sampler_stages``), and of the tokens that are left one is drawn as
 ``top_k_top_p_sample`` draws. What the sampler keeps of a sequence is its text, its parameters and
 mirostat's mu. Arguments are not checked.
 """
@@ -28,7 +28,7 @@ from lmdecode.reference.arithmetic import (
 from lmdecode.reference.sampler_parameters import RowParameters, row_parameters, split_rows
 from lmdecode.reference.sampler_stages import (
     LOG2_E,
-    ORDERS,
+    SAMPLER_DIALECTS,
     STAGES,
     Survivors,
     adapt,
@@ -122,8 +122,8 @@ class Sampler:
         Rows, and logits of a row. All rows are active at first, with an empty text.
     device
         Where results go.
-    order
-        One of ``sampler_stages.ORDERS``.
+    dialect
+        One of ``sampler_stages.SAMPLER_DIALECTS``.
     logprobs_mode
         "raw_logprobs" or "processed_logprobs".
     num_logprobs
@@ -140,7 +140,7 @@ class Sampler:
         vocab: int,
         *,
         device: torch.device | str | None = None,
-        order: str = "lmdecode",
+        dialect: str = "lmdecode",
         logprobs_mode: str = "raw_logprobs",
         num_logprobs: int | None = None,
         return_kept_set: bool = False,
@@ -148,7 +148,7 @@ class Sampler:
         return_stages: bool = False,
         **parameters: Any,
     ) -> None:
-        self.batch, self.vocab, self.order = batch, vocab, ORDERS[order]
+        self.batch, self.vocab, self.dialect = batch, vocab, SAMPLER_DIALECTS[dialect]
         self.device = torch.device(device or "cpu")
         self.is_raw = logprobs_mode == "raw_logprobs"
         self.num_logprobs = num_logprobs
@@ -222,13 +222,13 @@ class Sampler:
         if forced is not None:
             return _one_token(forced, x[forced].item(), bits, 0)
         status = (STATUS_NAN if x.isnan().any() else 0) | (STATUS_PARAMETER if p.nan else 0)
-        y = edited_logits(x, p, sequence.prompt, sequence.output, bitmask, self.order)
+        y = edited_logits(x, p, sequence.prompt, sequence.output, bitmask, self.dialect)
         left = Survivors(y)
-        is_greedy = p.temperature <= 0 or p.temperature < self.order.least_temperature
+        is_greedy = p.temperature <= 0 or p.temperature < self.dialect.least_temperature
         if is_greedy and len(left.kept) > 0:
             token = int(left.kept[0])
             return _one_token(token, y[token].item(), bits, status)
-        counts = run_stages(left, p, self.order)
+        counts = run_stages(left, p, self.dialect)
         before = None
         if p.adaptive_target >= 0 and len(left.kept) > 0:
             before = adapt(left, p)
@@ -343,8 +343,8 @@ class Sampler:
         )
 
     def _rank(self, x: Tensor, token: int) -> int:
-        """1 + how many raw logits stand before the token's; order "vllm": as many reach it."""
+        """1 + how many raw logits stand before the token's; dialect "vllm": as many reach it."""
         x = torch.where(x.isnan(), -_INF, x)
-        if self.order.rank_after_ties:
+        if self.dialect.rank_after_ties:
             return int((x >= x[token]).sum())
         return int((x > x[token]).sum() + (x[:token] == x[token]).sum()) + 1

@@ -51,11 +51,11 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class Order:
+class SamplerDialect:
     """A system's order of the stages, and its rules."""
 
     stages: list[str]
-    dialect: DialectRules  # of top-k, top-p and min-p
+    filters: DialectRules  # of top-k, top-p and min-p
     keep_ties: bool = False  # of the maximum, where nothing else is kept; and of typical's last key
     top_h_tokens: int | None = None  # top-h looks at so many first tokens alone
     least_temperature: float = 0.0  # below it a row is greedy
@@ -64,27 +64,27 @@ class Order:
     rank_after_ties: bool = False  # of equal raw logits the chosen one comes last
 
 
-ORDERS = {
-    "lmdecode": Order(list(STAGES), DIALECT_RULES["lmdecode"]),
-    "transformers": Order(
+SAMPLER_DIALECTS = {
+    "lmdecode": SamplerDialect(list(STAGES), DIALECT_RULES["lmdecode"]),
+    "transformers": SamplerDialect(
         "temperature top_h top_k top_p min_p typical epsilon eta top_n_sigma xtc mirostat".split(),
         DIALECT_RULES["transformers"],
         keep_ties=True,
         top_h_tokens=100,
         allows_end_tokens=True,
     ),
-    "vllm": Order(
+    "vllm": SamplerDialect(
         "temperature min_p top_k top_p top_n_sigma epsilon eta top_h typical xtc mirostat".split(),
         DIALECT_RULES["vllm"],
         least_temperature=1e-5,
         rank_after_ties=True,
     ),
-    "llama.cpp": Order(
+    "llama.cpp": SamplerDialect(
         "top_n_sigma top_k typical top_p min_p xtc epsilon eta top_h temperature mirostat".split(),
         DIALECT_RULES["lmdecode"],
         counts_see_prompt=True,
     ),
-    "sglang": Order(
+    "sglang": SamplerDialect(
         "temperature top_p top_k min_p top_n_sigma epsilon eta top_h typical xtc mirostat".split(),
         replace(DIALECT_RULES["lmdecode"], strict_top_p=True, min_p_one_keeps_ties=True),
     ),
@@ -205,7 +205,7 @@ def keep_reaching(row: Survivors, log_bound: float, keep_ties: bool) -> None:
 # --- The stages -----------------------------------------------------------------------------------
 
 
-def temperature(row: Survivors, p: RowParameters, order: Order) -> None:
+def temperature(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Divide by the temperature; with a range D by one within T - D .. T + D, by the entropy."""
     chosen = p.temperature
     count = len(row.kept)
@@ -221,21 +221,21 @@ def temperature(row: Survivors, p: RowParameters, order: Order) -> None:
         row.kept = row.kept[:1]
 
 
-def top_k(row: Survivors, p: RowParameters, order: Order) -> None:
-    row.kept = keep_top_k(row.v, row.kept, p.top_k, order.dialect)
+def top_k(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
+    row.kept = keep_top_k(row.v, row.kept, p.top_k, dialect.filters)
 
 
-def top_p(row: Survivors, p: RowParameters, order: Order) -> None:
+def top_p(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     mass = torch.zeros(len(row.y), dtype=torch.int64)
     mass[row.kept] = row.masses()
-    row.kept = keep_top_p(row.v, mass, row.kept, p.top_p, row.fraction_bits, order.dialect)
+    row.kept = keep_top_p(row.v, mass, row.kept, p.top_p, row.fraction_bits, dialect.filters)
 
 
-def min_p(row: Survivors, p: RowParameters, order: Order) -> None:
-    row.kept = keep_min_p(row.v, row.kept, p.min_p, order.dialect)
+def min_p(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
+    row.kept = keep_min_p(row.v, row.kept, p.min_p, dialect.filters)
 
 
-def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
+def top_n_sigma(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep v >= max - n sigma, sigma the standard deviation of the values that are left."""
     v = row.v[row.kept]
     if row.infinite:
@@ -252,21 +252,21 @@ def top_n_sigma(row: Survivors, p: RowParameters, order: Order) -> None:
     keep_reaching(row, -(p.top_n_sigma * sigma), False)
 
 
-def epsilon(row: Survivors, p: RowParameters, order: Order) -> None:
+def epsilon(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep probabilities >= epsilon."""
-    keep_reaching(row, log_scalar(p.epsilon_cutoff * total_weight(row)), order.keep_ties)
+    keep_reaching(row, log_scalar(p.epsilon_cutoff * total_weight(row)), dialect.keep_ties)
 
 
-def eta(row: Survivors, p: RowParameters, order: Order) -> None:
+def eta(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep probabilities >= min(eta, sqrt(eta) * exp(-H))."""
     log_eta = log_scalar(p.eta_cutoff)
     log_bound = log_scalar(total_weight(row)) + min(log_eta, 0.5 * log_eta - entropy(row))
-    keep_reaching(row, log_bound, order.keep_ties)
+    keep_reaching(row, log_bound, dialect.keep_ties)
 
 
-def top_h(row: Survivors, p: RowParameters, order: Order) -> None:
+def top_h(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep the longest front whose terms -p ln p sum to at most top_h times the entropy."""
-    row.kept = row.kept[: order.top_h_tokens]
+    row.kept = row.kept[: dialect.top_h_tokens]
     # Every prefix sum is at most the sum, which only as the sum can be 2^63.
     scale = 2.0**-row.fraction_bits
     mass = _prefix_sums(row.masses()) * scale
@@ -284,7 +284,7 @@ def _prefix_sums(values: Tensor) -> Tensor:
     return torch.where(sums < 0, 2.0**63, sums)
 
 
-def typical(row: Survivors, p: RowParameters, order: Order) -> None:
+def typical(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep the smallest set of mass >= p whose -log p are nearest to the entropy."""
     tokens = row.kept.sort().values
     y, factor = row.y[tokens].to(torch.float64), row.factor()
@@ -299,12 +299,12 @@ def typical(row: Survivors, p: RowParameters, order: Order) -> None:
         threshold = mass_threshold(p.typical_p, sum_masses(mass), strict=False)
         cumulated = mass[tokens[places[:-1]]].cumsum(0)
         count = int((cumulated < threshold).sum()) + 1
-    if order.keep_ties:
+    if dialect.keep_ties:
         count = int((key <= key[count - 1]).sum())
     row.keep(torch.isin(row.kept, tokens[places[:count]]))
 
 
-def xtc(row: Survivors, p: RowParameters, order: Order) -> None:
+def xtc(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """With a probability: of the tokens that reach a threshold keep the least likely alone."""
     if p.seed >= 0:
         block = torch.tensor([_XTC_BLOCK])
@@ -322,13 +322,13 @@ def xtc(row: Survivors, p: RowParameters, order: Order) -> None:
         row.kept = row.kept[reached - 1 :]
 
 
-def mirostat(row: Survivors, p: RowParameters, order: Order) -> None:
+def mirostat(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
     """Keep what has a surprise of at most mu bits."""
     log_bound = log_scalar(total_weight(row)) - p.mu * LN2
     keep_reaching(row, log_bound, False)
 
 
-_Stage = Callable[[Survivors, RowParameters, Order], None]
+_Stage = Callable[[Survivors, RowParameters, SamplerDialect], None]
 # Each with the condition under which it is on.
 _STAGES: dict[str, tuple[_Stage, Callable[[RowParameters], bool]]] = {
     "temperature": (temperature, lambda p: p.temperature != 1 or p.dynamic_temperature_range > 0),
@@ -358,15 +358,17 @@ def adapt(row: Survivors, p: RowParameters) -> Tensor:
     return probability
 
 
-def run_stages(row: Survivors, parameters: RowParameters, order: Order) -> dict[str, int]:
+def run_stages(
+    row: Survivors, parameters: RowParameters, dialect: SamplerDialect
+) -> dict[str, int]:
     """Run the stages that are on, and return how many tokens each left, by name.
 
     A row that comes to have no token is left at once.
     """
     counts = {}
-    for name in order.stages:
+    for name in dialect.stages:
         stage, is_on = _STAGES[name]
         if is_on(parameters) and len(row.kept) > 0:
-            stage(row, parameters, order)
+            stage(row, parameters, dialect)
             counts[name] = len(row.kept)
     return counts

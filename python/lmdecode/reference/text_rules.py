@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmdecode.reference.arithmetic import integer_power, round_to_f32
 from lmdecode.reference.sampler_parameters import RowParameters
-from lmdecode.reference.sampler_stages import Order
+from lmdecode.reference.sampler_stages import SamplerDialect
 
 _INF = math.inf
 _MAX_FLOAT = float.fromhex("0x1.fffffep127")
@@ -41,7 +41,7 @@ def _biases(row: RowParameters, text: Sequence[int]) -> dict[int, float]:
 
 
 def _banned(
-    row: RowParameters, text: Sequence[int], output: Sequence[int], order: Order
+    row: RowParameters, text: Sequence[int], output: Sequence[int], dialect: SamplerDialect
 ) -> set[int]:
     """Tokens that are forbidden whatever their logit."""
     banned = set(row.suppress_tokens)
@@ -51,7 +51,7 @@ def _banned(
         if bias == -_INF and _ends_with(text, tokens[:-1])
     }
     for word in row.bad_words_ids:
-        end_token = len(word) == 1 and word[0] in row.eos_token_id and order.allows_end_tokens
+        end_token = len(word) == 1 and word[0] in row.eos_token_id and dialect.allows_end_tokens
         if _ends_with(text, word[:-1]) and not end_token:
             banned.add(word[-1])
     if len(output) < row.min_tokens:
@@ -103,7 +103,7 @@ def edited_logits(
     prompt: Sequence[int],
     output: Sequence[int],
     bitmask: Tensor | None,
-    order: Order,
+    dialect: SamplerDialect,
 ) -> Tensor:
     """Return the logits y [V] float32 that the stages see; NaN becomes -inf."""
     vocab = len(x)
@@ -116,13 +116,13 @@ def edited_logits(
     if sums:
         tokens = torch.tensor(list(sums))
         y[tokens] = y[tokens] + torch.tensor(list(sums.values()))
-    y[_index(_banned(row, text, output, order), vocab)] = -_INF
+    y[_index(_banned(row, text, output, dialect), vocab)] = -_INF
 
     seen = _index(text, vocab)
     if row.repetition_penalty != 1:
         r = torch.tensor(row.repetition_penalty)
         y[seen] = torch.where(y[seen] < 0, y[seen] * r, y[seen] / r)
-    counted = text if order.counts_see_prompt else output
+    counted = text if dialect.counts_see_prompt else output
     if row.frequency_penalty != 0 or row.presence_penalty != 0:
         seen = _index(counted, vocab)
         counts = Counter(counted)

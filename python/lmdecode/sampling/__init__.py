@@ -3,13 +3,16 @@
 from lmdecode.sampling.drafts import prompt_lookup
 from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.sampling.sampler import Sampler
-from lmdecode.sampling.sampler_rows import ORDERS, STAGES
+from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS, STAGES
 from lmdecode.sampling.types import DIALECTS, KeptSet, SampleOutput, SamplerOutput, VerifyOutput
 from lmdecode.sampling.verify import verify_draft
+
+ORDERS = SAMPLER_DIALECTS  # its former name
 
 __all__ = [
     "DIALECTS",
     "ORDERS",
+    "SAMPLER_DIALECTS",
     "STAGES",
     "KeptSet",
     "SampleOutput",

@@ -20,12 +20,12 @@ class CompactSampler:
 
     Parameters
     ----------
-    rows, vocab, order
-        As ``batch``, ``vocab`` and ``order`` of ``Sampler``: the most sequences at a time.
+    rows, vocab, dialect
+        As ``batch``, ``vocab`` and ``dialect`` of ``Sampler``: the most sequences at a time.
     """
 
-    def __init__(self, rows: int, vocab: int, order: str) -> None:
-        self._sampler = Sampler(rows, vocab, order=order, temperature=0.0, seed=0)
+    def __init__(self, rows: int, vocab: int, dialect: str) -> None:
+        self._sampler = Sampler(rows, vocab, dialect=dialect, temperature=0.0, seed=0)
         self._sampler._remove_all()
         self._results: tuple[tuple[int, int], Results] | None = None
         self.count = 0

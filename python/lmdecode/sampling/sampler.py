@@ -12,9 +12,11 @@ from torch import Tensor
 from lmdecode._checks import (
     MAX_INT,
     check_bool,
+    check_choice,
     check_count,
     check_dense_tensors,
     check_int,
+    former_names,
     type_error,
 )
 from lmdecode._ops import ops
@@ -27,10 +29,11 @@ from lmdecode.sampling._results import (
 )
 from lmdecode.sampling.sampler_rows import (
     NUM_INTEGERS,
-    ORDERS,
+    SAMPLER_DIALECTS,
     RowRules,
     check_parameters,
     check_saved,
+    draw_seeds,
     parameters_of_row,
     rules_of_row,
     token_tensor,
@@ -52,14 +55,15 @@ _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
 
 
+@former_names(_OP, order="dialect")
 class Sampler:
     """Samples a token from each row of logits, in one op per step.
 
     A row is a sequence. It has its own parameters and state: its text, counts of tokens, and
     position in the noise. So rows can be added, removed and reordered, and a sequence draws
     bitwise the same tokens alone or in any batch. A step edits the logits (bitmask, biases,
-    penalties, rules), filters them by the stages of ``order``, and draws. docs/reference/sampler.md
-    defines each stage. On the CPU, and on CUDA (emulated, not yet run on a GPU).
+    penalties, rules), filters them by the stages of ``dialect``, and draws.
+    docs/reference/sampler.md defines each stage. On CPU and CUDA (emulated, not yet run on a GPU).
 
     Parameters
     ----------
@@ -69,7 +73,7 @@ class Sampler:
         Number of logits in a row.
     device : torch.device or str, optional
         "cpu", the default, or a CUDA device: of the logits and of all results of ``sample``.
-    order : str
+    dialect : str
         "lmdecode", "transformers", "vllm", "llama.cpp" or "sglang": the system whose order of
         stages, and whose rules at ties and boundaries, apply.
     num_logprobs : int, optional
@@ -142,7 +146,7 @@ class Sampler:
         vocab: int,
         *,
         device: torch.device | str | None = None,
-        order: str = "lmdecode",
+        dialect: str = "lmdecode",
         num_logprobs: int | None = None,
         logprobs_mode: str = "raw_logprobs",
         return_logits: bool = False,
@@ -153,14 +157,9 @@ class Sampler:
         self.batch = check_int(_OP, "batch", batch, 0, (1 << 31) - 1, limits="0 to 2^31 - 1")
         self.vocab = check_int(_OP, "vocab", vocab, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
         self.device = checked_device(_OP, device)
-        if order not in ORDERS:
-            raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
-        if logprobs_mode not in _LOGPROBS_MODES:
-            raise ValueError(
-                f"{_OP}: logprobs_mode is {logprobs_mode!r}; expected one of "
-                f"{', '.join(_LOGPROBS_MODES)}"
-            )
-        self.order = order
+        check_choice(_OP, "dialect", dialect, SAMPLER_DIALECTS)
+        check_choice(_OP, "logprobs_mode", logprobs_mode, _LOGPROBS_MODES)
+        self.dialect = dialect
         if num_logprobs is not None:
             most = min(_MOST_LOGPROBS, vocab)
             num_logprobs = check_int(_OP, "num_logprobs", num_logprobs, 0, most)
@@ -182,7 +181,7 @@ class Sampler:
         for row in range(self.batch):
             own = parameters_of_row(self._defaults, row)
             seed, is_same = own.pop("seed", 0), own == before  # as where they are numbers
-            rows.append(with_seed(rows[-1], seed) if is_same else rules_of_row(own, order, seed))
+            rows.append(with_seed(rows[-1], seed) if is_same else rules_of_row(own, dialect, seed))
             before = own
         self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
         self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
@@ -190,9 +189,14 @@ class Sampler:
         for row, rules in enumerate(rows):
             self._insert_into(state, row, rules, new_memory(0, dtype=torch.int64))
         if "seed" not in self._defaults:  # nothing is wrong: torch's generator goes on
-            state.view(torch.int64)[:, _SEED] = _draw_seeds(self.batch)
+            state.view(torch.int64)[:, _SEED] = draw_seeds(self.batch)
         self._state = self._on_device(state)
         self._count_steps()
+
+    @property
+    def order(self) -> str:
+        """Former name of ``dialect``."""
+        return self.dialect
 
     # ---- sequences
 
@@ -222,7 +226,7 @@ class Sampler:
         for name, value in parameters.items():
             if value is None:
                 own.pop(name, None)
-        rules = rules_of_row(own, self.order, own.get("seed", 0))
+        rules = rules_of_row(own, self.dialect, own.get("seed", 0))
         self._begin(row, rules, tokens, draws_seed="seed" not in own)
 
     def remove(self, row: int) -> None:
@@ -285,14 +289,14 @@ class Sampler:
         return {
             "batch": self.batch,
             "vocab": self.vocab,
-            "order": self.order,
+            "order": self.dialect,
             "text_capacity": self._text_capacity,
             "rules_capacity": self._rules_capacity,
             "state": self._state.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the sequences of a sampler with the same batch, vocabulary and order."""
+        """Load the sequences of a sampler with the same batch, vocabulary and dialect."""
         op = f"{_OP}.load_state_dict"
         if not isinstance(state, Mapping):
             raise type_error(op, "state", state, "a dict of state_dict")
@@ -469,7 +473,7 @@ class Sampler:
         with self._row_on_host(row) as (state, at):
             self._insert_into(state, at, rules, tokens)
             if draws_seed:
-                state.view(torch.int64)[at, _SEED] = _draw_seeds(1)[0]
+                state.view(torch.int64)[at, _SEED] = draw_seeds(1)[0]
         self._count_steps()
 
     def _insert_into(self, state: Tensor, row: int, rules: RowRules, prompt: Tensor) -> None:
@@ -488,10 +492,6 @@ class Sampler:
         if self._fields()[row, _ACTIVE] == 0:
             expected = "expected one that insert() began"
             raise ValueError(f"{_OP}.{method}: row {row} has no sequence; {expected}")
-
-
-def _draw_seeds(count: int) -> Tensor:
-    return torch.randint(0, MAX_INT, (count,), device="cpu")
 
 
 def _plain_logits(logits: Any) -> Tensor:

@@ -23,11 +23,12 @@ from lmdecode._checks import (
 
 __all__ = [
     "NUM_INTEGERS",
-    "ORDERS",
+    "SAMPLER_DIALECTS",
     "STAGES",
     "RowRules",
     "check_parameters",
     "check_saved",
+    "draw_seeds",
     "parameters_of_row",
     "rules_of_row",
     "token_tensor",
@@ -36,8 +37,8 @@ __all__ = [
 
 _OP = "Sampler"
 
-ORDERS = ("lmdecode", "transformers", "vllm", "llama.cpp", "sglang")
-"""Whose order of stages and whose rules at boundaries a ``Sampler`` follows."""
+SAMPLER_DIALECTS = ("lmdecode", "transformers", "vllm", "llama.cpp", "sglang")
+"""Systems whose order of stages, and whose rules at boundaries, a ``Sampler`` can follow."""
 
 STAGES = (
     "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff",
@@ -48,7 +49,7 @@ STAGES = (
 _INF = math.inf
 # Name: what it is where it is off, the least and the largest number. In the order of
 # SamplerIntegers and SamplerNumbers of csrc/sampling/sampler_state.h, but for what a row computes:
-# order, seed, keeps_text.
+# order (the dialect), seed, keeps_text.
 _INTEGERS: dict[str, tuple[int, int, int]] = {
     "top_k": (0, ~MAX_INT, MAX_INT),
     "no_repeat_ngram_size": (0, 0, MAX_INT),
@@ -276,7 +277,7 @@ def check_saved(rows: Tensor, first: int) -> None:
         Where SamplerIntegers begin in them. SamplerNumbers follow, and what mirostat and adaptive-p
         learned stands before.
     """
-    begin = first + len(_INTEGERS) + 3  # order, seed, keeps_text
+    begin = first + len(_INTEGERS) + 3  # order (the dialect), seed, keeps_text
     for row, fields in enumerate(rows):
         integers = fields[first + 2 : begin - 1].tolist()
         learned, *numbers = (
@@ -338,7 +339,12 @@ def _bits(values: list[float]) -> list[int]:
     return torch.tensor(values, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
 
 
-def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRules:
+def draw_seeds(count: int) -> Tensor:
+    """Draw [count] int64 seeds from torch's generator."""
+    return torch.randint(0, MAX_INT, (count,), device="cpu")
+
+
+def rules_of_row(parameters: Mapping[str, Any], dialect: str, seed: int) -> RowRules:
     """Translate one row's checked parameters."""
     get = parameters.get
     end_tokens = get("eos_token_id", ())
@@ -350,7 +356,7 @@ def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRul
     for word in get("bad_words_ids", ()):
         if len(word) > 1:
             sequences.append((word, -_INF))
-        elif order != "transformers" or word[0] not in end_tokens:
+        elif dialect != "transformers" or word[0] not in end_tokens:
             single.append((word[0], -_INF))
     numbers = [get(name, off) for name, (off, _, _) in _NUMBERS.items()]
     numbers = [_f32(number) for number in numbers]
@@ -366,7 +372,7 @@ def rules_of_row(parameters: Mapping[str, Any], order: str, seed: int) -> RowRul
         or get("no_repeat_ngram_size", 0) > 0
         or bool(sequences)
     )
-    integers = [ORDERS.index(order), seed]
+    integers = [SAMPLER_DIALECTS.index(dialect), seed]
     integers += [get(name, off) for name, (off, _, _) in _INTEGERS.items()]
     forced = get("forced_tokens", {})
     breakers = get("dry_breakers", ())

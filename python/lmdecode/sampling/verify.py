@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, dtype_name, type_error
+from lmdecode._checks import check_choice, check_dense_tensors, dtype_name, type_error
 from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.types import VerifyOutput
 
@@ -67,8 +67,7 @@ def verify_draft(
     """
     if not isinstance(sampler, Sampler):
         raise type_error(_OP, "sampler", sampler, "a lmdecode.Sampler")
-    if mode not in _MODES:
-        raise ValueError(f"{_OP}: mode is {mode!r}; expected one of {', '.join(_MODES)}")
+    check_choice(_OP, "mode", mode, _MODES)
     check_dense_tensors(_OP, logits=logits, draft=draft)
     if bitmask is not None:
         check_dense_tensors(_OP, bitmask=bitmask)

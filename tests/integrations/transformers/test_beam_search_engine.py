@@ -40,7 +40,7 @@ def test_table_models(seed: int) -> None:
         table = TableModel(choice.choice((7, 13, 40)), choice.getrandbits(30))
         vocab = table.table.shape[1]
         request = random_request(
-            choice, vocab, processors=False, rules="generate", num_beams=choice.randint(2, 5),
+            choice, vocab, processors=False, dialect="generate", num_beams=choice.randint(2, 5),
             num_beam_groups=1, patience=1.0, num_return_sequences=2,
         )  # fmt: skip
         expected = _generate(as_transformers_model(table), request, use_cache=False)
@@ -55,7 +55,7 @@ def test_processors(seed: int) -> None:
     for _ in range(12):
         table = TableModel(40, choice.getrandbits(30))
         request = random_request(
-            choice, 40, rules="generate", num_beams=choice.randint(2, 5), num_beam_groups=1,
+            choice, 40, dialect="generate", num_beams=choice.randint(2, 5), num_beam_groups=1,
             diversity_penalty=0.0, patience=1.0, num_return_sequences=1,
         )  # fmt: skip
         expected = _generate(as_transformers_model(table), request, use_cache=False)

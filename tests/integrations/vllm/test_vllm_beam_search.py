@@ -85,7 +85,7 @@ PROMPTS = [[5, 7], [9], [4, 4, 4, 8, 1], [30, 2]]
         {"num_beams": 3, "repetition_penalty": 5.0},
         {"num_beams": 3, "no_repeat_ngram_size": 1},
         {"num_beams": 3, "forced_eos_token_id": END, "eos_token_id": END},
-        {"num_beams": 4, "eos_token_id": END, "rules": "fairseq"},
+        {"num_beams": 4, "eos_token_id": END, "dialect": "fairseq"},
     ],
     ids=str,
 )

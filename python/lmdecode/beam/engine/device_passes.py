@@ -91,7 +91,7 @@ class _Pass:
         is_first = [entry.search.steps == 0 for entry in entries]
         self._store, self._entries = store, entries
         self._bonus = slice(first, first + len(entries))
-        self._rules, self._trie = requests[0].rules, requests[0].trie
+        self._rules, self._trie = requests[0].dialect, requests[0].trie
         self._arguments = RuleArguments(join_token_rules(rules), store.device)
         self._num_candidates = max(request.num_candidates for request in requests)
         self._widest = max(sizes)
@@ -188,7 +188,7 @@ class _Pass:
             parent_offsets=self._parent_offsets,
             bonus=None if bonus is None else bonus[self._bonus],
             rows=self._num_next_rows,
-            rules=self._rules,
+            dialect=self._rules,
         )
         if self._parent_bounds is not None:
             low, high = self._parent_bounds

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_count, check_number, dtype_name, type_error
-from lmdecode.beam.state import EARLY_STOPPING, RULES, EarlyStopping, Rules
+from lmdecode._checks import (
+    MAX_INT,
+    check_choice,
+    check_count,
+    check_number,
+    dtype_name,
+    former_names,
+    type_error,
+)
+from lmdecode.beam.state import EARLY_STOPPING, SEARCH_DIALECTS, EarlyStopping, SearchDialect
 from lmdecode.beam.trie import Trie
 
 __all__ = ["BeamRequest", "BeamResult"]
@@ -66,6 +74,7 @@ def _tokens(name: str, value: object) -> tuple[int, ...]:
     return tuple(_integer(name, token, 0) for token in value)
 
 
+@former_names("BeamRequest", rules="dialect")
 @dataclass(frozen=True, eq=False)
 class BeamRequest:
     """One beam search: a prompt and how to continue it.
@@ -115,12 +124,12 @@ class BeamRequest:
     coverage_penalty : float
         ``coverage_penalty * sum(log(min(coverage, 1)))`` over the attended source positions is
         added to the score of a finished sequence (Wu et al. 2016, as in CTranslate2). ``step`` then
-        needs the attention. Not with the rules "scorer".
+        needs the attention. Not with the dialect "scorer".
     trie : Trie, optional
         Constrains the generated tokens to one of its sequences; ``max_new_tokens`` of its
         ``longest`` leave room for all. The search ends when no beam can continue. Not with the
-        rules "scorer".
-    rules : {"generate", "scorer", "fairseq"}
+        dialect "scorer".
+    dialect : {"generate", "scorer", "fairseq"}
         transformers from 4.50 on; its ``BeamSearchScorer``; fairseq's ``SequenceGenerator``.
     request_id : hashable, optional
         By default a number that the engine assigns.
@@ -152,7 +161,7 @@ class BeamRequest:
     patience: float = 1.0
     coverage_penalty: float = 0.0
     trie: Trie | None = None
-    rules: Rules = "generate"
+    dialect: SearchDialect = "generate"
     request_id: Hashable | None = None
 
     def __post_init__(self) -> None:
@@ -199,8 +208,7 @@ class BeamRequest:
             self.early_stopping not in EARLY_STOPPING
         ):
             raise _fail("early_stopping", self.early_stopping, 'True, False or "never"')
-        if not isinstance(self.rules, str) or self.rules not in RULES:
-            raise _fail("rules", self.rules, f"one of {', '.join(RULES)}")
+        check_choice("BeamRequest", "dialect", self.dialect, SEARCH_DIALECTS)
         if self.trie is not None and not isinstance(self.trie, Trie):
             raise type_error("BeamRequest", "trie", self.trie, "a Trie or None")
         try:
@@ -236,20 +244,25 @@ class BeamRequest:
             )
         if self.num_beam_groups == 1 and self.diversity_penalty:
             raise _fail("diversity_penalty", self.diversity_penalty, "0 where num_beam_groups is 1")
-        if self.rules == "scorer" and self.coverage_penalty:
+        if self.dialect == "scorer" and self.coverage_penalty:
             raise _fail(
                 "coverage_penalty",
                 self.coverage_penalty,
-                '0 with rules="scorer", which ends with sequences that were never finished',
+                '0 with dialect="scorer", which ends with sequences that were never finished',
             )
-        if self.rules == "scorer" and self.trie is not None:
-            raise _fail("trie", self.trie, 'None with rules="scorer", which go on with any token')
-        if self.rules == "fairseq" and self.early_stopping is not False:
+        if self.dialect == "scorer" and self.trie is not None:
+            raise _fail("trie", self.trie, 'None with dialect="scorer", which go on with any token')
+        if self.dialect == "fairseq" and self.early_stopping is not False:
             raise _fail(
                 "early_stopping",
                 self.early_stopping,
-                'False with rules="fairseq", which stops when enough sequences are finished',
+                'False with dialect="fairseq", which stops when enough sequences are finished',
             )
+
+    @property
+    def rules(self) -> SearchDialect:
+        """Former name of ``dialect``."""
+        return self.dialect
 
     @property
     def group_size(self) -> int:
@@ -292,9 +305,9 @@ class BeamResult:
         ``num_return_sequences``, or less if fewer were finished.
     scores : Tensor
         [n] float64, descending: the ranking scores. The values are float32 ones, as in
-        transformers, except with the rules "scorer".
+        transformers, except with the dialect "scorer".
     lengths : Tensor
-        [n] int64, prompt included. With the rules "scorer", the end token is not counted, though
+        [n] int64, prompt included. With the dialect "scorer", the end token is not counted, though
         ``sequences`` has it if ``max_new_tokens`` has room for it.
     log_probs : Tensor
         [n, longest - prompt] float32: log-probability of each new token, after the processors; 0
@@ -310,7 +323,7 @@ class BeamResult:
         Number of steps of the search.
     status : int
         0, or a sum of: 1, a logit was NaN; 2, no logit above ``-inf``, or no beam left; 4, a score
-        was NaN or ``+inf``; 8, fewer candidates continued than there are beams (rules "scorer").
+        was NaN or ``+inf``; 8, fewer candidates continued than there are beams (dialect "scorer").
         If not 0, the search ended early with the sequences found so far.
     """
 

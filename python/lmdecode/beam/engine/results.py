@@ -54,7 +54,7 @@ def beam_results(
         Of the state: what places count by.
     """
     prompt = len(request.prompt_ids)
-    room_for_end = request.rules == "scorer" and bool(request.eos_token_id)
+    room_for_end = request.dialect == "scorer" and bool(request.eos_token_id)
     parts = (
         final.sequences,
         final.scores,

@@ -359,7 +359,7 @@ class BeamSearch:
             request.num_return_sequences,
             num_groups=request.num_beam_groups,
             slots=slots,
-            rules=request.rules,
+            dialect=request.dialect,
         )
         status = self._store.state.status.index_select(0, slots)
         num_hypotheses = self._store.state.hypothesis_scores.shape[1]

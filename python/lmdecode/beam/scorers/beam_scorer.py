@@ -169,7 +169,7 @@ class BeamSearchScorer(BeamScorer):
             next_indices.long(),
             slots=slots if self.num_beam_groups > 1 else None,
             sequences=input_ids.long().reshape(batch, width, length),
-            rules="scorer",
+            dialect="scorer",
         )
         if state.status.any():
             raise ValueError(
@@ -263,7 +263,7 @@ class BeamSearchScorer(BeamScorer):
             sequences=input_ids.long().reshape(searches, self.group_size, length),
             scores=final_beam_scores.float().reshape(searches, self.group_size),
             add_open=not known,
-            rules="scorer",
+            dialect="scorer",
         )
         lengths = final.lengths.reshape(-1)
         shortest, longest = torch.stack((lengths.min(), lengths.max())).tolist()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -35,6 +36,7 @@ __all__ = ["Engine"]
 _OP = "Engine"
 
 
+@former_names(_OP, order="dialect")
 class Engine:
     """Continuous batching of a model, from prompts or inputs to texts.
 
@@ -61,7 +63,7 @@ class Engine:
         One longer input is encoded alone.
     cache_dtype : str
         Format of keys and values; "float32" for an encoder-decoder model.
-    order : str
+    dialect : str
         As of ``Sampler``.
     eos_token_id : sequence of int
         End tokens of requests that give none.
@@ -98,7 +100,7 @@ class Engine:
         capacity: int,
         max_step_tokens: int = 512,
         cache_dtype: str = "float32",
-        order: str = "transformers",
+        dialect: str = "transformers",
         eos_token_id: Sequence[int] = (),
         store: Any = None,
         num_beams: int | None = None,
@@ -109,7 +111,7 @@ class Engine:
     ) -> None:
         given: dict[str, Any] = {
             "max_requests": max_requests, "capacity": capacity, "max_step_tokens": max_step_tokens,
-            "cache_dtype": cache_dtype, "order": order, "eos_token_id": tuple(eos_token_id),
+            "cache_dtype": cache_dtype, "dialect": dialect, "eos_token_id": tuple(eos_token_id),
             "store": store, "num_beams": num_beams, "source": source, "encoder": encoder,
             "decoder_start_token_id": decoder_start_token_id,
             "request_of_config": request_of_config,
@@ -120,7 +122,7 @@ class Engine:
             parts = encoder_decoder_parts(model, **given)
         self._model, self._submission, self.max_requests = parts
         self.capacity, self._vocab = self._submission.capacity, self._submission.vocab
-        self._drawn = DrawnRows(self.max_requests, self._vocab, order)
+        self._drawn = DrawnRows(self.max_requests, self._vocab, dialect)
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # has no place yet
         self._steps = self._new_tokens = 0
@@ -134,6 +136,7 @@ class Engine:
 
     # ---- requests
 
+    @former_names("Engine.submit", rules="dialect")
     def submit(
         self,
         prompt_ids: Sequence[int] | Tensor | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lmdecode._checks import check_int
+from lmdecode._checks import check_choice, check_int
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -16,7 +16,7 @@ from lmdecode.decoder.engine.model_steps import ModelSteps
 from lmdecode.decoder.engine.submission import Submission
 from lmdecode.decoder.searches import length_limits
 from lmdecode.decoder.weights import PackedDecoder
-from lmdecode.sampling.sampler_rows import ORDERS
+from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS
 
 __all__ = ["EngineParts", "causal_parts", "encoder_decoder_parts"]
 
@@ -42,18 +42,13 @@ class EngineParts(NamedTuple):
     max_requests: int
 
 
-def _check_order(order: object) -> None:
-    if order not in ORDERS:
-        raise ValueError(f"{_OP}: order is {order!r}; expected one of {', '.join(ORDERS)}")
-
-
 def causal_parts(
     model: PackedCausalModel,
     *,
     max_requests: int,
     capacity: int,
     max_step_tokens: int,
-    order: str,
+    dialect: str,
     eos_token_id: tuple[int, ...],
     cache_dtype: str,
     store: Any,
@@ -71,12 +66,12 @@ def causal_parts(
             f"{_OP}: max_step_tokens is {max_step_tokens}; expected at least {max_requests}, "
             "max_requests: a step reads a token of each"
         )
-    _check_order(order)
+    check_choice(_OP, "dialect", dialect, SAMPLER_DIALECTS)
     caches = CausalCaches(
         model, max_requests, capacity, dtype=cache_dtype, max_rows=max_step_tokens
     )
     most_beams = max_requests, "max_requests"
-    submission = Submission(model.config.vocab_size, capacity, most_beams, order, eos_token_id)
+    submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)
     return EngineParts(CausalSteps(caches, max_step_tokens, store), submission, max_requests)
 
 
@@ -86,7 +81,7 @@ def encoder_decoder_parts(
     max_requests: int,
     capacity: int,
     max_step_tokens: int,
-    order: str,
+    dialect: str,
     eos_token_id: tuple[int, ...],
     cache_dtype: str,
     store: Any,
@@ -104,7 +99,7 @@ def encoder_decoder_parts(
     max_requests, capacity, max_step_tokens = check_sizes_of_batch(
         _OP, longest, max_requests, capacity, max_step_tokens
     )
-    _check_order(order)
+    check_choice(_OP, "dialect", dialect, SAMPLER_DIALECTS)
     if source is None and encoder is not None and not encoder.takes_tokens:
         source = encoder.longest
     if source is None:
@@ -125,7 +120,7 @@ def encoder_decoder_parts(
         decoder.config.vocab_size,
         capacity,
         (num_beams, "num_beams"),
-        order,
+        dialect,
         eos_token_id,
         EncoderInputs(encoder, source, decoder.config.memory_size),
         decoder_start_token_id,

@@ -186,8 +186,8 @@ class DrawnRows:
         [rows] int64, what each row reads next. None: rows have changed since they were chosen.
     """
 
-    def __init__(self, rows: int, vocab: int, order: str) -> None:
-        self._sampler, self._vocab = CompactSampler(rows, vocab, order), vocab
+    def __init__(self, rows: int, vocab: int, dialect: str) -> None:
+        self._sampler, self._vocab = CompactSampler(rows, vocab, dialect), vocab
         self.running: list[DrawnSequence] = []
         self.tokens: Tensor | None = None
         self._asks = False  # whether a row has a grammar or asks for log-probabilities
@@ -388,7 +388,7 @@ class SearchedRows:
             return Ended(sequence, "error", _no_token(result.status))
         # A trie may have no way on, and nothing that has ended.
         request._beams, tokens = result, result.new_tokens() if has_found else []
-        if has_found and sequence.search.rules == "scorer":  # whose lengths count no end token
+        if has_found and sequence.search.dialect == "scorer":  # whose lengths count no end token
             end = result.sequences[0, int(result.lengths[0]) :][:1].tolist()
             tokens += [token for token in end if token in sequence.end_tokens]
         request._tokens += tokens

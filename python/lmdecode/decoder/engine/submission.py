@@ -72,7 +72,7 @@ class Submission:
     vocab: int
     capacity: int
     most_beams: tuple[int, str]
-    order: str
+    dialect: str
     eos_token_id: tuple[int, ...]
     inputs: EncoderInputs | None = None
     decoder_start_token_id: int | None = None
@@ -276,7 +276,7 @@ class Submission:
         given = {"temperature": 1.0, **given, "seed": seed}
         if asked.ends:
             given.update(min_tokens=asked.least, eos_token_id=list(asked.ends))
-        rules = rules_of_row(check_parameters(given, self.vocab), self.order, seed)
+        rules = rules_of_row(check_parameters(given, self.vocab), self.dialect, seed)
         most = -1
         if asked.logprobs is not None:
             most = check_int(_OP, "logprobs", asked.logprobs, 0, min(_MOST_LOGPROBS, self.vocab))

@@ -80,7 +80,7 @@ class GroupSearch(StateSearch):
         See ``HammingDiversityLogitsProcessor``.
     """
 
-    rules = "scorer"
+    dialect = "scorer"
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class GroupSearch(StateSearch):
                 status=candidates.status,
                 slots=self.slots[:, group],
                 parent_offsets=rows[:, 0],
-                rules=self.rules,
+                dialect=self.dialect,
             )
             tokens[rows.flatten()] = decided.tokens
             parents[rows.flatten()] = decided.parents

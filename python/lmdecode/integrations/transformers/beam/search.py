@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.beam.engine.results import final_columns
 from lmdecode.beam.ops import beam_finalize
-from lmdecode.beam.state import BeamParameters, BeamState, Rules
+from lmdecode.beam.state import BeamParameters, BeamState, SearchDialect
 from lmdecode.beam.types import REAL_CANDIDATE_SCORE_BOUND
 from lmdecode.integrations.transformers.beam.candidates import accumulate, processed_log_probs
 from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
@@ -73,7 +73,7 @@ class StateSearch(SearchBase):
         Of a prompt.
     """
 
-    rules: Rules = "generate"
+    dialect: SearchDialect = "generate"
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class StateSearch(SearchBase):
             self.state,
             self.prompts,
             num_groups=self.num_groups,
-            rules=self.rules,
+            dialect=self.dialect,
         )
 
 
@@ -147,21 +147,21 @@ def search_result(
     prompts: Tensor,
     *,
     num_groups: int = 1,
-    rules: Rules = "generate",
+    dialect: SearchDialect = "generate",
 ) -> SearchResult:
     """Return the best sequences of a search that ``new_search`` began.
 
     Parameters
     ----------
-    settings, parameters, state, num_groups, rules
+    settings, parameters, state, num_groups, dialect
         Of the search.
     prompts
         [batch * num_beams, prompt length] int64.
     """
     final = beam_finalize(
-        state, parameters, settings.num_return_sequences, num_groups=num_groups, rules=rules
+        state, parameters, settings.num_return_sequences, num_groups=num_groups, dialect=dialect
     )
-    start, is_scorer = settings.prompt_length, rules == "scorer"
+    start, is_scorer = settings.prompt_length, dialect == "scorer"
     room_for_end = is_scorer and bool(settings.end_tokens)  # the first of them follows
     length = final_columns(final.lengths, start, settings.max_length, room_for_end=room_for_end)
     sequences, scores = final.sequences[..., :length], final.scores

@@ -11,7 +11,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from lmdecode.beam.state import Rules
+from lmdecode.beam.state import SearchDialect
 from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
@@ -276,7 +276,7 @@ def _decode_in_cpp(
     """Search by token rules and these end tokens alone; between steps nothing returns here."""
     config, settings, input_ids, memory = call.config, call.settings, call.input_ids, call.memory
     greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
-    search_rules: Rules = "scorer" if groups > 1 else "generate"
+    dialect: SearchDialect = "scorer" if groups > 1 else "generate"
     if groups > 1:
         rules.diversity_penalty.fill_(config.diversity_penalty or 0.0)
     parameters, state = new_search(
@@ -302,7 +302,7 @@ def _decode_in_cpp(
         memory.shape[1],
         num_groups=groups,
         num_candidates=max(2, 1 + len(ends)) * state.scores.shape[1],
-        rules=search_rules,
+        dialect=dialect,
         greedy=greedy,
         **more,
     )
@@ -321,7 +321,7 @@ def _decode_in_cpp(
         step = int(state.lengths[failed].min()) - settings.prompt_length - 1
         raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), step)
     found = search_result(
-        settings, searches.parameters, state, input_ids, num_groups=groups, rules=search_rules
+        settings, searches.parameters, state, input_ids, num_groups=groups, dialect=dialect
     )
     if isinstance(searches, DecodingSearches):
         searches.release()

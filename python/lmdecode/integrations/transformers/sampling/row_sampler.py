@@ -108,7 +108,7 @@ class RowSampler:
         sampler = Sampler(
             batch,
             rows.vocab,
-            order="transformers",
+            dialect="transformers",
             return_logits=self._keep_scores,
             seed=seed,
             **parameters,
