@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmdecode.formats.ctranslate2.bart_kind import seq2seq_of, whisper_of
 from lmdecode.formats.ctranslate2.decoder_only import causal_of
-from lmdecode.formats.ctranslate2.generation import generation_of, whisper_generation_of
+from lmdecode.formats.ctranslate2.generation_config import generation_of, whisper_generation_of
 from lmdecode.formats.ctranslate2.model_file import ModelFile
 from lmdecode.formats.ctranslate2.names import Names, Part
 from lmdecode.formats.ctranslate2.t5_kind import BIAS, t5_of

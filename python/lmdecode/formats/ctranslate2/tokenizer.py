@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode.formats.ctranslate2.folder import MODEL, read_json
-from lmdecode.formats.ctranslate2.generation import END
+from lmdecode.formats.ctranslate2.generation_config import END
 from lmdecode.formats.ctranslate2.model_file import ModelFile
 
 __all__ = ["load_feature_extractor", "load_tokenizer"]
