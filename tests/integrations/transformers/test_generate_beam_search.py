@@ -293,7 +293,7 @@ def test_criteria_alone_materialise_nothing(llama, prompts, monkeypatch):
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
 def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
-    from lmdecode.integrations.transformers.beam import generation
+    from lmdecode.integrations.transformers.beam import generate_beam_search
 
     forwards, extra_steps = [], 3
     hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
@@ -305,7 +305,7 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
     has_unfinished.after_end = 0
     monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
-    monkeypatch.setattr(generation, "needs_synced_gpus", lambda model: True)
+    monkeypatch.setattr(generate_beam_search, "needs_synced_gpus", lambda model: True)
     arguments = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": None}
     try:
         got = llama.generate(prompts, **arguments, synced_gpus=given, custom_generate=beam_search)

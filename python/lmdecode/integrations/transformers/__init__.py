@@ -32,7 +32,7 @@ except ImportError as error:
 
 from lmdecode.integrations.transformers.attention import register
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
-from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.beam.generate_beam_search import beam_search
 from lmdecode.integrations.transformers.beam.trace import BeamComparison, compare_with_transformers
 from lmdecode.integrations.transformers.caches.beam_caches import (
     BeamDynamicCache,

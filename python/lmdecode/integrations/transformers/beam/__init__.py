@@ -1,7 +1,7 @@
 """``generate()`` with beams, by the ops of beam search."""
 
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
-from lmdecode.integrations.transformers.beam.generation import beam_search
+from lmdecode.integrations.transformers.beam.generate_beam_search import beam_search
 from lmdecode.integrations.transformers.beam.trace import BeamComparison, compare_with_transformers
 
 __all__ = [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers._recorder import Recorder
-from lmdecode.integrations.transformers.beam.generation import search_of_call
+from lmdecode.integrations.transformers.beam.generate_beam_search import search_of_call
 from lmdecode.integrations.transformers.beam.loop import run_search
 from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
 from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
