@@ -330,7 +330,7 @@ def test_as_a_method_of_a_model(prompts, make_model):
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
 def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
-    from lmdecode.integrations.transformers.sampling import generation
+    from lmdecode.integrations.transformers.sampling import generate_sampling
 
     forwards, extra_steps = [], 3
     hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
@@ -342,7 +342,7 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
 
     has_unfinished.after_end = 0
     monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
-    monkeypatch.setattr(generation, "needs_synced_gpus", lambda model: True)
+    monkeypatch.setattr(generate_sampling, "needs_synced_gpus", lambda model: True)
     arguments = {
         "do_sample": True,
         "max_new_tokens": 5,

@@ -47,7 +47,7 @@ from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.linear.packing import pack_linears_
 from lmdecode.integrations.transformers.quantized_folder import load_quantized
 from lmdecode.integrations.transformers.quantizer import LmdecodeConfig
-from lmdecode.integrations.transformers.sampling.generation import sample
+from lmdecode.integrations.transformers.sampling.generate_sampling import sample
 from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
 from lmdecode.integrations.transformers.store.cache import (
