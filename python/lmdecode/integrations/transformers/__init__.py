@@ -59,7 +59,7 @@ from lmdecode.integrations.transformers.store.generation import generate_with_st
 from lmdecode.integrations.transformers.store.request import encoder_context
 
 if TYPE_CHECKING:
-    from lmdecode.integrations.transformers.continuous_batching.generation import (
+    from lmdecode.integrations.transformers.continuous_batching.batching_manager import (
         BatchingManager,
         generate_batch,
     )
@@ -100,7 +100,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # When they are asked for: they are made of classes that only some releases have.
     if name in ("BatchingManager", "generate_batch"):
-        from lmdecode.integrations.transformers.continuous_batching import generation
+        from lmdecode.integrations.transformers.continuous_batching import batching_manager
 
-        return getattr(generation, name)
+        return getattr(batching_manager, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
