@@ -55,7 +55,10 @@ from lmdecode.integrations.transformers.store.cache import (
     cache_to_kv,
     load_cache,
 )
-from lmdecode.integrations.transformers.store.generate_from_store import generate_with_store, prefill
+from lmdecode.integrations.transformers.store.generate_from_store import (
+    generate_with_store,
+    prefill,
+)
 from lmdecode.integrations.transformers.store.request import encoder_context
 
 if TYPE_CHECKING:

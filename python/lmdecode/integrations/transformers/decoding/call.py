@@ -16,9 +16,9 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_call import causal_call
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
+from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import decode
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
-from lmdecode.integrations.transformers.decoding.generation import decode
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
 from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
 from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, CallSounds

@@ -12,7 +12,7 @@ from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
-from lmdecode.integrations.transformers.decoding.generation import memory_of
+from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import memory_of
 from lmdecode.integrations.transformers.stand_in import ForwardOf
 
 __all__ = ["PromptLogits"]
