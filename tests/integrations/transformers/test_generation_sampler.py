@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
 
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.sampling import loop
-from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.plan import plan_sampling
+from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 

@@ -31,10 +31,10 @@ from lmdecode.integrations.transformers.decoding.rules import (
     token_rules_of_processors,
     trie_of_processors,
 )
-from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
 from lmdecode.integrations.transformers.sampling.plan import WARPERS, plan_sampling
 from lmdecode.integrations.transformers.sampling.row_sampler import sampler_parameters
+from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.sampler_rows import parameters_of_row
 
 __all__ = ["EngineCall", "engine_call", "search_on_engine", "write_on_engine"]

@@ -10,10 +10,10 @@ from lmdecode._checks import check_int, dtype_name
 from lmdecode.decoder.stepwise import StepwiseModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
-from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
 from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
+from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:

@@ -16,12 +16,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from lmdecode.integrations.transformers.sampling.edits import BANS, EDITS, RANKS, Rows
 from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import (
     STAGES,
     TopKTopPLogitsProcessor,
     is_valid_temperature,
+)
+from lmdecode.integrations.transformers.sampling.sampler_arguments import (
+    BANS,
+    RANKS,
+    SAMPLER_ARGUMENTS,
+    Rows,
 )
 
 
@@ -33,7 +38,8 @@ class SamplerPlan(NamedTuple):
     processors
         Processors called on the float32 logits before the sampler, or None.
     arguments
-        Arguments of the sampler for the processors it replaces, by the names of ``edits.RANKS``.
+        Arguments of the sampler for the processors it replaces; their names are those of
+        ``sampler_arguments.RANKS``.
     """
 
     processors: LogitsProcessorList | None
@@ -64,7 +70,7 @@ _STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
 _EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_WITHOUT_STATE = {*EDITS, *WARPERS, TopKTopPLogitsProcessor} - {
+_WITHOUT_STATE = {*SAMPLER_ARGUMENTS, *WARPERS, TopKTopPLogitsProcessor} - {
     GrammarLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 }
@@ -85,8 +91,8 @@ def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | N
     expressible by the op (the minimum of top-k is part of its ``top_k`` already).
     """
     kind = type(processor)
-    if rows is not None and kind in EDITS:
-        return EDITS[kind](processor, rows)
+    if rows is not None and kind in SAMPLER_ARGUMENTS:
+        return SAMPLER_ARGUMENTS[kind](processor, rows)
     if kind is TopKTopPLogitsProcessor:
         return processor.stages()
     if kind is TemperatureLogitsWarper:

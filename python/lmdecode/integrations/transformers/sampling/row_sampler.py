@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lmdecode.integrations.transformers.sampling.edits import Rows
 from lmdecode.integrations.transformers.sampling.grammar import fitting_mask
+from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.types import SamplerOutput
 

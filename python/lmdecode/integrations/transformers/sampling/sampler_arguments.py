@@ -162,7 +162,7 @@ def _top_h(processor: Any, rows: Rows) -> dict[str, Any] | None:
 
 
 # A processor that does nothing at this step asks for {}, one that must be called for None.
-EDITS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
+SAMPLER_ARGUMENTS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
     SequenceBiasLogitsProcessor: _sequences("sequence_bias"),
     RepetitionPenaltyLogitsProcessor: _repetition,
     NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
