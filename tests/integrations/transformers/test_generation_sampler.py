@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.sampling import loop
-from lmdecode.integrations.transformers.sampling.plan import plan_sampling
+from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -83,11 +83,11 @@ def processors(monkeypatch) -> list[LogitsProcessorList]:
     """Hold transformers' own list of each step."""
     lists = []
 
-    def plan(processors, *arguments):
+    def fusion(processors, *arguments):
         lists.append(processors)
-        return plan_sampling(processors, *arguments)
+        return fuse_sampling(processors, *arguments)
 
-    monkeypatch.setattr(loop, "plan_sampling", plan)
+    monkeypatch.setattr(loop, "fuse_sampling", fusion)
     return lists
 
 
@@ -186,8 +186,8 @@ def test_tokens_do_not_depend_on_who_does_it(llama, padded_prompts, do_sample, m
     fused = run()
     monkeypatch.setattr(
         loop,
-        "plan_sampling",
-        lambda processors, sampled, _: plan_sampling(processors, sampled),
+        "fuse_sampling",
+        lambda processors, sampled, _: fuse_sampling(processors, sampled),
     )
     assert torch.equal(run(), fused)
 
@@ -297,25 +297,25 @@ ROWS = Rows(9, 50, 0)
     ],
 )  # fmt: skip
 def test_the_longest_suffix_goes_to_the_sampler(processors, called, arguments):
-    plan = plan_sampling(LogitsProcessorList(processors), True, ROWS)
+    fusion = fuse_sampling(LogitsProcessorList(processors), True, ROWS)
     if called is None:
-        assert plan.sampler is None
+        assert fusion.sampler is None
         return
-    assert plan.sampler is not None
-    assert (plan.sampler.processors or []) == processors[:called]
-    assert set(plan.sampler.arguments) == arguments
+    assert fusion.sampler is not None
+    assert (fusion.sampler.processors or []) == processors[:called]
+    assert set(fusion.sampler.arguments) == arguments
 
 
 def test_greedy_search_gives_no_filter_to_the_sampler():
-    assert plan_sampling(LogitsProcessorList([R, T, K]), False, ROWS).sampler is None
-    plan = plan_sampling(LogitsProcessorList([T, R, N]), False, ROWS)
-    assert plan.sampler is not None
-    assert plan.sampler.processors == [T]
+    assert fuse_sampling(LogitsProcessorList([R, T, K]), False, ROWS).sampler is None
+    fusion = fuse_sampling(LogitsProcessorList([T, R, N]), False, ROWS)
+    assert fusion.sampler is not None
+    assert fusion.sampler.processors == [T]
 
 
 def test_padding_that_counts_as_text_is_left_to_the_processors():
     padded = Rows(9, 50, torch.tensor([0, 2]))
-    assert plan_sampling(LogitsProcessorList([N]), True, padded).sampler is None
-    assert plan_sampling(LogitsProcessorList([R]), True, padded).sampler is None
+    assert fuse_sampling(LogitsProcessorList([N]), True, padded).sampler is None
+    assert fuse_sampling(LogitsProcessorList([R]), True, padded).sampler is None
     ignoring = RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([0, 2]))
-    assert plan_sampling(LogitsProcessorList([ignoring]), True, padded).sampler is not None
+    assert fuse_sampling(LogitsProcessorList([ignoring]), True, padded).sampler is not None

@@ -93,9 +93,9 @@ def test_sample_masks_no_logits_in_memory(bible, tokenizer, grammar, inputs, mon
     with monkeypatch.context() as patch:
         patch.setattr(GrammarLogitsProcessor, "__call__", fail)
         fused = run()
-    plan = loop.plan_sampling
-    plain = lambda processors, sampled, rows: plan(processors, sampled)  # noqa: E731
-    monkeypatch.setattr(loop, "plan_sampling", plain)
+    fusion = loop.fuse_sampling
+    plain = lambda processors, sampled, rows: fusion(processors, sampled)  # noqa: E731
+    monkeypatch.setattr(loop, "fuse_sampling", plain)
     assert torch.equal(run(), fused)
 
 

@@ -12,8 +12,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from lmdecode._checks import check_int, check_number
+from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling, fused_stages
 from lmdecode.integrations.transformers.sampling.logits_process import STAGES
-from lmdecode.integrations.transformers.sampling.plan import fused_stages, plan_sampling
 from lmdecode.sampling.ops import row_seed, top_k_top_p_sample
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
     """
 
     def __init__(self, processors: LogitsProcessorList, drop_unsupported_processors: bool) -> None:
-        plan = plan_sampling(processors, do_sample=True)
-        called = plan.processors or LogitsProcessorList()
+        fusion = fuse_sampling(processors, do_sample=True)
+        called = fusion.processors or LogitsProcessorList()
         # A stage that something follows is called as it is, and is the same for all requests.
         taken = {name for item in called for name in fused_stages(item) or ()}
         super().__init__(LogitsProcessorList(called), False, drop_unsupported_processors)
         self._called = self.do_processing
-        self._stages = {**_OFF, **plan.stages}
+        self._stages = {**_OFF, **fusion.stages}
         self._names = ("seed", *(name for name in STAGES if name not in taken))
         self.tensors_required = 2 * 2 + 4  # seed and position are of 64 bits
         self.do_processing = True

@@ -31,8 +31,8 @@ from lmdecode.integrations.transformers.decoding.rules import (
     token_rules_of_processors,
     trie_of_processors,
 )
+from lmdecode.integrations.transformers.sampling.fusion import WARPERS, fuse_sampling
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
-from lmdecode.integrations.transformers.sampling.plan import WARPERS, plan_sampling
 from lmdecode.integrations.transformers.sampling.row_sampler import sampler_parameters
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.sampler_rows import parameters_of_row
@@ -55,12 +55,12 @@ def _parameters(
         type(processor) not in _STEADY for processor in processors
     ):
         return None
-    plan = plan_sampling(processors, do_sample, rows)
-    if plan.processors is None and plan.sampler is None:
-        return dict(plan.stages)
-    if plan.sampler is None or plan.sampler.processors is not None:
+    fusion = fuse_sampling(processors, do_sample, rows)
+    if fusion.processors is None and fusion.sampler is None:
+        return dict(fusion.stages)
+    if fusion.sampler is None or fusion.sampler.processors is not None:
         return None
-    return sampler_parameters(plan.sampler.arguments)
+    return sampler_parameters(fusion.sampler.arguments)
 
 
 def _end_tokens(stopping_criteria: Any) -> list[int] | None:

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import AssistedCandidateGenerator
 
-from lmdecode.integrations.transformers.sampling.plan import keeps_no_state
+from lmdecode.integrations.transformers.sampling.fusion import keeps_no_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable

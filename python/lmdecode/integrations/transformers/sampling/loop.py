@@ -10,8 +10,8 @@ from lmdecode._checks import check_int, dtype_name
 from lmdecode.decoder.stepwise import StepwiseModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
+from lmdecode.integrations.transformers.sampling.fusion import SamplingFusion, fuse_sampling
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
-from lmdecode.integrations.transformers.sampling.plan import SamplingPlan, plan_sampling
 from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
@@ -41,32 +41,32 @@ class _ChosenTokens(NamedTuple):
 def _sample_from(
     logits: torch.Tensor,
     input_ids: torch.Tensor,
-    plan: SamplingPlan,
+    fusion: SamplingFusion,
     seed: int | torch.Tensor | None,
     position: int | torch.Tensor,
     keep_scores: bool,
     keep_logits: bool,
 ) -> _ChosenTokens:
     """Choose a token for every row of ``logits`` [B, V], a view of the model's in its dtype."""
-    if plan.processors is not None or keep_logits or (keep_scores and not plan.stages):
+    if fusion.processors is not None or keep_logits or (keep_scores and not fusion.stages):
         # Processors expect float32 of their own, and what is kept must not keep the whole prompt's
         # logits alive. In every other case the op reads the model's logits where they are.
         logits = logits.to(torch.float32, copy=True)
     scores = as_op_logits(logits)
-    if plan.processors is not None:
-        scores = as_op_logits(plan.processors(input_ids, logits))  # type: ignore[arg-type]
-    if plan.greedy:
+    if fusion.processors is not None:
+        scores = as_op_logits(fusion.processors(input_ids, logits))  # type: ignore[arg-type]
+    if fusion.greedy:
         drawn = top_k_top_p_sample(scores, temperature=0.0, dialect="transformers")
     else:
         drawn = top_k_top_p_sample(
             scores,
-            **plan.stages,
+            **fusion.stages,
             seed=seed,
             position=position,
-            return_logits=keep_scores and bool(plan.stages),
+            return_logits=keep_scores and bool(fusion.stages),
             dialect="transformers",
         )
-    processed = drawn.kept_logits if plan.stages else scores
+    processed = drawn.kept_logits if fusion.stages else scores
     return _ChosenTokens(
         drawn.index,
         drawn.status,
@@ -78,21 +78,21 @@ def _sample_from(
 def _sample_by_rules(
     logits: torch.Tensor,
     input_ids: torch.Tensor,
-    plan: SamplingPlan,
+    fusion: SamplingFusion,
     sampler: RowSampler,
     rows: Rows,
     keep_scores: bool,
     keep_logits: bool,
 ) -> _ChosenTokens:
-    """Choose a token for every row of ``logits`` [B, V] as ``plan.sampler`` says."""
-    assert plan.sampler is not None
-    processors = plan.sampler.processors
+    """Choose a token for every row of ``logits`` [B, V] as ``fusion.sampler`` says."""
+    assert fusion.sampler is not None
+    processors = fusion.sampler.processors
     if processors is not None or keep_logits:
         logits = logits.to(torch.float32, copy=True)
     scores = logits
     if processors is not None:
         scores = processors(input_ids, logits)  # type: ignore[arg-type]
-    drawn = sampler.sample(as_op_logits(scores), input_ids, plan.sampler.arguments, rows)
+    drawn = sampler.sample(as_op_logits(scores), input_ids, fusion.sampler.arguments, rows)
     return _ChosenTokens(
         drawn.index,
         drawn.status.clone(),
@@ -236,11 +236,11 @@ def sample_tokens(
         rows = None
         if device.type == "cpu" and padding is not None:
             rows = Rows(input_ids.shape[1], logits.shape[1], padding, kept)
-        plan = plan_sampling(logits_processor, do_sample, rows)
-        if plan.sampler is not None and rows is not None:
-            step = _sample_by_rules(logits, input_ids, plan, sampler, rows, **keeps)
+        fusion = fuse_sampling(logits_processor, do_sample, rows)
+        if fusion.sampler is not None and rows is not None:
+            step = _sample_by_rules(logits, input_ids, fusion, sampler, rows, **keeps)
         else:
-            step = _sample_from(logits, input_ids, plan, noise, position + steps, **keeps)
+            step = _sample_from(logits, input_ids, fusion, noise, position + steps, **keeps)
         recorder.record(step.scores, step.logits)
         del logits  # those of a long prompt must not live on
 

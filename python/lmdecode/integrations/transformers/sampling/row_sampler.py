@@ -68,7 +68,7 @@ class RowSampler:
         input_ids
             [B, S].
         arguments
-            Of the plan of this step.
+            Of the fusion of this step.
         rows
             What ``input_ids`` are.
 

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
-from lmdecode.integrations.transformers.sampling.plan import plan_sampling
+from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling
 
 
 class MyTopK(TopKLogitsWarper):
@@ -81,24 +81,24 @@ def only(*names: str) -> dict[str, float]:
     ],
 )
 def test_the_longest_suffix_in_order_is_fused(processors, called, stages):
-    plan = plan_sampling(LogitsProcessorList(processors), do_sample=True)
-    assert (plan.processors or []) == processors[:called]
-    assert plan.stages == stages
-    assert not plan.greedy
+    fusion = fuse_sampling(LogitsProcessorList(processors), do_sample=True)
+    assert (fusion.processors or []) == processors[:called]
+    assert fusion.stages == stages
+    assert not fusion.greedy
 
 
 def test_greedy_search_fuses_nothing():
-    plan = plan_sampling(LogitsProcessorList([PENALTY, T, K]), do_sample=False)
-    assert plan.processors == [PENALTY, T, K]
-    assert plan.stages == {}
-    assert plan.greedy
+    fusion = fuse_sampling(LogitsProcessorList([PENALTY, T, K]), do_sample=False)
+    assert fusion.processors == [PENALTY, T, K]
+    assert fusion.stages == {}
+    assert fusion.greedy
 
 
 def test_another_kind_of_list_is_called_whole():
     processors = MyList([T, K])
-    plan = plan_sampling(processors, do_sample=True)
-    assert plan.processors is processors
-    assert plan.stages == {}
+    fusion = fuse_sampling(processors, do_sample=True)
+    assert fusion.processors is processors
+    assert fusion.stages == {}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -120,10 +120,10 @@ def test_any_list_keeps_its_distribution(seed):
     scores = torch.randn(4, 50, generator=generator) * 3
     ids = torch.randint(0, 50, (4, 9), generator=generator)
 
-    plan = plan_sampling(processors, do_sample=True)
-    called = scores if plan.processors is None else plan.processors(ids, scores)
+    fusion = fuse_sampling(processors, do_sample=True)
+    called = scores if fusion.processors is None else fusion.processors(ids, scores)
     drawn = top_k_top_p_sample(
-        called, **plan.stages, seed=seed, return_logits=True, dialect="transformers"
+        called, **fusion.stages, seed=seed, return_logits=True, dialect="transformers"
     )
     expected = processors(ids, scores)
     assert torch.equal(drawn.kept_logits, expected)

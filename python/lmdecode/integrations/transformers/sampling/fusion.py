@@ -30,7 +30,7 @@ from lmdecode.integrations.transformers.sampling.sampler_arguments import (
 )
 
 
-class SamplerPlan(NamedTuple):
+class SamplerFusion(NamedTuple):
     """Settings of a ``Sampler``.
 
     Attributes
@@ -47,7 +47,7 @@ class SamplerPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
+class SamplingFusion:
     """How the logits of a step become tokens.
 
     Attributes
@@ -63,7 +63,7 @@ class SamplingPlan:
     processors: LogitsProcessorList | None
     stages: dict[str, Any] = field(default_factory=dict)
     greedy: bool = False
-    sampler: SamplerPlan | None = None
+    sampler: SamplerFusion | None = None
 
 
 _STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
@@ -138,13 +138,13 @@ def _fused_suffix(
     return called, arguments
 
 
-def plan_sampling(
+def fuse_sampling(
     logits_processor: LogitsProcessorList, do_sample: bool, rows: Rows | None = None
-) -> SamplingPlan:
+) -> SamplingFusion:
     """Split a list of processors into a part that is called and a suffix that an op replaces.
 
     ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. Where a
-    ``Sampler``, which knows penalties, bans and more filters, replaces a longer suffix, the plan
+    ``Sampler``, which knows penalties, bans and more filters, replaces a longer suffix, the fusion
     says so too. The tokens have the distribution that the whole list would give.
 
     Parameters
@@ -158,7 +158,7 @@ def plan_sampling(
         The sequences of the step, on the CPU. None: no ``Sampler``.
     """
     if type(logits_processor) is not LogitsProcessorList:  # its __call__ may do more
-        return SamplingPlan(logits_processor, greedy=not do_sample)
+        return SamplingFusion(logits_processor, greedy=not do_sample)
 
     def first(called: int) -> LogitsProcessorList | None:
         return LogitsProcessorList(logits_processor[:called]) if called else None
@@ -172,5 +172,5 @@ def plan_sampling(
         ranks = RANKS if do_sample else _EDIT_RANKS
         before, arguments = _fused_suffix(logits_processor, ranks, rows)
         if before < called:
-            sampler = SamplerPlan(first(before), arguments)
-    return SamplingPlan(first(called), stages, greedy=not do_sample, sampler=sampler)
+            sampler = SamplerFusion(first(before), arguments)
+    return SamplingFusion(first(called), stages, greedy=not do_sample, sampler=sampler)
