@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 import lmdecode
 from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.beam import plain_search
-from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 
 PAD, EOS, VOCAB = 0, 2, 61
 SEARCH = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12}
@@ -170,7 +170,7 @@ def test_scores_of_another_dtype(llama, prompts):
     assert torch.equal(got, expected)
 
 
-# --- The plan -------------------------------------------------------------------------------------
+# --- What is fused --------------------------------------------------------------------------------
 
 REPETITION = RepetitionPenaltyLogitsProcessor(1.5)
 NGRAMS = NoRepeatNGramLogitsProcessor(2)
@@ -217,14 +217,14 @@ class ListOfAnotherKind(LogitsProcessorList):
     ],
 )
 def test_what_is_fused(processors, fused):
-    assert ProcessorPlan(LogitsProcessorList(processors)).is_fused is fused
-    assert not ProcessorPlan(ListOfAnotherKind(processors)).is_fused
+    assert FusedProcessors(LogitsProcessorList(processors)).is_fused is fused
+    assert not FusedProcessors(ListOfAnotherKind(processors)).is_fused
 
 
 def test_a_bias_beyond_the_vocabulary_is_left_to_its_processor(llama, prompts):
-    plan = ProcessorPlan(LogitsProcessorList([BIAS]))
-    assert plan.fits(4)
-    assert not plan.fits(3)
+    fused = FusedProcessors(LogitsProcessorList([BIAS]))
+    assert fused.fits(4)
+    assert not fused.fits(3)
     with pytest.raises(ValueError, match="vocabulary size is 61"):
         both(llama, prompts, num_beams=2, max_new_tokens=3, sequence_bias={(61,): 1.0})
 
@@ -234,23 +234,24 @@ def _bans(arguments: dict) -> set[int]:
 
 
 def test_arguments_depend_on_the_length():
-    plan = ProcessorPlan(
+    fused = FusedProcessors(
         LogitsProcessorList([SHORTEST, SHORTEST_NEW, SUPPRESSED_AT_BEGIN, BAD_WORDS])
     )
     by_length = {length: torch.zeros((4, length), dtype=torch.int64) for length in (3, 4, 5, 9)}
-    assert _bans(plan.arguments(by_length[3], VOCAB)) == {EOS, 7, 8, 11, 12}
-    assert _bans(plan.arguments(by_length[4], VOCAB)) == {EOS, 7, 11, 12}
-    assert _bans(plan.arguments(by_length[5], VOCAB)) == {EOS, 11, 12}
-    assert _bans(plan.arguments(by_length[9], VOCAB)) == {11, 12}
+    assert _bans(fused.arguments(by_length[3], VOCAB)) == {EOS, 7, 8, 11, 12}
+    assert _bans(fused.arguments(by_length[4], VOCAB)) == {EOS, 7, 11, 12}
+    assert _bans(fused.arguments(by_length[5], VOCAB)) == {EOS, 11, 12}
+    assert _bans(fused.arguments(by_length[9], VOCAB)) == {11, 12}
 
 
 def test_a_forced_token_overrules_what_is_before_it():
-    plan = ProcessorPlan(LogitsProcessorList([BIAS, REPETITION, SHORTEST, FORCED_EOS, SUPPRESSED]))
-    at_end = plan.arguments(torch.zeros((4, 19), dtype=torch.int64), VOCAB)
+    processors = LogitsProcessorList([BIAS, REPETITION, SHORTEST, FORCED_EOS, SUPPRESSED])
+    fused = FusedProcessors(processors)
+    at_end = fused.arguments(torch.zeros((4, 19), dtype=torch.int64), VOCAB)
     assert at_end.keys() == {"forced_tokens", "suppressed_tokens"}
     assert at_end["forced_tokens"].tolist() == [EOS] * 4
     assert _bans(at_end) == {5, 6}
-    before = plan.arguments(torch.zeros((4, 18), dtype=torch.int64), VOCAB)
+    before = fused.arguments(torch.zeros((4, 18), dtype=torch.int64), VOCAB)
     assert before.keys() == {"bias", "repetition_penalty", "sequences", "suppressed_tokens"}
     assert _bans(before) == {5, 6}
 
@@ -258,19 +259,19 @@ def test_a_forced_token_overrules_what_is_before_it():
 def test_arguments_follow_a_changed_processor():
     """Whisper moves the place at which tokens are suppressed."""
     processor = SuppressTokensAtBeginLogitsProcessor([8], 3)
-    plan = ProcessorPlan(LogitsProcessorList([processor]))
+    fused = FusedProcessors(LogitsProcessorList([processor]))
     ids = torch.zeros((4, 5), dtype=torch.int64)
-    assert not plan.arguments(ids, VOCAB)
+    assert not fused.arguments(ids, VOCAB)
     processor.set_begin_index(5)
-    assert _bans(plan.arguments(ids, VOCAB)) == {8}
+    assert _bans(fused.arguments(ids, VOCAB)) == {8}
 
 
 def test_earlier_groups_tokens_are_an_argument():
-    plan = ProcessorPlan(LogitsProcessorList([DIVERSITY]))
+    fused = FusedProcessors(LogitsProcessorList([DIVERSITY]))
     ids, earlier = torch.zeros((4, 5), dtype=torch.int64), torch.tensor([[3, 4]])
-    assert plan.arguments(ids, VOCAB, earlier)["diversity_tokens"] is earlier
-    assert plan.arguments(ids, VOCAB, earlier)["diversity_penalty"] == 1.0
-    assert not plan.arguments(ids, VOCAB, earlier[:, :0])
+    assert fused.arguments(ids, VOCAB, earlier)["diversity_tokens"] is earlier
+    assert fused.arguments(ids, VOCAB, earlier)["diversity_penalty"] == 1.0
+    assert not fused.arguments(ids, VOCAB, earlier[:, :0])
 
 
 def test_the_part_of_the_prompt_that_a_penalty_passes_over():
@@ -280,6 +281,6 @@ def test_the_part_of_the_prompt_that_a_penalty_passes_over():
         (torch.tensor([0, 3]), [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]]),
     ):
         penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
-        plan = ProcessorPlan(LogitsProcessorList([penalty]))
-        assert plan.arguments(ids, VOCAB)["sequences"].tolist() == expected
-        assert not ProcessorPlan(LogitsProcessorList([penalty, NGRAMS])).is_fused
+        fused = FusedProcessors(LogitsProcessorList([penalty]))
+        assert fused.arguments(ids, VOCAB)["sequences"].tolist() == expected
+        assert not FusedProcessors(LogitsProcessorList([penalty, NGRAMS])).is_fused

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 import lmdecode
-from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
@@ -16,16 +16,16 @@ def test_change_in_place_is_seen_in_the_next_step(is_inference: bool) -> None:
     input_ids, logits = torch.tensor([[1, 2]]), torch.arange(9.0).view(1, 9)
     with torch.inference_mode(is_inference):
         processor = SuppressTokensLogitsProcessor([8])
-        plan = ProcessorPlan(LogitsProcessorList([processor]))
+        fused = FusedProcessors(LogitsProcessorList([processor]))
 
         def best_token() -> int:
-            arguments = plan.arguments(input_ids, 9)
+            arguments = fused.arguments(input_ids, 9)
             found = lmdecode.log_softmax_top_k(logits, torch.zeros(1), 1, num_beams=1, **arguments)
             return int(found.tokens)
 
         assert best_token() == 7
-        rules = plan._arguments
+        rules = fused._arguments
         assert best_token() == 7
-        assert plan._arguments is rules  # not made again where nothing has changed
+        assert fused._arguments is rules  # not made again where nothing has changed
         processor.suppress_tokens.fill_(3)
         assert best_token() == 8

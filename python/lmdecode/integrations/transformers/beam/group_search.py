@@ -23,8 +23,8 @@ from lmdecode.integrations.transformers.beam.candidates import (
     top_k_candidates,
 )
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from lmdecode.integrations.transformers.beam.loop import NextBeams
-from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
@@ -102,7 +102,7 @@ class GroupSearch(StateSearch):
             end_tokens=settings.end_tokens,
             num_groups=num_groups,
         )
-        self.plan = ProcessorPlan(processors)
+        self.fused = FusedProcessors(processors)
         slots = torch.arange(len(self.state.done), device=input_ids.device)
         self.slots = slots.view(settings.batch, num_groups)  # as new_search orders them
         self.rows_of_group = self.rows.view(settings.batch, num_groups, self.group_size)
@@ -151,8 +151,8 @@ class GroupSearch(StateSearch):
         vocab_size, settings = logits.shape[1], self.settings
         beam_scores = self.state.scores[self.slots[:, group]]
         # The op leaves out beams in name only, which these rules go on with.
-        held = self.plan.prefix_tokens is not None
-        if scores is None and not held and self.plan.fits(vocab_size):
+        held = self.fused.prefix_tokens is not None
+        if scores is None and not held and self.fused.fits(vocab_size):
             start = group * self.group_size
             # Beams of score -inf take no part: the other groups' logits are not looked at.
             all_scores = beam_scores.new_full((settings.batch, settings.num_beams), -torch.inf)
@@ -163,7 +163,7 @@ class GroupSearch(StateSearch):
                 all_scores,
                 self.num_candidates,
                 num_beams=settings.num_beams,
-                **self.plan.arguments(input_ids, vocab_size, earlier),
+                **self.fused.arguments(input_ids, vocab_size, earlier),
             )
             beams = (best.beams - start).clamp(min=0)
             return Candidates(best.scores, best.tokens, beams, best.status)

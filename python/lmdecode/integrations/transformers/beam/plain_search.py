@@ -19,8 +19,8 @@ from lmdecode.integrations.transformers.beam.candidates import (
     take,
     top_k_candidates,
 )
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from lmdecode.integrations.transformers.beam.loop import NextBeams
-from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
@@ -66,8 +66,8 @@ class PlainSearch(StateSearch):
     ) -> None:
         ends = end_tokens_of_criteria(criteria, settings.max_length)
         super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends or [])
-        self.do_sample, self.plan = do_sample, ProcessorPlan(processors)
-        prefix_tokens = self.plan.prefix_tokens
+        self.do_sample, self.fused = do_sample, FusedProcessors(processors)
+        prefix_tokens = self.fused.prefix_tokens
         self.trie = None if prefix_tokens is None else prefix_tokens.trie
         if prefix_tokens is not None:
             of = "the device of input_ids"
@@ -101,9 +101,9 @@ class PlainSearch(StateSearch):
 
     def _candidates(self, logits: Tensor, input_ids: Tensor) -> Candidates:
         recorder, vocab_size = self.recorder, logits.shape[1]
-        if not self.do_sample and recorder.scores is None and self.plan.fits(vocab_size):
+        if not self.do_sample and recorder.scores is None and self.fused.fits(vocab_size):
             recorder.record(None, recorder.copy_of(logits))
-            arguments = self.plan.arguments(input_ids, vocab_size)
+            arguments = self.fused.arguments(input_ids, vocab_size)
             if self.trie is not None:
                 arguments.update(trie=self.trie, nodes=self.nodes)
             best = log_softmax_top_k(

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.beam.trie import Trie
-from lmdecode.integrations.transformers.beam.processor_plan import ProcessorPlan
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 
 __all__ = [
     "looks_back",
@@ -34,10 +34,10 @@ def token_rules_of_processors(
     ValueError
         A token is forced that the vocabulary does not have.
     """
-    plan = ProcessorPlan(processors, has_timestamps=has_timestamps)
-    if not plan.fits(vocab_size) or plan.ignores_prompt:
+    fused = FusedProcessors(processors, has_timestamps=has_timestamps)
+    if not fused.fits(vocab_size) or fused.ignores_prompt:
         return None
-    rules = plan.token_rules(vocab_size)
+    rules = fused.token_rules(vocab_size)
     forcing = [
         processor
         for processor in processors
@@ -53,7 +53,7 @@ def token_rules_of_processors(
 
 def trie_of_processors(processors: LogitsProcessorList, vocab_size: int) -> Trie | None:
     """Return the trie that processors which rules can express hold sequences to, if any."""
-    prefix_tokens = ProcessorPlan(processors).prefix_tokens
+    prefix_tokens = FusedProcessors(processors).prefix_tokens
     if prefix_tokens is None:
         return None
     prefix_tokens.trie.check_vocab("prefix_allowed_tokens_fn", vocab_size)
@@ -74,8 +74,8 @@ def raise_for_processors(
             f"logits_processor: expected a LogitsProcessorList, got {type(processors).__name__}"
         )
     for processor in processors:
-        plan = ProcessorPlan(LogitsProcessorList([processor]))
-        if not plan.fits(vocab_size):
+        fused = FusedProcessors(LogitsProcessorList([processor]))
+        if not fused.fits(vocab_size):
             instead = "model.generate()"
             if not greedy:
                 instead += (
@@ -85,7 +85,7 @@ def raise_for_processors(
                 f"logits_processor: {type(processor).__name__} is nothing that Decoding can do "
                 f"with these arguments; any processor is called by {instead}"
             )
-        if plan.ignores_prompt:
+        if fused.ignores_prompt:
             raise ValueError(
                 "logits_processor: expected a RepetitionPenaltyLogitsProcessor that ignores no "
                 f"prompt, got prompt_ignore_length={processor.prompt_ignore_length}"

@@ -95,7 +95,7 @@ def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
     return True
 
 
-class ProcessorPlan:
+class FusedProcessors:
     """A list of processors as token rules, and as arguments of ``log_softmax_top_k``.
 
     Parameters
