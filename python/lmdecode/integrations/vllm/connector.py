@@ -39,7 +39,7 @@ class Move(NamedTuple):
 
 
 @dataclass
-class Plan(KVConnectorMetadata):
+class StepMoves(KVConnectorMetadata):
     """Work of the worker in a step: loads of waiting requests, saves of requests that ran."""
 
     loads: list[Move] = field(default_factory=list)
@@ -160,16 +160,16 @@ class LmdecodeConnector(KVConnectorBase_V1):
         if num_external_tokens > 0:
             self._to_load[request.request_id] = num_external_tokens // self._block_size
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        """Plan a step: what requests that wait load, and the blocks that others fill."""
+    def build_connector_meta(self, scheduler_output: Any) -> StepMoves:
+        """Return what waiting requests load and which filled blocks are saved in a step."""
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
-        plan = Plan()
+        moves = StepMoves()
         for request_id, count in self._to_load.items():
             waiting = self._requests[request_id]
             part = slice(waiting.first, waiting.first + count)
             blocks, block_ids = waiting.blocks[part], self._block_ids(request_id)[part]
-            plan.loads.append(Move(request_id, blocks, block_ids))
+            moves.loads.append(Move(request_id, blocks, block_ids))
         self._to_load.clear()
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -186,8 +186,8 @@ class LmdecodeConnector(KVConnectorBase_V1):
             if full > known.planned:
                 known.planned = full
                 block_ids = self._block_ids(request_id)[:full]
-                plan.saves.append(Move(request_id, blocks[:full], block_ids))
-        return plan
+                moves.saves.append(Move(request_id, blocks[:full], block_ids))
+        return moves
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Count loads that failed."""
@@ -242,7 +242,7 @@ class LmdecodeConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Read the blocks of this step's loads into the KV cache."""
-        for move in self._plan().loads:
+        for move in self._step_moves().loads:
             # All of them, whatever becomes of the first: what is damaged is dropped, and not met
             # again when the request begins anew.
             loaded = [
@@ -263,12 +263,12 @@ class LmdecodeConnector(KVConnectorBase_V1):
         """Store the blocks that this step has filled."""
 
         def filled() -> Iterator[Any]:
-            for move in self._plan().saves:
+            for move in self._step_moves().saves:
                 for block, block_id in self._backwards(move):
                     is_gone = block_id == _NULL_BLOCK
                     yield block, None if is_gone else partial(self._kv, block_id)
 
-        if self._layers and self._plan().saves:
+        if self._layers and self._step_moves().saves:
             self._store.save(filled())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -279,9 +279,9 @@ class LmdecodeConnector(KVConnectorBase_V1):
     ) -> None:
         """Blocks are saved when all layers have been computed."""
 
-    def _plan(self) -> Plan:
-        plan: Plan = self._get_connector_metadata()
-        return plan
+    def _step_moves(self) -> StepMoves:
+        moves: StepMoves = self._get_connector_metadata()
+        return moves
 
     @staticmethod
     def _backwards(move: Move) -> Iterator[tuple[Block, int]]:
