@@ -16,7 +16,9 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_call import causal_call
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
-from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import decode
+from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import (
+    decode_encoder_decoder,
+)
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
@@ -116,7 +118,7 @@ def call_generate(
     elif is_whisper:
         model = copy.copy(model)  # of its own attributes
     sounds = CallSounds(model) if is_whisper else None
-    loop = partial(decode, packed, sounds, tokenizer=arguments.get("tokenizer"))
+    loop = partial(decode_encoder_decoder, packed, sounds, tokenizer=arguments.get("tokenizer"))
     return _generate_of(decoding, model, inputs)(custom_generate=loop, **arguments)
 
 

@@ -57,7 +57,7 @@ from lmdecode.integrations.transformers.sampling.loop import seeds_of_rows
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-__all__ = ["decode", "memory_of"]
+__all__ = ["decode_encoder_decoder", "memory_of"]
 
 # What generate() hands on and is of no account here; inputs_embeds are the encoder's.
 _IGNORED = frozenset(
@@ -133,7 +133,7 @@ def memory_of(
     return memory, lengths
 
 
-def decode(
+def decode_encoder_decoder(
     decoder: PackedDecoder | DeviceDecoder,
     sounds: CallSounds | None,
     model: Any,
