@@ -28,7 +28,7 @@ class Results(NamedTuple):
     status: Tensor
 
 
-def new_memory(
+def new_zeros(
     *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return zeros that can be written both in ``torch.inference_mode()`` and outside of it.
@@ -52,7 +52,7 @@ def new_results(batch: int, num_logprobs: int, stages: bool, device: torch.devic
         (torch.uint8, (batch,)),
     ]
     sizes = [0 if s is None else torch.Size(s).numel() * d.itemsize for d, s in parts]
-    memory = new_memory(sum(sizes), device=device)
+    memory = new_zeros(sum(sizes), device=device)
     views: list[Any] = []
     begin = 0
     for (dtype, shape), size in zip(parts, sizes, strict=True):
@@ -64,7 +64,7 @@ def new_results(batch: int, num_logprobs: int, stages: bool, device: torch.devic
 
 def kept_set(ids: Tensor, logprobs: Tensor, counts: Tensor) -> KeptSet:
     """Pack the first ``counts[b]`` elements of each row b of ids and logprobs."""
-    indptr = new_memory(len(counts) + 1, dtype=torch.int64, device=counts.device)
+    indptr = new_zeros(len(counts) + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=indptr[1:])
     numbers = counts.tolist()
     rows = range(len(numbers))
@@ -103,7 +103,7 @@ class Outputs:
         r = self._results = new_results(batch, num_logprobs, stages, device)
         self._index = r.index
         self._kept_logits = (
-            new_memory(batch, vocab, dtype=torch.float32, device=device) if logits else None
+            new_zeros(batch, vocab, dtype=torch.float32, device=device) if logits else None
         )
         self._kept: tuple[Tensor, Tensor] | None = None
         if returns_kept:  # what is not written of it takes no memory

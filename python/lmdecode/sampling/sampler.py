@@ -23,8 +23,8 @@ from lmdecode._ops import ops
 from lmdecode.sampling._results import (
     Outputs,
     checked_device,
-    new_memory,
     new_results,
+    new_zeros,
     row_on_host,
 )
 from lmdecode.sampling.sampler_rows import (
@@ -185,9 +185,9 @@ class Sampler:
             before = own
         self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
         self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
-        state = new_memory(self.batch, self._row_bytes(*self._sizes[1:]))
+        state = new_zeros(self.batch, self._row_bytes(*self._sizes[1:]))
         for row, rules in enumerate(rows):
-            self._insert_into(state, row, rules, new_memory(0, dtype=torch.int64))
+            self._insert_into(state, row, rules, new_zeros(0, dtype=torch.int64))
         if "seed" not in self._defaults:  # nothing is wrong: torch's generator goes on
             state.view(torch.int64)[:, _SEED] = draw_seeds(self.batch)
         self._state = self._on_device(state)
@@ -318,7 +318,7 @@ class Sampler:
             raise ValueError(
                 f"{op}: state['state'] has shape {list(saved.shape)}; expected {shape}, its sizes'"
             )
-        memory = new_memory(*shape)
+        memory = new_zeros(*shape)
         saved = saved.cpu().contiguous()
         ops.sampler_copy_(memory, *sizes, saved, *sizes, self.vocab)
         fields = memory.view(torch.int64)
@@ -393,9 +393,9 @@ class Sampler:
         drafts = draft.shape[1]
         self._room_for_steps(drafts + 1)  # as if all were accepted
         results, device = new_results(self.batch, -1, False, self.device), self.device
-        tokens = new_memory(self.batch, drafts + 1, dtype=torch.int64, device=device)
-        path = new_memory(self.batch, drafts, dtype=torch.int64, device=device)
-        num_accepted = new_memory(self.batch, dtype=torch.int64, device=device)
+        tokens = new_zeros(self.batch, drafts + 1, dtype=torch.int64, device=device)
+        path = new_zeros(self.batch, drafts, dtype=torch.int64, device=device)
+        num_accepted = new_zeros(self.batch, dtype=torch.int64, device=device)
         ops.sampler_verify_(
             self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
@@ -461,7 +461,7 @@ class Sampler:
         if text > self._text_capacity:
             text = max(_LEAST_TEXT, 1 << (text - 1).bit_length())
         sizes = max(text, self._text_capacity), max(rules, self._rules_capacity)
-        state = new_memory(self.batch, self._row_bytes(*sizes))
+        state = new_zeros(self.batch, self._row_bytes(*sizes))
         ops.sampler_copy_(state, *sizes, self._state.cpu(), *self._sizes[1:], self.vocab)
         self._state = self._on_device(state)
         self._text_capacity, self._rules_capacity = sizes
