@@ -81,6 +81,11 @@ def test_engines_take_a_former_name(function: Callable[..., object], former: str
     assert former not in inspect.signature(function).parameters
 
 
+def test_former_names_of_classes() -> None:
+    assert lmdecode.StepOutput is beam.StepOutput is lmdecode.BeamSearchOutput
+    assert lmdecode.RowTokens is beam.RowTokens is lmdecode.BeamSequences
+
+
 def test_former_names_of_constants() -> None:
     assert sampling.ORDERS is sampling.SAMPLER_DIALECTS
     assert state.RULES is state.SEARCH_DIALECTS

@@ -35,7 +35,9 @@ from lmdecode.beam import (
     BeamRequest,
     BeamResult,
     BeamSearch,
+    BeamSearchOutput,
     BeamSearchScorer,
+    BeamSequences,
     BeamState,
     BeamStep,
     BeamTrace,
@@ -44,8 +46,6 @@ from lmdecode.beam import (
     ConstraintListState,
     DisjunctiveConstraint,
     PhrasalConstraint,
-    RowTokens,
-    StepOutput,
     Trie,
     beam_finalize,
     beam_parameters,
@@ -109,6 +109,10 @@ __version__ = "0.1.0"
 # The class is above its area, as it takes what transformers has; it is named there, too.
 decoder.Decoding = Decoding
 
+# Former names.
+StepOutput = BeamSearchOutput
+RowTokens = BeamSequences
+
 __all__ = [
     "DIALECTS",
     "BeamCandidates",
@@ -119,7 +123,9 @@ __all__ = [
     "BeamRequest",
     "BeamResult",
     "BeamSearch",
+    "BeamSearchOutput",
     "BeamSearchScorer",
+    "BeamSequences",
     "BeamState",
     "BeamStep",
     "BeamTrace",
@@ -152,12 +158,10 @@ __all__ = [
     "RequestStats",
     "RingKVCache",
     "RingSnapshot",
-    "RowTokens",
     "SampleOutput",
     "Sampler",
     "SamplerOutput",
     "Session",
-    "StepOutput",
     "TokenLogprob",
     "Transcriber",
     "Trie",

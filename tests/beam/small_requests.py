@@ -13,5 +13,5 @@ def small_request(*prompt: int, **arguments: object) -> BeamRequest:
     return BeamRequest(prompt or (1, 2), **{"max_new_tokens": 6, "num_beams": 3, **arguments})
 
 
-def step_of(engine: BeamSearch, model: TableModel) -> lmdecode.StepOutput:
+def step_of(engine: BeamSearch, model: TableModel) -> lmdecode.BeamSearchOutput:
     return engine.step(model(*engine.input_ids()))

@@ -4,9 +4,9 @@ from lmdecode.beam.engine import (
     BeamRequest,
     BeamResult,
     BeamSearch,
+    BeamSearchOutput,
+    BeamSequences,
     BeamTrace,
-    RowTokens,
-    StepOutput,
     format_trace,
 )
 from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
@@ -30,6 +30,10 @@ from lmdecode.beam.state import (
 from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 
+# Former names.
+StepOutput = BeamSearchOutput
+RowTokens = BeamSequences
+
 __all__ = [
     "BeamCandidates",
     "BeamFinal",
@@ -38,7 +42,9 @@ __all__ = [
     "BeamRequest",
     "BeamResult",
     "BeamSearch",
+    "BeamSearchOutput",
     "BeamSearchScorer",
+    "BeamSequences",
     "BeamState",
     "BeamStep",
     "BeamTrace",
@@ -47,8 +53,6 @@ __all__ = [
     "ConstraintListState",
     "DisjunctiveConstraint",
     "PhrasalConstraint",
-    "RowTokens",
-    "StepOutput",
     "Trie",
     "beam_finalize",
     "beam_parameters",

@@ -24,13 +24,15 @@ from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import BeamFinal
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 
-__all__ = ["BeamSearch", "RowTokens", "StepOutput"]
+__all__ = ["BeamSearch", "BeamSearchOutput", "BeamSequences"]
 
 _OP = "BeamSearch"
 
 
-class StepOutput(NamedTuple):
-    """Input of the model's next call; a row is a beam of an unfinished request.
+class BeamSearchOutput(NamedTuple):
+    """Result of a step of ``BeamSearch``: input of the model's next call, and finished requests.
+
+    A row is a beam of an unfinished request.
 
     Attributes
     ----------
@@ -49,8 +51,8 @@ class StepOutput(NamedTuple):
     finished: tuple[Hashable, ...]
 
 
-class RowTokens(NamedTuple):
-    """The sequences of the next call's rows.
+class BeamSequences(NamedTuple):
+    """The running sequences of a ``BeamSearch``, one for each row of the next call.
 
     Attributes
     ----------
@@ -62,6 +64,11 @@ class RowTokens(NamedTuple):
 
     input_ids: Tensor
     lengths: Tensor
+
+
+# Former names.
+StepOutput = BeamSearchOutput
+RowTokens = BeamSequences
 
 
 class _Finished(NamedTuple):
@@ -85,8 +92,8 @@ class BeamSearch:
     Requests can be inserted at any time. ``step`` takes the logits of all rows and chooses the next
     tokens. A finished request leaves the batch at once. The rows are in the order of insertion of
     their requests: **one row for a request that has just been inserted**, since its prompt runs
-    through the model once, then one for each of its beams. ``StepOutput.parents`` is the row of
-    this call that each row of the next continues. So one ``index_select`` of the cache expands
+    through the model once, then one for each of its beams. ``BeamSearchOutput.parents`` is the row
+    of this call that each row of the next continues. So one ``index_select`` of the cache expands
     prompts to beams, reorders beams by their parents, and drops finished requests.
 
     For the same logits, the result of a request is bitwise the same alone or in any batch,
@@ -108,7 +115,7 @@ class BeamSearch:
 
     Attributes
     ----------
-    last_output : StepOutput or None
+    last_output : BeamSearchOutput or None
         What the last step returned, or would have returned if ``on_step`` had not raised.
 
     Examples
@@ -137,7 +144,7 @@ class BeamSearch:
         num_beams = check_int(_OP, "num_beams", num_beams, 1)
         capacity = check_int(_OP, "capacity", capacity, 1)
         self.on_step = on_step
-        self.last_output: StepOutput | None = None
+        self.last_output: BeamSearchOutput | None = None
         self._vocab_size = vocab_size
         self._store = BeamSlots(slots, num_beams, capacity, torch.device(device))
         self._running: list[RunningSearch] = []
@@ -197,7 +204,7 @@ class BeamSearch:
         -------
         Tensor
             [rows] int64: the remaining rows of the next call, as numbered before. Reorder the cache
-            by it, as by ``StepOutput.parents``.
+            by it, as by ``BeamSearchOutput.parents``.
 
         Raises
         ------
@@ -234,7 +241,7 @@ class BeamSearch:
             first += search.num_rows
         return ranges
 
-    def input_ids(self) -> RowTokens:
+    def input_ids(self) -> BeamSequences:
         """Return the sequences so far of the next call's rows, for a model without a cache."""
         state, device = self._store.state, self._store.device
         rows, lengths, pads = [], [], []
@@ -248,7 +255,7 @@ class BeamSearch:
         length = uploaded(lengths, torch.int64, device)
         pad = uploaded(pads, torch.int64, device)
         behind = torch.arange(ids.shape[1], device=device)[None] >= length[:, None]
-        return RowTokens(torch.where(behind, pad[:, None], ids), length)
+        return BeamSequences(torch.where(behind, pad[:, None], ids), length)
 
     # ---- the step
 
@@ -258,7 +265,7 @@ class BeamSearch:
         *,
         attention: Tensor | None = None,
         token_bitmask: Tensor | None = None,
-    ) -> StepOutput:
+    ) -> BeamSearchOutput:
         """Choose the next tokens of every running request.
 
         Parameters
@@ -275,7 +282,7 @@ class BeamSearch:
 
         Returns
         -------
-        StepOutput
+        BeamSearchOutput
             Input of the model's next call.
 
         Raises
@@ -292,7 +299,7 @@ class BeamSearch:
         logits = logits.detach()
         if not self._running:
             nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
-            self.last_output = StepOutput(nothing, nothing.clone(), ())
+            self.last_output = BeamSearchOutput(nothing, nothing.clone(), ())
             return self.last_output
         if self._step is None:
             self._step = self._new_step(self._vocab_size)
@@ -321,7 +328,7 @@ class BeamSearch:
             plan, of_device(plan, store, vocab_size), Coverage(plan, store) if covers else None
         )
 
-    def _leave(self, plan: BeamPlan, choice: Choice) -> StepOutput:
+    def _leave(self, plan: BeamPlan, choice: Choice) -> BeamSearchOutput:
         """Remove finished requests from the batch; return the rows of the others."""
         tokens, parents = choice.tokens, choice.parents
         ended: list[list[int]] = [[] for _ in self._running]
@@ -348,7 +355,7 @@ class BeamSearch:
         # Rows of prompts become rows of beams: another layout.
         if finished or any(search.steps == 1 for search in left):
             self._running, self._step = left, None
-        return StepOutput(tokens, parents, tuple(search.request_id for search in finished))
+        return BeamSearchOutput(tokens, parents, tuple(search.request_id for search in finished))
 
     def _finish(self, search: RunningSearch) -> None:
         """Copy the best hypotheses of a search out of the state, and free its slots."""
