@@ -3,18 +3,18 @@
 #pragma once
 
 #include "sampling/edited_row.h"
-#include "sampling/family_stages.h"
+#include "sampling/probability_filters.h"
 #include "sampling/sampler_row_plan.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
 
-class SamplerStages : public FamilyStages {
+class SamplerStages : public ProbabilityFilters {
  protected:
   // row: scratch for the vocabulary's size, and a vector more.
   SamplerStages(CandidateList list, int64_t vocab, float* row)
-      : FamilyStages(list), n_(vocab), scratch_row_(row) {}
+      : ProbabilityFilters(list), n_(vocab), scratch_row_(row) {}
 
   // A row begins. counts: [kSamplerStages] what each stage leaves, or null.
   void begin_stages(const SamplerRow* state, int32_t* counts) {

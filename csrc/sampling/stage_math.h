@@ -48,7 +48,7 @@ LMD_HOST_DEVICE RowWeights row_weights(uint64_t mass, uint64_t surprise, int fra
   return w;
 }
 
-// floor(weight * exponent * 2^fraction_bits) of a token: family_stages.h has it for vectors.
+// floor(weight * exponent * 2^fraction_bits) of a token: probability_filters.h has it for vectors.
 LMD_HOST_DEVICE uint64_t token_surprise(const TokenWeight& rule, float value) {
   if (rule.uniform) return 0;
   const float e = (value - rule.max) * rule.factor;
@@ -100,7 +100,7 @@ LMD_HOST_DEVICE double standard_deviation(float shares, const ShareSums& sums, i
   return 2.0 * square_root(variance) / (static_cast<double>(shares) * static_cast<double>(count));
 }
 
-// Of one finite value: family_stages.h has it for vectors.
+// Of one finite value: probability_filters.h has it for vectors.
 LMD_HOST_DEVICE uint32_t value_share(float value, float half_max, float shares) {
   const float below = fused_multiply_add(value, -0.5f, half_max);
   return bits_of(fused_multiply_add(below, shares, kRoundMagic)) & 0x3fffff;
@@ -131,7 +131,7 @@ struct TypicalDistance {
     mean = alike ? 0.0 : w.mean_exponent / factor;
   }
 
-  // One rounding of f64 to f32. family_stages.h has it for vectors.
+  // One rounding of f64 to f32. probability_filters.h has it for vectors.
   LMD_HOST_DEVICE float of(float value) const {
     if (alike) return 0.0f;
     const float d = static_cast<float>((static_cast<double>(value) - max) - -mean);

@@ -12,7 +12,7 @@ namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
 
-class FamilyStages : public ListStages {
+class ProbabilityFilters : public ListStages {
  protected:
   using ListStages::ListStages;
 
