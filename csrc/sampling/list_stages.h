@@ -2,7 +2,7 @@
 // the sampler family share. A kernel header: see simd/vec.h.
 #pragma once
 
-#include "sampling/row_plan.h"
+#include "sampling/row_parameters.h"
 #include "sampling/token_choice.h"
 #include "sampling/top_k_candidates.h"
 #include "sampling/top_p_cut.h"

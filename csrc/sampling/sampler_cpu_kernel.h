@@ -104,10 +104,11 @@ class SamplerRowKernel : private SamplerStages {
 
   void choose(const SamplerRowView& view) {
     const RowEdits edits = edited(view);
-    plan_ = make_row_plan(plain_params(*state_, rules_, n_), rules_.dialect, 0);
-    status_ |= plan_.status;
+    parameters_ = parameters_of_row(plain_params(*state_, rules_, n_), rules_.dialect, 0);
+    status_ |= parameters_.status;
     begin(1.0f, fraction_bits_, /*probabilities=*/false);
-    if (plan_.greedy || static_cast<double>(plan_.temperature) < rules_.least_temperature) {
+    if (parameters_.greedy ||
+        static_cast<double>(parameters_.temperature) < rules_.least_temperature) {
       collect_first(x_, 1, /*keep_ties=*/false, edits);
       if (list_.size == 0) return finish_empty();
       return finish_one(list_.token[0], list_.value[0]);
@@ -115,7 +116,8 @@ class SamplerRowKernel : private SamplerStages {
     find_stages(state_->numbers);
     const bool wants_list = drafted_ || params_.kept_ids || params_.stage_counts ||
                             (params_.num_logprobs >= 0 && !params_.raw_log_probs);
-    if (is_plain_ && !wants_list && (plan_.top_k == 0 || !edits.any())) return sample_plain(edits);
+    if (is_plain_ && !wants_list && (parameters_.top_k == 0 || !edits.any()))
+      return sample_plain(edits);
     list_row(x_, edits);
     run_stages();
     draw();
@@ -183,22 +185,24 @@ class SamplerRowKernel : private SamplerStages {
 
   Drawn drawn_token() {
     const auto listed = [&](int64_t i) { return Drawn{list_.token[i], list_.value[i]}; };
-    if (plan_.noise != NoiseMode::kInternal) return listed(choose_largest(list_, temperature_));
+    if (parameters_.noise != NoiseMode::kInternal)
+      return listed(choose_largest(list_, temperature_));
     if (drafted_ != nullptr) {
       make_masses(&list_, rule_);
-      const int64_t i = choose_by_rejection(list_, *drafted_, plan_.seed, plan_.position);
+      const int64_t i =
+          choose_by_rejection(list_, *drafted_, parameters_.seed, parameters_.position);
       if (i >= 0) return listed(i);
     }
     float* const upper = reinterpret_cast<float*>(list_.spare_key);
     if (list_.size <= n_ / tuning::kDenseNoiseShare) {
-      return listed(choose_by_seed(list_, rule_, plan_.seed, plan_.position, upper));
+      return listed(choose_by_seed(list_, rule_, parameters_.seed, parameters_.position, upper));
     }
     // Neighbours share their noise's computation: in a row, not in a list.
     float* const row = scratch_row_;
     fill(row, n_, minus_infinity());
     for (int64_t i = 0; i < list_.size; ++i) row[list_.token[i]] = list_.value[i];
-    const RowChoice choice =
-        choose_by_seed(row, n_, kept_from(floor_), rule_, plan_.seed, plan_.position, upper);
+    const RowChoice choice = choose_by_seed(row, n_, kept_from(floor_), rule_, parameters_.seed,
+                                            parameters_.position, upper);
     return {choice.token, row[choice.token]};
   }
 

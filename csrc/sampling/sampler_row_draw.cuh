@@ -67,11 +67,11 @@ class SamplerRowDraw : protected SamplerRowStages {
 
   LMD_OUT_OF_LINE __device__ void draw() {
     if (state_->numbers.adaptive_target >= 0.0) adapt();
-    const bool by_seed = plan_.noise == NoiseMode::kInternal;
+    const bool by_seed = parameters_.noise == NoiseMode::kInternal;
     Kept kept{0, 0, 0};
     SeedCandidate mine;
-    left_.each([&, rule = rule_, seed = plan_.seed, position = plan_.position](float logit,
-                                                                               uint32_t token) {
+    left_.each([&, rule = rule_, seed = parameters_.seed, position = parameters_.position](
+                   float logit, uint32_t token) {
       ++kept.count;
       kept.mass += rule.mass(logit);
       if (by_seed) mine.see(rule.weight(logit), noise_word(seed, position, token, 0), token);
@@ -84,8 +84,8 @@ class SamplerRowDraw : protected SamplerRowStages {
     if (by_seed && drafted_ != nullptr) complement = choose_by_rejection(kept.mass);
     if (by_seed && complement == 0) {
       complement = draw_by_seed(
-          cluster_, left_, [](float, uint32_t) { return true; }, rule_, plan_.seed, plan_.position,
-          mine, static_cast<uint32_t>(kept.bound));
+          cluster_, left_, [](float, uint32_t) { return true; }, rule_, parameters_.seed,
+          parameters_.position, mine, static_cast<uint32_t>(kept.bound));
     }
     const uint32_t token = complement == 0 ? first_token() : 0xffffffffu - complement;
     index_ = token;
@@ -93,7 +93,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     weight_ = rule_.weight(left_.at(token));
     if (left_.adapts) probability_ = left_.value[token];
     mass_ = kept.mass;
-    logprob_ = log_probability(weight_, mass_, plan_.fraction_bits);
+    logprob_ = log_probability(weight_, mass_, parameters_.fraction_bits);
     drawn_ = true;
     write_kept_logits([&](float logit, uint32_t) { return tempered(logit, temperature_); });
     if (params_.kept_ids != nullptr) write_kept_set();
@@ -112,11 +112,12 @@ class SamplerRowDraw : protected SamplerRowStages {
       const Wide p = static_cast<Wide>(mass) * drafted.mass;
       const Wide q = static_cast<Wide>(drafted.mass_of(token)) * all;
       if (token == drafted.token && mass > 0 &&
-          is_accepted(row_word(plan_.seed, plan_.position, kRejectionBlock), q, p)) {
+          is_accepted(row_word(parameters_.seed, parameters_.position, kRejectionBlock), q, p)) {
         best.accepted = 0xffffffffu - token;
       }
       if (p <= q) return;
-      const double score = to_double(p - q) / rejection_noise(plan_.seed, plan_.position, token);
+      const double score =
+          to_double(p - q) / rejection_noise(parameters_.seed, parameters_.position, token);
       best.scored =
           ScoredToken::better(ScoredToken{bits_of(score), 0xffffffffu - token}, best.scored);
     });
@@ -168,7 +169,8 @@ class SamplerRowDraw : protected SamplerRowStages {
       }
       if (is_left) {
         ids[at] = token;
-        logprobs[at] = log_probability(rule_.weight(left_.at(token)), mass_, plan_.fraction_bits);
+        logprobs[at] =
+            log_probability(rule_.weight(left_.at(token)), mass_, parameters_.fraction_bits);
       }
       __syncthreads();
     }
@@ -256,7 +258,8 @@ class SamplerRowDraw : protected SamplerRowStages {
     bitonic_sort(storage.ranked, padded);
     for (uint32_t i = threadIdx.x; i < found; i += blockDim.x) {
       const uint32_t token = static_cast<uint32_t>(storage.ranked[i]);
-      write_top(i, token, log_probability(rule.weight(row.at(token)), mass, plan_.fraction_bits));
+      write_top(i, token,
+                log_probability(rule.weight(row.at(token)), mass, parameters_.fraction_bits));
     }
     write_no_top(found);
     __syncthreads();
@@ -267,7 +270,8 @@ class SamplerRowDraw : protected SamplerRowStages {
   __device__ void accept(SamplerRowView* view) {
     view->accept(index_);
     if (!drawn_) return;
-    view->row->mu = mu_after_draw(*view->row, weight_, mass_, plan_.fraction_bits, probability_);
+    view->row->mu =
+        mu_after_draw(*view->row, weight_, mass_, parameters_.fraction_bits, probability_);
   }
 
   const SamplerStepParams& params_;

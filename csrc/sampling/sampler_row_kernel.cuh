@@ -47,8 +47,9 @@ class SamplerRowKernel : private SamplerRowDraw {
     if (params_.accept && !view.has_room(tokens)) return finish_nothing(kStatusRefused);
     const SamplerOrderRules rules =
         sampler_order_rules(static_cast<SamplerOrder>(view.row->integers.order));
-    const RowPlan plan = make_row_plan(plain_params(*view.row, rules, n_), rules.dialect, 0);
-    begin_stages(view.row, rules, plan, counts);
+    const RowParameters parameters =
+        parameters_of_row(plain_params(*view.row, rules, n_), rules.dialect, 0);
+    begin_stages(view.row, rules, parameters, counts);
     if (const int64_t forced = text_rules::forced_token(view); forced >= 0) {
       finish_one(static_cast<uint32_t>(forced), raw_.at(forced));
     } else {
@@ -128,8 +129,9 @@ class SamplerRowKernel : private SamplerRowDraw {
 
   __device__ void choose(const SamplerRowView& view) {
     edit(view);
-    status_ |= plan_.status;
-    if (plan_.greedy || static_cast<double>(plan_.temperature) < rules_.least_temperature) {
+    status_ |= parameters_.status;
+    if (parameters_.greedy ||
+        static_cast<double>(parameters_.temperature) < rules_.least_temperature) {
       if (!largest_of(left_).any) return finish_empty();
       const uint32_t token = first_token();
       return finish_one(token, left_.at(token));
@@ -193,12 +195,13 @@ class SamplerRowKernel : private SamplerRowDraw {
       write_no_top(0);
       return minus_infinity();
     }
-    const TokenWeight rule{found.max, exponent_factor(1.0f), plan_.fraction_bits,
+    const TokenWeight rule{found.max, exponent_factor(1.0f), parameters_.fraction_bits,
                            found.max == plus_infinity()};
     const Word mass = total_of(raw_, rule);
     write_top_of(raw_, [&](float logit) { return counts_in(rule, logit); }, rule, 1.0f, mass);
-    return counts_in(rule, chosen) ? log_probability(rule.weight(chosen), mass, plan_.fraction_bits)
-                                   : minus_infinity();
+    return counts_in(rule, chosen)
+               ? log_probability(rule.weight(chosen), mass, parameters_.fraction_bits)
+               : minus_infinity();
   }
 
   const TouchedLogits touched_;

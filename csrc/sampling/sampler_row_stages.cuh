@@ -7,7 +7,7 @@
 
 #include "sampling/row_list.cuh"
 #include "sampling/sampler_row.cuh"
-#include "sampling/sampler_row_plan.h"
+#include "sampling/sampler_row_parameters.h"
 #include "sampling/stage_math.h"
 
 namespace lmdecode::sampling::cuda_kernels {
@@ -21,14 +21,14 @@ class SamplerRowStages {
 
   // A row begins, with all of its tokens. counts: [kSamplerStages] what each stage leaves, or null.
   __device__ void begin_stages(const SamplerRow* state, const SamplerOrderRules& rules,
-                               const RowPlan& plan, int32_t* counts) {
+                               const RowParameters& parameters, int32_t* counts) {
     state_ = state;
     rules_ = rules;
-    plan_ = plan;
+    parameters_ = parameters;
     counts_ = counts;
     left_.adapts = false;
     left_.list = nullptr;
-    rule_.fraction_bits = plan.fraction_bits;
+    rule_.fraction_bits = parameters.fraction_bits;
     set_temperature(1.0f);
   }
 
@@ -362,7 +362,7 @@ class SamplerRowStages {
   // False where no token is left.
   LMD_OUT_OF_LINE __device__ bool run_stages() {
     bool on[kSamplerStages];
-    stages_of_row(*state_, plan_, counts_ != nullptr, on);
+    stages_of_row(*state_, parameters_, counts_ != nullptr, on);
     // As on the CPU: a temperature at the front, and top-k behind it, come before the first look
     // for the largest logit, but where what each stage leaves is counted.
     int i = 0;
@@ -375,7 +375,7 @@ class SamplerRowStages {
     };
     skip_stages();
     if (is_next(SamplerStage::kTemperature) && !(state_->numbers.dynamic_temperature_range > 0.0)) {
-      set_temperature(plan_.temperature);
+      set_temperature(parameters_.temperature);
       drop_below(kMinusInfinityKey + 1);
       ++i;
       skip_stages();
@@ -405,20 +405,21 @@ class SamplerRowStages {
       case SamplerStage::kTemperature:
         return run_temperature();
       case SamplerStage::kTopK:
-        if (plan_.top_k > 0) keep_top_k(plan_.top_k, rules_.dialect.keep_top_k_ties);
+        if (parameters_.top_k > 0) keep_top_k(parameters_.top_k, rules_.dialect.keep_top_k_ties);
         return true;
       case SamplerStage::kTopP:
-        if (plan_.top_p_mode == TopPMode::kOneToken) {
+        if (parameters_.top_p_mode == TopPMode::kOneToken) {
           keep_one(rules_.dialect.high_index_first);
         } else {
-          keep_top_p(plan_.top_p, rules_.dialect.strict_top_p, rules_.dialect.high_index_first);
+          keep_top_p(parameters_.top_p, rules_.dialect.strict_top_p,
+                     rules_.dialect.high_index_first);
         }
         return true;
       case SamplerStage::kMinP:
-        if (plan_.min_p_mode == MinPMode::kOneToken) {
+        if (parameters_.min_p_mode == MinPMode::kOneToken) {
           keep_one(/*last=*/false);
         } else {
-          keep_few_from(min_p_key(plan_, max_, /*probabilities=*/false));
+          keep_few_from(min_p_key(parameters_, max_, /*probabilities=*/false));
         }
         return true;
       case SamplerStage::kTopNSigma:
@@ -448,7 +449,7 @@ class SamplerRowStages {
 
   __device__ bool run_temperature() {
     const SamplerNumbers& numbers = state_->numbers;
-    float temperature = plan_.temperature;
+    float temperature = parameters_.temperature;
     if (numbers.dynamic_temperature_range > 0.0) {
       const int64_t left = count();
       if (left > 1) {
@@ -467,7 +468,7 @@ class SamplerRowStages {
   const int64_t n_;
   const SamplerRow* state_ = nullptr;
   SamplerOrderRules rules_{};
-  RowPlan plan_;
+  RowParameters parameters_;
   int32_t* counts_ = nullptr;
   TokenWeight rule_;
   float temperature_ = 1.0f;

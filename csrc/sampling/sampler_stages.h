@@ -4,7 +4,7 @@
 
 #include "sampling/edited_row.h"
 #include "sampling/probability_filters.h"
-#include "sampling/sampler_row_plan.h"
+#include "sampling/sampler_row_parameters.h"
 
 namespace lmdecode::LMD_SIMD::sampling {
 
@@ -26,7 +26,7 @@ class SamplerStages : public ProbabilityFilters {
 
   // Which stages are on in this row.
   void find_stages(const SamplerNumbers& numbers) {
-    stages_of_row(*state_, plan_, counts_ != nullptr, on_);
+    stages_of_row(*state_, parameters_, counts_ != nullptr, on_);
     bool& xtc = on_[static_cast<int>(SamplerStage::kXtc)];
     if (xtc && !counts_) xtc = excludes_top_choices(*state_);
     const bool dynamic = numbers.dynamic_temperature_range > 0.0;
@@ -59,7 +59,7 @@ class SamplerStages : public ProbabilityFilters {
       if (!on_[static_cast<int>(stage)]) continue;
       if (stage == SamplerStage::kTemperature) {
         if (state_->numbers.dynamic_temperature_range > 0.0) break;
-        set_temperature(plan_.temperature, plan_.factor);
+        set_temperature(parameters_.temperature, parameters_.factor);
         first_stage_ = i + 1;
         continue;
       }
@@ -72,7 +72,7 @@ class SamplerStages : public ProbabilityFilters {
       return collect_first(x, rules_.top_h_tokens, /*keep_ties=*/false, edits);
     }
     if (first == SamplerStage::kTopK) {
-      return collect_first(x, plan_.top_k, rules_.dialect.keep_top_k_ties, edits);
+      return collect_first(x, parameters_.top_k, rules_.dialect.keep_top_k_ties, edits);
     }
     if (edits.any()) {
       if (edits.write(x, n_, scratch_row_)) status_ |= kStatusNan;
@@ -102,8 +102,8 @@ class SamplerStages : public ProbabilityFilters {
     double offset = 0.0;
     switch (stage) {
       case SamplerStage::kMinP:
-        if (plan_.min_p_mode == MinPMode::kOneToken) return false;
-        collect_set(x, n_, kept_from(logit_of_key(min_p_key(plan_, max_, false))), &list_);
+        if (parameters_.min_p_mode == MinPMode::kOneToken) return false;
+        collect_set(x, n_, kept_from(logit_of_key(min_p_key(parameters_, max_, false))), &list_);
         return true;
       case SamplerStage::kTopNSigma:
         offset = sigma_offset(numbers.top_n_sigma, x, n_);
@@ -154,18 +154,19 @@ class SamplerStages : public ProbabilityFilters {
       case SamplerStage::kTemperature:
         return change_temperature();
       case SamplerStage::kTopK:
-        if (plan_.top_k == 0) return;
-        cut_top_k({plan_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties}, &list_);
+        if (parameters_.top_k == 0) return;
+        cut_top_k({parameters_.top_k, temperature_, floor_, rules_.dialect.keep_top_k_ties},
+                  &list_);
         return;
       case SamplerStage::kTopP:
-        if (plan_.top_p_mode == TopPMode::kOneToken) {
+        if (parameters_.top_p_mode == TopPMode::kOneToken) {
           return keep_one(rules_.dialect.high_index_first);
         }
-        return keep_top_p(plan_.top_p, rules_.dialect.strict_top_p, rules_.dialect.high_index_first,
-                          0);
+        return keep_top_p(parameters_.top_p, rules_.dialect.strict_top_p,
+                          rules_.dialect.high_index_first, 0);
       case SamplerStage::kMinP:
-        if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
-        keep_set(&list_, kept_from(logit_of_key(min_p_key(plan_, max_, false))));
+        if (parameters_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
+        keep_set(&list_, kept_from(logit_of_key(min_p_key(parameters_, max_, false))));
         return;
       case SamplerStage::kTopNSigma:
         if (max_ == plus_infinity()) return;
@@ -189,7 +190,7 @@ class SamplerStages : public ProbabilityFilters {
 
   void change_temperature() {
     const SamplerNumbers& numbers = state_->numbers;
-    float temperature = plan_.temperature;
+    float temperature = parameters_.temperature;
     if (numbers.dynamic_temperature_range > 0.0) {
       if (list_.size > 1) {
         temperature =
@@ -206,7 +207,7 @@ class SamplerStages : public ProbabilityFilters {
   float* const scratch_row_;
   const SamplerRow* state_ = nullptr;
   SamplerOrderRules rules_{};
-  RowPlan plan_;
+  RowParameters parameters_;
   bool on_[kSamplerStages] = {};
   bool is_plain_ = false;  // top_k_top_p_sample has all that is on
   int first_stage_ = 0;    // of those that the list has not gone through

@@ -22,10 +22,10 @@ class RowSampler : private ListStages {
   void run(const T* x, int64_t row) {
     x_ = x;
     row_ = row;
-    plan_ = make_row_plan(params_, rules_, row);
-    status_ = plan_.status;
+    parameters_ = parameters_of_row(params_, rules_, row);
+    status_ = parameters_.status;
     out_ = params_.kept_logits ? params_.kept_logits + row * n_ : nullptr;
-    if (plan_.greedy) {
+    if (parameters_.greedy) {
       greedy();
     } else {
       filtered();
@@ -69,22 +69,23 @@ class RowSampler : private ListStages {
   }
 
   void filtered() {
-    begin(plan_.temperature, plan_.fraction_bits, rules_.probabilities);
-    const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
-    if (plan_.top_k > 0 && !min_p_first) {
+    begin(parameters_.temperature, parameters_.fraction_bits, rules_.probabilities);
+    const bool min_p_first = rules_.min_p_first && parameters_.min_p_mode != MinPMode::kOff;
+    if (parameters_.top_k > 0 && !min_p_first) {
       note_nan(collect_top_k(x_, n_, top_k_rule(), NoEdits{}, &list_));
       return filter_list(/*min_p_left=*/true);
     }
     const RowMax scan = scan_max(x_, n_);
     note_nan(scan.has_nan);
     if (!(scan.max >= floor_)) return finish_empty();
-    max_ = tempered(scan.max, plan_.temperature);
+    max_ = tempered(scan.max, parameters_.temperature);
     if (max_ == plus_infinity() || min_p_first || rules_.probabilities) {
-      float bound =
-          max_ == plus_infinity() ? lowest_logit(kPlusInfinityKey, plan_.temperature) : floor_;
+      float bound = max_ == plus_infinity()
+                        ? lowest_logit(kPlusInfinityKey, parameters_.temperature)
+                        : floor_;
       if (min_p_first) bound = larger(bound, min_p_logit());
       collect_set(x_, n_, kept_from(bound), &list_);
-      if (plan_.top_k > 0) cut_top_k(top_k_rule(), &list_);
+      if (parameters_.top_k > 0) cut_top_k(top_k_rule(), &list_);
       return filter_list(/*min_p_left=*/!min_p_first);
     }
     rule_.max = scan.max;
@@ -92,36 +93,38 @@ class RowSampler : private ListStages {
   }
 
   TopKRule top_k_rule() const {
-    return {plan_.top_k, plan_.temperature, floor_, rules_.keep_top_k_ties};
+    return {parameters_.top_k, parameters_.temperature, floor_, rules_.keep_top_k_ties};
   }
 
   // The lowest logit that min-p keeps.
-  float min_p_logit() const { return logit_of_key(min_p_key(plan_, max_, rules_.probabilities)); }
+  float min_p_logit() const {
+    return logit_of_key(min_p_key(parameters_, max_, rules_.probabilities));
+  }
 
   // ---- the stages after top-k, on the list
 
   void filter_list(bool min_p_left) {
     if (list_.size == 0) return finish_empty();
     weigh_list();
-    if (plan_.top_p_mode == TopPMode::kOneToken) {
+    if (parameters_.top_p_mode == TopPMode::kOneToken) {
       keep_one(rules_.high_index_first);
-    } else if (plan_.top_p_mode == TopPMode::kMass) {
-      keep_top_p(plan_.top_p, rules_.strict_top_p, rules_.high_index_first,
-                 rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : 0);
+    } else if (parameters_.top_p_mode == TopPMode::kMass) {
+      keep_top_p(parameters_.top_p, rules_.strict_top_p, rules_.high_index_first,
+                 rules_.probabilities ? uint64_t{1} << parameters_.fraction_bits : 0);
     }
-    if (min_p_left && plan_.min_p_mode != MinPMode::kOff) keep_min_p();
+    if (min_p_left && parameters_.min_p_mode != MinPMode::kOff) keep_min_p();
     finish_list();
   }
 
   void keep_min_p() {
-    if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
+    if (parameters_.min_p_mode == MinPMode::kOneToken) return keep_one(/*last=*/false);
     keep_set(&list_, kept_from(min_p_logit()));
   }
 
   // ---- top-p or no filter at all, on the row
 
   void filter_row() {
-    if (plan_.top_p_mode == TopPMode::kOneToken) {
+    if (parameters_.top_p_mode == TopPMode::kOneToken) {
       const float bound = class_bottom(rule_.max, temperature_);
       const int64_t token =
           in_row(rules_.high_index_first ? find_last(x_, n_, bound)
@@ -132,11 +135,11 @@ class RowSampler : private ListStages {
       return finish_list();
     }
     RowCut cut{kept_from(floor_), -1, 0, false};
-    if (plan_.top_p_mode == TopPMode::kMass) cut = cut_row();
-    const bool min_p = plan_.min_p_mode != MinPMode::kOff;
+    if (parameters_.top_p_mode == TopPMode::kMass) cut = cut_row();
+    const bool min_p = parameters_.min_p_mode != MinPMode::kOff;
     const bool many = cut.kept < 0 || cut.kept > n_ / tuning::kDenseNoiseShare;
     if (!min_p && many &&
-        (plan_.noise == NoiseMode::kNone || plan_.noise == NoiseMode::kInternal)) {
+        (parameters_.noise == NoiseMode::kNone || parameters_.noise == NoiseMode::kInternal)) {
       return finish_row(cut);
     }
     if (cut.listed) {
@@ -154,9 +157,10 @@ class RowSampler : private ListStages {
   // Draws from a kept set too large to be listed.
   void finish_row(RowCut cut) {
     int64_t index;
-    if (plan_.noise == NoiseMode::kInternal) {
-      const RowChoice choice = choose_by_seed(x_, n_, cut.set, rule_, plan_.seed, plan_.position,
-                                              reinterpret_cast<float*>(list_.spare_key));
+    if (parameters_.noise == NoiseMode::kInternal) {
+      const RowChoice choice =
+          choose_by_seed(x_, n_, cut.set, rule_, parameters_.seed, parameters_.position,
+                         reinterpret_cast<float*>(list_.spare_key));
       index = choice.token;
       cut.kept = choice.kept;
     } else {
@@ -173,12 +177,12 @@ class RowSampler : private ListStages {
       }
       logprob = this->logprob(to_float(x_[index]), cut.mass);
     }
-    if (out_) write_kept(x_, n_, cut.set, plan_.temperature, out_);
+    if (out_) write_kept(x_, n_, cut.set, parameters_.temperature, out_);
     finish(index, cut.kept, logprob);
   }
 
   float logprob(float value, uint64_t kept_mass) const {
-    return log_probability(rule_.weight(value), kept_mass, plan_.fraction_bits);
+    return log_probability(rule_.weight(value), kept_mass, parameters_.fraction_bits);
   }
 
   RowCut cut_row() {
@@ -187,11 +191,11 @@ class RowSampler : private ListStages {
     for (int retry = 0;; ++retry) {
       list_.size = 0;
       const MassScan scan = band.bounded ? scan_band<true>(band) : scan_band<false>(band);
-      const uint64_t target = mass_threshold(plan_.top_p, scan.total, rules_.strict_top_p);
+      const uint64_t target = mass_threshold(parameters_.top_p, scan.total, rules_.strict_top_p);
       if (scan.above < target) {
         make_masses(&list_, rule_);
         if (scan.above + total_mass(list_) >= target) {
-          make_keys(&list_, plan_.temperature);
+          make_keys(&list_, parameters_.temperature);
           const ListCut cut = cut_list(target - scan.above, rules_.high_index_first);
           return {cut.set, scan.count_above + cut.kept, scan.above + cut.mass, !band.bounded};
         }
@@ -233,7 +237,7 @@ class RowSampler : private ListStages {
     // is left out.
     const float total = larger(scale * (sum - reduce_max(top)), 1.0f);
     const float sigma = 0.5f * __builtin_sqrtf(reduce_sum(squares)) / larger(sum, 0x1p-100f);
-    const float tail = 1.0f - plan_.top_p;
+    const float tail = 1.0f - parameters_.top_p;
     const float share = larger(tail - kSampleSigmas * sigma, kTailShare * tail);
     Band band{floor_, 0.0f, false};
     band.lower = larger(
@@ -243,7 +247,7 @@ class RowSampler : private ListStages {
         smaller(band.lower,
                 class_bottom(larger(sample_quantile(sample, size, kMinSampledCandidates), floor_),
                              temperature_));
-    const float head = plan_.top_p - kSampleSigmas * sigma;
+    const float head = parameters_.top_p - kSampleSigmas * sigma;
     if (head > 0.0f) {
       // Below `upper` lies 1 - head of the mass.
       const float upper = weighted_quantile(sample, weight, size, (1.0f - head) * sum);
@@ -291,21 +295,21 @@ class RowSampler : private ListStages {
     int64_t chosen = 0;
     bool nan = false;
     pad(&list_);
-    switch (plan_.noise) {
+    switch (parameters_.noise) {
       case NoiseMode::kNone:
-        chosen = choose_largest(list_, plan_.temperature);
+        chosen = choose_largest(list_, parameters_.temperature);
         break;
       case NoiseMode::kByRank:
-        make_keys(&list_, plan_.temperature);
+        make_keys(&list_, parameters_.temperature);
         sort_by_key(&list_);
         [[fallthrough]];
       case NoiseMode::kByToken:
         chosen = choose_by_noise(list_, rule_, params_.q + row_ * params_.q_row_stride,
                                  params_.q_vocab_stride, params_.eps,
-                                 plan_.noise == NoiseMode::kByRank, &nan);
+                                 parameters_.noise == NoiseMode::kByRank, &nan);
         break;
       case NoiseMode::kInternal:
-        chosen = choose_by_seed(list_, rule_, plan_.seed, plan_.position,
+        chosen = choose_by_seed(list_, rule_, parameters_.seed, parameters_.position,
                                 reinterpret_cast<float*>(list_.spare_key));
         break;
     }
@@ -318,8 +322,9 @@ class RowSampler : private ListStages {
     if (out_) {
       fill(out_, n_, filler());
       for (int64_t i = 0; i < list_.size; ++i) {
-        out_[list_.token[i]] =
-            rules_.probabilities ? list_.value[i] : tempered(list_.value[i], plan_.temperature);
+        out_[list_.token[i]] = rules_.probabilities
+                                   ? list_.value[i]
+                                   : tempered(list_.value[i], parameters_.temperature);
       }
     }
     finish(list_.token[chosen], list_.size, logprob);
@@ -330,7 +335,7 @@ class RowSampler : private ListStages {
   const int64_t n_;
   const T* x_ = nullptr;
   int64_t row_ = 0;
-  RowPlan plan_;
+  RowParameters parameters_;
   uint8_t status_ = 0;
   float* out_ = nullptr;
 };

@@ -11,7 +11,7 @@
 #include "common/mass_threshold.h"
 #include "sampling/rank_noise.cuh"
 #include "sampling/row_list.cuh"
-#include "sampling/row_plan.h"
+#include "sampling/row_parameters.h"
 #include "sampling/seed_draw.cuh"
 
 namespace lmdecode::sampling::cuda_kernels {
@@ -34,9 +34,9 @@ class RowSampler {
                       reinterpret_cast<unsigned char*>(&cluster_.storage() + 1));
     const bool has_nan = load(slice);
     // Not before: the loop that loads needs the registers.
-    plan_ = make_row_plan(params_, rules_, row);
-    status_ = plan_.status | (has_nan ? kStatusNan : 0);
-    if (plan_.greedy) {
+    parameters_ = parameters_of_row(params_, rules_, row);
+    status_ = parameters_.status | (has_nan ? kStatusNan : 0);
+    if (parameters_.greedy) {
       greedy(slice);
     } else {
       filtered(slice);
@@ -128,7 +128,7 @@ class RowSampler {
   }
 
   __device__ ValueClass class_of(float logit) const {
-    return cuda_kernels::class_of(logit, plan_.temperature);
+    return cuda_kernels::class_of(logit, parameters_.temperature);
   }
 
   // Cuts the set off below `value_class`, which has some of it. Of this class only tokens
@@ -151,30 +151,31 @@ class RowSampler {
   // ---- the stages
 
   __device__ __forceinline__ void filtered(RowSlice<T>& slice) {
-    const float floor = find_lowest_logit(kMinusInfinityKey + 1, plan_.temperature);
+    const float floor = find_lowest_logit(kMinusInfinityKey + 1, parameters_.temperature);
     if (!(max_ >= floor)) return finish_empty(slice);
-    const float largest = tempered(max_, plan_.temperature);
-    weight_ = {max_, plan_.factor, plan_.fraction_bits, largest == plus_infinity(),
+    const float largest = tempered(max_, parameters_.temperature);
+    weight_ = {max_, parameters_.factor, parameters_.fraction_bits, largest == plus_infinity(),
                rules_.probabilities};
     // Infinite logits are the support.
-    set_ =
-        kept_from(weight_.uniform ? find_lowest_logit(kPlusInfinityKey, plan_.temperature) : floor);
+    set_ = kept_from(weight_.uniform ? find_lowest_logit(kPlusInfinityKey, parameters_.temperature)
+                                     : floor);
 
-    if (plan_.top_k > 0) {
-      keep_largest(cluster_, slice, vocab_, best_, static_cast<Word>(plan_.top_k),
+    if (parameters_.top_k > 0) {
+      keep_largest(cluster_, slice, vocab_, best_, static_cast<Word>(parameters_.top_k),
                    launch_.list_room, [this](float logit) { return class_of(logit).lowest; });
     }
-    const bool min_p_first = rules_.min_p_first && plan_.min_p_mode != MinPMode::kOff;
+    const bool min_p_first = rules_.min_p_first && parameters_.min_p_mode != MinPMode::kOff;
     if (min_p_first) apply_min_p(slice, largest, floor);
-    if (plan_.top_k > 0) apply_top_k(slice);
-    if (plan_.top_p_mode == TopPMode::kOneToken) keep_one(slice, rules_.high_index_first);
-    if (plan_.top_p_mode == TopPMode::kMass) apply_top_p(slice);
-    if (plan_.min_p_mode != MinPMode::kOff && !min_p_first) apply_min_p(slice, largest, floor);
+    if (parameters_.top_k > 0) apply_top_k(slice);
+    if (parameters_.top_p_mode == TopPMode::kOneToken) keep_one(slice, rules_.high_index_first);
+    if (parameters_.top_p_mode == TopPMode::kMass) apply_top_p(slice);
+    if (parameters_.min_p_mode != MinPMode::kOff && !min_p_first)
+      apply_min_p(slice, largest, floor);
     draw(slice);
   }
 
   __device__ void apply_top_k(const RowSlice<T>& slice) {
-    const Word k = static_cast<Word>(plan_.top_k);
+    const Word k = static_cast<Word>(parameters_.top_k);
     // A list of k tokens is what is wanted.
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{set_}, weight_,
@@ -183,7 +184,7 @@ class RowSampler {
     const ValueClass ties = class_of(value_of_short_key<T>(cut.key));
     if (rules_.keep_top_k_ties) return cut_at(ties, 0, 0xffffffffu);
     Word greater = cut.above, equal = cut.at;
-    if (plan_.temperature != 1.0f) {  // other logits may come to the same value
+    if (parameters_.temperature != 1.0f) {  // other logits may come to the same value
       const Amounts amounts = amounts_of(slice, ties, /*masses=*/false);
       greater = amounts.greater;
       equal = amounts.count;
@@ -197,7 +198,7 @@ class RowSampler {
     }
     cut_at(ties, 0, last);
     // The largest logit may have been among the ties that lost.
-    if (greater == 0 && plan_.temperature != 1.0f) {
+    if (greater == 0 && parameters_.temperature != 1.0f) {
       float best = minus_infinity();
       slice.each([&](float logit, uint32_t token) {
         if (set_.contains(logit, token) && logit > best) best = logit;
@@ -226,8 +227,8 @@ class RowSampler {
 
   __device__ Word top_p_target(Word total) const {
     const uint64_t whole =
-        rules_.probabilities ? uint64_t{1} << plan_.fraction_bits : uint64_t{total};
-    return mass_threshold(plan_.top_p, whole, rules_.strict_top_p);
+        rules_.probabilities ? uint64_t{1} << parameters_.fraction_bits : uint64_t{total};
+    return mass_threshold(parameters_.top_p, whole, rules_.strict_top_p);
   }
 
   __device__ bool is_in_bin(float logit, uint32_t bin) const {
@@ -251,7 +252,7 @@ class RowSampler {
       return false;
     }
     Word greater = cut.above, mass = cut.at, count = 0;
-    if (plan_.temperature == 1.0f) {
+    if (parameters_.temperature == 1.0f) {
       count = mass / weight_.mass(value);
     } else {
       const Amounts amounts = amounts_of(slice, ties, /*masses=*/true);
@@ -306,9 +307,9 @@ class RowSampler {
   }
 
   __device__ void apply_min_p(const RowSlice<T>& slice, float largest, float floor) {
-    if (plan_.min_p_mode == MinPMode::kOneToken) return keep_one(slice, /*last=*/false);
-    const uint32_t key = min_p_key(plan_, largest, rules_.probabilities);
-    const float lowest = find_lowest_logit(key, plan_.temperature);
+    if (parameters_.min_p_mode == MinPMode::kOneToken) return keep_one(slice, /*last=*/false);
+    const uint32_t key = min_p_key(parameters_, largest, rules_.probabilities);
+    const float lowest = find_lowest_logit(key, parameters_.temperature);
     if (lowest > floor && lowest > set_.lowest) set_ = kept_from(lowest);
   }
 
@@ -326,18 +327,18 @@ class RowSampler {
   }
 
   __device__ void draw(const RowSlice<T>& slice) {
-    const float top = plan_.noise == NoiseMode::kNone ? class_of(max_).lowest : 0.0f;
+    const float top = parameters_.noise == NoiseMode::kNone ? class_of(max_).lowest : 0.0f;
     const float* q = params_.q ? params_.q + row_ * params_.q_row_stride : nullptr;
     const bool masses = params_.logprob != nullptr;
     Draw all{0, 0, 0, 0};
     SeedCandidate mine;
-    if (plan_.noise == NoiseMode::kInternal) {
+    if (parameters_.noise == NoiseMode::kInternal) {
       slice.each_quad([&](const float (&logits)[4], uint32_t first) {
         bool any = false, is_kept[4];
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) any |= is_kept[i] = set_.contains(logits[i], first + i);
         if (!any) return;
-        const PhiloxBlock words = noise_words(plan_.seed, plan_.position, first / 4, 0);
+        const PhiloxBlock words = noise_words(parameters_.seed, parameters_.position, first / 4, 0);
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
           if (!is_kept[i]) continue;
@@ -353,9 +354,9 @@ class RowSampler {
         ++all.count;
         if (masses) all.mass += weight_.mass(logit);
         Word candidate = 0;
-        if (plan_.noise == NoiseMode::kNone) {
+        if (parameters_.noise == NoiseMode::kNone) {
           if (logit >= top) candidate = 0xffffffffu - token;
-        } else if (plan_.noise == NoiseMode::kByToken) {
+        } else if (parameters_.noise == NoiseMode::kByToken) {
           const float noise = q[static_cast<int64_t>(token) * params_.q_vocab_stride];
           all.has_nan |= noise != noise;
           candidate = with_token(external_score(weight_.weight(logit), noise, params_.eps), token);
@@ -369,15 +370,15 @@ class RowSampler {
     });
 
     uint32_t index = 0xffffffffu - static_cast<uint32_t>(all.best);
-    if (plan_.noise == NoiseMode::kInternal) {
+    if (parameters_.noise == NoiseMode::kInternal) {
       const uint32_t complement = draw_by_seed(
           cluster_, slice.one_by_one(),
           [&](float logit, uint32_t token) { return set_.contains(logit, token); }, weight_,
-          plan_.seed, plan_.position, mine, static_cast<uint32_t>(all.best));
+          parameters_.seed, parameters_.position, mine, static_cast<uint32_t>(all.best));
       index = complement == 0 ? first_token(slice, set_) : 0xffffffffu - complement;
-    } else if (plan_.noise == NoiseMode::kByRank) {
+    } else if (parameters_.noise == NoiseMode::kByRank) {
       const RankDraw ranked = draw_by_rank(cluster_, slice, vocab_, set_, all.count, weight_,
-                                           plan_.temperature, q, params_.q_vocab_stride,
+                                           parameters_.temperature, q, params_.q_vocab_stride,
                                            params_.eps, static_cast<uint32_t>(launch_.rank_chunk));
       index = static_cast<uint32_t>(ranked.token);
       all.has_nan |= ranked.has_nan;
@@ -388,14 +389,14 @@ class RowSampler {
     const float off = filler();
     write(slice, [&](float logit, uint32_t token) {
       if (!set_.contains(logit, token)) return off;
-      return rules_.probabilities ? logit : tempered(logit, plan_.temperature);
+      return rules_.probabilities ? logit : tempered(logit, parameters_.temperature);
     });
     finish(index, all.count,
            masses ? logprob(weight_.weight(slice.of_row(index)), all.mass) : 0.0f);
   }
 
   __device__ float logprob(float weight_of_chosen, Word kept_mass) const {
-    return log_probability(weight_of_chosen, kept_mass, plan_.fraction_bits);
+    return log_probability(weight_of_chosen, kept_mass, parameters_.fraction_bits);
   }
 
   const TopKTopPSampleParams& params_;
@@ -404,7 +405,7 @@ class RowSampler {
   const uint32_t vocab_;
   RowCluster cluster_;
   int64_t row_ = 0;
-  RowPlan plan_;
+  RowParameters parameters_;
   uint8_t status_ = 0;
   float max_ = 0.0f;   // the largest logit of the row
   float best_ = 0.0f;  // the largest that this thread has read

@@ -1,7 +1,7 @@
 // What a row of a Sampler asks for: the parameters of its plain stages, and which stages are on.
 #pragma once
 
-#include "sampling/row_plan.h"
+#include "sampling/row_parameters.h"
 #include "sampling/sampler_order.h"
 
 namespace lmdecode::sampling {
@@ -24,16 +24,16 @@ LMD_HOST_DEVICE TopKTopPSampleParams plain_params(const SamplerRow& row,
 }
 
 // counted: what each stage leaves is wanted.
-LMD_HOST_DEVICE void stages_of_row(const SamplerRow& row, const RowPlan& plan, bool counted,
-                                   bool (&on)[kSamplerStages]) {
+LMD_HOST_DEVICE void stages_of_row(const SamplerRow& row, const RowParameters& parameters,
+                                   bool counted, bool (&on)[kSamplerStages]) {
   using S = SamplerStage;
   const SamplerNumbers& numbers = row.numbers;
   const auto set = [&](S stage, bool is_on) { on[static_cast<int>(stage)] = is_on; };
-  set(S::kTemperature, plan.temperature != 1.0f || numbers.dynamic_temperature_range > 0.0);
+  set(S::kTemperature, parameters.temperature != 1.0f || numbers.dynamic_temperature_range > 0.0);
   // One that keeps all has a count.
-  set(S::kTopK, plan.top_k > 0 || (counted && row.integers.top_k > 0));
-  set(S::kTopP, plan.top_p_mode != TopPMode::kOff);
-  set(S::kMinP, plan.min_p_mode != MinPMode::kOff);
+  set(S::kTopK, parameters.top_k > 0 || (counted && row.integers.top_k > 0));
+  set(S::kTopP, parameters.top_p_mode != TopPMode::kOff);
+  set(S::kMinP, parameters.min_p_mode != MinPMode::kOff);
   set(S::kTopNSigma, numbers.top_n_sigma > 0.0);
   set(S::kEpsilon, numbers.epsilon_cutoff > 0.0 && numbers.epsilon_cutoff < 1.0);
   set(S::kEta, numbers.eta_cutoff > 0.0 && numbers.eta_cutoff < 1.0);

@@ -12,7 +12,7 @@ enum class TopPMode : uint8_t { kOff, kOneToken, kMass };
 enum class MinPMode : uint8_t { kOff, kThreshold, kMaximum, kOneToken };
 enum class NoiseMode : uint8_t { kNone, kByToken, kByRank, kInternal };
 
-struct RowPlan {
+struct RowParameters {
   bool greedy = false;  // temperature 0: the rest is unused
   uint8_t status = 0;   // kStatusParameter or 0
   int64_t top_k = 0;    // 0: off, else 1 <= top_k <= vocab
@@ -38,9 +38,9 @@ LMD_HOST_DEVICE int64_t seed_of_row(const PerRow<int64_t>& seed, int64_t row) {
   return static_cast<int64_t>(own & 0x7fffffffffffffffu);
 }
 
-LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const DialectRules& rules,
-                                      int64_t row) {
-  RowPlan plan;
+LMD_HOST_DEVICE RowParameters parameters_of_row(const TopKTopPSampleParams& params,
+                                                const DialectRules& rules, int64_t row) {
+  RowParameters own;
   const float temperature = params.temperature.at(row);
   float top_p = params.top_p.at(row);
   float min_p = params.min_p.at(row);
@@ -49,65 +49,65 @@ LMD_HOST_DEVICE RowPlan make_row_plan(const TopKTopPSampleParams& params, const 
     min_p = rounded_to(params.dtype, min_p);
   }
   const int64_t k = params.top_k.at(row);
-  plan.fraction_bits = mass_fraction_bits(params.vocab);
-  if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) plan.status = kStatusParameter;
+  own.fraction_bits = mass_fraction_bits(params.vocab);
+  if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) own.status = kStatusParameter;
   // A temperature that is no number draws nothing at random: it is taken as 0. NaN in top_p or
   // min_p: the stage is off.
   if (!(temperature > 0.0f)) {
-    plan.greedy = true;
-    return plan;
+    own.greedy = true;
+    return own;
   }
-  plan.temperature = temperature;
-  plan.factor = exponent_factor(temperature);
+  own.temperature = temperature;
+  own.factor = exponent_factor(temperature);
 
   const bool in_range = k > 0 && (rules.max_k == 0 || k <= rules.max_k);
   const bool k_on =
       in_range && (rules.k_is_on_at_vocab_size ? k <= params.vocab : k < params.vocab);
-  plan.top_k = k_on ? k : 0;
+  own.top_k = k_on ? k : 0;
 
-  plan.top_p = top_p;
+  own.top_p = top_p;
   if (top_p <= 0.0f) {
-    plan.top_p_mode = rules.skip_nonpositive_top_p ? TopPMode::kOff : TopPMode::kOneToken;
+    own.top_p_mode = rules.skip_nonpositive_top_p ? TopPMode::kOff : TopPMode::kOneToken;
   } else if (top_p < 1.0f) {
-    plan.top_p_mode = TopPMode::kMass;
+    own.top_p_mode = TopPMode::kMass;
   }
 
-  plan.min_p = min_p;
+  own.min_p = min_p;
   if (min_p >= 1.0f) {
-    plan.min_p_mode = rules.min_p_one_keeps_ties ? MinPMode::kMaximum : MinPMode::kOneToken;
+    own.min_p_mode = rules.min_p_one_keeps_ties ? MinPMode::kMaximum : MinPMode::kOneToken;
   } else if (min_p > 0.0f) {
-    plan.min_p_mode = MinPMode::kThreshold;
-    plan.log_min_p = log_f64(static_cast<double>(min_p));
+    own.min_p_mode = MinPMode::kThreshold;
+    own.log_min_p = log_f64(static_cast<double>(min_p));
   }
 
   if (params.q != nullptr) {
-    const bool ranked = rules.rank_noise && (k_on || plan.top_p_mode != TopPMode::kOff);
-    plan.noise = ranked ? NoiseMode::kByRank : NoiseMode::kByToken;
+    const bool ranked = rules.rank_noise && (k_on || own.top_p_mode != TopPMode::kOff);
+    own.noise = ranked ? NoiseMode::kByRank : NoiseMode::kByToken;
   } else if (params.has_seed) {
-    plan.seed = seed_of_row(params.seed, row);
-    plan.position = params.position.at(row);
-    if (plan.seed >= 0) plan.noise = NoiseMode::kInternal;
+    own.seed = seed_of_row(params.seed, row);
+    own.position = params.position.at(row);
+    if (own.seed >= 0) own.noise = NoiseMode::kInternal;
   }
-  return plan;
+  return own;
 }
 
 // Smallest value that min-p keeps, where max is the largest of the row, after the temperature:
 // exp(value - max) >= min_p in f64. The set { v : v >= result } is the same on every device.
-LMD_HOST_DEVICE double min_p_bound(const RowPlan& plan, float max, bool probabilities) {
-  if (plan.min_p_mode == MinPMode::kMaximum || plan.min_p_mode == MinPMode::kOneToken)
+LMD_HOST_DEVICE double min_p_bound(const RowParameters& own, float max, bool probabilities) {
+  if (own.min_p_mode == MinPMode::kMaximum || own.min_p_mode == MinPMode::kOneToken)
     return static_cast<double>(max);
   if (probabilities) {
-    const double bound = static_cast<double>(max) * static_cast<double>(plan.min_p);
+    const double bound = static_cast<double>(max) * static_cast<double>(own.min_p);
     return bound < static_cast<double>(max)
                ? bound
                : static_cast<double>(max);  // the maximum stays, be it negative
   }
-  return static_cast<double>(max) + plan.log_min_p;
+  return static_cast<double>(max) + own.log_min_p;
 }
 
 // The order key of the smallest f32 value that min-p keeps.
-LMD_HOST_DEVICE uint32_t min_p_key(const RowPlan& plan, float max, bool probabilities) {
-  const double bound = min_p_bound(plan, max, probabilities);
+LMD_HOST_DEVICE uint32_t min_p_key(const RowParameters& own, float max, bool probabilities) {
+  const double bound = min_p_bound(own, max, probabilities);
   const float value = static_cast<float>(bound);  // nearest; the next one up where that is below
   const uint32_t key = order_key(value);
   return static_cast<double>(value) < bound ? key + 1 : key;
