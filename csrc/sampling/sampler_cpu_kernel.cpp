@@ -36,12 +36,12 @@ void run_rows(const SamplerStepParams& params, int64_t begin, int64_t end, void*
   const Scratch scratch(memory, params);
   const T* logits = static_cast<const T*>(params.logits);
   if (params.logits_vocab_stride == 1) {
-    SamplerRowKernel<T> kernel(params, scratch.list, scratch.rows);
+    CpuSamplerStep<T> kernel(params, scratch.list, scratch.rows);
     for (int64_t row = begin; row < end; ++row)
       kernel.run(logits + row * params.logits_row_stride, row);
     return;
   }
-  SamplerRowKernel<float> kernel(params, scratch.list, scratch.rows);
+  CpuSamplerStep<float> kernel(params, scratch.list, scratch.rows);
   for (int64_t row = begin; row < end; ++row)
     kernel.run(scratch.gather(logits + row * params.logits_row_stride, params), row);
 }
@@ -99,13 +99,13 @@ void verify_rows(const SamplerVerifyParams& v, int64_t begin, int64_t end, void*
     return logits + row * step.logits_row_stride + i * v.logits_draft_stride;
   };
   if (step.logits_vocab_stride == 1) {
-    SamplerRowKernel<T> kernel(step, scratch.list, scratch.rows);
+    CpuSamplerStep<T> kernel(step, scratch.list, scratch.rows);
     for (int64_t row = begin; row < end; ++row) {
       verify_row(v, &step, row, scratch.list, &kernel, [&](int64_t i) { return at(row, i); });
     }
     return;
   }
-  SamplerRowKernel<float> kernel(step, scratch.list, scratch.rows);
+  CpuSamplerStep<float> kernel(step, scratch.list, scratch.rows);
   for (int64_t row = begin; row < end; ++row) {
     verify_row(v, &step, row, scratch.list, &kernel,
                [&](int64_t i) { return scratch.gather(at(row, i), step); });

@@ -22,10 +22,9 @@ struct SamplerScratch {
 };
 
 template <class T>
-class SamplerRowKernel : private SamplerStages {
+class CpuSamplerStep : private SamplerStages {
  public:
-  SamplerRowKernel(const SamplerStepParams& params, CandidateList list,
-                   const SamplerScratch& scratch)
+  CpuSamplerStep(const SamplerStepParams& params, CandidateList list, const SamplerScratch& scratch)
       : SamplerStages(list, params.vocab, scratch.row),
         params_(params),
         scratch_(scratch),
@@ -146,9 +145,9 @@ class SamplerRowKernel : private SamplerStages {
     p.status = &status;
     if (edits.any()) {
       if (edits.write(x_, n_, scratch_row_)) status_ |= kStatusNan;
-      RowSampler<float>(p, rules_.dialect, list_).run(scratch_row_, 0);
+      CpuRowSampler<float>(p, rules_.dialect, list_).run(scratch_row_, 0);
     } else {
-      RowSampler<T>(p, rules_.dialect, list_).run(x_, 0);
+      CpuRowSampler<T>(p, rules_.dialect, list_).run(x_, 0);
     }
     status_ |= status;
   }

@@ -2,7 +2,7 @@
 // time.
 #pragma once
 
-#include "sampling/sampler_row_kernel.cuh"
+#include "sampling/sampler_row_step.cuh"
 #include "sampling/sampler_verify.h"
 
 namespace lmdecode::sampling::cuda_kernels {
@@ -18,8 +18,8 @@ __device__ inline SamplerBlockWorkspace block_workspace(const SamplerStepParams&
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMaxThreads, 1)
     sampler_step_kernel(const LMD_KERNEL_PARAM SamplerStepParams params, char* scratch) {
-  SamplerRowKernel<T> kernel(params, cuda::shared_storage<RowStorage>(),
-                             block_workspace(params, scratch));
+  CudaSamplerStep<T> kernel(params, cuda::shared_storage<RowStorage>(),
+                            block_workspace(params, scratch));
   const T* logits = static_cast<const T*>(params.logits);
   for (int64_t row = blockIdx.x; row < params.batch; row += gridDim.x) {
     const int32_t* bitmask =
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(cuda_tuning::kMaxThreads, 1)
 // One sequence: from the text, then from each accepted draft. All threads see the same numbers and
 // go the same way; the first writes.
 template <class T>
-__device__ void verify_row(const SamplerVerifyParams& v, int64_t row, SamplerRowKernel<T>* kernel) {
+__device__ void verify_row(const SamplerVerifyParams& v, int64_t row, CudaSamplerStep<T>* kernel) {
   const SamplerStepParams& step = v.step;
   const int64_t drafts = v.num_draft ? v.num_draft[row] : v.drafts;
   const int64_t* draft = v.draft + row * v.drafts;
@@ -85,8 +85,8 @@ __device__ void verify_row(const SamplerVerifyParams& v, int64_t row, SamplerRow
 template <class T>
 __global__ void __launch_bounds__(cuda_tuning::kMaxThreads, 1)
     sampler_verify_kernel(const LMD_KERNEL_PARAM SamplerVerifyParams params, char* scratch) {
-  SamplerRowKernel<T> kernel(params.step, cuda::shared_storage<RowStorage>(),
-                             block_workspace(params.step, scratch));
+  CudaSamplerStep<T> kernel(params.step, cuda::shared_storage<RowStorage>(),
+                            block_workspace(params.step, scratch));
   for (int64_t row = blockIdx.x; row < params.step.batch; row += gridDim.x) {
     verify_row(params, row, &kernel);
   }

@@ -1,5 +1,5 @@
 // The draw of a row of a Sampler on a GPU, and the outputs that come of it. See
-// sampling/sampler_row_kernel.cuh.
+// sampling/sampler_row_step.cuh.
 #pragma once
 
 #include "sampling/drafted_token.h"

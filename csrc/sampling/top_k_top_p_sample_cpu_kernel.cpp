@@ -16,12 +16,12 @@ void run_rows(const TopKTopPSampleParams& params, int64_t begin, int64_t end, vo
   const CandidateList list = list_in(w);
   const T* logits = static_cast<const T*>(params.logits);
   if (params.logits_vocab_stride == 1) {
-    RowSampler<T> sampler(params, rules, list);
+    CpuRowSampler<T> sampler(params, rules, list);
     for (int64_t row = begin; row < end; ++row)
       sampler.run(logits + row * params.logits_row_stride, row);
     return;
   }
-  RowSampler<float> sampler(params, rules, list);
+  CpuRowSampler<float> sampler(params, rules, list);
   for (int64_t row = begin; row < end; ++row) {
     sampler.run(gather_row(logits + row * params.logits_row_stride, params.vocab,
                            params.logits_vocab_stride, w.row),

@@ -14,9 +14,9 @@ namespace lmdecode::LMD_SIMD::sampling {
 using namespace lmdecode::sampling;
 
 template <class T>
-class RowSampler : private ListStages {
+class CpuRowSampler : private ListStages {
  public:
-  RowSampler(const TopKTopPSampleParams& params, const DialectRules& rules, CandidateList list)
+  CpuRowSampler(const TopKTopPSampleParams& params, const DialectRules& rules, CandidateList list)
       : ListStages(list), params_(params), rules_(rules), n_(params.vocab) {}
 
   void run(const T* x, int64_t row) {

@@ -17,10 +17,10 @@
 namespace lmdecode::sampling::cuda_kernels {
 
 template <class T>
-class RowSampler {
+class CudaRowSampler {
  public:
-  __device__ RowSampler(const TopKTopPSampleParams& params, const SamplingLaunchPlan& plan,
-                        RowStorage& storage)
+  __device__ CudaRowSampler(const TopKTopPSampleParams& params, const SamplingLaunchPlan& plan,
+                            RowStorage& storage)
       : params_(params),
         launch_(plan),
         rules_(dialect_rules(params.dialect)),
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(cuda_tuning::kMaxThreads)
     top_k_top_p_sample_kernel(const LMD_KERNEL_PARAM TopKTopPSampleParams params,
                               const LMD_KERNEL_PARAM SamplingLaunchPlan plan) {
   RowStorage& storage = cuda::shared_storage<RowStorage>();
-  RowSampler<T> sampler(params, plan, storage);
+  CudaRowSampler<T> sampler(params, plan, storage);
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.batch; row += plan.clusters) {
     sampler.run(row);
   }

@@ -16,10 +16,10 @@ LMD_OUT_OF_LINE __device__ inline void apply_rules_of_text(const SamplerRowView&
 }
 
 template <class T>
-class SamplerRowKernel : private SamplerRowDraw {
+class CudaSamplerStep : private SamplerRowDraw {
  public:
-  __device__ SamplerRowKernel(const SamplerStepParams& params, RowStorage& storage,
-                              const SamplerBlockWorkspace& workspace)
+  __device__ CudaSamplerStep(const SamplerStepParams& params, RowStorage& storage,
+                             const SamplerBlockWorkspace& workspace)
       : SamplerRowDraw(params, storage, workspace.row), touched_(workspace.touched) {}
 
   struct Choice {
