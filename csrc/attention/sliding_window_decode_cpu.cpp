@@ -13,7 +13,7 @@ namespace {
 
 using namespace tuning;
 
-struct DecodePlan {
+struct DecodeSplit {
   std::vector<DecodePart> parts;
   std::vector<DecodeHead> heads;
   int64_t slots = 0;
@@ -26,8 +26,8 @@ int64_t parts_of(KeyRange seen) {
   return (seen.end - 1) / kSplitKeys - seen.begin / kSplitKeys + 1;
 }
 
-DecodePlan decode_plan(const SlidingWindowAttentionParams& p) {
-  DecodePlan plan;
+DecodeSplit split_keys(const SlidingWindowAttentionParams& p) {
+  DecodeSplit split;
   std::vector<KeyRange> seen;
   int64_t most_parts = 0;
   for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
@@ -35,36 +35,36 @@ DecodePlan decode_plan(const SlidingWindowAttentionParams& p) {
     const int64_t parts = parts_of(seen.back());
     most_parts = std::max(most_parts, parts);
     for (int64_t head = 0; head < p.kv_heads; ++head) {
-      plan.heads.push_back({sequence, head, plan.slots, parts});
-      plan.slots += parts;
+      split.heads.push_back({sequence, head, split.slots, parts});
+      split.slots += parts;
     }
-    plan.keys += p.kv_heads * (seen.back().end - seen.back().begin);
+    split.keys += p.kv_heads * (seen.back().end - seen.back().begin);
   }
   const auto add_part = [&](const DecodeHead& head, int64_t part) {
     if (part >= head.slots) return;
     const KeyRange keys = seen[static_cast<size_t>(head.sequence)];
     const int64_t cut = (keys.begin / kSplitKeys + part) * kSplitKeys;
-    plan.parts.push_back({head.sequence,
-                          head.kv_head,
-                          {std::max(keys.begin, cut), std::min(keys.end, cut + kSplitKeys)},
-                          head.first_slot + part});
+    split.parts.push_back({head.sequence,
+                           head.kv_head,
+                           {std::max(keys.begin, cut), std::min(keys.end, cut + kSplitKeys)},
+                           head.first_slot + part});
   };
   if (!p.places.has_table()) {
-    for (const DecodeHead& head : plan.heads) {
+    for (const DecodeHead& head : split.heads) {
       for (int64_t part = 0; part < head.slots; ++part) add_part(head, part);
     }
-    return plan;
+    return split;
   }
   // Sequences may share what they read: the same part of all of them one after the other, so that
   // it is still in the caches.
   for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
     for (int64_t part = 0; part < most_parts; ++part) {
       for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
-        add_part(plan.heads[static_cast<size_t>(sequence * p.kv_heads + kv_head)], part);
+        add_part(split.heads[static_cast<size_t>(sequence * p.kv_heads + kv_head)], part);
       }
     }
   }
-  return plan;
+  return split;
 }
 
 }  // namespace
@@ -75,11 +75,11 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
                              : LMD_SELECT_KERNEL(attention, sliding_window_decode_parts);
   const auto run_heads = LMD_SELECT_KERNEL(attention, sliding_window_decode_heads);
   if (params.sequences == 0 || params.q_len == 0) return;
-  const DecodePlan plan = decode_plan(params);
+  const DecodeSplit split = split_keys(params);
   DecodePartials partials;
   partials.rows = padded_decode_rows(params.q_len * params.group());
   partials.out_stride = padded_decode_size(params.value_size);
-  const size_t rows = static_cast<size_t>(plan.slots * partials.rows);
+  const size_t rows = static_cast<size_t>(split.slots * partials.rows);
   const auto out =
       std::make_unique_for_overwrite<float[]>(rows * static_cast<size_t>(partials.out_stride));
   const auto row_max = std::make_unique_for_overwrite<float[]>(rows);
@@ -88,21 +88,21 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
   partials.row_max = row_max.get();
   partials.row_sum = row_sum.get();
 
-  const int64_t parts = static_cast<int64_t>(plan.parts.size());
+  const int64_t parts = static_cast<int64_t>(split.parts.size());
   const double part_nanoseconds = kNanosecondsPerElement *
                                   static_cast<double>(params.head_size + params.value_size) *
-                                  static_cast<double>(1 + plan.keys / parts);
+                                  static_cast<double>(1 + split.keys / parts);
   parallel_rows("sliding_window_decode", parts, part_nanoseconds,
                 decode_workspace_bytes(partials.rows, params.head_size, params.value_size),
                 [&](int64_t begin, int64_t end, void* memory) {
-                  run_parts(params, plan.parts.data(), partials, begin, end, memory);
+                  run_parts(params, split.parts.data(), partials, begin, end, memory);
                 });
   const double head_nanoseconds =
       kNanosecondsPerElement * static_cast<double>(partials.rows * partials.out_stride) *
-      static_cast<double>(plan.slots) / static_cast<double>(plan.heads.size());
-  parallel_rows(static_cast<int64_t>(plan.heads.size()), head_nanoseconds,
+      static_cast<double>(split.slots) / static_cast<double>(split.heads.size());
+  parallel_rows(static_cast<int64_t>(split.heads.size()), head_nanoseconds,
                 [&](int64_t begin, int64_t end) {
-                  run_heads(params, plan.heads.data(), partials, begin, end);
+                  run_heads(params, split.heads.data(), partials, begin, end);
                 });
 }
 

@@ -22,9 +22,9 @@ constexpr int32_t kTemporaryRow = -1;
 // Copies of a map of so many rows, at most: one a row, and one a cycle, which has two rows or more.
 LMD_HOST_DEVICE int64_t max_row_copies(int64_t rows) { return rows + rows / 2; }
 
-// What the plan of a map takes: RowCopy copies[max_row_copies(rows)], int32_t parents[rows],
+// The memory of the copies of a map: RowCopy copies[max_row_copies(rows)], int32_t parents[rows],
 // int32_t readers[rows].
-LMD_HOST_DEVICE int64_t row_plan_bytes(int64_t rows) {
+LMD_HOST_DEVICE int64_t row_copy_bytes(int64_t rows) {
   return max_row_copies(rows) * static_cast<int64_t>(sizeof(RowCopy)) +
          rows * 2 * static_cast<int64_t>(sizeof(int32_t));
 }

@@ -25,7 +25,7 @@ struct ReorderCacheParams {
 void reorder_cache_cpu(const ReorderCacheParams& params);
 
 // stream is a cudaStream_t; launches only. A row whose parent is out of range keeps its content.
-// Throws std::invalid_argument, before the first launch, for more rows than fit the plan.
+// Throws std::invalid_argument, before the first launch, for more rows than fit in shared memory.
 void reorder_cache_cuda(const ReorderCacheParams& params, void* stream);
 
 }  // namespace lmdecode::kv_cache

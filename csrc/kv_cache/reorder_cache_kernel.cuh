@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(reorder_cuda_tuning::kThreads,
     reorder_cache_kernel(const ReorderLaunch launch) {
   ReorderStorage& storage = cuda::shared_storage<ReorderStorage>();
   const int32_t rows = launch.parents.rows;
-  const RowPlan plan(&storage + 1, rows);
-  const bool moves = find_row_copies(plan, rows, &storage.copy_count, [&](int32_t row) {
+  const RowCopyMemory memory(&storage + 1, rows);
+  const bool moves = find_row_copies(memory, rows, &storage.copy_count, [&](int32_t row) {
     const int64_t parent = launch.parents.at(row);
     return launch.parents.contains(parent) ? static_cast<int32_t>(parent) : row;
   });
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(reorder_cuda_tuning::kThreads,
   for (int64_t slice = blockIdx.x; slice < slices; slice += gridDim.x) {
     while (slice >= launch.first_slice[tensor + 1]) ++tensor;
     reorder_any_slice(launch.tensors[tensor], (slice - launch.first_slice[tensor]) * slice_units,
-                      plan.copies, storage.copy_count);
+                      memory.copies, storage.copy_count);
   }
 }
 

@@ -38,16 +38,16 @@ struct ReorderLaunch {
 };
 static_assert(sizeof(ReorderLaunch) <= 4096);
 
-// In shared memory, before the plan (thread_block_row_copies.cuh).
+// In shared memory, before RowCopyMemory (thread_block_row_copies.cuh).
 struct ReorderStorage {
   alignas(8) int32_t copy_count;
 };
 
 inline size_t reorder_shared_bytes(int64_t rows) {
-  return sizeof(ReorderStorage) + static_cast<size_t>(row_plan_bytes(rows));
+  return sizeof(ReorderStorage) + static_cast<size_t>(row_copy_bytes(rows));
 }
 
-// The most rows whose plan fits.
+// The most rows whose RowCopyMemory fits.
 inline int64_t max_reorder_rows(int64_t shared_bytes) {
   const int64_t bytes_a_row = 3 * sizeof(RowCopy) / 2 + 2 * sizeof(int32_t);
   const int64_t left = shared_bytes - static_cast<int64_t>(sizeof(ReorderStorage));

@@ -6,13 +6,13 @@
 
 namespace lmdecode::kv_cache {
 
-// row_plan_bytes(rows) of shared memory.
-struct RowPlan {
+// row_copy_bytes(rows) of shared memory.
+struct RowCopyMemory {
   RowCopy* copies;   // [max_row_copies(rows)]
   int32_t* parents;  // [rows]
   int32_t* readers;  // [rows]
 
-  __device__ RowPlan(void* shared, int32_t rows)
+  __device__ RowCopyMemory(void* shared, int32_t rows)
       : copies(static_cast<RowCopy*>(shared)),
         parents(reinterpret_cast<int32_t*>(copies + max_row_copies(rows))),
         readers(parents + rows) {}
@@ -22,23 +22,23 @@ struct RowPlan {
 // whether a row moves; only then are the copies there, *copy_count of them (in shared memory too),
 // and seen by every thread.
 template <class ParentOf>
-__device__ bool find_row_copies(const RowPlan& plan, int32_t rows, int32_t* copy_count,
+__device__ bool find_row_copies(const RowCopyMemory& memory, int32_t rows, int32_t* copy_count,
                                 ParentOf parent_of) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t threads = static_cast<int32_t>(blockDim.x);
-  for (int32_t row = thread; row < rows; row += threads) plan.readers[row] = 0;
+  for (int32_t row = thread; row < rows; row += threads) memory.readers[row] = 0;
   __syncthreads();
   bool moves = false;
   for (int32_t row = thread; row < rows; row += threads) {
     const int32_t parent = parent_of(row);
-    plan.parents[row] = parent;
+    memory.parents[row] = parent;
     if (parent == row) continue;
     moves = true;
-    atomicAdd(&plan.readers[parent], 1);
+    atomicAdd(&memory.readers[parent], 1);
   }
   if (__syncthreads_or(moves) == 0) return false;
   if (thread == 0) {
-    *copy_count = order_row_copies(plan.parents, rows, plan.readers, plan.copies);
+    *copy_count = order_row_copies(memory.parents, rows, memory.readers, memory.copies);
   }
 #if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
   __syncthreads();

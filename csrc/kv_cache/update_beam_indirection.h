@@ -25,7 +25,7 @@ struct BeamIndirectionParams {
 void update_beam_indirection_cpu(const BeamIndirectionParams& params);
 
 // stream is a cudaStream_t; launches only. A row whose parent or length is out of range stays as it
-// is. Throws std::invalid_argument, before the launch, for more rows than fit the plan.
+// is. Throws std::invalid_argument, before the launch, for more rows than fit in shared memory.
 void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* stream);
 
 }  // namespace lmdecode::kv_cache

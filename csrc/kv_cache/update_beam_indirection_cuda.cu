@@ -22,11 +22,11 @@ void update_beam_indirection_cuda(const BeamIndirectionParams& params, void* str
     throw std::invalid_argument(message.str());
   }
   prepare_kernel(kOp, kernel, device);
-  const BeamIndirectionPlan plan =
-      plan_beam_indirection(params, device.multiprocessors, device.shared_limit);
+  const BeamIndirectionLaunch launch =
+      beam_indirection_launch(params, device.multiprocessors, device.shared_limit);
   launch_kernel(kOp, kernel,
-                {plan.blocks, beam_indirection_cuda_tuning::kThreads, plan.shared_bytes}, stream,
-                params, plan);
+                {launch.blocks, beam_indirection_cuda_tuning::kThreads, launch.shared_bytes},
+                stream, params, launch);
 }
 
 }  // namespace lmdecode::kv_cache

@@ -11,10 +11,10 @@ namespace lmdecode::kv_cache::beam_indirection_cuda {
 
 __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
     update_beam_indirection_kernel(const BeamIndirectionParams params,
-                                   const BeamIndirectionPlan plan) {
+                                   const BeamIndirectionLaunch launch) {
   constexpr int32_t kStays = -1;  // in place of a length
   BeamIndirectionRow* const known = &cuda::shared_storage<BeamIndirectionRow>();
-  const int32_t rows = params.parents.rows, columns = plan.columns;
+  const int32_t rows = params.parents.rows, columns = launch.columns;
   int32_t* const read = reinterpret_cast<int32_t*>(known + rows);  // [rows, columns]
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t threads = static_cast<int32_t>(blockDim.x);
@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
   }
   __syncthreads();
   const int32_t column = thread % columns, first = thread / columns, step = threads / columns;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * columns; begin < plan.positions;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * columns; begin < launch.positions;
        begin += static_cast<int64_t>(gridDim.x) * columns) {
     const int64_t position = begin + column;
-    const bool is_there = position < plan.positions;
+    const bool is_there = position < launch.positions;
     int32_t* const entries = params.table + position;
 #pragma unroll 8
     for (int32_t row = first; row < rows; row += step) {

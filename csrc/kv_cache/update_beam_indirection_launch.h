@@ -24,7 +24,7 @@ struct BeamIndirectionRow {
   int32_t length;
 };
 
-struct BeamIndirectionPlan {
+struct BeamIndirectionLaunch {
   int64_t positions;  // that may change, as far as the host knows
   int32_t columns;    // that a block has at a time: a power of two
   unsigned blocks;
@@ -40,24 +40,24 @@ inline int64_t max_beam_indirection_rows(int64_t shared_bytes) {
   return shared_bytes / beam_indirection_shared_bytes(1, 1);
 }
 
-inline BeamIndirectionPlan plan_beam_indirection(const BeamIndirectionParams& params,
-                                                 int multiprocessors, int64_t shared_limit) {
+inline BeamIndirectionLaunch beam_indirection_launch(const BeamIndirectionParams& params,
+                                                     int multiprocessors, int64_t shared_limit) {
   using namespace beam_indirection_cuda_tuning;
   const int64_t rows = params.parents.rows;
   const bool known = params.lengths.rows.data == nullptr;
-  BeamIndirectionPlan plan = {};
-  plan.positions =
+  BeamIndirectionLaunch launch = {};
+  launch.positions =
       known && params.lengths.all < params.capacity ? params.lengths.all + 1 : params.capacity;
   const int64_t room = shared_limit < kSharedBytes ? shared_limit : kSharedBytes;
-  plan.columns = kColumns;
-  while (plan.columns > 1 && beam_indirection_shared_bytes(rows, plan.columns) > room) {
-    plan.columns /= 2;
+  launch.columns = kColumns;
+  while (launch.columns > 1 && beam_indirection_shared_bytes(rows, launch.columns) > room) {
+    launch.columns /= 2;
   }
-  const int64_t blocks = (plan.positions + plan.columns - 1) / plan.columns;
+  const int64_t blocks = (launch.positions + launch.columns - 1) / launch.columns;
   const int64_t most = static_cast<int64_t>(multiprocessors) * kBlocksPerMultiprocessor;
-  plan.blocks = static_cast<unsigned>(blocks < most ? blocks : most);
-  plan.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(rows, plan.columns));
-  return plan;
+  launch.blocks = static_cast<unsigned>(blocks < most ? blocks : most);
+  launch.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(rows, launch.columns));
+  return launch;
 }
 
 }  // namespace lmdecode::kv_cache

@@ -78,14 +78,14 @@ std::string run(Case& test, int threads, int columns, uint64_t schedule) {
   const std::vector<int32_t> expected = test.expected();
   const BeamIndirectionParams params = test.params();
   if (params.capacity == 0) return "";
-  BeamIndirectionPlan plan = plan_beam_indirection(params, 1, 227 << 10);
-  plan.columns = columns;
-  plan.blocks = 1 + static_cast<unsigned>(schedule % 3);
-  plan.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(test.rows, columns));
+  BeamIndirectionLaunch launch = beam_indirection_launch(params, 1, 227 << 10);
+  launch.columns = columns;
+  launch.blocks = 1 + static_cast<unsigned>(schedule % 3);
+  launch.shared_bytes = static_cast<size_t>(beam_indirection_shared_bytes(test.rows, columns));
   try {
-    emulation::launch(beam_indirection_cuda::update_beam_indirection_kernel, dim3(plan.blocks),
-                      dim3(static_cast<unsigned>(threads)), 1, plan.shared_bytes, schedule, params,
-                      plan);
+    emulation::launch(beam_indirection_cuda::update_beam_indirection_kernel, dim3(launch.blocks),
+                      dim3(static_cast<unsigned>(threads)), 1, launch.shared_bytes, schedule,
+                      params, launch);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -147,12 +147,12 @@ TEST(plans) {
       params.parents.rows = static_cast<int32_t>(rows);
       params.capacity = capacity;
       params.lengths.all = capacity / 2;
-      const BeamIndirectionPlan plan = plan_beam_indirection(params, 132, 227 << 10);
-      CHECK(plan.shared_bytes <= (227 << 10));
-      CHECK(plan.columns > 1 || rows > 4000);
-      CHECK(rows > 256 || plan.columns == 32);
-      CHECK_EQ(plan.positions, capacity / 2 + 1 > capacity ? capacity : capacity / 2 + 1);
-      CHECK(plan.blocks >= 1 && plan.blocks <= 3 * 132);
+      const BeamIndirectionLaunch launch = beam_indirection_launch(params, 132, 227 << 10);
+      CHECK(launch.shared_bytes <= (227 << 10));
+      CHECK(launch.columns > 1 || rows > 4000);
+      CHECK(rows > 256 || launch.columns == 32);
+      CHECK_EQ(launch.positions, capacity / 2 + 1 > capacity ? capacity : capacity / 2 + 1);
+      CHECK(launch.blocks >= 1 && launch.blocks <= 3 * 132);
     }
   }
 }
