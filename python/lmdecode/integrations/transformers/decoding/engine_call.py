@@ -32,8 +32,8 @@ from lmdecode.integrations.transformers.decoding.rules import (
     trie_of_processors,
 )
 from lmdecode.integrations.transformers.sampling.fusion import WARPERS, fuse_sampling
+from lmdecode.integrations.transformers.sampling.generate_sampler import sampler_parameters
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
-from lmdecode.integrations.transformers.sampling.row_sampler import sampler_parameters
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.sampler_rows import parameters_of_row
 

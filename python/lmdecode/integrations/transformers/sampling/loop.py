@@ -11,8 +11,8 @@ from lmdecode.decoder.stepwise import StepwiseModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.sampling.fusion import SamplingFusion, fuse_sampling
+from lmdecode.integrations.transformers.sampling.generate_sampler import GenerateSampler
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
-from lmdecode.integrations.transformers.sampling.row_sampler import RowSampler
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
@@ -79,7 +79,7 @@ def _sample_by_rules(
     logits: torch.Tensor,
     input_ids: torch.Tensor,
     fusion: SamplingFusion,
-    sampler: RowSampler,
+    sampler: GenerateSampler,
     rows: Rows,
     keep_scores: bool,
     keep_logits: bool,
@@ -229,7 +229,7 @@ def sample_tokens(
         "keep_scores": recorder.scores is not None,
         "keep_logits": recorder.logits is not None,
     }
-    sampler = RowSampler(noise, keeps["keep_scores"])
+    sampler = GenerateSampler(noise, keeps["keep_scores"])
 
     steps, logits = 0, model.read_prompts(input_ids)
     while True:

@@ -30,7 +30,7 @@ def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-class RowSampler:
+class GenerateSampler:
     """Samples the next token of rows by a ``Sampler``, made anew where what is asked for changes.
 
     The noise of a row is that of ``top_k_top_p_sample``: of its seed, and of its length without
