@@ -1,4 +1,4 @@
-"""A ``Trie`` that ``generate()`` was given as ``prefix_allowed_tokens_fn``."""
+"""A ``Trie`` given to ``generate()`` as ``prefix_allowed_tokens_fn``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["behind_prompt", "check_tries", "has_trie", "prefix_tokens_of", "refu
 
 
 def prefix_tokens_of(processor: object) -> PrefixTokens | None:
-    """Return the trie of a processor that holds sequences to one, and where they begin."""
+    """Return the trie of a processor, and where its sequences begin; None for other processors."""
     if type(processor) is not PrefixConstrainedLogitsProcessor:
         return None
     allowed = processor._prefix_allowed_tokens_fn
@@ -19,7 +19,7 @@ def prefix_tokens_of(processor: object) -> PrefixTokens | None:
 
 
 def behind_prompt(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
-    """Return the list with what a ``Trie`` allows behind the prompt in the place of the trie."""
+    """Return the list with each ``Trie`` bound to the end of the prompt."""
     if type(processors) is not LogitsProcessorList:
         return processors
     bound = LogitsProcessorList()
@@ -43,11 +43,11 @@ def check_tries(processors: LogitsProcessorList, vocab_size: int) -> None:
 
 
 def has_trie(processors: LogitsProcessorList) -> bool:
-    """Tell whether sequences are held to a trie."""
+    """Tell whether a trie constrains the sequences."""
     return any(prefix_tokens_of(processor) is not None for processor in processors)
 
 
 def refuse_trie(processors: LogitsProcessorList, name: str, expected: str, given: object) -> None:
-    """Raise ValueError for an option that searches which are held to a trie do not have."""
+    """Raise ValueError for an option that searches with a trie do not support."""
     if has_trie(processors):
         raise ValueError(f"{name}: expected {expected} beside a Trie, got {given}")

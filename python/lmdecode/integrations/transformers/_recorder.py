@@ -48,21 +48,21 @@ class Recorder:
                 self.encoder["encoder_hidden_states"] = encoder_outputs.get("hidden_states")
 
     def copy_of(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [B, V] as ``record`` takes them, None where they are not asked for.
+        """Return logits [B, V] for ``record``, None if they are not requested.
 
-        What is kept must not keep the logits of a whole prompt alive.
+        It is a copy, as a view would keep the logits of a whole prompt alive.
         """
         return None if self.logits is None else logits.to(torch.float32, copy=True)
 
     def record(self, scores: torch.Tensor | None, logits: torch.Tensor | None) -> None:
-        """Add one step; scores and logits are [B, V] float32, used where they are asked for."""
+        """Add one step; scores and logits are [B, V] float32, used if requested."""
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
 
     def record_outputs(self, outputs: Any) -> None:
-        """Add what else the model returned in a step."""
+        """Add the other outputs of the model in a step."""
         prefix = "decoder_" if self.is_encoder_decoder else ""
         if self.attentions is not None:
             self.attentions += (getattr(outputs, f"{prefix}attentions"),)

@@ -16,18 +16,18 @@ def raise_for_status(
     noun: str = "row",
     text: Mapping[int, str] = _OF_SAMPLING,
 ) -> NoReturn:
-    """Raise for the rows whose status is not 0; it is called where there is one.
+    """Raise an error that names the rows whose status is not 0; at least one is not.
 
     Parameters
     ----------
     status
-        Of each row: a sum of the keys of ``text``.
+        Status of each row: a sum of the keys of ``text``.
     step
         Generated tokens so far.
     noun
-        What a row is.
+        Word for a row in the error.
     text
-        What each bit means.
+        Meaning of each bit.
     """
     failed = [
         f"{noun} {row} has " + " and ".join(words for bit, words in text.items() if bits & bit)

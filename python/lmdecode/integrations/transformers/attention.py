@@ -23,14 +23,14 @@ _NAME = "lmdecode"
 def register() -> None:
     """Make ``attn_implementation="lmdecode"`` known to transformers, for any model.
 
-    Models are loaded with it, or changed by ``model.set_attn_implementation("lmdecode")``. It is
-    for those that support ``flash_attention_2``, which pass on their windows as it needs them;
-    there are no gradients, no dropout, no attention weights. ``"lmdecode_flash"`` is known then
-    too, which is for ``model.generate_batch``.
+    A model is loaded with it, or changed by ``model.set_attn_implementation("lmdecode")``. The
+    model must support ``flash_attention_2``, as such models pass on their windows. There are no
+    gradients, no dropout and no attention weights. It also registers ``"lmdecode_flash"``, for
+    ``model.generate_batch``.
     """
     AttentionInterface.register(_NAME, attention_forward)
     AttentionMaskInterface.register(_NAME, padding_mask)
-    with suppress(ImportError):  # of a transformers whose continuous batching is an earlier one
+    with suppress(ImportError):  # an earlier transformers with another continuous batching
         from lmdecode.integrations.transformers.continuous_batching.attention import register_flash
 
         register_flash()
@@ -52,20 +52,20 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask of padding keys, which ``attention_forward`` needs beside the window.
+    """Return the mask of padding keys, which ``attention_forward`` takes beside the window.
 
-    transformers calls this, as an ``AttentionMaskInterface``.
+    transformers calls this function as an ``AttentionMaskInterface``.
 
     Returns
     -------
     Tensor or None
-        None where no key that is seen is padding; on a GPU steps of one token are not looked at.
-        Else ``[batch, tokens so far]`` bool, True =
-        token, a column for each position from the first on: as it comes, so that the second call
-        with the result of the first, which a static cache brings about, changes nothing. Where the
-        keys of a static cache reach farther than the tokens, always such a mask: its width tells.
-        Only for what is no causal window (packed sequences, blocks of an image, chunks, masks of
-        the caller) a mask of four dimensions, ``[batch, 1, q_length or 1, kv_length]`` bool.
+        None if no visible key is padding; on a GPU, steps of one token are not checked. Else
+        ``[batch, tokens so far]`` bool, True for a token, with a column for each position from the
+        first on. A static cache causes a second call with the result of the first, which returns
+        it unchanged. If the keys of a static cache reach farther than the tokens, always such a
+        mask, as its width gives the number of tokens. Only for other masks than causal windows
+        (packed sequences, blocks of an image, chunks, masks of the caller) a mask of four
+        dimensions, ``[batch, 1, q_length or 1, kv_length]`` bool.
     """
     is_chunked = local_size is not None and local_size == getattr(
         config, "attention_chunk_size", None
@@ -90,7 +90,7 @@ def padding_mask(
     mask = attention_mask[:, :end]
     if mask.shape[1] < end:
         mask = nn.functional.pad(mask, (0, end - mask.shape[1]))  # as transformers has it
-    # In a step the host does not wait for a GPU to look at it: a row of padding costs less.
+    # In a step the host does not wait for a GPU to check it: a row of padding costs less.
     is_looked_at = not is_static and (q_length > 1 or mask.device.type == "cpu")
     if is_looked_at and bool(mask[:, kv_offset:].all()):
         return None
@@ -129,21 +129,21 @@ def attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as ``lmdecode.sliding_window_attention`` and ``sliding_window_decode`` do.
+    """Attend by ``lmdecode.sliding_window_attention`` and ``sliding_window_decode``.
 
-    Called by transformers, as an ``AttentionInterface``.
+    transformers calls this function as an ``AttentionInterface``.
 
     Parameters
     ----------
     module
-        Whose ``is_causal`` holds where the argument is None.
+        Its ``is_causal`` holds if the argument is None.
     query, key, value
         ``[batch, heads, tokens, head_size]``, keys and values not repeated; those of a ring are
-        read as they lie.
+        read in place.
     attention_mask
-        What ``padding_mask`` returned, or a mask of four dimensions, which alone decides.
+        Result of ``padding_mask``, or a mask of four dimensions, which replaces the window.
     sliding_window
-        Keys that a query sees, its own included.
+        Number of keys that a query sees, its own included.
     softcap, s_aux
         As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
 
@@ -155,7 +155,7 @@ def attention_forward(
     Raises
     ------
     ValueError
-        In training, for what is not supported, and where the cache holds a smaller window.
+        In training, for an unsupported argument, and if the cache holds a smaller window.
     """
     _check(query, dropout, {"position_bias": position_bias, "cache": cache})
     if is_causal is None:

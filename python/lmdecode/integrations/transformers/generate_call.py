@@ -1,4 +1,4 @@
-"""Where ``generate()`` hands a decoding loop too little, or differs between versions."""
+"""Arguments that ``generate()`` does not pass to a decoding loop; differences by version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallerArguments(NamedTuple):
-    """Arguments of ``generate()`` that a callable is not given; None where they are not known."""
+    """Arguments that ``generate()`` does not pass to a callable; None where unknown."""
 
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
@@ -92,12 +92,12 @@ def arguments_of_generate(model: Any, streamer: Any) -> CallerArguments:
 
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """End a streamer where what is done with it fails: nobody is to wait for its next token."""
+    """End a streamer if the block raises, so that no reader waits for its next token."""
     try:
         yield
     except BaseException:
         if streamer is not None:
-            with suppress(Exception):  # the first error is the one that matters
+            with suppress(Exception):  # the first error matters
                 streamer.end()
         raise
 
@@ -105,9 +105,9 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
 def with_stop_strings(
     criteria: StoppingCriteriaList, stop_strings: str | list[str] | None, tokenizer: Any
 ) -> StoppingCriteriaList:
-    """Return the criteria and that of ``generate(stop_strings=..., tokenizer=...)``.
+    """Return the criteria with the one of ``generate(stop_strings=..., tokenizer=...)``.
 
-    ``generate()`` makes it itself, but for a callable it has lost the tokenizer by then.
+    ``generate()`` makes it, but with a callable it has dropped the tokenizer by then.
 
     Raises
     ------
@@ -124,9 +124,9 @@ def with_stop_strings(
 
 
 def refuse_other_modes(generation_config: Any) -> None:
-    """Raise ValueError where ``generate()`` was asked for a loop that is not sampling or greedy.
+    """Raise ValueError for a mode of ``generate()`` other than sampling and greedy search.
 
-    ``generate()`` leaves its own choice of a loop to the callable, so these would be ignored.
+    With a callable, ``generate()`` ignores these modes.
     """
     if generation_config.num_beams not in (None, 1):
         raise ValueError(f"num_beams: expected 1 for sampling, got {generation_config.num_beams}")
@@ -143,7 +143,7 @@ def refuse_other_layers(generation_config: Any, reason: str) -> None:
 
 
 def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str) -> None:
-    """Raise ValueError where ``generate()`` was asked for tokens that something else proposes."""
+    """Raise ValueError for assisted generation."""
     if assistant_model is not None:
         raise ValueError(f"assistant_model: expected None, {reason}")
     _refuse(generation_config, ("prompt_lookup_num_tokens",), reason)
@@ -151,7 +151,7 @@ def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str)
 
 
 def refuse_other_drafts(generation_config: Any, caller: CallerArguments) -> None:
-    """Raise ValueError for what ``generate()`` can do with an assistant, and ``sample`` cannot."""
+    """Raise ValueError for options of assisted generation that ``sample`` does not have."""
     if caller.assistant_tokenizer is not None:
         raise ValueError("assistant_tokenizer: expected None, a model and its assistant have one")
     names = ("prompt_lookup_num_tokens", "assistant_ensemble_weight", "speculation_type")
@@ -168,8 +168,8 @@ def _refuse(generation_config: Any, names: Iterable[str], reason: str) -> None:
 def needs_synced_gpus(model: Any) -> bool:
     """Tell whether every process has to run the model until the last one is done.
 
-    So it is where the weights are spread over processes and each forward pass gathers them; the
-    default of ``generate()``.
+    It has to if the weights are sharded over processes and each forward pass gathers them. This is
+    the default of ``generate()``.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
@@ -199,7 +199,7 @@ def draft_inputs(
     Raises
     ------
     ValueError
-        If this version of transformers cannot be told how many tokens are new.
+        If this version of transformers has no way to pass the number of new tokens.
     """
     if not _TAKES_NEXT_SEQUENCE_LENGTH:
         raise ValueError("transformers: expected version 5.3 or later, which can read drafts")

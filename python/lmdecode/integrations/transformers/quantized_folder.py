@@ -1,4 +1,4 @@
-"""``load_quantized``: models whose checkpoint is AWQ's or GPTQ's."""
+"""``load_quantized``: loads checkpoints of AWQ and GPTQ."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def load_quantized(
     Parameters
     ----------
     folder : str or path
-        Has ``config.json`` with a ``quantization_config``, and the weights.
+        Folder with ``config.json``, which has a ``quantization_config``, and the weights.
     model_class : class
-        Whose ``from_pretrained`` loads the model.
+        Its ``from_pretrained`` loads the model.
     **options
-        Of ``from_pretrained``: ``dtype`` is that of the weights which are not quantised, and of
-        what layers return. Not ``config``, ``quantization_config`` or ``output_loading_info``.
+        Options of ``from_pretrained``. ``dtype`` is the dtype of the weights that are not
+        quantised and of the layers' outputs. Not ``config``, ``quantization_config`` or
+        ``output_loading_info``.
 
     Returns
     -------
@@ -59,7 +60,7 @@ def load_quantized(
     TypeError
         An argument of another type.
     ValueError
-        The checkpoint is not quantised, or in another way; tensors are missing, or have another
+        The checkpoint is not quantised, or by another method; tensors are missing, or have another
         dtype, shape or value than expected; a layer has a weight beside its quantised one, or a
         bias that the model has no place for; a file is damaged; an option is not taken.
     FileNotFoundError
@@ -76,7 +77,7 @@ def load_quantized(
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{_OP}: {folder} has no config.json; expected a model's folder")
     read, _ = PretrainedConfig.get_config_dict(folder)
-    for part in (read, *read.values()):  # the model, and the parts of one of text and images
+    for part in (read, *read.values()):  # the model, and the parts of a model of text and images
         stated = part.get("quantization_config") if isinstance(part, dict) else None
         if stated is not None and not isinstance(stated, dict):
             raise ValueError(
@@ -105,7 +106,7 @@ def load_quantized(
 
 
 def _check_report(model: PreTrainedModel, report: dict[str, Any], may_mismatch: bool) -> None:
-    """Refuse what transformers says of a checkpoint that does not fit the model."""
+    """Raise ValueError if transformers reports that the checkpoint does not fit the model."""
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -142,10 +143,10 @@ class _QuantizedConfig(QuantizationConfigMixin):
 
 
 class _Keep(ConversionOps):
-    """Leaves the tensors of a layer to it, until all of them are there."""
+    """Collects the tensors of a layer until all of them are loaded."""
 
     def __init__(self, hf_quantizer: _FolderQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer  # tells transformers to cast none of them
+        self.hf_quantizer = hf_quantizer  # makes transformers cast none of them
 
     def convert(  # type: ignore[override]
         self,
@@ -179,7 +180,7 @@ class _FolderQuantizer(LmdecodeQuantizer):
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **others: Any
     ) -> bool:
-        """No weight that was read as it is."""
+        """Return False: no weight is packed as it was read."""
         return False
 
     def get_weight_conversions(self) -> list[WeightConverter]:
@@ -189,7 +190,7 @@ class _FolderQuantizer(LmdecodeQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **others: Any
     ) -> PreTrainedModel:
-        """Make room for biases where the model has none, but the checkpoint; untie its layers."""
+        """Add biases that only the checkpoint has, and untie the quantised layers."""
         names = {name for path in checkpoint_files or () for name in _names_in(path)}
         for name, module in model.named_modules():
             if not is_linear(module) or names.isdisjoint(_parts(model, name, "qweight")):
@@ -215,10 +216,10 @@ class _FolderQuantizer(LmdecodeQuantizer):
 
 
 def _names_in(path: str | os.PathLike[str]) -> Sequence[str]:
-    """The names of the tensors in a file of a checkpoint."""
+    """Return the names of the tensors in a file of a checkpoint."""
     try:
         return list(load_state_dict(path, map_location="meta"))
-    except Exception as error:  # torch's reader of pickles lets out whatever happens to it
+    except Exception as error:  # torch's unpickler raises any kind of error
         raise ValueError(f"{_OP}: {path} cannot be read: {error}") from error
 
 
@@ -232,7 +233,7 @@ def _parts(model: PreTrainedModel, name: str, part: str) -> set[str]:
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Return the numbers of inputs and outputs of a linear layer."""
     assert isinstance(module.weight, Tensor)
     rows, columns = module.weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

@@ -67,7 +67,7 @@ class LmdecodeConfig(QuantizationConfigMixin):
         self.quant_method = _NAME  # type: ignore[assignment]
         self.dtype, _, _ = check_linear_format(op, dtype, group_size, rotate)
         self.skip, self.group_size = list(checked_skip(op, skip)), group_size
-        if rotate is not None:  # a config without it is as releases before wrote it
+        if rotate is not None:  # configs of earlier releases do not have it
             self.rotate = rotate
 
     @property
@@ -77,7 +77,7 @@ class LmdecodeConfig(QuantizationConfigMixin):
 
 
 class _Pack(ConversionOps):
-    """A weight that was read to the module that takes the place of its layer."""
+    """Packs a weight that was read, into the module that replaces its layer."""
 
     def __init__(self, hf_quantizer: LmdecodeQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
@@ -134,7 +134,7 @@ class LmdecodeQuantizer(HfQuantizer):
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **others: Any
     ) -> bool:
-        """Whether this is the weight of a layer to be packed; tied ones wait for the others."""
+        """Whether this is the weight of a layer to be packed; tied weights are packed later."""
         where, _, name = param_name.rpartition(".")
         if name != "weight" or not where or is_skipped(where, self.quantization_config.skip):
             return False
@@ -165,15 +165,15 @@ class LmdecodeQuantizer(HfQuantizer):
         return pack_linears_(model, skip=config.skip, **config.format_of_layers._asdict())
 
     def is_serializable(self) -> bool:
-        """Packed weights fit this process alone."""
+        """False: packed weights are valid in this process only."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """There are no gradients."""
+        """False: there are no gradients."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """The op has a fake."""
+        """True: the op has a fake."""
         return True

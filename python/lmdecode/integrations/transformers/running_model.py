@@ -1,4 +1,4 @@
-"""A model of transformers as ``StepwiseModel``: its arguments and its cache follow the steps."""
+"""A model of transformers as a ``StepwiseModel``, with its arguments and its cache."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["RunningModel"]
 
 
 class RunningModel:
-    """A model of transformers in the middle of a ``generate()``; a context of its loop.
+    """A model of transformers during ``generate()``; a context manager of its loop.
 
     Parameters
     ----------
     model
         Any model with a language modelling head.
     config, model_kwargs
-        As ``generate()`` prepares them; ``model_kwargs`` are changed by the steps.
+        As ``generate()`` prepares them; the steps change ``model_kwargs``.
     recorder
         Gets the outputs of each step.
     synced_gpus
         Whether the other processes run the model in step with this one.
     optimizes
-        Whether the steps behind the prompt run in ``_optimize_model_for_decode``.
+        Whether the steps after the prompt run in ``_optimize_model_for_decode``.
 
     Attributes
     ----------
     speculation
-        What reads ahead, where something does; to be set before the prompt is read.
+        Speculative decoding, or None; to be set before the prompt is read.
     """
 
     speculation: Speculation | None = None
@@ -79,7 +79,7 @@ class RunningModel:
         return next((name for name in ALL_CACHE_NAMES if name in self._kwargs), None)
 
     def follow_beams(self) -> None:
-        """Let the cache be one that ``reorder`` is fast on; before the prompt is read."""
+        """Replace the cache by one with a fast ``reorder``; called before the prompt is read."""
         if self._kwargs["use_cache"] and not hasattr(self._model, "_reorder_cache"):
             beam_cache(self._kwargs.get("past_key_values"))
 
@@ -110,12 +110,12 @@ class RunningModel:
             reorder_beams(self._kwargs[name], parents)
 
     def wait_for_others(self, input_ids: Tensor) -> None:
-        """Run the model behind [rows, length] for the sake of processes that have not ended."""
+        """Run the model after [rows, length] until the other processes have ended."""
         while self._others_go_on(input_ids, finished=True):
             self._follow(self._run(input_ids))
 
     def _others_go_on(self, input_ids: Tensor, *, finished: bool) -> bool:
-        """Tell the other processes, and return whether any goes on."""
+        """Exchange the state with the other processes; return whether any continues."""
         return bool(
             self._model._has_unfinished_sequences(
                 finished, self._synced_gpus, device=input_ids.device
@@ -126,7 +126,7 @@ class RunningModel:
         return self.forward(**next_inputs(self._model, input_ids, self._kwargs), return_dict=True)
 
     def _follow(self, outputs: Any) -> None:
-        """Let the arguments be those of the next step."""
+        """Update the arguments for the next step."""
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )

@@ -1,4 +1,4 @@
-"""Models whose weights are packed elsewhere: all of a model but what it computes."""
+"""Models without weights: everything of a model but its computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ForwardOf:
 
 
 class WithoutWeights(ForwardOf):
-    """The ``forward`` of a stand-in: an error that says so."""
+    """The ``forward`` of a stand-in, which raises an error."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Raise RuntimeError."""

@@ -1,7 +1,7 @@
 """The candidates of a step from whole rows of log-probabilities.
 
-``log_softmax_top_k`` needs no such rows. They are there where something wants to see, or to change,
-every log-probability: a logits processor that the op does not know, ``output_scores``, sampling.
+``log_softmax_top_k`` needs no such rows. They are computed if every log-probability is read or
+changed: by a logits processor that the op does not have, ``output_scores`` or sampling.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def accumulate(log_probs: Tensor, beam_scores: Tensor) -> Tensor:
 
 
 def _status_of_best(best: Tensor) -> Tensor:
-    """Return [requests] uint8, from each request's largest score: NaN where one is NaN."""
+    """Return [requests] uint8 from each request's largest score, which is NaN if any is."""
     return (
         best.isnan() * STATUS_NAN
         + (best == -math.inf) * STATUS_EMPTY
@@ -53,8 +53,8 @@ def _status_of_best(best: Tensor) -> Tensor:
 def top_k_candidates(accumulated: Tensor, num_candidates: int, vocab_size: int) -> Candidates:
     """Choose the best, in the order of ``log_softmax_top_k``.
 
-    ``torch.topk`` leaves open which of equal scores it takes and how it orders them; here the
-    lowest index comes first. Where fewer than ``num_candidates`` exist, scores of -inf follow.
+    ``torch.topk`` does not specify the choice and order of equal scores. Here the lowest index
+    comes first. If fewer than ``num_candidates`` exist, scores of -inf follow.
 
     Parameters
     ----------
@@ -70,12 +70,12 @@ def top_k_candidates(accumulated: Tensor, num_candidates: int, vocab_size: int) 
     scores, indices = torch.topk(accumulated, min(count + 1, total))
     status = _status_of_best(scores[:, 0])
     if total > count:
-        # One more than asked for shows whether the last place is contested.
+        # One more than requested shows whether the last place has a tie.
         last, next_best = scores[:, count - 1 : count], scores[:, count:]
         scores, indices = scores[:, :count], indices[:, :count]
         contested = ((last == next_best) & (next_best > -math.inf)).flatten()
         for request in contested.nonzero().flatten().tolist():
-            # The places of the lowest score go to the lowest indices that have it.
+            # The places of the lowest score go to its lowest indices.
             better = int((scores[request] > last[request]).sum())
             equal = (accumulated[request] == last[request]).nonzero().flatten()
             indices[request, better:] = equal[: count - better]
@@ -94,8 +94,8 @@ def drawn_candidates(
 ) -> Candidates:
     """Draw candidates without replacement from the softmax of their scores, as transformers does.
 
-    They come in the order in which they were drawn, from torch's default generator: with the same
-    seed the same as in transformers.
+    They are in the order of drawing, from torch's default generator. With the same seed they are
+    the same as in transformers.
 
     Parameters
     ----------
@@ -104,10 +104,10 @@ def drawn_candidates(
     num_candidates, vocab_size
         K and V; K <= num_beams * V.
     done
-        [requests] uint8: where it is 1 the status is 0 whatever the scores are.
+        [requests] uint8: where it is 1, the status is 0 for any scores.
     """
     status = _status_of_best(accumulated.amax(dim=1)) * (1 - done)
-    # Of a row that has no distribution, multinomial would not come back.
+    # Of a row without a distribution, multinomial would not return.
     accumulated = accumulated.masked_fill(~accumulated.amax(dim=1, keepdim=True).isfinite(), 0.0)
     indices = torch.multinomial(torch.softmax(accumulated, dim=-1), num_candidates)
     scores = accumulated.gather(1, indices)
@@ -115,20 +115,20 @@ def drawn_candidates(
 
 
 def rank_drawn(candidates: Candidates, ends: Tensor, num_beams: int) -> Tensor:
-    """Return the order, [requests, K], in which ``beam_step`` treats drawn candidates right.
+    """Return the order, [requests, K], in which ``beam_step`` takes drawn candidates.
 
-    transformers lets those close a hypothesis that are among the first ``num_beams`` drawn, but
-    goes on with the best. So the first come those that may close, then those that do not end, each
-    best first, then those that end too late, and last those that are none.
+    In transformers a candidate may close a hypothesis if it is among the first ``num_beams`` drawn,
+    but the best ones continue. So first come those that may close, then those that do not end, each
+    best first, then those that end too late, and last the unused places.
 
     Parameters
     ----------
     candidates
         As drawn.
     ends
-        [requests, K] bool: which of them end.
+        [requests, K] bool: True for candidates that end.
     num_beams
-        Beams of a request.
+        Number of beams of a request.
     """
     scores = candidates.scores
     drawn_first = torch.arange(scores.shape[1], device=scores.device) < num_beams

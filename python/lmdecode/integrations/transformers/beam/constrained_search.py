@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def as_constraints(constraints: object) -> list[Constraint]:
-    """Return a list of them; raise TypeError for all but a list or tuple of constraints."""
+    """Return a list of constraints; raise TypeError for other than a list or tuple of them."""
     if not isinstance(constraints, (list, tuple)) or not all(
         isinstance(constraint, Constraint) for constraint in constraints
     ):
@@ -69,7 +69,7 @@ def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
     Raises
     ------
     ValueError
-        If it is anything else.
+        If an entry is anything else.
     """
     constraints: list[Constraint] = []
     for words in force_words_ids if isinstance(force_words_ids, list) else ():
@@ -89,7 +89,7 @@ def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
 
 
 class ConstrainedSearch(SearchBase):
-    """One search for each prompt, all in step, whose results hold given phrases.
+    """One search for each prompt, all in step; the results contain given phrases.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class ConstrainedSearch(SearchBase):
             do_early_stopping=settings.early_stopping,
             num_beam_hyps_to_keep=settings.num_return_sequences,
             max_length=settings.max_length,
-            keep_all_beam_indices=True,  # compute_transition_scores() needs those of every result
+            keep_all_beam_indices=True,  # compute_transition_scores() needs them of every result
         )
         self.token_ids: dict[str, Any] = {
             "pad_token_id": settings.pad_token,
@@ -138,7 +138,7 @@ class ConstrainedSearch(SearchBase):
         status = candidates.status.masked_fill(self.scorer._done, 0)
         if status.any():
             raise_for_prompts(status, input_ids.shape[1] - settings.prompt_length)
-        # Whatever stands at a place without a candidate must not count as an end.
+        # A token at a place without a candidate must not count as an end.
         exists = candidates.scores > -torch.inf
         following = self.scorer.process(
             input_ids,

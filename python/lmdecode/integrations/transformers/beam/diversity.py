@@ -11,15 +11,15 @@ from lmdecode._checks import is_int, is_real
 class HammingDiversityLogitsProcessor(LogitsProcessor):
     """Subtract a penalty from tokens that earlier groups of a request have chosen in this step.
 
-    The class of this name that transformers had up to version 4.56, for ``beam_search``, which puts
-    one into the list of processors where ``diversity_penalty`` is given.
+    transformers had a class of this name up to version 4.56. ``beam_search`` adds one to the list
+    of processors if ``diversity_penalty`` is given.
 
     Parameters
     ----------
     diversity_penalty
         float > 0: subtracted once for each beam that has chosen the token.
     num_beams
-        int >= 2: beams of a request.
+        int >= 2: number of beams of a request.
     num_beam_groups
         int >= 2 that divides ``num_beams``.
 

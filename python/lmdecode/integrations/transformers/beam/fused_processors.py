@@ -29,8 +29,8 @@ from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 from lmdecode.integrations.transformers._prefix_tries import prefix_tokens_of
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
 
-# Those that compute, in the order of the op. The others allow a token or give it -inf, so their
-# order is of no account, but for what is forced.
+# Those that compute, in the order of the op. The others allow a token or set it to -inf, so their
+# order has no effect, except for forced tokens.
 _COMPUTING = (
     SequenceBiasLogitsProcessor,
     HammingDiversityLogitsProcessor,
@@ -47,7 +47,7 @@ _BANNING = (
 
 
 def _is_expressible(processor: Any) -> bool:
-    """Tell whether the op can do what a processor of a known class does."""
+    """Tell whether the op can express a processor of a known class."""
     if isinstance(processor, SequenceBiasLogitsProcessor):
         biases = processor.sequence_bias.items()
         return all(len(tokens) == 1 and bias < math.inf for tokens, bias in biases)
@@ -65,12 +65,12 @@ def _is_expressible(processor: Any) -> bool:
 
 
 def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
-    """Tell whether the op's order gives what these give one after the other."""
+    """Tell whether the op, in its own order, has the result of these processors."""
     computed, forced, ngrams, tries = -1, False, False, False
     for place, processor in enumerate(processors):
         kind = type(processor)  # only the classes themselves: a subclass may do anything
         if kind is WhisperTimeStampLogitsProcessor:
-            # It looks at what all others leave, so it is the last one.
+            # It reads the result of all others, so it is the last one.
             if not has_timestamps or forced or place + 1 < len(processors):
                 return False
         elif kind in _COMPUTING:
@@ -103,18 +103,18 @@ class FusedProcessors:
     processors
         As ``generate()`` prepares them.
     has_timestamps
-        Whether Whisper's rules of timestamps are among the rules, which the op does not have.
+        Whether the rules support Whisper's timestamps; the op does not.
 
     Attributes
     ----------
     is_fused : bool
-        Whether rules can do all that the list does. If not, every processor is called.
+        Whether rules can express the whole list. If not, every processor is called.
     prefix_tokens : PrefixTokens or None
-        The trie that the list holds sequences to. It is no token rule: who uses ``arguments`` or
-        ``token_rules`` of a list that has one gives its trie to the op beside them.
+        The trie of the list. It is not a token rule: the caller passes it to the op beside
+        ``arguments`` or ``token_rules``.
     ignores_prompt : bool
-        Whether the repetition penalty passes over a part of the prompts. Rules look back at the
-        whole of what they are given, so ``arguments`` gives them less.
+        Whether the repetition penalty skips a part of the prompts. Rules look back at all tokens
+        of their input, so ``arguments`` leaves that part out.
     """
 
     def __init__(self, processors: LogitsProcessorList, *, has_timestamps: bool = False) -> None:
@@ -140,9 +140,9 @@ class FusedProcessors:
         self.ignores_prompt = isinstance(self._ignored, Tensor) or self._ignored > 0
 
     def fits(self, vocab_size: int) -> bool:
-        """Tell whether the op's result is that of the processors for [rows, vocab_size] logits.
+        """Tell whether the op has the processors' result for [rows, vocab_size] logits.
 
-        One that names tokens beyond the vocabulary raises an error of its own when it is called.
+        A processor with tokens beyond the vocabulary raises its own error when it is called.
         """
         if not self.is_fused:
             return False
@@ -161,7 +161,7 @@ class FusedProcessors:
         return all(token < vocab_size for token in tokens)
 
     def token_rules(self, vocab_size: int, device: torch.device | None = None) -> TokenRules:
-        """Return the rules of one slot, of a list that ``fits``; their bias is on a device."""
+        """Return the rules of one slot, for a list that ``fits``; the bias is on ``device``."""
         rules: dict[str, Any] = {"bans": [], "forced": []}
         for processor in self._processors:
             kind = type(processor)
@@ -186,7 +186,7 @@ class FusedProcessors:
             elif kind is WhisperTimeStampLogitsProcessor:
                 rules["timestamps"] = _timestamps(processor, vocab_size)
             else:
-                # What is forced overrules what is banned before it.
+                # Forced tokens override the bans before them.
                 after_forcing = int(bool(rules["forced"]))
                 banned, first, last = _banned(processor)
                 rules["bans"] += [(token, first, last, after_forcing) for token in banned]
@@ -204,11 +204,11 @@ class FusedProcessors:
         vocab_size
             Of the logits, the same in each step.
         earlier_tokens
-            [requests, n] int64: what the request's earlier groups have chosen in this step.
+            [requests, n] int64: tokens chosen by the request's earlier groups in this step.
         """
         if not self._processors:
             return {}
-        # Processors may be changed between steps, as Whisper does it.
+        # Processors may be changed between steps, as by Whisper.
         settings = [value for processor in self._processors for value in vars(processor).values()]
         contents = [_content(value) for value in settings if isinstance(value, Tensor)]
         if self._arguments is None or not (
@@ -239,7 +239,7 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _timestamps(processor: Any, vocab_size: int) -> tuple[int, int, int, int]:
-    """Return the rule of timestamps that a processor has."""
+    """Return the timestamp rule of a processor."""
     first, last = processor.timestamp_begin, -1
     if processor.max_initial_timestamp_index is not None:
         last = min(first + processor.max_initial_timestamp_index, vocab_size - 1)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def _check_beams(config: GenerationConfig, rows: int) -> None:
-    """Raise ValueError where the numbers of beams and results do not fit."""
+    """Raise ValueError for inconsistent numbers of beams and results."""
     num_beams = 1 if config.num_beams is None else config.num_beams
     results = config.num_return_sequences
     if num_beams < 2:
@@ -72,7 +72,7 @@ def _constraints(
     force_words_ids: Sequence[Any] | None,
     vocab_size: int,
 ) -> list[Constraint]:
-    """Return all that is asked for; raise ValueError where the options do not fit."""
+    """Return all requested constraints; raise ValueError for inconsistent options."""
     if constraints is None:
         constraints = config.constraints
     if force_words_ids is None:
@@ -108,14 +108,14 @@ def beam_search(
     """Decode with beams: ``model.generate(..., num_beams=4, custom_generate=beam_search)``.
 
     The loop of ``GenerationMixin._beam_search`` of transformers 5.23, with its choices, scores,
-    outputs and stopping, for beam search and, with ``do_sample``, beam sampling. Where that takes a
-    log-softmax of all logits, adds the beams' scores, sorts out the best in ``torch.topk`` and
-    rearranges its sequences, this calls ``log_softmax_top_k`` on the model's logits and
-    ``beam_step``; the cache is reordered in place, and only where beams change rows. Logits
-    processors that the op has arguments for become such; a list that holds another one is called as
-    it is. ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie``: results are its sequences,
-    behind the prompt. With ``num_beam_groups`` or constraints it is the loop of transformers
-    4.38.2, which transformers 5 has no more.
+    outputs and stopping, for beam search and, with ``do_sample``, beam sampling. That loop
+    takes a log-softmax of all logits, adds the beams' scores, selects the best by ``torch.topk``
+    and rearranges its sequences. This one calls ``log_softmax_top_k`` on the model's logits and
+    ``beam_step``. It reorders the cache in place, and only if beams change rows. Logits processors
+    become arguments of the op. A list with a processor that the op does not have is called as it
+    is. ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie``: results are its sequences, after
+    the prompt. With ``num_beam_groups`` or constraints it is the loop of transformers 4.38.2, as
+    transformers 5 has none.
 
     Parameters
     ----------
@@ -131,11 +131,11 @@ def beam_search(
     streamer
         Must be None, as in transformers.
     constraints
-        What every result must hold: ``lmdecode.PhrasalConstraint`` and the like.
+        What every result must contain: ``lmdecode.PhrasalConstraint`` and the like.
         ``generate(constraints=...)`` passes it through.
     force_words_ids
-        The same as token ids: a list of phrases, each a list of ids, or a list of such lists of
-        which one has to appear. ``generate(force_words_ids=...)`` passes it through.
+        The same as token ids: a list of phrases, each a list of ids, or a list of such lists, one
+        of which must appear. ``generate(force_words_ids=...)`` passes it through.
     stop_strings, tokenizer
         As for ``sample``.
     **model_kwargs
@@ -155,7 +155,7 @@ def beam_search(
         no ``diversity_penalty``, groups or constraints that are sampled, a streamer,
         ``low_memory``, and assisted generation; and a ``Trie`` with constraints.
     RuntimeError
-        If a prompt whose search goes on has NaN in its logits, or no candidate above -inf.
+        If a prompt whose search has not ended has NaN in its logits, or no candidate above -inf.
     """
     caller = arguments_of_generate(model, streamer)
     refuse_assistance(generation_config, caller.assistant_model, "this is beam search")
@@ -195,12 +195,12 @@ def search_of_call(
     constraints: Sequence[Constraint] | None,
     force_words_ids: Sequence[Any] | None,
 ) -> Search:
-    """Return the search that ``generate()`` asks for; arguments are those of ``beam_search``.
+    """Return the search for a call of ``generate()``; arguments are those of ``beam_search``.
 
     Raises
     ------
     ValueError
-        Options do not fit.
+        Options are inconsistent.
     """
     _check_beams(generation_config, input_ids.shape[0])
     all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)

@@ -51,7 +51,7 @@ def _with_diversity(
 
 
 def _for_rows(processors: LogitsProcessorList, rows: Tensor, group_size: int) -> Any:
-    """Return the list for a part of the rows, where one of its members knows about rows."""
+    """Return the list for a part of the rows, if one of its processors depends on rows."""
     processors = copy.copy(processors)
     for number, processor in enumerate(processors):
         if type(processor) is RepetitionPenaltyLogitsProcessor:
@@ -68,14 +68,14 @@ def _for_rows(processors: LogitsProcessorList, rows: Tensor, group_size: int) ->
 
 
 class GroupSearch(StateSearch):
-    """Searches of several groups of beams for each prompt; a group avoids the earlier ones' tokens.
+    """Diverse searches for each prompt: a group of beams avoids the tokens of earlier groups.
 
     Parameters
     ----------
     settings, input_ids, processors, criteria, recorder
         See ``SearchBase``.
     num_groups
-        Groups of a prompt; a divisor of ``num_beams``.
+        Number of groups of a prompt; a divisor of ``num_beams``.
     diversity_penalty
         See ``HammingDiversityLogitsProcessor``.
     """
@@ -145,8 +145,8 @@ class GroupSearch(StateSearch):
     ) -> Candidates:
         """Return a group's candidates, beams counted within it.
 
-        tokens: [rows], those of earlier groups in this step. The processed log-probabilities are
-        written to the group's rows of scores, [rows, V], where that is given.
+        tokens: [rows], with those of earlier groups in this step. If scores, [rows, V], is given,
+        the processed log-probabilities are written to the group's rows of it.
         """
         vocab_size, settings = logits.shape[1], self.settings
         beam_scores = self.state.scores[self.slots[:, group]]
@@ -154,7 +154,7 @@ class GroupSearch(StateSearch):
         held = self.fused.prefix_tokens is not None
         if scores is None and not held and self.fused.fits(vocab_size):
             start = group * self.group_size
-            # Beams of score -inf take no part: the other groups' logits are not looked at.
+            # Beams of score -inf take no part, so the other groups' logits are not read.
             all_scores = beam_scores.new_full((settings.batch, settings.num_beams), -torch.inf)
             all_scores[:, start : start + self.group_size] = beam_scores
             earlier = tokens.view(settings.batch, -1)[:, :start]

@@ -38,7 +38,7 @@ class SearchResult(NamedTuple):
         [n] float32.
     beam_indices : Tensor or None
         [n, generated tokens] int32: the row of each step's scores that a token comes from, -1
-        behind the end.
+        after the end.
     """
 
     sequences: Tensor
@@ -65,21 +65,21 @@ class Search(Protocol):
 
 
 def run_search(model: StepwiseModel, search: Search, input_ids: Tensor) -> Tensor:
-    """Let the model read and the search choose in turns until the search has finished.
+    """Run the model and the search in turns until the search has finished.
 
     Returns the beams after the last step, [rows, length], for ``search.finish``.
 
     Parameters
     ----------
     model, search
-        What proposes tokens, and what chooses.
+        The model, and the search that chooses tokens.
     input_ids
         [rows, S] int64: the prompts, once for each beam.
     """
     logits = model.read_prompts(input_ids)
     while True:
         input_ids, parents, finished = search.step(logits, input_ids)
-        del logits  # those of a long prompt must not live on
+        del logits  # frees the logits of a long prompt
         if parents is not None:
             model.reorder(parents)
         if finished:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
-    """Return the end tokens where there are no other criteria than these and the length."""
+    """Return the end tokens; None if there are criteria other than these and the length."""
     if type(criteria) is not StoppingCriteriaList:  # its __call__ may do more
         return None
     tokens: list[int] = []
@@ -52,7 +52,7 @@ class PlainSearch(StateSearch):
     settings, input_ids, processors, criteria, recorder
         See ``SearchBase``.
     do_sample
-        Draw the candidates.
+        Whether to draw the candidates.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PlainSearch(StateSearch):
             found = top_k_candidates(accumulated, self.num_candidates, vocab_size)
         if self.trie is None:
             return found
-        # That nothing goes on is no failure.
+        # A search without candidates has not failed.
         nothing = found.status == STATUS_EMPTY
         return found._replace(
             scores=found.scores.masked_fill(nothing[:, None], -torch.inf),
@@ -131,9 +131,9 @@ class PlainSearch(StateSearch):
         )
 
     def _without_idle_beams(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Tensor:
-        """Leave out what the op does: beams in name only, and those that cannot go on.
+        """Leave out the same beams as the op: unused ones, and those that cannot continue.
 
-        What the processor of a trie bans has gone, but it leaves a token where none may follow.
+        The trie's processor bans tokens, but allows one where no token may follow.
         """
         is_idle = (self.state.scores <= REAL_BEAM_SCORE_BOUND).flatten() | ~trie.goes_on(self.nodes)
         by_beam = accumulated.view(len(is_idle), vocab_size)

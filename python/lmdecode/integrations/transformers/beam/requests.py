@@ -24,15 +24,15 @@ def request_options(config: Any, prompt_length: int) -> dict[str, Any]:
     Parameters
     ----------
     config
-        A ``GenerationConfig`` as ``generate()`` prepares it, or what has its attributes:
-        ``max_length`` and ``min_length`` count the prompt. ``bad_words_ids`` are not looked at.
+        A ``GenerationConfig`` as ``generate()`` prepares it, or an object with its attributes.
+        ``max_length`` and ``min_length`` count the prompt. ``bad_words_ids`` are ignored.
     prompt_length
-        Tokens of the prompt.
+        Number of tokens of the prompt.
 
     Raises
     ------
     ValueError
-        ``sequence_bias`` has sequences.
+        ``sequence_bias`` has sequences of several tokens.
     """
     sequence_bias = getattr(config, "sequence_bias", None) or {}
     items = sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias

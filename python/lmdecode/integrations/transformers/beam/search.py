@@ -32,13 +32,13 @@ class SearchBase:
     Parameters
     ----------
     settings
-        Of the search.
+        Settings of the search.
     input_ids
         [batch * num_beams, prompt length] int64.
     processors, criteria
         As ``generate()`` prepares them.
     recorder
-        Gets every step's scores.
+        Receives the scores of every step.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class SearchBase:
 
 
 class StateSearch(SearchBase):
-    """Searches that ``beam_step`` works on, in ``state`` by ``parameters``.
+    """Searches by ``beam_step``, in ``state``, with ``parameters``.
 
     Parameters
     ----------
     settings, input_ids, processors, criteria, recorder
         See ``SearchBase``.
     end_tokens
-        That ``beam_step`` is to know.
+        End tokens for ``beam_step``.
     num_groups
-        Of a prompt.
+        Number of groups of a prompt.
     """
 
     dialect: SearchDialect = "generate"
@@ -101,7 +101,7 @@ class StateSearch(SearchBase):
     def sequences(self, length: int) -> Tensor:
         """Return the beams, [rows, length].
 
-        A copy: whoever was given sequences must not see them change.
+        A copy, as returned sequences must not change.
         """
         return self.state.sequences[:, :, :length].flatten(0, 1).clone()
 
@@ -171,7 +171,7 @@ def search_result(
         positions = torch.arange(length, device=sequences.device)
         is_token = positions < final.lengths.clamp(min=start)[..., None]
         sequences = torch.where(is_token, sequences, settings.fill)
-        # Also where fewer were found.
+        # Also if fewer were found.
         sequences[..., :start] = prompts.view(settings.batch, settings.num_beams, -1)[:, :1]
     beam_indices = None
     if state.beam_indices.shape[2]:

@@ -1,4 +1,4 @@
-"""Settings that every kind of beam search takes from ``generate()``'s configuration."""
+"""Settings of all kinds of beam search, from ``generate()``'s configuration."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _STATUS_TEXT = {
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Numbers of a search.
+    """Settings of a search.
 
     Attributes
     ----------
     batch, num_beams, num_return_sequences
-        Prompts, beams of each, and results of each.
+        Number of prompts, of beams of each, and of results of each.
     prompt_length, max_length
-        Tokens that sequences begin with, and have at most.
+        Initial and maximum length of sequences.
     end_tokens
-        May be empty.
+        End tokens; may be empty.
     pad_token
-        What the model is given for a beam that has ended.
+        Input of the model for a beam that has ended.
     fill
-        What follows the end of a result.
+        Token after the end of a result.
     length_penalty, early_stopping
         See ``lmdecode.beam.state.BeamParameters``.
     """
@@ -68,11 +68,11 @@ class SearchSettings:
 
     @classmethod
     def of(cls, config: GenerationConfig, input_ids: Tensor) -> SearchSettings:
-        """Read what ``generate()`` prepared; input_ids is [batch * num_beams, prompt length]."""
+        """Return the settings of a call; input_ids is [batch * num_beams, prompt length]."""
         ends, pad = config._eos_token_tensor, config._pad_token_tensor
         end_tokens: list[int] = [] if ends is None else ends.reshape(-1).tolist()
         pad_token = 0 if pad is None else int(pad)
-        # With beams transformers takes a pad token of 0 for none.
+        # With beams transformers treats a pad token of 0 as none.
         fill = (pad_token or end_tokens[0]) if end_tokens else -1
         if config.num_beams == 1 and pad is not None:
             fill = pad_token
@@ -92,12 +92,12 @@ class SearchSettings:
 
     @property
     def candidates_per_beam(self) -> int:
-        """Enough that one of them does not end."""
+        """Number of candidates of a beam, of which at least one does not end."""
         return max(2, 1 + len(self.end_tokens))
 
     @property
     def not_an_end(self) -> int:
-        """A token that is no end token."""
+        """A token other than the end tokens."""
         return next(t for t in range(len(self.end_tokens) + 1) if t not in self.end_tokens)
 
 
@@ -140,7 +140,7 @@ def new_search(
 
 
 def check_groups(config: GenerationConfig) -> int:
-    """Return the number of groups; raise ValueError where the options do not fit."""
+    """Return the number of groups; raise ValueError for inconsistent options."""
     groups, penalty = config.num_beam_groups or 1, config.diversity_penalty or 0.0
     if groups == 1:
         if penalty:
@@ -166,7 +166,7 @@ def check_groups(config: GenerationConfig) -> int:
 
 
 def rows_of_beams(beams: Tensor, first_rows: Tensor) -> Tensor:
-    """Return beams that are counted within a search as rows; -1, none, stays."""
+    """Return the rows of beams that are counted within a search; -1 stays."""
     return torch.where(beams < 0, beams, beams + first_rows.to(beams.dtype))
 
 

@@ -19,7 +19,7 @@ from lmdecode.integrations.transformers.beam.requests import request_options
 __all__ = ["BeamComparison", "compare_with_transformers"]
 
 _OP = "compare_with_transformers"
-# Settings that would change the logits, and what leaves them alone.
+# Settings that would change the logits, and their values that do not.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "bad_words_ids": (None,),
     "begin_suppress_tokens": (None,),
@@ -40,11 +40,11 @@ class BeamComparison(NamedTuple):
     Attributes
     ----------
     difference : str or None
-        The first difference: step, request, place, and what stands there in both.
+        The first difference: step, request, place, and both values.
     traces : tuple of BeamTrace
-        What ``BeamSearch`` did, up to the first difference.
+        Traces of ``BeamSearch``, up to the first difference.
     num_steps, num_candidates : int
-        How much was compared.
+        Number of steps and candidates compared.
     """
 
     difference: str | None
@@ -53,7 +53,7 @@ class BeamComparison(NamedTuple):
     num_candidates: int
 
     def __str__(self) -> str:
-        """Return the difference, or that there is none."""
+        """Return the difference, or a sentence that there is none."""
         if self.difference is not None:
             return self.difference
         return f"no difference: {self.num_steps} steps, {self.num_candidates} candidates"
@@ -65,7 +65,7 @@ class _Entry(NamedTuple):
     score: float
     tokens: tuple[int, ...]
     beam: int | None = None
-    used: bool = True  # a candidate of which nothing became may change places with its equal
+    used: bool = True  # an unused candidate may change places with an equal one
 
     def __str__(self) -> str:
         beam = "" if self.beam is None else f" of beam {self.beam}"
@@ -104,7 +104,7 @@ def _entries(scores: Tensor, sequences: Tensor, beams: Tensor | None = None) -> 
 
 @contextmanager
 def _recorded(model: Any) -> Iterator[_Recording]:
-    """Watch the methods that the beam search of a model is made of."""
+    """Record the calls of the methods of a model's beam search."""
     recording = _Recording()
     prefill, top_k = model._prefill, model._get_top_k_continuations
     running, finished = model._get_running_beams_for_next_iteration, model._update_finished_beams
@@ -182,7 +182,7 @@ def _requests(recording: _Recording) -> list[BeamRequest]:
 def _first_difference(
     what: str, ours: list[_Entry], theirs: list[_Entry], tolerance: float
 ) -> str | None:
-    """Compare two lists of entries, those of beams that exist only in name left out."""
+    """Compare two lists of entries without unused beams."""
     ours = [entry for entry in ours if entry.score > REAL_BEAM_SCORE_BOUND]
     theirs = [entry for entry in theirs if entry.score > REAL_BEAM_SCORE_BOUND]
     for rank in range(max(len(ours), len(theirs))):
@@ -226,27 +226,27 @@ def compare_with_transformers(
 ) -> BeamComparison:
     """Run ``model.generate()`` and ``BeamSearch`` on its logits; report the first difference.
 
-    Every step is compared: candidates with their beams and scores, hypotheses, the beams that go
-    on; then when the search ends, and what it returns. Where scores are equal within the tolerance
-    rounding decides which comes first, and the searches may part: the report says so. Candidates of
-    which nothing became may change places with their equals.
+    It compares every step: candidates with their beams and scores, hypotheses and continued beams;
+    then the end of the search and its results. If scores are equal within the tolerance, rounding
+    decides the order, and the searches may diverge: the report mentions it. Unused candidates may
+    change places with equal ones.
 
     Parameters
     ----------
     model
         A model of transformers 5 with ``generate()``.
     input_ids : Tensor
-        [B, length] int64: each row is a request; what ``generate()`` takes.
+        [B, length] int64, as for ``generate()``: each row is a request.
     tolerance
         Of scores, relative to them from 1 on.
     **generate_kwargs
-        As for ``generate()``, ``num_beams`` above 1. Processors and stopping criteria of one's own
+        As for ``generate()``, ``num_beams`` above 1. Custom processors and stopping criteria
         are not compared.
 
     Returns
     -------
     BeamComparison
-        Its text is the first difference, or that there is none.
+        Its text is the first difference, or a sentence that there is none.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""``Decoding`` of transformers' models: their weights, their arguments of ``generate()``."""
+"""``Decoding`` of transformers' models: weights, and arguments of ``generate()``."""

@@ -29,7 +29,7 @@ __all__ = ["call_generate", "engine_call_of"]
 
 
 def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
-    """Raise for what no encoder-decoder model does, before ``generate()`` changes anything."""
+    """Raise for arguments that no encoder-decoder model supports, before any change."""
     if arguments.get("streamer") is not None:  # before generate() gives it the prompt
         raise ValueError(
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
@@ -37,7 +37,7 @@ def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
         )
     if arguments.get("assistant_model") is not None:  # before generate() changes its config
         raise ValueError("assistant_model: expected None, Decoding runs the model itself")
-    if arguments.get("return_token_timestamps"):  # before generate() asks for attentions itself
+    if arguments.get("return_token_timestamps"):  # before generate() requests attentions itself
         refuse_inner_outputs(SimpleNamespace(**arguments))
         refuse_inner_outputs(arguments.get("generation_config"))
     if isinstance(arguments.get("encoder_outputs"), dict):
@@ -46,7 +46,7 @@ def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _check_sources(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
-    """Raise for tokens that no encoder reads: transformers would say so of something else."""
+    """Raise for tokens that no encoder reads; transformers' error would name another argument."""
     name = "inputs" if inputs is not None else "input_ids"
     tokens = arguments.get(name) if inputs is None else inputs
     if tokens is None or model.main_input_name != "input_ids":
@@ -127,7 +127,7 @@ def engine_call_of(
 ) -> EngineCall | None:
     """Return the engine call of ``Decoding.generate(prompt, **arguments)``.
 
-    It is the same for every prompt of this length. None: only ``generate()`` can do it.
+    It is the same for every prompt of this length. None if only ``generate()`` can run it.
 
     Parameters
     ----------
@@ -151,21 +151,21 @@ def engine_call_of(
 
 
 def _without_cache(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate()`` by which it prepares no cache.
+    """Return arguments with which ``generate()`` prepares no cache.
 
-    It is of no use here, and a good part of a small model's call to prepare.
+    The cache would be unused, and preparing it takes a good part of a small model's call.
     """
     config = arguments.get("generation_config")
     if config is None:
         return {**arguments, "use_cache": False}
-    config = copy.deepcopy(config)  # beside which generate() does not want arguments
+    config = copy.deepcopy(config)  # with which generate() refuses arguments
     config.use_cache = False
     others = {name: value for name, value in arguments.items() if name != "use_cache"}
     return {**others, "generation_config": config}
 
 
 def _generate_of(decoding: Any, model: Any, inputs: Tensor | None) -> Callable[..., Any]:
-    """Return the ``generate()`` of a transformers model, and not what a caller put there."""
+    """Return the ``generate()`` of a model's class, not one that a caller has set on it."""
     generate = model.generate
     if isinstance(getattr(generate, "__self__", None), type(decoding)):
         generate = partial(type(model).generate, model)

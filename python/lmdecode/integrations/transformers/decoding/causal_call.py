@@ -1,4 +1,4 @@
-"""A call of ``generate()`` of a decoder-only model, as transformers prepares it, and checked."""
+"""A checked call of a decoder-only model's ``generate()``, as transformers prepares it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["CausalCall", "causal_call"]
 
 _OP = "Decoding.generate"
-# What generate() hands on and is of no account here.
+# Arguments that generate() passes on and that have no effect here.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
      "use_cache")
@@ -47,7 +47,7 @@ class CausalCall(NamedTuple):
     input_ids, mask : Tensor
         [rows, S] int64 on the CPU. The mask may be None; 0 is padding on the left.
     device
-        Device of the caller's tokens, and so of the result's.
+        Device of the caller's tokens and of the result.
     processors, criteria, config
         As ``generate()`` prepares them; tries are bound to the prompt.
     lookup, streamer, seed, constraints, force_words_ids
@@ -55,7 +55,7 @@ class CausalCall(NamedTuple):
     has_beams : bool
         Whether it is a beam search.
     fits_engine : bool
-        Whether the call has no feature that engines lack: lookups, streamers, constraints.
+        Whether the call has no feature that engines lack (lookups, streamers, constraints).
     """
 
     model: Any
@@ -75,7 +75,7 @@ class CausalCall(NamedTuple):
 
 
 def _first(rows: Tensor) -> int:
-    """Return the first row, [rows], of which something is true."""
+    """Return the index of the first true row of [rows]."""
     return int(rows.int().argmax())
 
 
@@ -91,12 +91,12 @@ def _refuse(
     model_kwargs: dict[str, Any],
     has_windows: bool,
 ) -> None:
-    """Raise ValueError for what ``generate()`` was asked for and this does not do."""
+    """Raise ValueError for arguments of ``generate()`` that are not supported here."""
     refuse_inner_outputs(config)
-    # Outputs of encoders, of which there are none.
+    # Outputs of encoders; there is no encoder.
     empty = {name for name, value in model_kwargs.items() if isinstance(value, dict) and not value}
     types = model_kwargs.get("token_type_ids")
-    # Zeros of Gemma 3's processor say that all is text; other models embed zeros, too.
+    # Zeros of Gemma 3's processor mean text only; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
     refuse_handed_on(model_kwargs, _IGNORED | empty | {"past_key_values"}, "model")
@@ -146,7 +146,7 @@ def _refuse(
 
 
 def _check_length(packed: PackedCausalModel, config: GenerationConfig, mask: Tensor | None) -> None:
-    """Raise ValueError for texts that might outgrow the model."""
+    """Raise ValueError if texts may become longer than the model supports."""
     most = packed.max_positions
     padding = 0 if mask is None else int((mask == 0).sum(dim=-1).min())
     if most is not None and config.max_length > padding + most + 1:
@@ -168,17 +168,17 @@ def causal_call(
     generate
         The method of the transformers model, with its ``inputs`` bound.
     arguments
-        Of ``generate()``.
+        Arguments of ``generate()``.
 
     Raises
     ------
     ValueError
-        Names an argument of ``generate()`` that ``Decoding`` cannot do.
+        Names an argument of ``generate()`` that ``Decoding`` does not support.
     """
     streamer, given_tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
     assistant_model = arguments.get("assistant_model")
 
-    # transformers hands on what this adds to the arguments of its own loops.
+    # transformers passes on what this adds to the arguments of its own loops.
     def take(
         model: Any,
         input_ids: Tensor,

@@ -29,16 +29,16 @@ def decode_causal(
     call: CausalCall,
     new_model: Callable[..., CausalModel] | None = None,
 ) -> Any:
-    """Decode as ``generate()`` asks for: greedily, sampling, or with beams of any kind.
+    """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
     Parameters
     ----------
     packed, cache_dtype
         See ``CausalModel``.
     call
-        What is asked for.
+        The prepared call.
     new_model
-        Makes what stands in for a ``CausalModel``, of the same arguments; None: nothing does.
+        Makes a replacement for ``CausalModel`` from the same arguments; None: ``CausalModel``.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def decode_causal(
     Raises
     ------
     ValueError
-        Names an argument of ``generate()`` that this cannot do.
+        Names an argument of ``generate()`` that is not supported.
     RuntimeError
         A row has NaN in its logits, or nothing above -inf.
     """

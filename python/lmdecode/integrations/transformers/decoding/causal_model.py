@@ -16,22 +16,22 @@ __all__ = ["CausalModel"]
 class CausalModel:
     """A packed decoder-only model as ``StepwiseModel``.
 
-    Rows whose prompts are the same share them: they are read once.
+    Rows with equal prompts share them: each is read once.
 
     Parameters
     ----------
     packed : PackedCausalModel
-        Reads tokens.
+        The model.
     input_ids : Tensor
         [rows, S] int64, the prompts, padded on the left.
     attention_mask : Tensor or None
         [rows, S]: 0 is padding.
     max_length : int
-        Of a row, padding counted.
+        Maximum length of a row, padding counted.
     cache_dtype : str
         See ``CausalCaches``.
     lookup : Lookup, optional
-        Lets steps read tokens ahead; for loops whose rows stay where they are.
+        Steps read draft tokens ahead; only for loops that do not reorder rows.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CausalModel:
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
-        places = dict[tuple[int, ...], int]()  # of each prompt, in leaders
+        places = dict[tuple[int, ...], int]()  # of each prompt, an index into leaders
         for row, prompt in enumerate(prompts):
             place = places.setdefault(tuple(prompt.tolist()), len(leaders))
             if place == len(leaders):
@@ -78,7 +78,7 @@ class CausalModel:
         return logits
 
     def _read_prompts(self, leaders: list[int]) -> Tensor:
-        """Read the prompts of these rows; returns the logits of their last tokens, [n, V]."""
+        """Read the prompts of these rows; return the logits of their last tokens, [n, V]."""
         entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
         tokens = torch.cat([self._prompts[row] for row in leaders])
         return self.caches.forward(tokens, entries, len(leaders))

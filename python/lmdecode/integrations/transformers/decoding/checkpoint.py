@@ -28,7 +28,7 @@ __all__ = [
     "skeleton_of", "without_weights",
 ]  # fmt: skip
 
-# What tokenizers and processors are made of.
+# Files of tokenizers and processors.
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
     "normalizer.json", "preprocessor_config.json", "processor_config.json",
@@ -41,9 +41,9 @@ _TOKENIZER_FILES = (
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """``torch.empty``, which weights are made by, gives tensors without memory: in this thread.
+    """Make ``torch.empty``, which creates weights, return tensors without memory in this thread.
 
-    Buffers are computed, so that they have values.
+    Buffers are computed, so they have values.
     """
 
     def __torch_function__(
@@ -56,9 +56,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def without_weights(model: Any) -> Any:
-    """Give each parameter of a model a single value on the CPU: its shape and dtype stay.
+    """Replace each parameter of a model by one expanded value of the same shape and dtype.
 
-    The model says so where it is run, and so do its encoder and its decoder.
+    Running the model, its encoder or its decoder raises an error.
     """
     replaced: dict[int, Parameter] = {}
     for module in model.modules():
@@ -75,7 +75,7 @@ def without_weights(model: Any) -> Any:
 
 
 def auto_class_of(config: Any) -> Any:
-    """Return the class of transformers that makes the model which a config's ``Decoding`` takes."""
+    """Return the transformers class that makes the model for a config's ``Decoding``."""
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     speech = AutoModelForSpeechSeq2Seq
@@ -83,7 +83,7 @@ def auto_class_of(config: Any) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """Return the model of a config, whose parameters have no values yet; its buffers have."""
+    """Return the model of a config; its buffers have values, its parameters do not yet."""
     kind = auto_class_of(config)
     with _EmptyOnMeta():
         model = kind.from_config(config, dtype=torch.float32)
@@ -93,9 +93,9 @@ def empty_model(config: Any) -> Any:
 
 
 def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
-    """Return the model of a config, whose parameters have no memory.
+    """Return the model of a config, with parameters that take no memory.
 
-    ``generate()`` of it does all but run the model.
+    Its ``generate()`` does everything except running the model.
     """
     model = without_weights(empty_model(config))
     if generation_config is not None:
@@ -104,7 +104,7 @@ def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> 
 
 
 def skeleton_of(folder: Path, config: Any = None) -> Any:
-    """Return the skeleton of a folder's configs; that of the model is read where none is given."""
+    """Return the skeleton for a folder's configs; the model's config is read if not given."""
     generation_config = None
     if (folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(folder)
@@ -118,7 +118,7 @@ def files_of(model: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         generation_config = copy.deepcopy(model.generation_config)
-        # Of one that is marked so, transformers reads what it knows alone: no languages of Whisper.
+        # Of a marked config transformers reads only known entries: not Whisper's languages.
         generation_config._from_model_config = False
         generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
@@ -149,12 +149,12 @@ def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, by their names in a model.
+    """The tensors of a folder's safetensors files, by the model's names.
 
     Parameters
     ----------
     files : dict
-        The file of each name.
+        Name to file.
     """
 
     def __init__(self, files: dict[str, Path]) -> None:
@@ -163,9 +163,9 @@ class Checkpoint:
 
     @classmethod
     def of(cls, folder: Path, model: Any) -> Checkpoint | None:
-        """Return that of a folder, None where it does not have the model's tensors as they are."""
+        """Return the checkpoint of a folder; None if the model's tensors have other names."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if single.is_file():  # where there are both, transformers reads this one
+        if single.is_file():  # transformers prefers this one
             with safe_open(single, framework="pt") as opened:
                 files = dict.fromkeys(opened.keys(), single)
         elif index.is_file():
@@ -176,7 +176,7 @@ class Checkpoint:
         checkpoint = cls(files)
         tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         for target, source in tied.items():
-            # Transformers ties tensors of which the folder has both where they are equal alone.
+            # transformers ties two tensors of the folder only if they are equal.
             both = target in files and source in files
             if both and not checkpoint._are_equal(target, source):
                 return None

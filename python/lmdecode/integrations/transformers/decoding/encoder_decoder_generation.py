@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_encoder_decoder", "memory_of"]
 
-# What generate() hands on and is of no account here; inputs_embeds are the encoder's.
+# Arguments that generate() passes on and that have no effect here; inputs_embeds are the
+# encoder's.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", "past_key_values",
      "use_cache", "decoder_attention_mask", "position_ids", "decoder_position_ids",
@@ -68,7 +69,7 @@ _IGNORED = frozenset(
 
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for what ``generate()`` was asked for and the loop does not do."""
+    """Raise ValueError for arguments of ``generate()`` that the loop does not support."""
     if config.num_beams is not None and config.num_beams < 1:
         raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
     refuse_inner_outputs(config)
@@ -87,7 +88,7 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_on_device(config: GenerationConfig, padding: Tensor | None) -> None:
-    """Raise ValueError for what only the loop on the CPU has."""
+    """Raise ValueError for arguments that only the loop on the CPU supports."""
     if config.do_sample:
         raise ValueError("do_sample: expected False on a device, got True")
     if padding is not None:
@@ -95,13 +96,13 @@ def _refuse_on_device(config: GenerationConfig, padding: Tensor | None) -> None:
     if not config.return_dict_in_generate:
         return
     for name in ("output_logits", "output_scores"):
-        # With beams output_scores asks for sequences_scores, too.
+        # With beams output_scores includes sequences_scores.
         if getattr(config, name) and (name == "output_logits" or (config.num_beams or 1) == 1):
             raise ValueError(f"{name}: expected False on a device, no logits are kept there")
 
 
 def _check_max_length(decoder: PackedDecoder | DeviceDecoder, settings: SearchSettings) -> None:
-    """Raise ValueError for sequences that might outgrow the model."""
+    """Raise ValueError if sequences may become longer than the model supports."""
     for most, name in length_limits(decoder):
         if settings.max_length > most + 1:
             raise ValueError(
@@ -118,7 +119,7 @@ def memory_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the memories, [B, S, M] float32, and their lengths, [B] int64, on a device.
 
-    What the mask leaves out is taken out: attention to a memory does not depend on its order.
+    Masked positions are removed: attention to a memory does not depend on its order.
     """
     memory = encoder_outputs[0].detach().to(device=device, dtype=torch.float32)
     if attention_mask is None:
@@ -149,40 +150,40 @@ def decode_encoder_decoder(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode as ``generate()`` asks for: greedily, with beams of any kind, or sampling.
+    """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
     Parameters
     ----------
     decoder
-        That of the model.
+        The model's packed decoder.
     sounds
-        Those of Whisper's rows.
+        The sounds of Whisper's rows, else None.
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         As ``generate()`` prepares them, the encoder's outputs among them.
     synced_gpus, streamer
-        Of no use here.
+        Unused.
     seed
-        As ``sample`` takes it; with beams that are drawn it is an error.
+        As for ``sample``; an error with beam sampling.
     stop_strings, tokenizer
         Texts at which a sequence ends, and the model's tokenizer.
 
     Returns
     -------
     Tensor or GenerateBeamEncoderDecoderOutput or GenerateEncoderDecoderOutput
-        [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are as
-        ``StepLogits`` has them.
+        [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are those
+        of ``StepLogits``.
 
     Raises
     ------
     ValueError
-        Names an argument of ``generate()`` that this cannot do.
+        Names an argument of ``generate()`` that is not supported.
     RuntimeError
         A prompt has NaN in its logits, or no candidate above -inf.
     """
     config = generation_config
     refuse_assistance(config, None, "Decoding runs the model itself")
     stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
-    # Whisper's generate() asks for attentions to find the times of tokens by.
+    # Whisper's generate() requests attentions to find the times of tokens.
     aligns_tokens = bool(getattr(config, "return_token_timestamps", None))
     if aligns_tokens:
         config.output_attentions = False
@@ -195,7 +196,7 @@ def decode_encoder_decoder(
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
     if sounds is not None and sounds.count:
-        # With beams nothing is drawn, until a temperature is tried without.
+        # With beams nothing is drawn, until a temperature is tried without beams.
         seed = seeds_of_rows(seed, input_ids[:1].expand(sounds.count, -1), config)
         if isinstance(seed, Tensor):
             seed = seed[sounds.of_rows()]
@@ -210,11 +211,11 @@ def decode_encoder_decoder(
     ends = end_tokens_of_criteria(stopping_criteria, settings.max_length)
     mask = model_kwargs.get("attention_mask")
     if model.main_input_name != "input_ids":
-        mask = None  # Whisper's is one of input features: its decoder looks at all of the memory
+        mask = None  # Whisper's mask is of input features: its decoder attends to all of the memory
     encoder_outputs = model_kwargs["encoder_outputs"]
     memory, lengths = memory_of(encoder_outputs, mask, decoder.device)
     if config.num_beams > 1:
-        # generate() has repeated it for the beams, and keeps what it gave us until the end.
+        # generate() has repeated it for the beams, and keeps its own reference until the end.
         memory, lengths = memory[:: config.num_beams].clone(), lengths[:: config.num_beams]
         if isinstance(encoder_outputs, dict) and "last_hidden_state" in encoder_outputs:
             encoder_outputs["last_hidden_state"] = memory
@@ -227,9 +228,9 @@ def decode_encoder_decoder(
     if ends is not None and not config.do_sample:
         rules = token_rules_of_processors(logits_processor, vocab_size, has_timestamps=is_on_cpu)
     if rules is not None and padding is not None and looks_back(rules):
-        rules = None  # transformers' processors look at the padding, too
+        rules = None  # transformers' processors see the padding, too
     if (config.num_beam_groups or 1) > 1 and has_trie(logits_processor):
-        rules = None  # the loop in C++ goes on with any token by the rules of groups
+        rules = None  # with groups the loop in C++ continues with any token
     call = SearchCall(
         model, settings, input_ids, padding, logits_processor, stopping_criteria, config, memory,
         lengths, no_speech,
@@ -273,7 +274,7 @@ def _on_device(result: Any, device: torch.device) -> Any:
 def _decode_in_cpp(
     decoder: PackedDecoder | DeviceDecoder, call: SearchCall, rules: TokenRules, ends: list[int]
 ) -> Any:
-    """Search by token rules and these end tokens alone; between steps nothing returns here."""
+    """Search by token rules and end tokens only; steps do not return to Python."""
     config, settings, input_ids, memory = call.config, call.settings, call.input_ids, call.memory
     greedy, groups = config.num_beams == 1, config.num_beam_groups or 1
     dialect: SearchDialect = "scorer" if groups > 1 else "generate"
@@ -287,7 +288,7 @@ def _decode_in_cpp(
         keep_beam_indices=bool(config.return_dict_in_generate),
     )
     if groups == 1:
-        # Beams that go on where too few candidates do are run with it; results are filled below.
+        # It is the input of beams that continue without a candidate; results are filled below.
         parameters.pad_tokens.clamp_(0, decoder.config.vocab_size - 1)
     if greedy:
         parameters.early_stopping.fill_(1)
@@ -317,7 +318,7 @@ def _decode_in_cpp(
     state = searches.state
     failed = state.status != 0
     if bool(failed.any()):
-        # The step that failed has counted.
+        # The failed step is counted.
         step = int(state.lengths[failed].min()) - settings.prompt_length - 1
         raise_for_prompts(state.status.view(settings.batch, groups).amax(dim=1), step)
     found = search_result(

@@ -1,4 +1,4 @@
-"""Where each architecture keeps its encoder's weights."""
+"""The location of the encoder's weights in each architecture."""
 
 from __future__ import annotations
 

@@ -22,17 +22,17 @@ __all__ = ["Encoder", "with_encoder"]
 class Encoder:
     """A model's encoder on packed weights.
 
-    What it cannot do (embeddings as input, states of all layers, masks that are no runs of ones)
-    the model's own does, where it has its weights.
+    For unsupported inputs (embeddings, states of all layers, masks other than runs of ones) the
+    model's own encoder runs, if the model has its weights.
 
     Parameters
     ----------
     model
         An encoder-decoder model.
     dtype : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
+        Format of linear weights.
     embedding : Tensor, optional
-        [V, D] float32 of the decoder, which is the encoder's where the model has one for both.
+        [V, D] float32: the decoder's, if the model shares it with the encoder.
     """
 
     def __init__(self, model: Any, dtype: str, embedding: Tensor | None = None) -> None:
@@ -49,7 +49,7 @@ class Encoder:
 
     @classmethod
     def of_parts(cls, model: Any, parts: Mapping[str, Any]) -> Encoder:
-        """Return the encoder of a model that is packed already; parts are its ``parts``."""
+        """Return the encoder of a packed model, from its ``parts``."""
         encoder = cls.__new__(cls)
         encoder._take(model, parts)
         return encoder
@@ -75,7 +75,7 @@ class Encoder:
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Return a ``BaseModelOutput``, with zeros where the mask has none."""
+        """Return a ``BaseModelOutput``; masked positions are 0."""
         found = None
         if inputs_embeds is None and not output_attentions and not output_hidden_states:
             if input_features is not None:
@@ -102,7 +102,7 @@ class Encoder:
     __call__ = forward
 
     def _what_is_not_packed(self, given: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """Return which argument is for the model's own encoder, of which there are no weights."""
+        """Return the error for an input that needs the weights of the model's own encoder."""
         asked = [name for name, value in outputs.items() if value]
         if asked:
             what = f"{asked[0]} is True; expected False"
@@ -130,22 +130,22 @@ class Encoder:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether its input is tokens, and not features."""
+        """Whether the input is tokens, not features."""
         return self._audio is None
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a source, where that is limited."""
+        """Maximum number of tokens of a source, None if unlimited."""
         return self._packed.longest
 
     @property
     def _features_shape(self) -> list[int]:
-        """The channels and frames of features."""
+        """Channels and frames of the features."""
         assert self._audio is not None
         return [self._audio.channels, self._audio.frames]
 
     def check_source(self, name: str, source: Sequence[int]) -> None:
-        """Raise ValueError for tokens that the model does not take."""
+        """Raise ValueError for tokens that the model does not accept."""
         most, tokens = self.longest, self._packed.config.vocab_size
         if not source or (most is not None and len(source) > most):
             expected = "at least 1" if most is None else f"1 to {most}"
@@ -160,7 +160,7 @@ class Encoder:
             )
 
     def check_features(self, name: str, features: Tensor) -> None:
-        """Raise ValueError for features that the model does not take, [channels, frames]."""
+        """Raise ValueError for features, [channels, frames], that the model does not accept."""
         shape = list(features.shape)
         if shape != self._features_shape:
             raise ValueError(f"{name} has shape {shape}; expected {self._features_shape}")
@@ -177,7 +177,7 @@ class Encoder:
     def memories(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return [n, S, D] float32 of sources of tokens, and their lengths, [n] int64.
 
-        Rows behind a source are 0.
+        Rows after the end of a source are 0.
         """
         counts = [len(source) for source in sources]
         lengths, longest = torch.tensor(counts), max(counts)
@@ -188,7 +188,7 @@ class Encoder:
         return _placed(rows, torch.arange(longest) < lengths[:, None]), lengths
 
     def _of_tokens(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return [B, S, D], or None where the mask has several runs of ones in a row."""
+        """Return [B, S, D], or None if the mask has several runs of ones in a row."""
         if ids.dim() != 2 or ids.device.type != "cpu":
             return None
         places = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -202,7 +202,7 @@ class Encoder:
         within = places - first[:, None]
         if not torch.equal(mask, (within >= 0) & (within < lengths[:, None])):
             return None
-        if self._kind == "m2m_100":  # whose positions count what is no padding
+        if self._kind == "m2m_100":  # positions do not count padding
             if not torch.equal(ids != self._padding, mask):
                 return None
             places = within
@@ -215,7 +215,7 @@ class Encoder:
         if self._audio is None or features.dim() != 3 or features.device.type != "cpu":
             return None
         if list(features.shape[1:]) != self._features_shape:
-            return None  # the model's own says what is wrong
+            return None  # the model's own encoder raises the error
         return self._audio.forward(features)
 
 
@@ -229,7 +229,7 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
 
 
 def with_encoder(model: Any, encoder: Any) -> Any:
-    """Return a model that is this one, but for what ``get_encoder()`` returns."""
-    runner = copy.copy(model)  # of its own attributes; modules and weights are shared
+    """Return a copy of the model whose ``get_encoder()`` returns ``encoder``."""
+    runner = copy.copy(model)  # a shallow copy: modules and weights are shared
     runner.__dict__["get_encoder"] = lambda modality=None: encoder
     return runner

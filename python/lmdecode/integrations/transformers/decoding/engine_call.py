@@ -1,4 +1,4 @@
-"""``generate()`` on an ``Engine``, where nothing of Python's stands between steps."""
+"""``generate()`` on an ``Engine``, if no Python code has to run between steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from lmdecode.sampling.sampler_rows import parameters_of_row
 __all__ = ["EngineCall", "engine_call", "search_on_engine", "write_on_engine"]
 
 _MAX_STEP_TOKENS = 512
-# What these ask of a Sampler is the same in every step.
+# Their arguments of a Sampler are the same in every step.
 _STEADY = {
     NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor, SuppressTokensLogitsProcessor, *WARPERS,
@@ -64,7 +64,7 @@ def _parameters(
 
 
 def _end_tokens(stopping_criteria: Any) -> list[int] | None:
-    """Return the tokens that end a row; None: something else ends one, too."""
+    """Return the tokens that end a row; None if another criterion may end it, too."""
     ends: list[int] = []
     for criterion in stopping_criteria:
         if type(criterion) is EosTokenCriteria:
@@ -105,7 +105,7 @@ class EngineCall(NamedTuple):
     pad: int
 
     def submit(self, engine: Engine, prompt: Any, seed: int | None) -> Request:
-        """Let an engine write a row; ``seed`` has no meaning where nothing is drawn."""
+        """Submit a row to an engine; ``seed`` has no effect if nothing is drawn."""
         return engine.submit(
             prompt,
             max_new_tokens=self.max_new_tokens,
@@ -147,7 +147,7 @@ def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | Non
 
 
 def _prompts(call: CausalCall) -> list[Tensor] | None:
-    """Return the prompts without padding; None: some have padding within."""
+    """Return the prompts without padding; None if one has padding inside."""
     if call.mask is None:
         return list(call.input_ids)
     seen = call.mask.to(call.input_ids.device) != 0
@@ -208,7 +208,7 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
 
 
 def _shifted(rules: TokenRules, padding: int) -> TokenRules:
-    """Return rules whose lengths count so much padding as those of a prompt without it."""
+    """Return rules with lengths reduced by ``padding``, for a prompt without it."""
     if not padding:
         return rules
     bans, forced = rules.bans.clone(), rules.forced.clone()
@@ -243,7 +243,7 @@ def search_on_engine(
         return None
     prompts = prompts[::num_beams]
     if looks_back(rules) and any(len(prompt) < length for prompt in prompts):
-        return None  # transformers' processors look at the padding, too
+        return None  # transformers' processors see the padding, too
     engine = _new_engine(packed, cache_dtype, rows, prompts, new)
     requests = [
         engine.submit_search(
@@ -265,7 +265,7 @@ def search_on_engine(
     while engine.step():
         pass
     if any(request.finish_reason == "error" for request in requests):
-        return None  # whoever searches step by step says in which one
+        return None  # the loop in Python names the step in its error
     texts = []
     for request in requests:
         beams = request.result().beams

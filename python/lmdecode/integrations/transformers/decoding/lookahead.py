@@ -1,4 +1,4 @@
-"""Logits ahead: a step reads tokens that a text may go on with, before they are chosen."""
+"""Prompt lookup: a step reads draft tokens ahead, before they are chosen."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ __all__ = ["Lookahead"]
 
 
 class Lookahead:
-    """The logits behind the last tokens of some sequences, some of which were computed before.
+    """The logits at the last tokens of several sequences, some computed ahead.
 
-    A step of a sequence reads its last token and what ``prompt_lookup`` proposes behind it. While
-    the tokens that are chosen are those that were proposed, the logits are there; they have the
-    bits of steps of one token. What was read in vain is taken back, and the next step reads fewer
-    tokens ahead.
+    A step of a sequence reads its last token and the draft of ``prompt_lookup`` after it. While the
+    chosen tokens equal the draft, their logits are already computed, with the bits of steps of one
+    token. Rejected tokens are removed from the caches, and the next step reads fewer tokens ahead.
 
     Parameters
     ----------
     caches : CausalCaches
-        In which the prompts are read before the first step, with room to go back ``num_tokens``.
+        They have read the prompts, and can go back ``num_tokens``.
     prompts : list of Tensor
         [n] int64 each.
     num_tokens, max_ngram : int
@@ -38,14 +37,14 @@ class Lookahead:
         self._lengths = torch.tensor([len(prompt) for prompt in prompts])
         for text, prompt in zip(self._texts, prompts, strict=True):
             text[: len(prompt)] = prompt
-        # Of each sequence: tokens that were read ahead, and the logits behind the last token and
-        # behind each of them.
+        # Of each sequence: the tokens read ahead, and the logits at the last token and at each of
+        # them.
         self._ahead = [ReadAhead() for _ in prompts]
-        self._propose = [num_tokens] * len(prompts)  # tokens of the next draft, at most
+        self._propose = [num_tokens] * len(prompts)  # maximum number of tokens of the next draft
         self._logits: list[Tensor] = [torch.empty(0, 0) for _ in prompts]
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return the logits behind the tokens that were chosen, [rows] int64: [rows, V]."""
+        """Return the logits, [rows, V], at the chosen tokens, [rows] int64."""
         rows = torch.arange(len(last))
         self._texts[rows, self._lengths] = last
         self._lengths += 1
@@ -63,7 +62,7 @@ class Lookahead:
 
     def _read(self, rows: list[int]) -> None:
         lengths = self._lengths[rows]
-        behind = (lengths - 1).tolist()  # positions that were rightly read
+        behind = (lengths - 1).tolist()  # accepted positions
         self._caches.truncate(rows, behind)
         for row in rows:
             if self._ahead[row].num_read:

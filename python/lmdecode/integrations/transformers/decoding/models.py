@@ -236,14 +236,14 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
 
 
 def load_model(name: str | os.PathLike[str], config: Any) -> Any:
-    """Return the model of a folder, or of a name, with float32 weights, as its config says.
+    """Return the model of a folder or of a name, of its config's class, with float32 weights.
 
     Raises
     ------
     ValueError
-        The config is of no type that there is in ``MODEL_TYPES`` or ``CAUSAL_MODEL_TYPES``.
+        The config's type is neither in ``MODEL_TYPES`` nor in ``CAUSAL_MODEL_TYPES``.
     OSError
-        There is none.
+        There is no such model.
     """
     if not config.is_encoder_decoder:
         if config.model_type not in CAUSAL_MODEL_TYPES:
@@ -263,8 +263,8 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
 def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights of its decoder.
 
-    A decoder-only model of a folder with safetensors comes without weights: they are read one by
-    one as they are asked for.
+    A decoder-only model of a folder with safetensors comes without weights: each is read when it
+    is requested.
 
     Raises
     ------
@@ -296,7 +296,7 @@ def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     Raises
     ------
     ValueError
-        A model that is not one of ``MODEL_TYPES``, or has an activation that there is not.
+        The model is not one of ``MODEL_TYPES``, or has an unknown activation.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in MODEL_TYPES or not hasattr(model, "get_output_embeddings"):
@@ -315,7 +315,7 @@ def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 
 
 def parts_of(model: Any) -> tuple[Any, Any]:
-    """Return config and weights of a model: of its decoder, or of all where it is decoder-only.
+    """Return config and weights of a model's decoder, or of a decoder-only model.
 
     Raises
     ------

@@ -16,7 +16,7 @@ __all__ = [
     "joined_modules", "positions_of", "t5_bias", "t5_parts", "t5_sizes",
 ]  # fmt: skip
 
-# For which T5's buckets are worked out; further ones would need longer sequences.
+# Distances for which T5's buckets are computed; larger ones need longer sequences.
 T5_DISTANCES = 8192
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
 
 
 def joined(linears: Sequence[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | None]:
-    """Return [out, in] weights and biases of several, one behind the other; of one, its own.
+    """Return concatenated [out, in] weights and biases; a single one is returned as it is.
 
     Weights may be in blocks: see ``join_rows``.
     """
@@ -47,7 +47,7 @@ def joined(linears: Sequence[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | 
 
 
 def activation(name: object) -> ActivationName:
-    """Return our name of an activation function; raise ValueError for one that there is not."""
+    """Return our name of an activation function; raise ValueError for an unknown one."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
             f"Decoding.from_pretrained: the activation function is {name!r}; "
@@ -57,7 +57,7 @@ def activation(name: object) -> ActivationName:
 
 
 def joined_modules(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and the biases of linear modules, one behind the other."""
+    """Return the concatenated weights and biases of linear modules."""
     return joined([(module.weight, module.bias) for module in modules])
 
 
@@ -78,7 +78,7 @@ def t5_bias(config: Any, stack: Any, places: Tensor) -> Tensor:
     for attention in attentions:
         if not attention.has_relative_attention_bias:
             continue
-        if config.model_type == "umt5":  # whose attention knows all of it
+        if config.model_type == "umt5":  # the module's attention has all settings
             buckets = attention._relative_position_bucket(places)
         else:
             buckets = attention._relative_position_bucket(
@@ -97,7 +97,7 @@ def embedding_scale(config: Any) -> float:
 
 
 def bart_parts(layer: Any) -> dict[str, Tensor | None]:
-    """Return the weights that layers of BART's encoder and decoder have, by our names.
+    """Return the weights common to layers of BART's encoder and decoder, by our names.
 
     Marian, mBART, M2M100, Pegasus and Whisper have the same modules.
     """
@@ -122,7 +122,7 @@ def bart_parts(layer: Any) -> dict[str, Tensor | None]:
 
 
 def t5_parts(own: Any, ffn: Any) -> dict[str, Tensor | None]:
-    """Return the weights that blocks of T5's encoder and decoder have, by our names."""
+    """Return the weights common to blocks of T5's encoder and decoder, by our names."""
     attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
     gated = hasattr(feed_forward, "wi_1")
     qkv, _ = joined_modules(attention.q, attention.k, attention.v)
@@ -145,7 +145,7 @@ def t5_parts(own: Any, ffn: Any) -> dict[str, Tensor | None]:
 
 
 def t5_sizes(config: Any) -> dict[str, Any]:
-    """Return the sizes and switches that T5's encoder and decoder have in common."""
+    """Return the sizes and switches common to T5's encoder and decoder."""
     return {
         "model_size": config.d_model,
         "num_heads": config.num_heads,

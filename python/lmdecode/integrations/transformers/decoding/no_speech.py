@@ -1,4 +1,4 @@
-"""How sure a Whisper model is that nobody speaks, without another forward pass of the model."""
+"""Whisper's probability that there is no speech, without another forward pass."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class NoSpeech:
         return NoSpeech(processor, input_ids, num_beams), left
 
     def read(self, searches: DecodingSearches) -> None:
-        """Read the prompts as far as needed; the search goes on from there."""
+        """Read the prompts as far as needed; the search continues from there."""
         processor = self._processor
         if self._length != processor.begin_index:
             return
         offset = processor.start_of_trans_offset
         if offset > 1:
-            # Of all audios, also where another temperature is tried for some: transformers goes by
-            # their places then, too.
+            # Of all audios, even if only some are retried at another temperature: transformers
+            # then indexes all of them, too.
             if getattr(processor, "lmdecode_inputs", None) is processor.inputs:
                 return
             processor.lmdecode_inputs = processor.inputs

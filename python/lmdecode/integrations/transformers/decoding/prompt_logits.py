@@ -1,4 +1,4 @@
-"""Logits behind a prompt, which Whisper's ``generate()`` asks its model for: of languages."""
+"""Logits after a prompt, by which Whisper's ``generate()`` detects the language."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PromptLogits(ForwardOf):
     kind : type
         The model's class.
     encoder, decoder
-        The model's.
+        Packed encoder and decoder of the model.
     """
 
     def __init__(self, kind: type, encoder: Any, decoder: PackedDecoder) -> None:
@@ -41,7 +41,7 @@ class PromptLogits(ForwardOf):
         decoder_input_ids: Tensor,
         use_cache: bool | None = None,
     ) -> Seq2SeqLMOutput:
-        """Return logits [B, 1, V] float32 behind [B, 1] tokens; ``use_cache`` has no effect."""
+        """Return logits [B, 1, V] float32 at [B, 1] tokens; ``use_cache`` has no effect."""
         if encoder_outputs is None:
             encoder_outputs = self._encoder(input_features=input_features)
         memory, lengths = memory_of(encoder_outputs, None)

@@ -1,4 +1,4 @@
-"""Prompts of a decoder that are not of one length: what their mask leaves out is not there."""
+"""Prompts of a decoder with different lengths: masked tokens are left out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PADDING = torch.iinfo(torch.int64).min  # kPadding of csrc/decoder/decoding.h
 
 
 def prompt_padding(model: Any, model_kwargs: dict[str, Any], input_ids: Tensor) -> Tensor | None:
-    """Return which tokens are padding, [rows, length] bool; None where none is.
+    """Return the mask of padding tokens, [rows, length] bool; None if there is no padding.
 
     Raises
     ------
     ValueError
-        The mask is another model's than Whisper's, whose positions do not count padding; or does
-        not fit the prompts.
+        The mask does not fit the prompts, or the model is not Whisper: only Whisper's positions do
+        not count padding.
     """
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is None or bool(mask.all()):
@@ -41,12 +41,12 @@ def prompt_padding(model: Any, model_kwargs: dict[str, Any], input_ids: Tensor) 
 
 
 def leave_out(state: BeamState, padding: Tensor | None) -> None:
-    """Take padding out of the prompts of a search that begins."""
+    """Remove padding from the prompts at the start of a search."""
     if padding is None:
         return
     slots, width, _ = state.sequences.shape
     prompts = state.sequences[:, :, : padding.shape[1]]
     padding = padding.view(slots, width, -1)
-    # Attention does not look at it, wherever it stands, and positions do not count it.
+    # Attention skips it anywhere, and positions do not count it.
     order = torch.argsort((~padding).to(torch.uint8), dim=-1, stable=True)
     prompts.copy_(prompts.masked_fill(padding, _PADDING).gather(-1, order))

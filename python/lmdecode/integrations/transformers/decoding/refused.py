@@ -9,7 +9,7 @@ __all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_seed_of_beams"]
 
 
 def refuse_inner_outputs(config: Any) -> None:
-    """Raise ValueError where outputs of a model's layers are asked for, by attributes of config."""
+    """Raise ValueError if attributes of the config request outputs of a model's layers."""
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(
@@ -18,14 +18,14 @@ def refuse_inner_outputs(config: Any) -> None:
 
 
 def refuse_handed_on(model_kwargs: dict[str, Any], ignored: Collection[str], what: str) -> None:
-    """Raise ValueError for arguments of a model's forward pass, but for those of no account."""
+    """Raise ValueError for arguments of a model's forward pass, except those without effect."""
     for name, value in model_kwargs.items():
         if name not in ignored and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a {what}")
 
 
 def refuse_seed_of_beams(seed: Any) -> None:
-    """Raise ValueError for a seed, with beams."""
+    """Raise ValueError for a seed with beams."""
     if seed is not None:
         raise ValueError(
             f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "

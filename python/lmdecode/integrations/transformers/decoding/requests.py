@@ -11,7 +11,7 @@ from lmdecode.integrations.transformers.beam.requests import request_options, to
 __all__ = ["request_of_config"]
 
 _OP = "generation_config"
-# What generate() takes where neither its config nor the model's says anything.
+# Defaults of generate() where neither its config nor the model's has a value.
 _DEFAULTS: dict[str, Any] = {
     "early_stopping": False,
     "length_penalty": 1.0,
@@ -29,8 +29,8 @@ _TRANSLATED = frozenset(
      "forced_bos_token_id", "forced_eos_token_id", "max_length", "pad_token_id", "suppress_tokens",
      *_DEFAULTS)
 )  # fmt: skip
-# Without sampling, or a model that assists, generate() does not look at these either; the cache is
-# the batch's own.
+# generate() ignores these, too, without sampling or an assistant model. The batch has a cache of
+# its own.
 _WITHOUT_EFFECT = frozenset(
     ("assistant_confidence_threshold", "assistant_lookbehind", "compile_config", "disable_compile",
      "epsilon_cutoff", "eta_cutoff", "max_matching_ngram_size", "min_p", "num_assistant_tokens",
@@ -54,7 +54,7 @@ def _is_off(name: str, value: object) -> bool:
 
 
 def _effective(config: Any, model: Any) -> SimpleNamespace:
-    """Return the config's values, the model's where it has None; refuse what is not translated."""
+    """Return the config's values, or the model's for None; raise for unsupported values."""
     values: dict[str, Any] = {}
     for source in (config, getattr(model, "generation_config", None)):
         for name, value in ({} if source is None else vars(source)).items():
@@ -71,7 +71,7 @@ def _effective(config: Any, model: Any) -> SimpleNamespace:
 
 
 def _bad_words(config: SimpleNamespace) -> list[int]:
-    """Return the bad words, each of one token; an end token is none, as in ``generate()``."""
+    """Return the bad words, each of one token, without end tokens, as in ``generate()``."""
     words = config.bad_words_ids or []
     if any(len(word) != 1 for word in words):
         raise ValueError(f"{_OP}: bad_words_ids is {words}; expected words of one token in a batch")
@@ -86,7 +86,7 @@ def _bad_words(config: SimpleNamespace) -> list[int]:
 
 
 def _set_lengths(config: SimpleNamespace, prompt: int, model: Any) -> None:
-    """Let lengths count the prompt, as ``generate()`` prepares them."""
+    """Make lengths count the prompt, as ``generate()`` does."""
     if config.max_new_tokens is not None:
         config.max_length = config.max_new_tokens + prompt
     elif config.max_length is None:
@@ -111,9 +111,9 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     prompt_ids : sequence of int, Tensor or None
         [length] of the decoder; None: ``decoder_start_token_id``, or else ``bos_token_id``.
     generation_config : transformers.GenerationConfig
-        What is None in it is taken from the model's.
+        Values that are None come from the model's config.
     model
-        Of transformers, or None.
+        The transformers model, or None.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     Raises
     ------
     ValueError, TypeError
-        Names a value that a request cannot express; nothing is ignored.
+        Names a value that a request cannot express.
     """
     if not hasattr(generation_config, "max_new_tokens"):
         kind = type(generation_config).__name__
@@ -132,7 +132,7 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     if prompt_ids is None:
         start = config.decoder_start_token_id
         prompt_ids = tokens_of(config.bos_token_id if start is None else start)
-        if len(prompt_ids) > 1:  # generate() takes so many as tokens of as many prompts
+        if len(prompt_ids) > 1:  # generate() reads several as one token of each prompt
             raise ValueError(
                 f"{_OP}: decoder_start_token_id is {list(prompt_ids)}; expected one token"
             )

@@ -25,9 +25,9 @@ __all__ = [
 def token_rules_of_processors(
     processors: LogitsProcessorList, vocab_size: int, *, has_timestamps: bool
 ) -> TokenRules | None:
-    """Return the rules of one slot, or None where rules cannot do what the processors do.
+    """Return the rules of one slot, or None if rules cannot express the processors.
 
-    has_timestamps: whether Whisper's rules of timestamps are among them.
+    has_timestamps: whether the rules support Whisper's timestamps.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def token_rules_of_processors(
 
 
 def trie_of_processors(processors: LogitsProcessorList, vocab_size: int) -> Trie | None:
-    """Return the trie that processors which rules can express hold sequences to, if any."""
+    """Return the trie of processors that rules can express, or None."""
     prefix_tokens = FusedProcessors(processors).prefix_tokens
     if prefix_tokens is None:
         return None
@@ -61,14 +61,14 @@ def trie_of_processors(processors: LogitsProcessorList, vocab_size: int) -> Trie
 
 
 def looks_back(rules: TokenRules) -> bool:
-    """Tell whether rules look at the tokens so far, prompts among them."""
+    """Tell whether rules depend on the tokens so far, including the prompts."""
     return bool((rules.repetition_penalty != 1).any() or rules.no_repeat_ngram_size.any())
 
 
 def raise_for_processors(
     processors: LogitsProcessorList, vocab_size: int, greedy: bool
 ) -> NoReturn:
-    """Raise ValueError: it says why rules cannot do what the processors do."""
+    """Raise a ValueError with the reason why rules cannot express the processors."""
     if type(processors) is not LogitsProcessorList:
         raise ValueError(
             f"logits_processor: expected a LogitsProcessorList, got {type(processors).__name__}"

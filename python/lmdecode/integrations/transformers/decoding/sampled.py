@@ -20,7 +20,7 @@ __all__ = ["decode_by_sampling"]
 
 
 class _Decoder:
-    """The decoder as ``StepwiseModel``; its rows stay where they are."""
+    """The decoder as ``StepwiseModel``, without reordering of rows."""
 
     def __init__(self, searches: DecodingSearches) -> None:
         self._searches = searches
@@ -31,7 +31,7 @@ class _Decoder:
 
     def read(self, input_ids: Tensor) -> Tensor:
         state = self._searches.state
-        # A row that has ended goes on with padding, which may be no token.
+        # A finished row continues with padding, which may be outside the vocabulary.
         state.sequences[:, 0, input_ids.shape[1] - 1] = input_ids[:, -1].clamp(
             0, self._vocab_size - 1
         )
@@ -43,12 +43,12 @@ class _Decoder:
 
 
 def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> Any:
-    """Run the decoder in C++ and draw as ``sample`` does: each step returns to Python.
+    """Run the decoder in C++ and draw tokens as ``sample`` does; each step returns to Python.
 
     Parameters
     ----------
     decoder, call
-        Of one beam.
+        The model, and a call with one beam.
     seed
         See ``sample``.
 

@@ -1,4 +1,4 @@
-"""``Decoding`` whose tokens are chosen in Python, for what the loop in C++ has no rules for."""
+"""Searches of ``Decoding`` in Python, for processors that the loop in C++ does not have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["decode_with_any_rules"]
 
 
 class GreedySearch(StateSearch):
-    """The most probable token of each prompt, after any processors, until any criteria.
+    """Greedy search with any processors and any stopping criteria.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class GreedySearch(StateSearch):
         ends = settings.end_tokens
         super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends)
         self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
-        # As in transformers: without end tokens prompts go on until all have ended.
+        # As in transformers: without end tokens, prompts continue until all have ended.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
@@ -74,7 +74,7 @@ class GreedySearch(StateSearch):
 
 
 def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
-    """Run the decoder in C++ and choose as ``beam_search`` does: each step returns to Python.
+    """Run the decoder in C++ and choose tokens as ``beam_search`` does, in Python.
 
     Returns
     -------

@@ -16,22 +16,22 @@ __all__ = ["SearchCall"]
 
 
 class SearchCall(NamedTuple):
-    """One call of ``generate()`` at its loop; tensors are on the CPU but for the memory.
+    """Arguments of one call of the loop by ``generate()``; only the memory may be on a device.
 
     Attributes
     ----------
     model, config
-        Of transformers; the config is this call's own.
+        Of transformers. The config belongs to this call.
     settings, input_ids
         Of the search, and its prompts, [batch * num_beams, length] int64.
     padding : Tensor or None
-        [batch * num_beams, length] bool: what of the prompts is padding.
+        [batch * num_beams, length] bool: True for padding of the prompts.
     processors, criteria
         Any.
     memory, lengths : Tensor
         [batch, S, M] float32 and [batch] int64.
     no_speech
-        What is to be found out of the prompts.
+        The ``NoSpeech`` to run on the prompts, or None.
     """
 
     model: Any

@@ -1,4 +1,4 @@
-"""The scores and logits of each step that ``Decoding.generate`` is asked for."""
+"""The scores and logits of each step, for ``Decoding.generate``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepLogits:
 
     def __init__(self, config: GenerationConfig, *, is_kept: bool) -> None:
         is_kept = is_kept and bool(config.return_dict_in_generate)
-        has_groups = (config.num_beam_groups or 1) > 1  # their diversity is no processor
+        has_groups = (config.num_beam_groups or 1) > 1  # their diversity penalty is not a processor
         self.scores: list[Tensor] | None = None
         self.logits: list[Tensor] | None = None
         if is_kept and config.output_scores and not has_groups:

@@ -1,4 +1,4 @@
-"""``Decoding.translate``: from lists of tokens to results, without ``generate()``'s preparation."""
+"""``Decoding.translate``: from lists of tokens to results, without ``generate()``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _key(*parts: Any) -> bytes | None:
     """Return bytes that are equal only for equal parts; None if a part cannot be pickled."""
     try:
         return pickle.dumps(parts)
-    except Exception:  # whatever the objects that a caller put there raise
+    except Exception:  # objects of the caller may raise anything
         return None
 
 

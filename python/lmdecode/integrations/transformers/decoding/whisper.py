@@ -14,10 +14,9 @@ __all__ = ["CallEncoder", "CallSounds", "cross_attentions"]
 
 
 class CallEncoder:
-    """The encoder of one call of ``generate()``, which runs once for an audio.
+    """The encoder of one call of ``generate()``, which runs once for each window of an audio.
 
-    ``generate()`` asks for the same windows again: to detect the language, and with each
-    temperature.
+    ``generate()`` encodes the same windows again to detect the language, and for each temperature.
 
     Parameters
     ----------
@@ -30,8 +29,8 @@ class CallEncoder:
         self._known: list[tuple[float, Tensor, Tensor]] = []  # sums, features and memories
 
     def forward(self, input_features: Tensor, **options: Any) -> Any:
-        """Return a ``BaseModelOutput``; attentions are not among it."""
-        options.pop("output_attentions", None)  # asked for with those of the decoder
+        """Return a ``BaseModelOutput`` without attentions."""
+        options.pop("output_attentions", None)  # requested with those of the decoder
         options.pop("return_dict", None)
         if any(options.values()) or input_features.dim() != 3:
             return self._encoder(input_features=input_features, **options)
@@ -49,10 +48,10 @@ class CallEncoder:
         if new:
             windows = input_features if len(new) == len(sums) else input_features[new]
             found = self._encoder(input_features=windows)[0]
-            # Of the windows before, those that are asked for again.
+            # Keep the windows of earlier calls that this call has again.
             self._known = [known for known in self._known if known[0] in sums]
             for row, memory in zip(new, found, strict=True):
-                memories[row] = memory  # one with NaN is not to be found again
+                memories[row] = memory  # a window with NaN is never found again
                 self._known.append((sums[row], input_features[row], memory))
             if len(new) == len(sums):
                 return BaseModelOutput(last_hidden_state=found)
@@ -65,7 +64,7 @@ class CallEncoder:
     __call__ = forward
 
     def _find(self, total: float, features: Tensor) -> Tensor | None:
-        """Return the memory of a window, [S, M], where it is known."""
+        """Return the memory of a window, [S, M], or None if it is unknown."""
         for known_total, known, memory in self._known:
             if known_total == total and torch.equal(known, features):
                 return memory
@@ -133,23 +132,23 @@ class CallSounds:
     Parameters
     ----------
     model
-        Of this call alone.
+        The copy of the model for this call.
 
     Attributes
     ----------
     count : int
-        Sounds of the call.
+        Number of sounds of the call.
     """
 
     def __init__(self, model: Any) -> None:
         self.count = 0
         self._rows: list[int] = []
-        self._again: list[int] = []  # the sounds of the rows that are tried once more
+        self._again: list[int] = []  # the sounds of the rows that are retried
         self._generate, self._need_fallback = model.generate_with_fallback, model._need_fallback
         model.generate_with_fallback, model._need_fallback = self._window, self._judge
 
     def of_rows(self) -> list[int]:
-        """Return the sound of each row, of the loop that begins."""
+        """Return the sound of each row of the loop that begins."""
         if self._again:
             self._rows, self._again = self._again, []
         return self._rows

@@ -1,4 +1,4 @@
-"""Drafts of an assistant model, which draws with the noise of the model that it assists."""
+"""Drafts of an assistant model, drawn with the noise of the assisted model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class AssistantDrafts:
         self, input_ids: torch.Tensor, most: int, model_kwargs: dict[str, Any]
     ) -> list[int]:
         """Return at most ``most`` draft tokens that may follow ``input_ids``, [1, S] int64."""
-        if self._generator is None:  # it expects the arguments of the first text that it is given
+        if self._generator is None:  # It expects the arguments of its first text.
             self._generator = AssistedCandidateGenerator(
                 input_ids,  # type: ignore[arg-type]
                 self._assistant,

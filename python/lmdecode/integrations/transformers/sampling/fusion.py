@@ -48,16 +48,18 @@ class SamplerFusion(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingFusion:
-    """How the logits of a step become tokens.
+    """Split of a list of processors: those that are called, and those that an op replaces.
 
     Attributes
     ----------
     processors
-        What is called on float32 logits before the op, or None.
+        Processors called on the float32 logits before the op, or None.
     stages
-        Keyword arguments of ``top_k_top_p_sample``: the processors that the op replaces.
+        Keyword arguments of ``top_k_top_p_sample``, for the processors that the op replaces.
     greedy
-        Take the largest processed score instead of drawing.
+        Whether to take the largest processed score instead of drawing.
+    sampler
+        The split for a ``Sampler``, if it replaces more processors; else None.
     """
 
     processors: LogitsProcessorList | None
@@ -77,18 +79,19 @@ _WITHOUT_STATE = {*SAMPLER_ARGUMENTS, *WARPERS, TopKTopPLogitsProcessor} - {
 
 
 def keeps_no_state(processor: Any) -> bool:
-    """Tell whether a processor is known to look at the text alone, not at that of other calls."""
+    """Tell whether a processor is known to depend only on the text of the current call."""
     return type(processor) in _WITHOUT_STATE
 
 
 def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | None:
-    """Return the op's arguments that do what ``processor`` does, or None if there are none.
+    """Return the op's arguments that replace ``processor``, or None if none do.
 
-    With ``rows``, the arguments may be those of a ``Sampler``; {} where it does nothing to them.
+    With ``rows``, the arguments may be those of a ``Sampler``. They are {} if the processor has no
+    effect on these rows.
 
-    Only the classes themselves are known: a subclass may do anything. A warper that fills with
-    something else than -inf, or keeps a minimum of several tokens after top-p or min-p, is not
-    expressible by the op (the minimum of top-k is part of its ``top_k`` already).
+    Only the classes themselves are recognized, as a subclass may do anything. The op cannot
+    express a warper that fills with another value than -inf, or that keeps several tokens after
+    top-p or min-p. The minimum of top-k is already part of its ``top_k``.
     """
     kind = type(processor)
     if rows is not None and kind in SAMPLER_ARGUMENTS:
@@ -116,9 +119,9 @@ def _fused_suffix(
 ) -> tuple[int, dict[str, Any]]:
     """Return how many processors are called before the op, and its arguments.
 
-    The op applies its stages in the order of their ranks, after everything else. So the longest
-    suffix is replaced that holds each of them at most once and in this order; bans alone may stand
-    anywhere before the stages that follow all bans.
+    The op applies its stages in the order of their ranks, after everything else. So it
+    replaces the longest suffix that has each of them at most once and in this order. Only bans may
+    stand anywhere before the stages that follow all bans.
     """
     called = len(processors)
     arguments: dict[str, Any] = {}
@@ -143,17 +146,17 @@ def fuse_sampling(
 ) -> SamplingFusion:
     """Split a list of processors into a part that is called and a suffix that an op replaces.
 
-    ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. Where a
-    ``Sampler``, which knows penalties, bans and more filters, replaces a longer suffix, the fusion
-    says so too. The tokens have the distribution that the whole list would give.
+    ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. A
+    ``Sampler`` also has penalties, bans and more filters. If it replaces a longer suffix, the
+    result has that split too. The tokens have the distribution of the whole list.
 
     Parameters
     ----------
     logits_processor
         As ``generate()`` builds it: the user's processors first, the warpers last.
     do_sample
-        False: no filter is replaced, as filters decide nothing about the largest score but may
-        choose among equal ones.
+        False: no filter is replaced. Filters do not change the largest score, but may choose among
+        equal ones.
     rows
         The sequences of the step, on the CPU. None: no ``Sampler``.
     """

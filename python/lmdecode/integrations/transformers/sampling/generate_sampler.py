@@ -1,4 +1,4 @@
-"""The ``Sampler`` of a ``generate()`` call, which follows its rows."""
+"""The ``Sampler`` of a ``generate()`` call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BANNED = ("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_to
 
 
 def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a ``Sampler``, all of which are functions of a row's text."""
+    """Return the parameters of a ``Sampler``, which depend on a row's text only."""
     parameters = {
         name: value
         for name, value in arguments.items()
@@ -31,18 +31,19 @@ def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class GenerateSampler:
-    """Samples the next token of rows by a ``Sampler``, made anew where what is asked for changes.
+    """Samples the next token of each row by a ``Sampler``.
 
-    The noise of a row is that of ``top_k_top_p_sample``: of its seed, and of its length without
-    padding. Where such a ``Sampler`` begins, its text is ``input_ids`` without padding; tokens that
-    are in the cache alone are numbers that are no tokens.
+    It makes a new ``Sampler`` when the arguments change. A row has the noise of
+    ``top_k_top_p_sample``, a function of its seed and of its length without padding. The text of a
+    new ``Sampler`` is ``input_ids`` without padding. Tokens that only the cache holds are entered
+    as numbers outside the vocabulary.
 
     Parameters
     ----------
     seed
         int or [B], as of ``sample``; None: greedy.
     keep_scores
-        Whether ``kept_logits`` are wanted.
+        Whether to return ``kept_logits``.
     """
 
     def __init__(self, seed: int | torch.Tensor | None, keep_scores: bool) -> None:
@@ -68,14 +69,14 @@ class GenerateSampler:
         input_ids
             [B, S].
         arguments
-            Of the fusion of this step.
+            Arguments of the ``SamplerFusion`` of this step.
         rows
-            What ``input_ids`` are.
+            Lengths and padding of ``input_ids``.
 
         Returns
         -------
         SamplerOutput
-            As ``Sampler.sample`` has it.
+            As of ``Sampler.sample``.
         """
         asked = {name: value for name, value in arguments.items() if name != "bitmask"}
         sampler = self._sampler
@@ -83,7 +84,7 @@ class GenerateSampler:
             sampler = self._sampler = self._begin(input_ids, asked, rows)
             self._arguments = asked
         elif self._keep_scores:
-            # A row that has ended goes on with padding, which transformers' scores count as text.
+            # A finished row continues with padding, which transformers' scores count as text.
             last = input_ids[:, -1]
             for row in (last != self._drawn).nonzero()[:, 0].tolist():
                 sampler.rewind(row, 1)

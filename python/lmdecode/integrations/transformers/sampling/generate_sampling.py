@@ -69,8 +69,8 @@ def sample(
     ``prefix_allowed_tokens_fn`` may be a ``lmdecode.Trie`` of what may follow the prompt.
 
     With ``prompt_lookup_num_tokens`` or ``assistant_model`` of ``generate()``, for one sequence, a
-    step reads tokens that are proposed behind the text, and takes those that are chosen. The text
-    is that without, given equal logits.
+    step reads draft tokens after the text, and takes those that are chosen. Given equal logits, the
+    text is the same as without drafts.
 
     Parameters
     ----------
@@ -96,11 +96,10 @@ def sample(
         Texts at which a row ends, and the model's tokenizer, of ``generate()``. They are read from
         its arguments, not from a ``generation_config``, for which it finds no tokenizer.
     assistant_model
-        Of the same vocabulary: writes what is proposed, with the noise of ``seed``. None: what
-        ``generate()`` was given.
+        A model of the same vocabulary, which drafts tokens with the noise of ``seed``. None: the
+        one given to ``generate()``.
     inputs_tensor
-        What ``generate()`` was given to read, for an assistant's encoder; ``generate()`` hands it
-        on.
+        The input of ``generate()``, for an assistant's encoder; ``generate()`` passes it.
     **model_kwargs
         Arguments of the model's forward pass.
 
@@ -115,13 +114,12 @@ def sample(
     ValueError
         For ``num_beams`` > 1 and other modes of ``generate()`` that are not this loop (early exit,
         contrastive, DoLa), for an int ``seed`` < 0 and seeds for other than B rows, for
-        ``stop_strings`` without a tokenizer, where a function around this one was given no
-        streamer though ``generate()`` was, for a ``Trie`` with tokens beyond the vocabulary, and
-        where tokens are to be proposed for several
-        sequences, with a cache that cannot take them back, or by an assistant of another
-        vocabulary.
+        ``stop_strings`` without a tokenizer, if a function around this one did not pass on the
+        streamer of ``generate()``, for a ``Trie`` with tokens beyond the vocabulary, and for drafts
+        of several sequences, with a cache that cannot take tokens back, or by an assistant of
+        another vocabulary.
     TypeError
-        For a ``seed`` that is none, in greedy search too.
+        For a ``seed`` of a wrong type, in greedy search too.
     RuntimeError
         If the logits of a row that is not finished have NaN, or nothing above -inf.
     """
@@ -179,7 +177,10 @@ def _speculation(
     inputs_tensor: torch.Tensor | None,
     model_kwargs: dict[str, Any],
 ) -> Speculation | None:
-    """Return the speculative decoding that ``generate()`` requests, or None; no seed is greedy."""
+    """Return the speculative decoding that ``generate()`` requests, or None.
+
+    Without a seed the search is greedy.
+    """
     _, lookup = lookup_of(generation_config, "sample")
     drafts: Drafts
     if lookup is not None:

@@ -1,4 +1,4 @@
-"""A grammar of xgrammar as a logits processor whose mask ``sample`` gives to the fused op."""
+"""A grammar of xgrammar as a logits processor; ``sample`` passes its mask to the fused op."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmdecode._checks import install_hint
 
 
 class GrammarLogitsProcessor(LogitsProcessor):
-    """Only tokens that a grammar allows, by the bit mask of xgrammar.
+    """Allow only the tokens of a grammar, by the bit mask of xgrammar.
 
     ``generate(custom_generate=sample, logits_processor=[GrammarLogitsProcessor(grammar)])`` gives
     the bit mask, V / 8 bytes a row, to the op that samples; no logits are masked in memory. Any
-    other ``generate()`` calls it as a logits processor. The grammar begins behind the prompt. Its
-    state follows ``input_ids``: where these do not go on with those of the last call by one token,
-    a new text begins.
+    other ``generate()`` calls it as a logits processor. The grammar begins after the prompt. Its
+    state follows ``input_ids``: if these are not the tokens of the last call and one more, a new
+    text begins.
 
     Needs the package ``xgrammar`` (``pip install "lmdecode[grammar]"``).
 
@@ -30,7 +30,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
     Raises
     ------
     TypeError
-        If it is none.
+        If ``grammar`` has another type.
 
     Examples
     --------
@@ -62,26 +62,26 @@ class GrammarLogitsProcessor(LogitsProcessor):
                 )
         self._grammars, self._is_list = grammars, is_list
         self._matchers: list[Any] = []
-        self._open: list[bool] = []  # rows whose text the grammar still follows
+        self._open: list[bool] = []  # rows whose text still matches the grammar
         self._seen: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
     def bitmask(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return which tokens may come next.
+        """Return the mask of the tokens that may come next.
 
         Parameters
         ----------
         input_ids
-            [B, S] int64, the prompts at first and then one token more each time. The same ones
-            again give the same mask.
+            [B, S] int64: first the prompts, then one token more in each call. The same tokens again
+            give the same mask.
 
         Returns
         -------
         torch.Tensor
             [B, ceil(V / 32)] int32 on the CPU, V of the grammar's tokenizer: bit t % 32 of word
             t // 32 is set where token t is allowed. The next call overwrites it. All bits of a row
-            are set once its text is complete, or went on in a way that the grammar forbids, as
-            padding does.
+            are set once its text is complete, or has a token that the grammar forbids, such as
+            padding.
 
         Raises
         ------
@@ -134,6 +134,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
 
 def fitting_mask(mask: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return a bit mask [B, words] for so many logits: those behind its end are forbidden."""
+    """Return a bit mask [B, words] for ``vocab`` logits; logits after its end are forbidden."""
     words = (vocab + 31) // 32
     return torch.nn.functional.pad(mask, (0, words - mask.shape[1])).contiguous()

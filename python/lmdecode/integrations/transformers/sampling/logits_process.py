@@ -13,7 +13,7 @@ from lmdecode._checks import is_int, is_real
 from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.sampling.types import STATUS_NAN
 
-# The stages of the op in the order in which it, and generate(), applies them.
+# The stages of the op, in the order in which it and generate() apply them.
 STAGES = ("temperature", "top_k", "top_p", "min_p")
 
 _OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,7 +21,7 @@ _RESULT_DTYPES = (*_OP_DTYPES, torch.float64)  # -inf is one of their values
 
 
 def as_op_logits(scores: torch.Tensor) -> torch.Tensor:
-    """Return ``scores`` in a dtype that the op reads: as they are, or converted to float32."""
+    """Return ``scores``, converted to float32 if the op does not read their dtype."""
     return scores if scores.dtype in _OP_DTYPES else scores.to(torch.float32)
 
 
@@ -124,10 +124,10 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         -------
         torch.Tensor
             [B, V] of the dtype of ``scores``, a new tensor; float32 where that is another one than
-            float16, bfloat16, float32 and float64, which may have no -inf. What is kept is decided
-            in float32, where the kept scores are divided too; the result is rounded once. A row
-            with NaN has NaN in its first entry, so that the softmax of it is NaN as after the
-            warpers, and sampling from it fails instead of passing over the NaN.
+            float16, bfloat16, float32 and float64, which may have no -inf. Filters and
+            the division compute in float32, and the result is rounded once. A row
+            with NaN has NaN in its first entry. So its softmax is NaN, as after the warpers, and
+            sampling from it fails.
 
         Raises
         ------

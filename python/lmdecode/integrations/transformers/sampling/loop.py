@@ -1,4 +1,4 @@
-"""The loop that samples, or takes the largest logit, with one fused op a step."""
+"""The sampling and greedy loop, with one fused op a step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["noise_of_rows", "sample_tokens", "seeds_of_rows"]
 class _ChosenTokens(NamedTuple):
     """The tokens of one step.
 
-    tokens and status are [B] int64 and uint8 (see ``top_k_top_p_sample``); scores, the processed
-    logits, and logits, the model's own, are [B, V] float32, or None where not asked for.
+    tokens and status are [B] int64 and uint8 (see ``top_k_top_p_sample``). scores (the processed
+    logits) and logits (the model's own) are [B, V] float32, or None if not requested.
     """
 
     tokens: torch.Tensor
@@ -47,9 +47,9 @@ def _sample_from(
     keep_scores: bool,
     keep_logits: bool,
 ) -> _ChosenTokens:
-    """Choose a token for every row of ``logits`` [B, V], a view of the model's in its dtype."""
+    """Choose a token for each row of ``logits`` [B, V], a view of the model's, in its dtype."""
     if fusion.processors is not None or keep_logits or (keep_scores and not fusion.stages):
-        # Processors expect float32 of their own, and what is kept must not keep the whole prompt's
+        # Processors expect a float32 copy. Returned logits must not keep the whole prompt's
         # logits alive. In every other case the op reads the model's logits where they are.
         logits = logits.to(torch.float32, copy=True)
     scores = as_op_logits(logits)
@@ -84,7 +84,7 @@ def _sample_by_rules(
     keep_scores: bool,
     keep_logits: bool,
 ) -> _ChosenTokens:
-    """Choose a token for every row of ``logits`` [B, V] as ``fusion.sampler`` says."""
+    """Choose a token for each row of ``logits`` [B, V] by ``fusion.sampler``."""
     assert fusion.sampler is not None
     processors = fusion.sampler.processors
     if processors is not None or keep_logits:
@@ -104,9 +104,10 @@ def _sample_by_rules(
 def _padding(
     input_ids: torch.Tensor, position: int | torch.Tensor, mask: torch.Tensor | None
 ) -> int | torch.Tensor | None:
-    """Return the tokens of padding before each row, < 0: tokens in the cache alone; None: unknown.
+    """Return the number of padding tokens before each row, None if unknown.
 
-    ``position`` is what ``_first_position`` gives, [B] where the mask gave it.
+    A number below 0 counts tokens that only the cache holds. ``position`` is the result of
+    ``_first_position``, [B] if it came from the mask.
     """
     length = input_ids.shape[1]
     if not isinstance(position, torch.Tensor):
@@ -123,7 +124,7 @@ def _first_position(
 ) -> int | torch.Tensor:
     """Return the length of the sequences, padding not counted: int or [B] int64.
 
-    Noise is a function of it, so a row draws the same tokens whatever it was padded to.
+    Noise is a function of it, so a row draws the same tokens with any padding.
     """
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return (mask != 0).sum(dim=-1).to(input_ids.device)
@@ -137,9 +138,9 @@ def seeds_of_rows(
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
 ) -> int | torch.Tensor | None:
-    """Return the noise as the op takes it; raise for what is none, or does not fit the rows.
+    """Return the seeds as the op takes them; raise if they are invalid or do not fit the rows.
 
-    Greedy search, which the op does without noise, gets what it asks for checked here too.
+    Greedy search uses no noise, but its seeds are checked here too.
     """
     if seed is None:
         return None
@@ -169,7 +170,7 @@ def noise_of_rows(
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
 ) -> int | torch.Tensor | None:
-    """Return ``seeds_of_rows``, drawn where tokens are to be and there is no seed; None: greedy."""
+    """Return ``seeds_of_rows``, drawn if sampling has no seed; None for greedy search."""
     seeds = seeds_of_rows(seed, input_ids, generation_config)
     if not generation_config.do_sample:
         return None
@@ -190,18 +191,18 @@ def sample_tokens(
     mask: torch.Tensor | None,
     streamer: BaseStreamer | None = None,
 ) -> torch.Tensor:
-    """Let the model read and choose tokens in turns until all rows have ended.
+    """Run the model and choose tokens in turns until all rows have ended.
 
     Parameters
     ----------
     model
-        Reads.
+        Runs the forward passes.
     input_ids, logits_processor, stopping_criteria, generation_config, streamer
         As of ``sample``; a trie is bound to the prompt.
     recorder
         Gets the scores and logits of each step.
     noise
-        Of ``noise_of_rows``.
+        As ``noise_of_rows`` returns it.
     mask
         [B, S], or None: 0 is padding.
 
@@ -217,7 +218,7 @@ def sample_tokens(
     """
     device = input_ids.device
     pad_token = generation_config._pad_token_tensor
-    if pad_token is not None:  # with inputs on several devices it may be on another one
+    if pad_token is not None:  # a model on several devices may return it on another one
         pad_token = pad_token.to(device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     do_sample = bool(generation_config.do_sample)
@@ -242,7 +243,7 @@ def sample_tokens(
         else:
             step = _sample_from(logits, input_ids, fusion, noise, position + steps, **keeps)
         recorder.record(step.scores, step.logits)
-        del logits  # those of a long prompt must not live on
+        del logits  # frees the logits of a long prompt
 
         tokens = step.tokens
         if has_eos and pad_token is not None:

@@ -1,4 +1,4 @@
-"""Tokens that are read before they are chosen, and how many of them to propose."""
+"""Draft tokens that are read before they are chosen, and how many to propose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Lookup | None]:
-    """Return a config without prompt lookup, and what it says of it; ``op`` is for its errors."""
+    """Return a config without prompt lookup, and its ``Lookup``; ``op`` is for errors."""
     num_tokens = getattr(config, "prompt_lookup_num_tokens", None)
     if num_tokens is None:
         return config, None
@@ -40,19 +40,19 @@ def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Look
 
 
 def next_size(most: int, num_right: int) -> int:
-    """Return how many tokens to propose where so many of the last ones were right."""
+    """Return how many tokens to propose, given how many of the last ones were accepted."""
     return min(most, 2 * (num_right + 1))
 
 
 class ReadAhead:
-    """The tokens that were read behind one text before it went on with them.
+    """Draft tokens of one text that were read before they were chosen.
 
     Attributes
     ----------
     left
-        Those of which it is not known yet.
+        Tokens that are neither accepted nor rejected yet.
     num_read
-        All of them.
+        Number of all tokens read.
     """
 
     def __init__(self) -> None:
@@ -61,16 +61,16 @@ class ReadAhead:
 
     @property
     def num_right(self) -> int:
-        """How many of them were chosen so far."""
+        """Number of tokens accepted so far."""
         return self.num_read - len(self.left)
 
     def takes(self, token: int) -> bool:
-        """Tell whether the text goes on with the next of them, and count it where it does."""
+        """Tell whether ``token`` is the next draft token; if so, count it."""
         if not self.left or self.left[0] != token:
             return False
         self.left = self.left[1:]
         return True
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Note what is read now."""
+        """Begin with the tokens that are read now."""
         self.left, self.num_read = list(tokens), len(tokens)

@@ -30,7 +30,7 @@ from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsPro
 
 
 class Rows(NamedTuple):
-    """The sequences of a step, by which a processor may be one that a ``Sampler`` can express.
+    """The sequences of a step, which decide whether a ``Sampler`` can express a processor.
 
     Attributes
     ----------
@@ -39,11 +39,11 @@ class Rows(NamedTuple):
     vocab
         Logits of each.
     padding
-        int or [B] int64: of the tokens so many are padding, on the left. Below 0: so many tokens
-        more than these are in the cache.
+        int or [B] int64: number of padding tokens on the left. Below 0: number of tokens that the
+        cache holds in addition.
     kept
-        Holds what was made of biases, by argument and their id, for the next steps of rows of this
-        vocabulary and padding. None: nothing is kept.
+        Converted biases by argument and id, kept for the next steps of rows with this vocabulary
+        and padding. None: nothing is kept.
     """
 
     length: int
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
     @property
     def are_padded(self) -> bool:
-        """Tell whether a row has padding, which some processors of transformers take for text."""
+        """Tell whether a row has padding, which some processors of transformers read as text."""
         padding = self.padding
         return bool((padding > 0).any()) if isinstance(padding, torch.Tensor) else padding > 0
 
@@ -79,7 +79,7 @@ def _no_repeat_ngram(processor: Any, rows: Rows) -> dict[str, Any] | None:
 
 def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
     def made_of(biases: Any, rows: Rows) -> dict[str, Any] | None:
-        if any(max(ids) >= rows.vocab for ids in biases):  # transformers' error is for the user
+        if any(max(ids) >= rows.vocab for ids in biases):  # transformers raises its own error
             return None
         if rows.are_padded and any(len(ids) > 1 for ids in biases):
             return None
@@ -95,10 +95,10 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
         biases = processor.sequence_bias
         if rows.kept is None:
             return made_of(biases, rows)
-        # As by transformers, which looks at them in the first step alone.
+        # As transformers does, which checks them only in the first step.
         key = name, id(biases)
         if key not in rows.kept:
-            rows.kept[key] = biases, made_of(biases, rows)  # that no other takes their id
+            rows.kept[key] = biases, made_of(biases, rows)  # keeps their id from being reused
         return rows.kept[key][1]
 
     return sequence_bias
@@ -161,7 +161,7 @@ def _top_h(processor: Any, rows: Rows) -> dict[str, Any] | None:
     return {"top_h": float(processor.top_h)} if expressible else None
 
 
-# A processor that does nothing at this step asks for {}, one that must be called for None.
+# {}: the processor has no effect at this step. None: it must be called.
 SAMPLER_ARGUMENTS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
     SequenceBiasLogitsProcessor: _sequences("sequence_bias"),
     RepetitionPenaltyLogitsProcessor: _repetition,

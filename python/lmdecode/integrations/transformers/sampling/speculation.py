@@ -1,4 +1,4 @@
-"""Logits ahead, from a model of transformers: a step reads tokens before they are chosen."""
+"""Speculative decoding of a transformers model: a step reads draft tokens ahead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LookupDrafts:
         text, size = input_ids[0].cpu(), min(self._size, most)
         drafted: list[int] = []
         for token in prompt_lookup(text, size, self._lookup.max_ngram).tolist():
-            if not 0 <= token < self._vocab:  # nothing more, or what stands for an image
+            if not 0 <= token < self._vocab:  # the end, or a placeholder of an image
                 break
             drafted.append(token)
         return drafted
@@ -68,7 +68,7 @@ def check_speculation(
     model_kwargs: dict[str, Any],
     synced_gpus: bool,
 ) -> None:
-    """Raise ValueError where the loop cannot read ahead.
+    """Raise ValueError if the loop cannot read draft tokens ahead.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def check_speculation(
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache") or not isinstance(cache, Cache):
         raise ValueError(f"{name}: expected a cache of keys and values, got {type(cache).__name__}")
-    # Layers of a DynamicCache come with the prompt; what is here already is looked at now.
+    # The layers of a DynamicCache are made with the prompt. Those that exist are checked now.
     if cache.is_compileable:
         _refuse_cache(name, cache)
 
@@ -111,7 +111,7 @@ def _can_crop(cache: Any) -> bool:
 
 
 def _position(outputs: Any, place: int, behind: int) -> Any:
-    """Return a model's outputs at one token of those that it read; ``behind`` came after it."""
+    """Return a model's outputs at one of the tokens it read; ``behind`` tokens follow it."""
     if place == 0 and behind == 0:
         return outputs
     one = copy.copy(outputs)
@@ -132,20 +132,20 @@ def _position(outputs: Any, place: int, behind: int) -> Any:
 
 
 class Speculation:
-    """The outputs of a model behind the last token of a text, some of them read before.
+    """The outputs of a model at the last token of a text, some computed ahead.
 
-    A step reads the last token and what is proposed behind it. While the tokens that are chosen are
-    those that were proposed, outputs are there, one position after another. So everything between
-    logits and token is done for each token as without drafts. What was read in vain is taken back.
+    A step reads the last token and the draft tokens after it. While the chosen tokens equal the
+    drafts, the next outputs are already computed. So each token is chosen from its logits as
+    without drafts. Rejected tokens are removed from the cache.
 
     Parameters
     ----------
     name
         The argument of ``generate()`` that asks for it.
     model, forward
-        Of the loop, and what runs it.
+        The model of the loop, and the function that runs it.
     drafts
-        Proposes.
+        Proposes tokens.
     model_kwargs
         Of the loop, before the prompt is read.
     max_length
@@ -176,7 +176,7 @@ class Speculation:
         return _position(self._outputs, ahead.num_right, len(ahead.left))
 
     def close(self) -> None:
-        """Take back what is in the cache, but not in the text."""
+        """Remove from the cache what is not in the text."""
         self._take_back()
         self._drafts.close()
 

@@ -1,7 +1,7 @@
 """Decoder-only models of transformers as a config and weights: a table, and how it is read.
 
-``architecture`` says what an architecture has to tell, ``architectures`` is the table, and
-``weights`` reads a model by its entry.
+``architecture`` defines an entry of the table, ``architectures`` is the table, and ``weights``
+reads a model by its entry.
 """
 
 from lmdecode.integrations.transformers.decoding.causal_models.architectures import (

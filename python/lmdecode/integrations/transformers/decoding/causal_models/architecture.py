@@ -12,9 +12,9 @@ __all__ = ["Architecture", "LayerModules", "Trunk", "refused"]
 
 
 def refused(what: str, others: str = "other models", function: str = "pack_linears_") -> ValueError:
-    """Return the error of a model that is not one of the table's, or has what there is not.
+    """Return the error for a model that is not in the table, or has an unsupported feature.
 
-    It names the function that there is for others.
+    It names the function for other models.
     """
     return ValueError(
         f"Decoding.from_pretrained: {what}; for {others} there is "
@@ -28,11 +28,11 @@ class Trunk(NamedTuple):
     Attributes
     ----------
     root
-        Every parameter below it must be one that is read.
+        Every parameter below it must be read.
     embedding, final_norm, rotary, positions
-        ``positions``: an ``Embedding``. None: there is none.
+        ``positions`` is an ``Embedding``. None if the model has no such module.
     layers
-        The layers, each of which ``Architecture.layer`` takes.
+        The layers, each an argument of ``Architecture.layer``.
     """
 
     root: Any
@@ -51,9 +51,9 @@ class LayerModules(NamedTuple):
     attention
         Has ``head_dim`` and ``scaling``.
     qkv
-        Those of queries, keys and values, or one of all.
+        Modules of queries, keys and values, or one for all three.
     ffn_gate, ffn_up
-        The same module twice: its outputs are the gate's, then the other's. No gate: None.
+        If both are the same module, its outputs are the gate's, then the other's. None: no gate.
     """
 
     attention: Any
@@ -72,29 +72,29 @@ class LayerModules(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the models of one type are read; a name in quotes is that of an entry of their config.
+    """How to read the models of one type. Strings are names of entries of their config.
 
     Parameters
     ----------
     trunk, layer : callable
-        A model's modules, and a layer's.
+        They return a model's modules, and a layer's.
     norm, norm_epsilon
-        Of every norm; the entry that has its epsilon.
+        Kind of every norm, and the entry of its epsilon.
     gamma_plus_one : bool
         Norms multiply by 1 + weight.
     activation
-        The entry with its name.
+        The entry of the activation's name.
     windows
-        No layer has one; every layer has that of ``sliding_window``, if it is not None; or those
-        layers that ``layer_types`` calls ``sliding_attention``.
+        Which layers have a window: none; all, of ``sliding_window`` tokens, if that is not None; or
+        those that ``layer_types`` calls ``sliding_attention``.
     layers_without_positions : bool
-        Layers whose attention has a false ``use_rope`` do not turn queries and keys.
+        Layers whose attention has a false ``use_rope`` do not rotate queries and keys.
     embedding_scaled : bool
         The embedding has an ``embed_scale``.
     attention_softcap, logits_softcap, embedding_multiplier, residual_multiplier, logits_divisor
-        Entries; None: there is no such thing.
+        Entries; None if the architecture has no such number.
     must_be_off : tuple of str
-        Entries that change the model into one that there is not.
+        Entries that must be off, as their feature is not supported.
     """
 
     trunk: Callable[[Any], Trunk]

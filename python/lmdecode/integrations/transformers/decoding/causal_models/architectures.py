@@ -1,4 +1,4 @@
-"""The table of architectures; each says where its modules are, and which switches it has."""
+"""The table of architectures, with the modules and switches of each."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "gemma2": replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
     # transformers' Gemma 3 does not apply attn_logit_softcapping.
     "gemma3_text": replace(_GEMMA, layer=_gemma3_layer),
-    # Of text alone; transformers' Gemma 3 with images does not cap its logits.
+    # Text only; transformers' Gemma 3 with images does not cap its logits.
     "gemma3": replace(_GEMMA, trunk=_gemma3_text_part, layer=_gemma3_layer, logits_softcap=None),
     "gpt2": Architecture(
         _gpt2_trunk,

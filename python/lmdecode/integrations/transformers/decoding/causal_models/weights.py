@@ -33,7 +33,7 @@ _NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn
 
 
 def refuse_rope_types(config: Any) -> None:
-    """Refuse a config whose rotary embeddings are of no known type: its model cannot be made."""
+    """Raise ValueError for rotary embeddings of an unknown type: no model can be made."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [entry for entry in rope.values() if isinstance(entry, dict)]
     for entry in by_kind or [rope]:
@@ -50,23 +50,24 @@ def causal_model_of(
 ) -> tuple[CausalConfig, CausalWeights]:
     """Return the config and the weights of a decoder-only model.
 
-    Weights are the model's own tensors, but for queries, keys and values, which are joined, and
-    for those that a factor or 1 + weight is folded into. A layer's are made whenever it is asked
-    for, so that no more than one needs to be there at a time.
+    Weights are the model's own tensors, except that queries, keys and values are joined, and that
+    a factor or 1 + weight is folded into some. The weights of a layer are made each time it is
+    requested, so that only one layer needs to be in memory at a time.
 
     Parameters
     ----------
     model
-        A causal language model of transformers, of a type that is in ``CAUSAL_MODEL_TYPES``.
+        A causal language model of transformers, of a type in ``CAUSAL_MODEL_TYPES``.
     read : callable, optional
-        Gives the parameter of a name, where the model's own are without values. A linear weight or
-        an embedding may be a ``QuantizedWeight``, which is [out, in] for a ``Conv1D``, too; so are
-        those of the result then, but for what a factor is folded into.
+        Returns the parameter of a name, for a model whose parameters have no values. A linear
+        weight or an embedding may be a ``QuantizedWeight``, [out, in] even for a ``Conv1D``. Then
+        those of the result are, too, unless a factor is folded in.
 
     Raises
     ------
     ValueError
-        A model of another type, or with what ``CausalConfig`` does not express: it is named.
+        The model has another type, or a feature that ``CausalConfig`` does not express; it is
+        named.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in CAUSAL_MODEL_TYPES or not isinstance(model, PreTrainedModel):
@@ -85,7 +86,7 @@ def causal_model_of(
 
 
 class _Layers(Sequence[CausalLayerWeights]):
-    """The layers of a reader, each read when it is asked for."""
+    """The layers of a reader, each read when it is requested."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
@@ -101,7 +102,7 @@ class _Layers(Sequence[CausalLayerWeights]):
 
 
 class _Rotary(NamedTuple):
-    """Of each layer, which of the frequencies it has, and these, with what they are scaled by."""
+    """The distinct frequencies, their scales, and the index of each layer's."""
 
     layers: tuple[int | None, ...]
     frequencies: tuple[Tensor, ...]
@@ -265,7 +266,7 @@ class _Reader:
         return weight
 
     def _linear(self, module: Any) -> tuple[Any, Tensor | None]:
-        """Return [out, in] weights, and a bias; subclasses may be more than a product."""
+        """Return [out, in] weights, and a bias."""
         weight, bias = self._weight(module), self._parameter(module, "bias")
         if type(module) is Conv1D and isinstance(weight, Tensor):
             weight = weight.T
@@ -287,7 +288,7 @@ class _Reader:
     def layer(self, modules: LayerModules) -> CausalLayerWeights:
         """Return the weights of a layer."""
         qkv, qkv_bias = joined([self._linear(module) for module in modules.qkv])
-        # Layers whose scores have another scale than the first's have it in their queries.
+        # A scale of scores that differs from the first layer's is folded into the queries.
         ratio = modules.attention.scaling / self.layers[0].attention.scaling
         if ratio != 1.0:
             qkv = _wide(qkv)
@@ -327,7 +328,7 @@ class _Reader:
         )
 
     def _check_modules(self) -> None:
-        """Each is what is expected; a parameter that the table does not know would be left out."""
+        """Raise ValueError for unexpected modules, and for parameters that are not read."""
         trunk = self.trunk
         modules = [trunk.embedding, trunk.final_norm, trunk.positions]
         linears = [self.head]
@@ -378,7 +379,7 @@ def _chunks(weight: Any) -> Any:
 
 
 def _wide(weight: LinearWeight) -> Tensor:
-    """Float32 at least: a factor that is folded in is rounded no more than it would be there."""
+    """Return the tensor in float32 at least, so that folding in a factor rounds no more."""
     tensor = _floats(weight)
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
