@@ -1,4 +1,4 @@
-"""Continuous batching around a decoder: requests come and go between its steps."""
+"""Continuous batching of a decoder: requests are added and removed between steps."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def _size(name: str, value: object, least: int = 1) -> int:
 
 
 class DecodingBatch:
-    """Searches of any number of requests, as many at a time as there are places.
+    """Continuous batching of searches, with a fixed number of places.
 
     A request is a ``BeamRequest`` and its memory. It may be added between any two steps, and leaves
-    as soon as it has ended; its keys and values are nowhere moved, and its result is the same, bit
-    for bit, whatever else is in the batch.
+    as soon as it has ended. Its keys and values are never moved. Its result is bitwise the same in
+    any batch.
 
     Parameters
     ----------
     decoder : PackedDecoder
-        Of a ``Decoding``, whose ``batch`` makes such an object.
+        The decoder of a ``Decoding``; ``Decoding.batch`` makes such an object.
     max_requests, num_beams, capacity, source : int
-        Places; the widest search; tokens of the longest sequence, prompt included; positions of the
-        longest memory. Memory for all of them is set aside at once.
+        Number of places; maximum number of beams of a search, of tokens of a sequence, prompt
+        included, and of positions of a memory. Memory for all of them is allocated at once.
     max_end_tokens, max_suppressed : int
-        The longest lists that a request may have of these.
+        Maximum lengths of these lists of a request.
     generation_config : transformers.GenerationConfig, optional
-        How ``add`` searches for a prompt that comes without one.
+        The config of prompts that are added without one.
     request_of_config : callable, optional
-        Makes a request of a prompt and a config; ``Decoding.batch`` has it.
+        Makes a request from a prompt and a config; ``Decoding.batch`` passes it.
 
     Raises
     ------
@@ -107,7 +107,7 @@ class DecodingBatch:
 
     @property
     def free_places(self) -> int:
-        """How many requests can be added."""
+        """Number of requests that can be added."""
         return self._searches.state.done.shape[0] - len(self._running)
 
     def _check(self, request: BeamRequest, memory: Tensor) -> None:
@@ -148,19 +148,19 @@ class DecodingBatch:
         Parameters
         ----------
         request : BeamRequest, or sequence of int, Tensor or None
-            Without groups, ``coverage_penalty`` and ``logit_bias``, with the rules "generate". With
+            Without groups, ``coverage_penalty`` and ``logit_bias``; its dialect is "generate". With
             a ``generation_config``, here or of the batch, the prompt of the decoder alone, [length]
             token ids; None is its start token.
         memory : Tensor
-            [source, memory_size]: what the encoder gives for it, without padding.
+            [source, memory_size]: the encoder's output, without padding.
         generation_config : transformers.GenerationConfig, optional
-            How to search, for a prompt: as ``generate()`` does with it, and with that of the
-            ``Decoding``'s model for what is None in it.
+            For a prompt: it is searched as by ``generate()`` with this config. Values that are None
+            come from the config of the ``Decoding``'s model.
 
         Returns
         -------
         Hashable
-            Its ``request_id``, or a number where it has none.
+            Its ``request_id``, or a number if it has none.
 
         Raises
         ------

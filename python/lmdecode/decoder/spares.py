@@ -1,4 +1,4 @@
-"""Things that were costly to make, for the next one who needs the same."""
+"""A pool of objects that are costly to make, for reuse by key."""
 
 from __future__ import annotations
 

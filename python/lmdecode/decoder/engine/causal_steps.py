@@ -1,4 +1,4 @@
-"""The steps of an ``Engine`` of a decoder-only model."""
+"""The steps of an ``Engine`` for decoder-only models."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["CausalSteps"]
 
 
 class CausalSteps:
-    """``ModelSteps`` of a decoder-only model: prompts are read in parts, beside texts.
+    """``ModelSteps`` of a decoder-only model: parts of prompts are read beside running sequences.
 
     Parameters
     ----------
     caches : CausalCaches
-        Where sequences have places.
+        The caches of the sequences.
     max_step_tokens : int
-        The most tokens of a step.
+        Maximum number of tokens in a step.
     store : KVStore or None
-        Where prompts are found and kept.
+        Store that prompts are loaded from and written to.
     """
 
     def __init__(self, caches: CausalCaches, max_step_tokens: int, store: Any) -> None:
@@ -42,7 +42,7 @@ class CausalSteps:
         self.places = Places(caches)
         self._stored = None if store is None else StoredPrompts(store, caches)
         self._reader = PromptReader(self.places, self._stored)
-        # The entries of a step like the one before: no prompts, and the same rows.
+        # The entries of the last step, reused if there are no prompts and the rows are the same.
         self._entries: Tensor | None = None
 
     @property
@@ -74,12 +74,12 @@ class CausalSteps:
         self._reader.begin(sequence)
 
     def encode(self) -> list[Ended]:
-        """See ``ModelSteps``: there is nothing."""
+        """See ``ModelSteps``; nothing to do."""
         return []
 
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
-        if self._stored is not None:  # a token was chosen behind those that read no more
+        if self._stored is not None:  # a token follows each prompt that is read to its end
             self._stored.put_all(but=self._reader.sequences)
         parts: list[Part] = []
         if self._reader.sequences or self._entries is None or drawn.tokens is None:
@@ -99,7 +99,7 @@ class CausalSteps:
         return StepLogits(logits, (part[0] for part in parts if self._reader.advance(part)))
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
-        """See ``ModelSteps``. The prompt of a sound one is kept."""
+        """See ``ModelSteps``. The prompt of a sound sequence is kept."""
         if self._stored is not None:
             if is_sound:
                 self._stored.put(sequence)
@@ -122,7 +122,7 @@ class CausalSteps:
 
 
 def _inputs(drawn: DrawnRows, searched: SearchedRows, parts: list[Part]) -> tuple[Tensor, Tensor]:
-    """Return a step's tokens and entries: the logits of those who draw come first."""
+    """Return a step's tokens and entries; sampled sequences come first."""
     if not parts and not drawn.running:
         return searched.tokens, searched.entries
     ids = [sequence.last for sequence in drawn.running]

@@ -1,4 +1,4 @@
-"""The steps of an ``Engine`` of an encoder-decoder model."""
+"""The steps of an ``Engine`` for encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = ["EncoderDecoderSteps"]
 
 
 class EncoderDecoderSteps:
-    """``ModelSteps`` of an encoder-decoder model: a request has one place, with a row a beam.
+    """``ModelSteps`` of an encoder-decoder model: a request has a place, with a row for each beam.
 
-    A step reads the last token of every row; that of a request that has just been encoded reads its
-    prompt before. Row ``place * num_beams + b`` of the caches is that of beam b, and the rows are
-    the ``places`` of sequences.
+    A step reads the last token of every row. A request that has just been encoded reads its prompt
+    before. Row ``place * num_beams + b`` of the caches belongs to beam b. The rows are the
+    ``places`` of sequences.
 
     Parameters
     ----------
     decoder : PackedDecoder
-        The model's.
+        The packed decoder of the model.
     max_requests, num_beams : int
-        Places, and rows of each.
+        Number of places, and of rows of each.
     capacity, source : int
-        The most tokens that a row reads, and positions of a memory.
+        Maximum number of tokens of a row, and of positions of a memory.
     max_step_tokens : int
-        So many positions of inputs are encoded before a step, or one input.
+        Maximum number of input positions encoded before a step. One longer input is encoded alone.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EncoderDecoderSteps:
     ) -> None:
         self._num_beams, self._max_step_tokens = num_beams, max_step_tokens
         self.sequences = max_requests * num_beams
-        # A row that has so many tokens as the state has room for is not read.
+        # A row at the capacity of the state is not read.
         state = self._state = new_beam_state(max_requests, num_beams, capacity + 1)
         state.done.fill_(1)
         self._searches = DecodingSearches(
@@ -76,8 +76,8 @@ class EncoderDecoderSteps:
         self._encoded: list[WrittenSequence] = []  # by this step, of those that read
         self.reading: list[WrittenSequence] = []
         self.prompt_tokens, self.cached_tokens = 0, 0
-        self._widths: dict[int, int] = {}  # of the places that search: rows, where more than 1
-        # The rows of a step like the one before, those of them that search, and their last tokens.
+        self._widths: dict[int, int] = {}  # number of rows of places with a search of several beams
+        # Of the last step: its rows, those of searches, and their last tokens.
         self._rows: Tensor | None = None
         self._searched: list[int] = []
         self._ends = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -123,7 +123,7 @@ class EncoderDecoderSteps:
         return failed
 
     def _read_memory(self, sequence: WrittenSequence, memory: Tensor) -> None:
-        """Let the place of a sequence have this memory, and its prompt."""
+        """Write the memory and the prompt of a sequence to its place."""
         place, prompt = self._place_of(sequence), sequence.request.prompt_ids
         sequence.input = None
         places = torch.tensor([place], device="cpu")
@@ -160,7 +160,7 @@ class EncoderDecoderSteps:
         return sequence
 
     def _write_tokens(self, drawn: DrawnRows, searched: SearchedRows) -> None:
-        """Let rows have the tokens that were chosen."""
+        """Append the chosen tokens to the rows."""
         if self._rows is not None and searched.places == self._searched:
             self._ends = self._ends + 1
             tokens = [searched.tokens] if drawn.tokens is None else [drawn.tokens, searched.tokens]
@@ -182,7 +182,7 @@ class EncoderDecoderSteps:
         return torch.tensor(sum(others, rows), dtype=torch.int64, device="cpu")
 
     def _set_widths(self, rows: Sequence[int]) -> None:
-        """Let the places of these rows read so many of them, and the others one."""
+        """Set the number of rows that the places of these rows read; the others read one."""
         counts = Counter(row // self._num_beams for row in rows)
         widths = {place: count for place, count in counts.items() if count > 1}
         if widths == self._widths:
@@ -195,7 +195,7 @@ class EncoderDecoderSteps:
         self._widths = widths
 
     def reorder(self, parents: Tensor) -> None:
-        """See ``FollowingCaches``: it is the table of the rows that changes."""
+        """See ``FollowingCaches``; only the table of rows changes."""
         lengths = self._state.lengths.repeat_interleave(self._num_beams)
         ops.update_beam_indirection_(self._searches.caches.table, parents, 0, lengths)
 
@@ -215,4 +215,4 @@ class EncoderDecoderSteps:
         self.reading, self._encoded, self._rows = [], [], None
 
     def flush(self) -> None:
-        """See ``ModelSteps``: there is nothing."""
+        """See ``ModelSteps``; nothing to do."""

@@ -20,17 +20,17 @@ class Encoder(Protocol):
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether its input is tokens, and not features."""
+        """Whether the input is tokens, not features."""
 
     @property
     def longest(self) -> int | None:
-        """The most positions of an input, where that is limited."""
+        """Maximum number of positions of an input, None if unlimited."""
 
     def check_source(self, name: str, source: Sequence[int]) -> None:
-        """Raise ValueError for tokens that the model does not take."""
+        """Raise ValueError for tokens that the model does not accept."""
 
     def check_features(self, name: str, features: Tensor) -> None:
-        """Raise ValueError for features that the model does not take, [channels, frames]."""
+        """Raise ValueError for features, [channels, frames], that the model does not accept."""
 
     def memory_of_tokens(self, source: Sequence[int]) -> Tensor:
         """Return [S, D] float32."""
@@ -40,12 +40,12 @@ class Encoder(Protocol):
 
 
 class EncoderInput(NamedTuple):
-    """An input that has been checked.
+    """A checked input.
 
     Attributes
     ----------
     positions : int
-        Of its memory.
+        Number of positions of its memory.
     encode : callable
         Returns the memory, [positions, memory_size] float32.
     """
@@ -61,11 +61,11 @@ class EncoderInputs:
     Attributes
     ----------
     encoder : Encoder or None
-        None: memories alone can be given.
+        None: only memories can be given.
     source : int
-        The most positions of a memory.
+        Maximum number of positions of a memory.
     memory_size : int
-        Of a position.
+        Size of a position.
     """
 
     encoder: Encoder | None
@@ -129,5 +129,5 @@ class EncoderInputs:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy: its owner may go on with a tensor while the request waits."""
+    """Return a copy, as the caller may change the tensor while the request waits."""
     return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)

@@ -124,11 +124,11 @@ class Engine:
         self.capacity, self._vocab = self._submission.capacity, self._submission.vocab
         self._drawn = DrawnRows(self.max_requests, self._vocab, dialect)
         self._searched = SearchedRows(self._model.caches, self._vocab)
-        self._arrived: deque[WrittenSequence] = deque()  # has no place yet
+        self._arrived: deque[WrittenSequence] = deque()  # without places
         self._steps = self._new_tokens = 0
-        self._lock = threading.RLock()  # of whoever does a step
-        self._stepper: int | None = None  # the thread that does
-        self._beginning: list[WrittenSequence] = []  # have been read, and are in no rows yet
+        self._lock = threading.RLock()  # held during a step
+        self._stepper: int | None = None  # the thread that runs a step
+        self._beginning: list[WrittenSequence] = []  # prompts are read, rows are not assigned yet
         self._life = threading.Lock()  # of start and stop
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -296,7 +296,7 @@ class Engine:
                 self._thread.join()
             self._thread = None
             _started.discard(self)
-        with self._lock:  # those who wait do the steps themselves
+        with self._lock:  # waiting readers run the steps themselves
             self._model.flush()
             for sequence in (*self._everyone, *self._arrived):
                 sequence.request._tell()
@@ -413,7 +413,7 @@ class Engine:
             sequence = self._arrived[0]
             try:
                 self._model.begin(sequence)
-            finally:  # whoever has places fails with the step
+            finally:  # requests with places fail with the step
                 if sequence.places:
                     self._arrived.popleft()
                     sequence.request._placed()

@@ -1,4 +1,4 @@
-"""The two kinds of models that an ``Engine`` serves: what it is told of each, checked."""
+"""The parts of an ``Engine`` for each of the two kinds of models, with checked arguments."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ class ModelSteps(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of prompts that were computed."""
+        """Number of computed prompt tokens."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of prompts that were shared or loaded."""
+        """Number of prompt tokens that were shared or loaded."""
 
     @property
     def caches(self) -> FollowingCaches:
@@ -52,32 +52,32 @@ class ModelSteps(Protocol):
 
     @property
     def reading(self) -> list[WrittenSequence]:
-        """The sequences that have places and whose prompts have not been read, in their order."""
+        """Sequences with places whose prompts are not read to their end, in order."""
 
     @property
     def num_free(self) -> int:
-        """Places that can be taken."""
+        """Number of free places."""
 
     def has_room(self, sequence: WrittenSequence) -> bool:
-        """Whether there are places for a sequence."""
+        """Whether enough places are free for a sequence."""
 
     def begin(self, sequence: WrittenSequence) -> None:
-        """Give places to a sequence; there are enough."""
+        """Assign places to a sequence; enough are free."""
 
     def encode(self) -> list[Ended]:
-        """Do what is to be done before a sequence can read; return those that failed by it."""
+        """Encode inputs before their sequences can read; return the sequences that failed."""
 
     def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
-        """Read the last token of every row, and of prompts what there is room for.
+        """Read the last token of every row, and as much of prompts as fits.
 
-        None: there was nothing to read.
+        None if there was nothing to read.
         """
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
-        """Take the places of a sequence back; sound ones may be of use to others."""
+        """Free the places of a sequence; others may reuse sound ones."""
 
     def clear(self) -> None:
-        """Forget what is being read, after a step that failed; places are taken back one by one."""
+        """Forget the prompts being read, after a failed step; places are freed one by one."""
 
     def flush(self) -> None:
-        """Wait until what is kept of prompts is written."""
+        """Wait until kept prompts are written."""

@@ -1,4 +1,4 @@
-"""Places of an ``Engine``'s caches: what sequences hold, and prompts that begin alike."""
+"""Places of an ``Engine``'s caches, and prompts with common prefixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Places", "common_length"]
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:  # equal up to low, and slices are compared in C
         middle = (low + high + 1) // 2
@@ -24,23 +24,23 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Places:
-    """Who has which place of the caches, and what of a prompt each place holds.
+    """The assignment of places to sequences, and the prompt tokens that each place holds.
 
-    Keys and values are shared of what was read as a prompt alone: those of tokens that were written
-    have other bits. A place that is given back keeps its prompt until it is needed; the one that
-    was given back first goes first.
+    Only keys and values of tokens read as a prompt are shared: those of generated tokens have other
+    bits. A freed place keeps its prompt until the place is needed. The place freed first is reused
+    first.
 
     Parameters
     ----------
     caches : CausalCaches
-        Whose places they are.
+        The caches with these places.
     """
 
     def __init__(self, caches: CausalCaches) -> None:
         self._caches = caches
-        self._prompts: dict[int, tuple[int, ...]] = {}  # of places in use and of kept ones
-        self._loaded: dict[int, int] = {}  # to shorter lengths these places cannot go back
-        # An ordered set; the last of the empty ones goes first.
+        self._prompts: dict[int, tuple[int, ...]] = {}  # prompts of places in use and of kept ones
+        self._loaded: dict[int, int] = {}  # these places cannot go back to shorter lengths
+        # An ordered set; the last of the empty ones is taken first.
         self._free = dict.fromkeys(range(caches.sequences - 1, -1, -1))
 
     @property
@@ -84,12 +84,10 @@ class Places:
         self._loaded[place] = length
 
     def longest_common(self, prompt: tuple[int, ...], but: int = -1) -> tuple[int, int]:
-        """Return the place, another than ``but``, whose prompt begins as this one for longest.
+        """Return the place, other than ``but``, with the longest common prefix, and its length.
 
-        And for how long.
-
-        The last token of a prompt is read in any case: its logits are wanted. Less than a block is
-        nothing: (-1, 0).
+        The last token of a prompt is always read, as its logits are needed. A prefix shorter than a
+        block does not count: (-1, 0).
         """
         best, longest = -1, BLOCK_SIZE - 1
         for place, other in self._prompts.items():
@@ -102,12 +100,12 @@ class Places:
         return (best, longest) if best >= 0 and longest >= BLOCK_SIZE else (-1, 0)
 
     def share(self, place: int, of: int, length: int) -> bool:
-        """Let a place begin with the first tokens of another, or go back to them if it is its own.
+        """Make a place begin with the first tokens of another, or go back to them if it is its own.
 
         Returns
         -------
         bool
-            Whether it could; it is empty if not.
+            Whether this succeeded; if not, the place is empty.
         """
         least = self._loaded.get(of, 0)
         parents = torch.arange(self._caches.sequences, device="cpu")
@@ -117,7 +115,7 @@ class Places:
             if length < least:
                 raise ValueError(f"{length} tokens; expected at least {least}")
             self._caches.truncate([place], [length])
-        except ValueError:  # a layer's window has gone on, or was loaded without these
+        except ValueError:  # a layer's window has moved on, or was loaded without these tokens
             self._caches.truncate([place], [0])
             self._loaded.pop(place, None)
             return False

@@ -1,4 +1,4 @@
-"""Prompts that an ``Engine`` reads: in parts, and what they have in common once."""
+"""Prompts of an ``Engine``: read in parts, with common prefixes read once."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 
 __all__ = ["Part", "PromptReader", "add_parts"]
 
-Part = tuple[WrittenSequence, int]  # of whose prompt, and how many tokens
+Part = tuple[WrittenSequence, int]  # (sequence, number of tokens)
 
 
 class PromptReader:
-    """Sequences whose prompts have not been read to their end, in the order of their coming.
+    """Sequences whose prompts are not read to their end, in order of arrival.
 
     Parameters
     ----------
     places : Places
-        Where they are.
+        The places of the sequences.
     stored : StoredPrompts or None
-        Where prompts are found and kept.
+        Prompts in the store.
 
     Attributes
     ----------
     sequences : list of WrittenSequence
-        Those that read.
+        The sequences whose prompts are being read.
     prompt_tokens, cached_tokens : int
-        Tokens that were computed, and that were shared or loaded.
+        Number of tokens that were computed, and that were shared or loaded.
     """
 
     def __init__(self, places: Places, stored: StoredPrompts | None) -> None:
@@ -35,7 +35,7 @@ class PromptReader:
         self.prompt_tokens = self.cached_tokens = 0
 
     def begin(self, sequence: WrittenSequence) -> None:
-        """Give places to a sequence; there are enough."""
+        """Assign places to a sequence; enough are free."""
         prompt = sequence.request.prompt_ids
         of, length = self._places.longest_common(prompt)
         sequence.places = self._places.take(prompt, sequence.num_beams, of)
@@ -43,7 +43,7 @@ class PromptReader:
         self._look_for_prefix(sequence, of, length)
 
     def parts(self, room: int) -> list[Part]:
-        """Return of which prompts the next step reads how much, of at most so many tokens."""
+        """Return the parts of prompts that the next step reads, of at most ``room`` tokens."""
         self._follow()
         parts = []
         for sequence in self.sequences:
@@ -54,7 +54,7 @@ class PromptReader:
         return parts
 
     def advance(self, part: Part) -> bool:
-        """Note that a part has been read; whether the prompt has, to its end."""
+        """Record that a part has been read; return whether the prompt is read to its end."""
         sequence, count = part
         sequence.read += count
         self.prompt_tokens += count
@@ -69,7 +69,7 @@ class PromptReader:
         return next((s for s in self.sequences if s.places[0] == place), None)
 
     def _look_for_prefix(self, sequence: WrittenSequence, of: int, length: int) -> None:
-        """Let a sequence take what a place has of its prompt, or wait until it has."""
+        """Share a prefix of a sequence's prompt with a place, or make it wait for one."""
         leader = self._leader_at(of)
         if leader is not None and leader is not sequence and leader.read < length:
             leader.stops.add(length)
@@ -78,7 +78,7 @@ class PromptReader:
             self._begin_with(sequence, of, length)
 
     def _begin_with(self, sequence: WrittenSequence, of: int, length: int) -> None:
-        """Let a sequence begin with what a place, or the store, has of its prompt."""
+        """Begin a sequence with the prefix of its prompt from a place or the store."""
         place, prompt, stored = sequence.places[0], sequence.request.prompt_ids, self._stored
         if stored is not None:
             sequence.keep_at = stored.keep_at(prompt)
@@ -101,12 +101,12 @@ class PromptReader:
         self.cached_tokens += length
 
     def _follow(self) -> None:
-        """Let sequences take what others have read of the same prompt."""
+        """Share newly read prefixes with the sequences that wait for them."""
         for sequence in self.sequences:
             if sequence.follows is None:
                 continue
             leader, length = sequence.follows
-            if not leader.places:  # it has left: somebody else may read as much
+            if not leader.places:  # it has left: another sequence may read the same
                 sequence.follows = None
                 self._look_again(sequence)
             elif leader.read >= length:
@@ -114,7 +114,7 @@ class PromptReader:
                 self._share(sequence, leader.places[0], length)
 
     def _look_again(self, sequence: WrittenSequence) -> None:
-        """Let a sequence whose leader has left share with another one, or read by itself."""
+        """Find another leader for a sequence whose leader has left, or make it read by itself."""
         prompt, own = sequence.request.prompt_ids, sequence.places[0]
         of, length = self._places.longest_common(prompt, but=own)
         leader = self._leader_at(of)
@@ -126,7 +126,7 @@ class PromptReader:
 
 
 def add_parts(parts: list[Part], ids: list[int], entries: list[tuple[int, int, int, int]]) -> None:
-    """Add tokens and entries of parts to those of a step of ``CausalCaches``."""
+    """Append the tokens and entries of parts to those of a step of ``CausalCaches``."""
     for sequence, count in parts:
         end = sequence.read + count
         ids += sequence.request.prompt_ids[sequence.read : end]

@@ -80,7 +80,7 @@ class RequestResult(NamedTuple):
 
 
 class _Watcher(NamedTuple):
-    """Somebody who waits in an event loop."""
+    """A reader that waits in an event loop."""
 
     loop: asyncio.AbstractEventLoop
     changed: asyncio.Event
@@ -88,17 +88,17 @@ class _Watcher(NamedTuple):
 
 
 class Driver(Protocol):
-    """Whose steps a request waits for."""
+    """The engine of a request, which runs its steps."""
 
     @property
     def is_started(self) -> bool:
-        """Whether a thread does them."""
+        """Whether a thread runs the steps."""
 
     def step(self) -> object:
-        """Do one."""
+        """Run a step."""
 
     def drop_cancelled(self) -> None:
-        """Let the next step look for requests that were cancelled."""
+        """Make the next step look for cancelled requests."""
 
     def check_outside(self, method: str) -> None:
         """Raise RuntimeError within a step."""
@@ -128,9 +128,9 @@ class Request:
         self._beams: BeamResult | None = None
         self._reason: FinishReason | None = None
         self._error: BaseException | None = None
-        self._status = 0  # of the step that could not choose a token, as in ``SamplerOutput``
+        self._status = 0  # status of a step that could not choose a token, as in ``SamplerOutput``
         self._is_cancelled = False
-        self._is_heard = False  # whether anybody has ever waited for a thread's steps
+        self._is_heard = False  # whether a reader has ever waited for a thread's steps
         self._cached_tokens = 0
         self._begun = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -292,7 +292,7 @@ class Request:
         self._error, self._reason = error, reason
 
     def _tell(self) -> None:
-        """Notify all who wait for tokens or for the end."""
+        """Notify all readers that wait for tokens or for the end."""
         if not self._is_heard:
             return
         with self._changed:
@@ -304,5 +304,5 @@ class Request:
                 continue
             try:
                 watcher.loop.call_soon_threadsafe(watcher.changed.set)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed: no reader waits
                 self._watchers.discard(watcher)

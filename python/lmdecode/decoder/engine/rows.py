@@ -1,4 +1,4 @@
-"""How an ``Engine`` chooses tokens: rows that draw, and rows that search."""
+"""The choice of tokens in an ``Engine``: rows of a sampler, and rows of searches."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ class Grammar(Protocol):
 
 
 class WrittenSequence:
-    """A request that has a place, or waits for one.
+    """The sequence of a request, which has places or waits for them.
 
     Attributes
     ----------
     request : Request
-        Whose it is.
+        Its request.
     places : list of int
-        Of the caches; the first is the prompt's.
+        Its places of the caches; the first one reads the prompt.
     read : int
-        Tokens of the prompt that have been read.
+        Number of prompt tokens that have been read.
     follows : tuple of (WrittenSequence, int) or None
-        Another sequence that reads the same first tokens: this one takes them when they are there.
+        Another sequence that reads the same first tokens, which this one shares once they are read.
     stops : set of int
-        Lengths at which a part of the prompt ends, as others share them, or the store.
+        Lengths at which parts of the prompt must end, for other sequences or the store.
     keep_at : int
-        The length at which the store gets it; 0: it does not.
+        The length at which it is written to the store; 0: never.
     input : EncoderInput or None
-        Of an encoder-decoder model: what is still to be encoded.
+        For an encoder-decoder model: the input that is not encoded yet.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
@@ -97,27 +97,27 @@ class WrittenSequence:
         return 1
 
     def with_input(self, input: EncoderInput | None) -> WrittenSequence:
-        """Let it have an input; return itself."""
+        """Set the input; return the sequence."""
         self.input = input
         return self
 
     def next_part(self, room: int) -> int:
-        """Return how many tokens of the prompt to read, of at most so many."""
+        """Return the number of prompt tokens to read next, at most ``room``."""
         end = min(len(self.request.prompt_ids), self.read + room)
         return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
 
 
 class DrawnSequence(WrittenSequence):
-    """One that draws its tokens, or takes the largest logit.
+    """A sequence that samples its tokens, or takes the largest logit.
 
     Attributes
     ----------
     rules : RowRules
-        What its row of a ``Sampler`` is told.
+        Parameters of its row of a ``Sampler``.
     num_logprobs : int
         -1: none.
     last : int
-        The token that is to be read next.
+        The next token to read.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DrawnSequence(WrittenSequence):
 
 
 class SearchedSequence(WrittenSequence):
-    """One that searches; ``search`` and ``token_rules`` are what ``BeamSearch`` is told."""
+    """A sequence with a beam search: ``search`` and ``token_rules`` for ``BeamSearch``."""
 
     def __init__(
         self, request: Request, search: BeamRequest, token_rules: TokenRules | None = None
@@ -158,13 +158,13 @@ class FollowingCaches(Protocol):
     Attributes
     ----------
     sequences : int
-        How many places there are.
+        Number of places.
     """
 
     sequences: int
 
     def reorder(self, parents: Tensor) -> None:
-        """Let each place go on as another: [sequences] int64, in which most name themselves."""
+        """Make place i continue as place ``parents[i]``: [sequences] int64; most stay."""
 
 
 class Ended(NamedTuple):
@@ -176,25 +176,25 @@ class Ended(NamedTuple):
 
 
 class DrawnRows:
-    """The sequences that draw, by their rows in a ``CompactSampler``.
+    """The sampled sequences, by their rows in a ``CompactSampler``.
 
     Attributes
     ----------
     running : list of DrawnSequence
-        By rows.
+        The sequences by row.
     tokens : Tensor or None
-        [rows] int64, what each row reads next. None: rows have changed since they were chosen.
+        [rows] int64: the next token of each row. None: rows have changed since they were chosen.
     """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
         self._sampler, self._vocab = CompactSampler(rows, vocab, dialect), vocab
         self.running: list[DrawnSequence] = []
         self.tokens: Tensor | None = None
-        self._asks = False  # whether a row has a grammar or asks for log-probabilities
+        self._asks = False  # whether a row has a grammar or requests log-probabilities
 
     @property
     def count(self) -> int:
-        """Rows that are in use."""
+        """Number of rows in use."""
         return self._sampler.count
 
     def begin(self, sequence: DrawnSequence) -> None:
@@ -205,12 +205,12 @@ class DrawnRows:
         self._changed()
 
     def clear(self) -> None:
-        """Let all sequences go."""
+        """Remove all sequences."""
         while self.running:
             self.end(self.running[-1])
 
     def end(self, sequence: DrawnSequence) -> None:
-        """Let a sequence go."""
+        """Remove a sequence."""
         row = self.running.index(sequence)
         self._sampler.end(row)
         self.running[row] = self.running[-1]
@@ -222,7 +222,7 @@ class DrawnRows:
         self._asks = any(s.grammar is not None or s.num_logprobs >= 0 for s in self.running)
 
     def step(self, logits: Tensor) -> list[Ended]:
-        """Choose a token for each sequence; return those that have ended by it, still running."""
+        """Choose a token for each sequence; return those that end, still in ``running``."""
         if self._asks:
             return self._step_asked(logits)
         results = self._sampler.step(logits, None, -1)
@@ -236,7 +236,7 @@ class DrawnRows:
         return ended
 
     def _step_asked(self, logits: Tensor) -> list[Ended]:
-        """Do a step of which grammars or log-probabilities are a part."""
+        """Run a step with grammars or log-probabilities."""
         bitmask, failed = self._bitmask()
         most = max(sequence.num_logprobs for sequence in self.running)
         results = self._sampler.step(logits, bitmask, most)
@@ -278,7 +278,7 @@ class DrawnRows:
 
     @staticmethod
     def _take(sequence: DrawnSequence, token: int, status: int) -> Ended | None:
-        """Give a token to its request; return the end that it is."""
+        """Pass a token to its request; return the end of the sequence, or None."""
         if status:
             sequence.request._status = status
             return Ended(sequence, "error", _no_token(status))
@@ -309,16 +309,16 @@ def _logprobs(results: Results, tokens: list[int]) -> list[TokenLogprob]:
 
 
 class SearchedRows:
-    """The sequences that search: their beams are rows of a ``BeamSearch``, each with a place.
+    """The sequences with searches. Their beams are rows of a ``BeamSearch``, each with a place.
 
     Attributes
     ----------
     running : dict of Hashable to SearchedSequence
-        By the ids of ``BeamSearch``, in the order of rows.
+        The sequences by the ids of ``BeamSearch``, in the order of rows.
     places : list of int
-        Of each row of the next step.
+        Place of each row of the next step.
     tokens : Tensor
-        [rows] int64, what each row reads next. New prompts have none yet; they come last.
+        [rows] int64: the next token of each row, without new prompts, which come last.
     """
 
     def __init__(self, caches: FollowingCaches, vocab: int) -> None:
@@ -345,7 +345,7 @@ class SearchedRows:
         self._set_places([*self.places, sequence.places[0]])
 
     def end(self, sequence: SearchedSequence) -> None:
-        """Let a sequence that has not ended go."""
+        """Remove a sequence that has not ended."""
         kept = self._search.cancel(sequence.id)
         self._set_places([self.places[row] for row in kept.tolist()])
         self.tokens = self.tokens[kept]
@@ -356,7 +356,7 @@ class SearchedRows:
             self.places, self._entries = places, None
 
     def step(self, logits: Tensor) -> list[Ended]:
-        """Choose the next beams; return the sequences that have ended, which run no more."""
+        """Choose the next beams; return and remove the sequences that have ended."""
         output = self._search.step(logits)
         before, self.tokens = self.places, output.tokens
         self._set_places(
@@ -386,9 +386,9 @@ class SearchedRows:
         if result.status & ~2 or (result.status and not has_found):
             request._status = result.status
             return Ended(sequence, "error", _no_token(result.status))
-        # A trie may have no way on, and nothing that has ended.
+        # A trie may leave no continuation and no finished sequence.
         request._beams, tokens = result, result.new_tokens() if has_found else []
-        if has_found and sequence.search.dialect == "scorer":  # whose lengths count no end token
+        if has_found and sequence.search.dialect == "scorer":  # lengths without the end token
             end = result.sequences[0, int(result.lengths[0]) :][:1].tolist()
             tokens += [token for token in end if token in sequence.end_tokens]
         request._tokens += tokens

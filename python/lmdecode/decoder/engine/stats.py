@@ -13,10 +13,10 @@ class EngineStats(NamedTuple):
     Attributes
     ----------
     running, waiting, free_places : int
-        Requests that have places, those that wait for some, and places.
+        Number of requests with places, of waiting requests, and of free places.
     steps, prompt_tokens, cached_tokens, new_tokens : int
-        Since the engine was made: steps, tokens of prompts that were computed and that were shared,
-        and tokens that were written.
+        Since the engine was made: number of steps, of prompt tokens computed and shared, and of
+        generated tokens.
     """
 
     running: int

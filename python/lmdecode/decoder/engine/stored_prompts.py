@@ -1,4 +1,4 @@
-"""Prompts of an ``Engine`` in a store: found when a request comes, kept when it has been read."""
+"""Prompts of an ``Engine`` in a store: looked up on arrival, written after they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmdecode.decoder.prompt_states import PromptStates
 __all__ = ["StoredPrompts"]
 
 T = TypeVar("T")
-_MOST_PENDING = 8  # prompts that wait to be written: a disk that is slower gets fewer
+_MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the disk is slower
 
 
 class StoredPrompts:
@@ -44,16 +44,16 @@ class StoredPrompts:
     def keep_at(self, prompt: tuple[int, ...]) -> int:
         """Return how many tokens of a prompt to store, 0 for a short one.
 
-        Layers with a window are found where something stored ends. The same prompt is looked up
-        without its last token, whose logits are wanted.
+        Layers with a window match only where a stored entry ends. The same prompt is looked up
+        without its last token, as its logits are needed.
         """
         length = len(prompt) - self.has_windows
         return length if length >= BLOCK_SIZE and not self._store.readonly else 0
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
-        """Let an empty place begin with what is stored of a prompt; return how many tokens it has.
+        """Load the stored prefix of a prompt into an empty place; return its number of tokens.
 
-        0 where nothing is, or not more than what is to be had otherwise.
+        0 if nothing is stored, or not more than another place has.
         """
         found = self._attempt(lambda: self._load(place, prompt, longer_than), 0)
         if found == 0:
@@ -75,10 +75,9 @@ class StoredPrompts:
             hit.release()
 
     def copy(self, sequence: WrittenSequence) -> None:
-        """Copy the keys and values of a sequence, as far as its prompt has been read.
+        """Copy the keys and values of a sequence's prompt, as far as it is read.
 
-        They are stored by ``put``, once the model has shown that they are sound: behind NaN no
-        token can be chosen.
+        ``put`` stores them after a token was chosen, which shows that they have no NaN.
         """
         self._pending = [future for future in self._pending if not self._is_written(future)]
         if len(self._pending) + len(self._copies) >= _MOST_PENDING:
@@ -87,7 +86,7 @@ class StoredPrompts:
         self._copies[sequence] = tokens, self._caches.read(sequence.places[0])
 
     def put(self, sequence: WrittenSequence) -> None:
-        """Store what was copied of a sequence, if anything was."""
+        """Store the copy of a sequence, if there is one."""
         copied = self._copies.pop(sequence, None)
         if copied is None:
             return
@@ -96,16 +95,16 @@ class StoredPrompts:
             self._pending.append(future)
 
     def put_all(self, but: Collection[WrittenSequence] = ()) -> None:
-        """Store what was copied of all sequences but some."""
+        """Store the copies of all sequences except some."""
         for sequence in [sequence for sequence in self._copies if sequence not in but]:
             self.put(sequence)
 
     def drop(self, sequence: WrittenSequence) -> None:
-        """Forget what was copied of a sequence."""
+        """Drop the copy of a sequence."""
         self._copies.pop(sequence, None)
 
     def flush(self, but: Collection[WrittenSequence] = ()) -> None:
-        """Wait until what was copied of all sequences but some is written."""
+        """Wait until the copies of all sequences except some are written."""
         self.put_all(but)
         for future in self._pending:
             self._attempt(future.result, 0)

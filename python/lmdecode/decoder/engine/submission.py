@@ -27,7 +27,7 @@ _OF_SEARCHES = frozenset(
     ("num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups",
      "diversity_penalty", "patience", "forced_bos_token_id", "forced_eos_token_id", "pad_token_id")
 )  # fmt: skip
-# Any of these asks for tokens that are drawn; where none are drawn they have no meaning.
+# Each of these requests sampling; without sampling they have no effect.
 _DRAWS = frozenset(
     ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
      "top_n_sigma", "top_h", "xtc_probability", "mirostat_tau", "adaptive_target",
@@ -35,7 +35,7 @@ _DRAWS = frozenset(
 )  # fmt: skip
 _MOST_LOGPROBS = 64
 _MOST_HYPOTHESES = 1 << 16  # of a search
-# submit() has names of its own for the others.
+# submit() has its own names for the others.
 _BEAM_PARAMETERS = tuple(
     field.name
     for field in dataclasses.fields(BeamRequest)
@@ -94,7 +94,7 @@ class Submission:
         generation_config: Any,
         **parameters: Any,
     ) -> WrittenSequence:
-        """Return the sequence that is to be written; arguments are those of ``submit``."""
+        """Return the sequence of a request; arguments are those of ``submit``."""
         if generation_config is not None:
             others = {
                 "min_tokens": min_tokens or None, "eos_token_id": eos_token_id,
@@ -136,7 +136,7 @@ class Submission:
         generation_config: Any,
         others: dict[str, Any],
     ) -> BeamRequest:
-        """Return the search that ``generate()`` does with a config."""
+        """Return the search of ``generate()`` with a config."""
         if self.request_of_config is None:
             raise ValueError(
                 f"{_OP}: generation_config is given; expected None for a decoder-only model, or "

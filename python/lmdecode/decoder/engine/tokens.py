@@ -1,4 +1,4 @@
-"""Tokens that users give, of any kind of sequence."""
+"""Token ids from any kind of sequence."""
 
 from __future__ import annotations
 
