@@ -1,4 +1,4 @@
-"""Attention to keys that lie in several places, such as those of a ring."""
+"""Attention to keys in several pieces of memory, such as those of a ring."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _DECODE_TOKENS = 8
 
 
 def attention_op(queries: int) -> Any:
-    """Return the op for so many queries."""
+    """Return the attention op for this number of queries."""
     return sliding_window_decode if queries <= _DECODE_TOKENS else sliding_window_attention
 
 
 class Piece(NamedTuple):
-    """Keys and values that lie side by side.
+    """Keys and values that are contiguous in memory.
 
     Attributes
     ----------
     keys, values
         ``[batch, kv_heads, n, head_size]`` and ``[..., value_size]``.
     ranges
-        The positions that they are of, begin and end, one range behind the other. More than one
-        are for a single query that sees all of them.
+        Their positions as consecutive ranges (begin, end). Several ranges are only for a single
+        query that sees all of them.
     is_pinned
         Every query sees them from their own position on, however far away.
     """
@@ -75,7 +75,7 @@ def attend_pieces(
     return_lse: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to each piece, and merge: the same function as one attention to all of them.
+    """Attend to each piece, and merge the results into attention over all of them.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def attend_pieces(
     pieces
         At least one.
     sinks
-        Scores ``[q_heads]``; they join the first piece alone.
+        Scores ``[q_heads]``, added to the first piece only.
     key_padding_mask
         ``[batch, positions]`` or None.
     options

@@ -28,9 +28,9 @@ def ring_cache_append_(
     """Write new keys and values to their slots of a ring, in place.
 
     The first ``num_sink_tokens`` positions have slots of their own, in front; every other position
-    p goes to slot ``num_sink_tokens + (p - num_sink_tokens) % capacity``, the capacity being the
-    slots that are left. Each token is written once; of a chunk longer than the ring, only what
-    stays of it. What a ring holds thus depends on the number of tokens alone, not on the chunks.
+    p goes to slot ``num_sink_tokens + (p - num_sink_tokens) % capacity``, where capacity is the
+    number of other slots. Each token is written once; of a chunk longer than the ring, only the
+    last tokens are. So the content of a ring depends on the number of tokens, not on the chunks.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def ring_cache_append_(
         ``[batch, kv_heads, tokens, head_size]`` and ``[..., value_size]``, any strides.
     position : int or Tensor
         The position of the first of these tokens, 0 to 2^40: of all rows, or ``[batch]`` int64 or
-        int32. On CUDA, where nobody looks, a row whose position is out of range stays as it is.
+        int32. On CUDA values are not checked: a row with a position out of range is unchanged.
     num_sink_tokens : int
         Fewer than there are slots.
 

@@ -14,8 +14,8 @@ from lmdecode.kv_cache.reorder import reorder_cache_
 
 __all__ = ["RingKVCache", "RingSnapshot"]
 
-# Spare slots of a ring by default: so many tokens can be rolled back, or come in one chunk that is
-# written before it is attended to.
+# Default number of spare slots of a ring: the maximum number of tokens that can be rolled back, or
+# of a chunk that is written before attention reads it.
 _SPARE = 63
 
 
@@ -310,7 +310,7 @@ class RingKVCache:
     def _all_in_one_piece(self, first: int) -> Piece | None:
         """The sinks and the tokens from ``first`` on, if they are all that the slots hold.
 
-        In the order of the slots, which one query does not mind.
+        They are in the order of the slots, which has no effect for one query.
         """
         total, sinks = self.num_tokens, self.num_sink_tokens
         if first == sinks and 0 < total <= sinks + self.capacity:

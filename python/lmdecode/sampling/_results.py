@@ -1,4 +1,4 @@
-"""The memory of a ``Sampler``: of its rows, and of what a step writes."""
+"""Memory of a ``Sampler``: its rows, and the outputs of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmdecode.sampling.types import KeptSet, SamplerOutput
 
 
 class Results(NamedTuple):
-    """The memory that the op writes, and what it means: one array after the other."""
+    """The memory that the op writes, and views of its consecutive arrays."""
 
     memory: Tensor
     index: Tensor  # type: ignore[assignment]  # instead of tuple.index
@@ -76,19 +76,19 @@ def kept_set(ids: Tensor, logprobs: Tensor, counts: Tensor) -> KeptSet:
 
 
 class Outputs:
-    """The memory that the steps of a ``Sampler`` write, and what each of them returns.
+    """The memory that the steps of a ``Sampler`` write, and the outputs of a step.
 
     Parameters
     ----------
     batch, vocab, num_logprobs, device
-        Of the sampler; num_logprobs -1: none.
+        As of the sampler; num_logprobs is -1 for none.
     returns : tuple
-        Whether logits, kept sets and the counts of stages are wanted.
+        Whether to return logits, kept sets and stage counts.
 
     Attributes
     ----------
     written : tuple
-        The tensors that the op of a step takes to write to.
+        The output tensors of a step's op.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Outputs:
             new_zeros(batch, vocab, dtype=torch.float32, device=device) if logits else None
         )
         self._kept: tuple[Tensor, Tensor] | None = None
-        if returns_kept:  # what is not written of it takes no memory
+        if returns_kept:  # pages that are never written take no memory
             with torch.inference_mode(False):
                 ids = torch.empty(batch, vocab, dtype=torch.int64, device=device)
                 self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device=device)
         self.written = (r.memory, self._kept_logits, *(self._kept or (None, None)))
-        # All but the index, where it alone is new in each step.
+        # All outputs except the index, if only the index is new in each step.
         self._others: tuple[Any, ...] | None = None
         if r.rank is None and self._kept is None:
             self._others = (
@@ -120,7 +120,7 @@ class Outputs:
             )  # fmt: skip
 
     def of_step(self) -> SamplerOutput:
-        """Return the step's results: index, logprob, rank and kept_set are new, the rest is not."""
+        """Return the step's results; only index, logprob, rank and kept_set are new tensors."""
         index = self._index.clone()
         if self._others is not None:
             return SamplerOutput(index, *self._others)
@@ -141,9 +141,9 @@ class Outputs:
 
 @contextmanager
 def row_on_host(state: Tensor, row: int, is_host: bool) -> Iterator[tuple[Tensor, int]]:
-    """Give rows on the CPU, where the ops are that change them, and the number of this one there.
+    """Yield rows on the CPU, for the ops that change them, and the index of this row in them.
 
-    A row of a device goes to the CPU and back, unless an error is raised.
+    A row on a device is copied to the CPU and back, unless an error is raised.
     """
     if is_host:
         yield state, row

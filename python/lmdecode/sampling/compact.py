@@ -16,12 +16,12 @@ _step = ops.sampler_step_.default
 
 
 class CompactSampler:
-    """A ``Sampler`` whose sequences take its first rows, so that a step is of these alone.
+    """A ``Sampler`` with its sequences in the first rows; a step computes only these.
 
     Parameters
     ----------
     rows, vocab, dialect
-        As ``batch``, ``vocab`` and ``dialect`` of ``Sampler``: the most sequences at a time.
+        As ``batch``, ``vocab`` and ``dialect`` of ``Sampler``; ``rows`` limits the sequences.
     """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
@@ -31,7 +31,7 @@ class CompactSampler:
         self.count = 0
 
     def begin(self, prompt: Tensor, rules: RowRules) -> None:
-        """Begin a sequence, [n] int64 tokens, in the row behind the others."""
+        """Begin a sequence, [n] int64 tokens, in the row after the others."""
         self._sampler._begin(self.count, rules, prompt)
         self.count += 1
 
@@ -45,7 +45,7 @@ class CompactSampler:
         self.count = last
 
     def step(self, logits: Tensor, bitmask: Tensor | None, num_logprobs: int) -> Results:
-        """Choose a token for each sequence, and let it go on with it.
+        """Choose a token for each sequence, and append it.
 
         Parameters
         ----------
@@ -54,12 +54,12 @@ class CompactSampler:
         bitmask : Tensor or None
             [count, ceil(V / 32)] int32, see ``Sampler.sample``.
         num_logprobs : int
-            -1: none; else as of ``Sampler``, of the logits as they came.
+            -1: none; else as of ``Sampler``, for the input logits.
 
         Returns
         -------
         Results
-            Of ``count`` rows; the next step of as many rows overwrites them.
+            Results of ``count`` rows; the next step with this count overwrites them.
         """
         sampler, key = self._sampler, (self.count, num_logprobs)
         if self._results is None or self._results[0] != key:

@@ -1,4 +1,4 @@
-"""Drafts: tokens that a text may go on with, proposed before a model has chosen them."""
+"""Drafts: proposed next tokens of a text, before a model has chosen them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _MOST = 1 << 24
 def prompt_lookup(
     tokens: Tensor, num_tokens: int, max_ngram: int = 3, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """Propose what a text goes on with: what stood behind the same tokens earlier.
+    """Propose the tokens that followed an earlier occurrence of the last n-gram of a text.
 
-    The last ``max_ngram`` tokens are looked for in the text, where they do not stand the last
-    ``max_ngram - 1``, and so on. What follows the earliest place is proposed (Saxena 2023, prompt
-    lookup decoding; ``prompt_lookup_num_tokens`` of transformers).
+    It looks for the last ``max_ngram`` tokens in the text, then for the last ``max_ngram - 1``, and
+    so on. It proposes the tokens after the earliest occurrence (Saxena 2023, prompt lookup
+    decoding; ``prompt_lookup_num_tokens`` of transformers).
 
     Parameters
     ----------
     tokens : Tensor
         [n] or [B, n] int64 or int32 on the CPU: texts, prompt and answer.
     num_tokens : int
-        Tokens to propose at most, 1 to 2^24.
+        Maximum number of proposed tokens, 1 to 2^24.
     max_ngram : int
-        The longest n-gram that is looked for, at least 1.
+        Length of the longest n-gram to look for, at least 1.
     lengths : Tensor, optional
-        [B] int64 or int32, for [B, n]: how many tokens of each row are its text; all by default.
+        [B] int64 or int32, for [B, n]: number of tokens of each row's text; all by default.
 
     Returns
     -------
     Tensor
-        [num_tokens] or [B, num_tokens] int64, -1 behind the tokens that are proposed. Nothing is
-        proposed where the last token stands nowhere else.
+        [num_tokens] or [B, num_tokens] int64, -1 after the proposed tokens. Nothing is proposed if
+        the last token occurs nowhere else.
 
     Raises
     ------

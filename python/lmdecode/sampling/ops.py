@@ -35,7 +35,7 @@ _Ints = TypeVar("_Ints", int, Tensor)
 
 
 def row_seed(seed: _Ints, row: _Ints) -> _Ints:
-    """Return the seed, at least 0, that one number gives to a row of a batch."""
+    """Return the seed, at least 0, of a row, derived from one seed for the batch."""
     return (row * _SEED_STEP + seed) & MAX_INT
 
 
@@ -46,12 +46,12 @@ def row_tensor(
     device: torch.device,
     dialect: str = "lmdecode",
 ) -> Tensor:
-    """Return numbers, one a row, as a parameter of ``top_k_top_p_sample``.
+    """Return numbers, one for each row, as a parameter of ``top_k_top_p_sample``.
 
     Parameters
     ----------
     name
-        Of the parameter.
+        Name of the parameter.
     values
         Numbers, or ints for int64.
     dtype
@@ -59,7 +59,7 @@ def row_tensor(
     device
         Of the logits.
     dialect
-        Whose range ``top_p`` has.
+        The dialect, which determines the range of ``top_p``.
 
     Returns
     -------
@@ -69,7 +69,7 @@ def row_tensor(
     Raises
     ------
     ValueError, TypeError
-        Names a number that is none or out of range, as ``top_p[2]``.
+        Names an invalid number, as ``top_p[2]``.
     """
     rows = []
     for place, value in enumerate(values):
@@ -84,7 +84,7 @@ def row_tensor(
 
 
 def _rows_of(name: str, value: Tensor, dtype: torch.dtype, logits: Tensor) -> Tensor:
-    """The tensor of a parameter in the op's dtype; one without dimensions is every row's."""
+    """Return a parameter's tensor in the op's dtype; a scalar tensor is expanded to all rows."""
     if value.dtype is not dtype:
         is_float = dtype.is_floating_point
         allowed = (torch.float64, torch.float16, torch.bfloat16) if is_float else (torch.int32,)
@@ -98,7 +98,7 @@ def _rows_of(name: str, value: Tensor, dtype: torch.dtype, logits: Tensor) -> Te
 def _split(
     name: str, value: Any, off: float | int, dtype: torch.dtype, logits: Tensor, dialect: str
 ) -> tuple[float | int, Tensor | None]:
-    """A parameter as (number for all rows, tensor of one number a row)."""
+    """Return a parameter as (number for all rows, tensor of one number for each row)."""
     if value is None:
         return off, None
     if isinstance(value, Tensor):
@@ -117,7 +117,7 @@ def _split(
 
 
 def _check_range(name: str, value: float, dialect: str, where: str | None = None) -> None:
-    """Raise ValueError for a number that a parameter cannot be, NaN among them."""
+    """Raise ValueError for an invalid value of a parameter, including NaN."""
     if name == "temperature":
         is_valid, expected = value >= 0.0, "a number >= 0"
     elif name == "top_p" and not dialect.startswith("ascend"):  # where more than 1 is off
@@ -129,7 +129,7 @@ def _check_range(name: str, value: float, dialect: str, where: str | None = None
 
 
 def _seeds(seed: Any, logits: Tensor) -> tuple[int, Tensor | None]:
-    """A seed as (number for all rows, < 0 for none; tensor of one seed a row)."""
+    """Return a seed as (number for all rows, < 0 for none; tensor of one seed for each row)."""
     number, rows = _split("seed", seed, -1, torch.int64, logits, "")
     if rows is None:
         return check_int(_OP, "seed", number, limits="an int below 2^63"), None

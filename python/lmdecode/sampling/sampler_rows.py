@@ -82,7 +82,7 @@ _NUMBERS: dict[str, tuple[float, float, float]] = {
     "adaptive_target": (-1.0, -_INF, 1.0),
     "adaptive_decay": (0.9, 0.0, 0.99),
 }
-# Infinite ones mean something there.
+# Infinite values are allowed there.
 _MAY_BE_INFINITE = ("top_p", "min_p", "temperature", "top_n_sigma")
 _TOKEN_RULES = (
     "logit_bias", "bad_words_ids", "suppress_tokens", "eos_token_id", "forced_tokens",
@@ -213,11 +213,11 @@ def check_parameters(
     Parameters
     ----------
     parameters
-        By name.
+        Parameters by name.
     vocab
-        Tokens are below it.
+        Size of the vocabulary.
     batch
-        A number may come as a list or tensor of one for each of so many rows; None: of one row.
+        Number of rows: a parameter may be a list or tensor with one number for each. None: one row.
 
     Raises
     ------
@@ -267,15 +267,15 @@ def _check_steering(tau: float, target: float) -> None:
 
 
 def check_saved(rows: Tensor, first: int) -> None:
-    """Raise ValueError for parameters that no sampler writes.
+    """Raise ValueError for saved parameters that are invalid.
 
     Parameters
     ----------
     rows
         [n, 64-bit numbers] int64, the rows of a state that have a sequence.
     first
-        Where SamplerIntegers begin in them. SamplerNumbers follow, and what mirostat and adaptive-p
-        learned stands before.
+        Index of SamplerIntegers in them. SamplerNumbers follow, and the state of mirostat and
+        adaptive-p comes before.
     """
     begin = first + len(_INTEGERS) + 3  # order (the dialect), seed, keeps_text
     for row, fields in enumerate(rows):
@@ -319,7 +319,7 @@ class RowRules:
         [7] int64, [21] float64 and [n] int32: SamplerIntegers, SamplerNumbers and SamplerRules of
         csrc/sampling/sampler_state.h.
     keeps_text
-        Whether the row's text is looked at.
+        Whether the row needs its text.
     """
 
     integers: Tensor

@@ -1,4 +1,4 @@
-"""``verify_draft``: which tokens of a draft a ``Sampler`` accepts."""
+"""``verify_draft``: the tokens of a draft that a ``Sampler`` accepts."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def verify_draft(
     parents: Tensor | None = None,
     bitmask: Tensor | None = None,
 ) -> VerifyOutput:
-    """Accept drafted tokens, and choose the one behind them.
+    """Accept drafted tokens, and choose the token after them.
 
-    A model reads a draft of D tokens at once. Its logits say which of them the sampler would have
-    chosen one by one.
+    A model reads a draft of D tokens at once. By its logits, the sampler accepts the tokens that it
+    would have chosen one by one.
 
     Parameters
     ----------
     logits
-        [B, D + 1, V] float32, float16 or bfloat16: row 0 behind the text, row i + 1 behind drafted
+        [B, D + 1, V] float32, float16 or bfloat16: row 0 after the text, row i + 1 after drafted
         token i.
     draft
-        [B, D] int64 or int32. A number that is no token is never accepted.
+        [B, D] int64 or int32. A number outside the vocabulary is never accepted.
     sampler
-        Has the parameters and the sequences, which go on with the accepted tokens and the next.
+        The sampler. The accepted tokens and the next one are appended to its sequences.
     mode
-        "match": a token is accepted where the sampler draws the same one. The text is then that
-        without drafts, bit for bit, given equal logits. "rejection": with the probability
-        min(1, p / q), p what the sampler draws from, q what the draft was drawn from; else a token
-        of (p - q)+ comes (arXiv 2211.17192). The text has the distribution of that without drafts,
-        and more tokens are accepted.
+        "match": a token is accepted if the sampler draws the same one. The text is then bitwise
+        the same as without drafts, given equal logits. "rejection": a token is accepted with the
+        probability min(1, p / q), where p is the sampler's distribution and q the draft's; else a
+        token is drawn from (p - q)+ (arXiv 2211.17192). The text has the same distribution as
+        without drafts, and more tokens are accepted.
     draft_logits
         [B, D, V] float32, for "rejection": q is their softmax. None: q is 1 at the drafted token.
     num_draft
-        [B] int64: how many tokens of ``draft`` count. None: all.
+        [B] int64: number of valid tokens of ``draft``. None: all.
     parents
         [B, D] int64, for "match": the draft is a tree. The place in ``draft`` of each token's
-        parent, which stands before it; -1: the text. The longest accepted path counts.
+        parent, which comes before it; -1: the text. The longest accepted path counts.
     bitmask
         [B, D + 1, ceil(V / 32)] int32: as of ``Sampler.sample``, for each row of ``logits``.
 
