@@ -1,4 +1,4 @@
-"""The formats that weights of linear layers are packed in: their names, and their numbers."""
+"""Formats of packed linear weights: their names, and their numbers in the ops."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def check_linear_format(
 
 
 def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
-    """Return the number of the format, of this name, that a packed weight says it has.
+    """Return the number of a packed weight's format, from its header, and its group size.
 
-    And the size of its groups. Of other bytes it is the number of the name, which the ops refuse.
+    For other bytes it is the number of the given name, and the ops refuse the weight.
     """
     if name in KINDS:
         return format_of_kind(name), group_size_of_kind(name)
@@ -98,19 +98,19 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
 
 
 def format_of_kind(kind: str) -> int:
-    """Return the format that holds blocks of GGUF files as they are."""
+    """Return the format that stores blocks of GGUF files unchanged."""
     return _FORMATS_OF_KINDS[kind]
 
 
 def group_size_of_kind(kind: str) -> int:
-    """Return how many elements of these blocks share a scale."""
+    """Return the number of elements of these blocks that share a scale."""
     return 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
 
 
 def format_of_head(name: str) -> str:
-    """Return the format of a projection to the vocabulary in a model of this one.
+    """Return the format of the output layer in a model of this format.
 
-    Four bits would cost there as much as in all other layers: a head of "int4" is int8.
+    Four bits would cost as much accuracy there as in all other layers, so with "int4" it is int8.
     """
     return "int8" if name == "int4" else name
 
@@ -124,17 +124,17 @@ def pack_weight(weight: LinearWeight, name: str) -> Tensor:
 
 
 def pack_weight_into(weight: LinearWeight, name: str, memory: Tensor) -> int:
-    """Write a weight to the beginning of a memory, and return how many bytes it takes.
+    """Write a weight to the beginning of a memory, and return its number of bytes.
 
     Parameters
     ----------
     weight
         [out_features, in_features]: floats, or blocks of a GGUF file.
     name
-        A format that floats are rounded to; or "file": blocks are packed as they are, floats as
-        bfloat16 where they are bfloat16, else as float32.
+        The format of floats. Or "file": blocks are packed unchanged, and floats as bfloat16 if they
+        are bfloat16, else as float32.
     memory
-        uint8, ``packed_bytes(weight, name)`` of it at least, aligned to 64 bytes.
+        uint8, at least ``packed_bytes(weight, name)`` bytes, aligned to 64 bytes.
     """
     if isinstance(weight, JoinedWeight):
         used = 0
@@ -153,7 +153,7 @@ def pack_weight_into(weight: LinearWeight, name: str, memory: Tensor) -> int:
 
 
 def packed_bytes(weight: LinearWeight, name: str) -> int:
-    """Return how many bytes ``pack_weight`` makes of a weight."""
+    """Return the number of bytes of ``pack_weight``'s result."""
     if isinstance(weight, JoinedWeight):
         return sum(packed_bytes(part, name) for part in weight.parts)
     outputs, inputs = weight.shape
@@ -192,7 +192,7 @@ def is_cut_as_here(memory: Tensor, at: int) -> bool:
 
 
 def parts_of_packed(memory: Tensor, at: int, out_features: int) -> list[tuple[int, int]]:
-    """Return where the parts of a packed weight begin in a memory, and their bytes."""
+    """Return the offsets and sizes in bytes of the parts of a packed weight."""
     parts, left = [], out_features
     while left > 0:
         header = memory[at : at + _HEADER_BYTES].tolist()

@@ -1,4 +1,4 @@
-"""The types of llama.cpp that hold weights in blocks: how many weights, in how many bytes."""
+"""The block types of llama.cpp: weights and bytes of a block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Kind(NamedTuple):
     Attributes
     ----------
     block_size : int
-        Weights of a block, which are neighbours in a row.
+        Number of weights of a block, which are consecutive in a row.
     block_bytes : int
-        Its bytes.
+        Number of bytes of a block.
     number : int
-        Of the type, in files.
+        Number of the type in files.
     """
 
     block_size: int
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     number: int
 
 
-#: By the names of ggml; how a block is read is in ``lmdecode.reference.gguf``.
+#: By the names of ggml; ``lmdecode.reference.gguf`` reads the blocks.
 KINDS: dict[str, Kind] = {
     "Q4_0": Kind(32, 18, 2),
     "Q4_1": Kind(32, 20, 3),

@@ -1,4 +1,4 @@
-"""Linear weights in the blocks of a GGUF file, as it has them."""
+"""Linear weights in the blocks of a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "
 
 
 class QuantizedWeight:
-    """A linear weight in blocks along its inputs; a row is one output's.
+    """A linear weight in blocks along its inputs, with a row for each output.
 
     Parameters
     ----------
     data : Tensor
-        uint8 [out_features, bytes], rows of whole blocks one behind the other. It is not copied: it
-        may be a file's own memory.
+        uint8 [out_features, bytes], consecutive rows of whole blocks. It is not copied: it may be a
+        mapped file.
     kind : str
         The blocks' type, one of ``KINDS``.
 
@@ -65,11 +65,11 @@ class QuantizedWeight:
         return self.data.shape[0], self.data.shape[1] // kind.block_bytes * kind.block_size
 
     def index_rows(self, index: Tensor) -> QuantizedWeight:
-        """Return the rows of these numbers, int64 [rows], in their order, as they are."""
+        """Return the rows with these indices, int64 [rows], in their order, still in blocks."""
         return QuantizedWeight(self.data[index], self.kind)
 
     def rows(self, begin: int, end: int) -> QuantizedWeight:
-        """Return the rows from one number to before another, without a copy."""
+        """Return a range of rows, without a copy."""
         return QuantizedWeight(self.data[begin:end], self.kind)
 
     def dequantize(self) -> Tensor:
@@ -82,12 +82,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class JoinedWeight:
-    """Weights one under the other, as rows of one, that are not of one kind.
+    """The concatenated rows of weights of different kinds.
 
     Parameters
     ----------
     parts : tuple of QuantizedWeight or Tensor
-        Two or more, of the same inputs; tensors are floats.
+        Two or more, with the same inputs; tensors are floats.
     """
 
     parts: tuple[QuantizedWeight | Tensor, ...]
@@ -110,14 +110,14 @@ def _floats(part: LinearWeight) -> Tensor:
 
 
 def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
-    """Return weights of the same inputs one under the other, [sum of outputs, inputs].
+    """Return the concatenated rows of weights with the same inputs, [sum of outputs, inputs].
 
-    Floats are one tensor, blocks of one kind one ``QuantizedWeight``; others a ``JoinedWeight``.
+    Floats become one tensor, blocks of one kind a ``QuantizedWeight``, others a ``JoinedWeight``.
 
     Raises
     ------
     ValueError
-        There are none, or they have other inputs than the first.
+        There are no weights, or their inputs differ.
     """
     flat: list[Tensor | QuantizedWeight] = []
     for part in parts:

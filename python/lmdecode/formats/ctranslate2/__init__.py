@@ -1,6 +1,6 @@
 """Folders of CTranslate2: ``model.bin``, ``config.json`` and vocabularies, as they are.
 
-``lmdecode.Decoding.from_pretrained`` takes such a folder. What tokenises its texts is here.
+``lmdecode.Decoding.from_pretrained`` takes such a folder. This package also has its tokenizers.
 """
 
 from lmdecode.formats.ctranslate2.folder import Source, is_ctranslate2, open_folder

@@ -1,7 +1,7 @@
 """Encoder-decoder models of BART's kind, in CTranslate2's layout: Whisper is one of them.
 
-The file does not say which of transformers' architectures it was. It says what is computed, and the
-architecture that computes this is taken.
+The file does not name the architecture in transformers. It describes the computation, and the
+architecture with this computation is used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = [
     "NO_MATTER", "activation_of", "embedding_scope", "is_scaled", "seq2seq_of", "whisper_of",
 ]  # fmt: skip
 
-# CTranslate2's numbers of activations that there are here.
+# CTranslate2's numbers of the supported activations.
 _ACTIVATIONS = {0: "relu", 1: "gelu_new", 2: "silu", 3: "gelu"}
-# Variables without a meaning where there is one embedding, and no alibi.
+# Variables without effect if there is one embedding and no alibi.
 NO_MATTER = (
     "/alibi_use_positive_positions", "/alignment_heads", "/alignment_layer", "/embeddings_merge",
     "/scale_alibi",
@@ -37,7 +37,7 @@ def activation_of(names: Names, variable: str, default: int | None = None) -> st
 
 
 def embedding_scope(names: Names, stack: str) -> str:
-    """Return the scope of a stack's embedding, of which there must be one."""
+    """Return the scope of a stack's only embedding."""
     if f"{stack}/embeddings_1/weight" in names:
         raise names.refused(f"has several embeddings in {stack!r}, for features of words")
     first = f"{stack}/embeddings_0"
@@ -45,7 +45,7 @@ def embedding_scope(names: Names, stack: str) -> str:
 
 
 def _attention(names: Names, parameter: str, scope: str, size: int) -> None:
-    """Name the parts of an attention, of itself or of a memory; both have their norm beside."""
+    """Name the parts of self-attention or cross-attention, each with its norm."""
     parts = [f"{parameter}.{part}_proj" for part in ("q", "k", "v")]
     if parameter.endswith("self_attn"):
         names.split_rows(parts, f"{scope}/linear_0", [size] * 3)
@@ -58,7 +58,7 @@ def _attention(names: Names, parameter: str, scope: str, size: int) -> None:
 
 
 def _layers(names: Names, stack: str, size: int) -> dict[str, int]:
-    """Name the layers of a stack; return what the config says of them."""
+    """Name the layers of a stack; return their entries of the config."""
     count = names.layers(stack)
     heads = int(names.scalar(f"{stack}/num_heads|num_heads"))
     if heads < 1 or size % heads:
@@ -85,7 +85,7 @@ def _layers(names: Names, stack: str, size: int) -> dict[str, int]:
 def is_scaled(names: Names, stack: str, size: int) -> bool:
     """Whether an embedding is multiplied by the root of its size.
 
-    The file has a flag or the factor, by an older name in older files; without it there is one.
+    The file has a flag or the factor, with another name in older files. The default is a factor.
     """
     old = f"{embedding_scope(names, stack)}/multiply_by_sqrt_depth"
     name = f"{stack}/scale_embeddings"
@@ -116,7 +116,7 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        It has what no architecture of BART's kind has.
+        It has a feature that no architecture of BART's kind has.
     """
     scopes = {stack: embedding_scope(names, stack) for stack in ("encoder", "decoder")}
     tables = {stack: f"{scope}/weight" for stack, scope in scopes.items()}
@@ -124,7 +124,7 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
     norm_first = bool(names.same_scalar(["encoder/pre_norm", "decoder/pre_norm"], None))
     has_embedding_norm = "decoder/layernorm_embedding/gamma" in names
     kind = _kind(names, norm_first, has_embedding_norm)
-    # Marian begins with zeros: transformers has a token for this, behind all others.
+    # Marian begins with zeros: transformers has a token for this, after all others.
     more = int(bool(names.scalar("decoder/start_from_zero_embedding", 0.0)))
     if more and kind != "marian":
         raise names.refused("begins with an embedding of zeros and has norms first")
@@ -132,7 +132,7 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": kind, "d_model": size}
     for stack, table in tables.items():
         names.add(f"model.{stack}.embed_tokens.weight", table, more=more)
-        # M2M100's is a buffer, which is called otherwise.
+        # M2M100's table is a buffer with another name.
         positions = f"model.{stack}.embed_positions.weight" + "s" * (kind == "m2m_100")
         names.add(positions, f"{stack}/position_encodings/encodings", zeros=offset)
         if has_embedding_norm:
@@ -175,7 +175,7 @@ def seq2seq_of(names: Names) -> dict[str, Any]:
 
 
 def _final_bias(names: Names, more: int) -> None:
-    """Name what is added to logits; a token that the file does not have is never found."""
+    """Name the bias of the logits; a token that the file lacks is never chosen."""
     bias = "decoder/projection/bias"
     rows = names.shape("decoder/projection/weight", 2)[0]
     if bias in names:
@@ -190,7 +190,7 @@ def whisper_of(names: Names) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        It has what Whisper has not.
+        It has a feature that Whisper does not have.
     """
     vocab, size = names.shape("decoder/embeddings/weight", 2)
     names.add("model.decoder.embed_tokens.weight", "decoder/embeddings/weight")
@@ -202,7 +202,7 @@ def whisper_of(names: Names) -> dict[str, Any]:
         names.norm(f"model.{stack}.layer_norm", f"{stack}/layer_norm", has_beta=True)
         config |= _layers(names, stack, size)
         config[f"max_{positions}_positions"] = names.shape(encodings, 2)[0]
-    # Keys have none: it would add the same to all scores of a query, which the softmax takes out.
+    # Keys have none: it would add a constant to the scores of a query, which softmax cancels.
     names.parts = {
         name: part for name, part in names.parts.items() if not name.endswith("k_proj.bias")
     }

@@ -1,6 +1,6 @@
 """Decoder-only models in CTranslate2's layout.
 
-The file says what is computed: the architecture of transformers that computes this is taken.
+The file describes the computation. The architecture of transformers with this computation is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["causal_of"]
 
 _POSITIONS = "decoder/position_encodings/encodings"
 _SCALING = {0.0: "linear", 1.0: "longrope", 2.0: "llama3"}
-# No file says for how many tokens a model with rotary positions was made.
+# No file has the maximum length of a model with rotary positions.
 _ANY_LENGTH = 131_072
 _OFF = ("decoder/alibi", "decoder/start_from_zero_embedding", "decoder/final_logit_softcapping")
 
@@ -26,14 +26,14 @@ def causal_of(names: Names, norm_epsilon: float | None) -> dict[str, Any]:
     Parameters
     ----------
     names
-        Of its file.
+        The names of its file.
     norm_epsilon
-        What ``config.json`` says; None where it says nothing.
+        The value of ``config.json``, or None.
 
     Raises
     ------
     ValueError
-        It has what no architecture of these has.
+        It has a feature that none of these architectures has.
     """
     if names.scalar("decoder/pre_norm|pre_norm", 1.0) != 1.0:
         raise names.refused("has norms behind its layers")
@@ -47,7 +47,7 @@ def causal_of(names: Names, norm_epsilon: float | None) -> dict[str, Any]:
 
 
 def _is_tied(names: Names) -> bool:
-    """Name embedding and head; return whether they are one."""
+    """Name embedding and head; return whether they are tied."""
     return names.file.resolve("decoder/embeddings/weight") == names.file.resolve(
         "decoder/projection/weight"
     )
@@ -151,7 +151,7 @@ def _rotary_model(names: Names, norm_epsilon: float | None) -> dict[str, Any]:
     biases = (has_qkv_bias, has_out_bias or is_whole, has_ffn_bias)
     sizes = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
     _layers(names, count, sizes, has_outer_norms, has_head_norms, biases)
-    if config["model_type"] == "granite":  # whose norms multiply by their weight
+    if config["model_type"] == "granite":  # its norms multiply by their weight
         for name, part in names.parts.items():
             if "norm" in name:
                 names.parts[name] = replace(part, plus=1.0)
@@ -166,7 +166,7 @@ def _llama_kind(
     has_out_bias: bool,
     has_ffn_bias: bool,
 ) -> dict[str, Any]:
-    """Return which of Llama, Mistral, Qwen2 and Qwen3 it is, and what its config says of that."""
+    """Return the kind (Llama, Mistral, Qwen2 or Qwen3), with its entries of the config."""
     if has_head_norms:
         if window or has_ffn_bias or has_qkv_bias or has_out_bias:
             raise names.refused("has norms of heads and biases or a window")
@@ -240,7 +240,7 @@ def _gemma1(
 
 
 def _rope(names: Names, attentions: list[str]) -> dict[str, Any]:
-    """Return how these attentions turn queries and keys, as a config has it."""
+    """Return the config's entries of the rotary embedding."""
 
     def number(name: str, default: float | None = None) -> float:
         return names.same_scalar([f"{scope}/{name}" for scope in attentions], default)

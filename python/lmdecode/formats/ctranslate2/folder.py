@@ -1,7 +1,7 @@
 """A folder of CTranslate2: its config, its vocabularies, and its model in transformers' terms.
 
-Nothing here needs transformers: a ``Source`` says with which config the model is made there, and
-gives its parameters one by one.
+This module does not need transformers: a ``Source`` has the config of the transformers model, and
+reads its parameters one by one.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _KINDS = {
 
 @dataclass
 class Source:
-    """A model that is not yet one of transformers.
+    """The config and the parameters of a transformers model, from the files.
 
     Attributes
     ----------
     folder
-        Where its files are.
+        The folder of the files.
     config, generation
-        What makes its config, ``model_type`` included, and its generation config.
+        Entries of its config, with ``model_type``, and of its generation config.
     parts
-        Of each parameter of the model, and of some buffers, what it is made of. Those with equal
-        parts are tied.
+        The part for each parameter, and for some buffers. Parameters with equal parts are tied.
     norm_epsilon
-        Of layer norms, where transformers' config has no entry for it; else None.
+        Epsilon of layer norms, if transformers' config has no entry for it; else None.
     """
 
     folder: Path
@@ -92,9 +91,9 @@ def open_folder(folder: Path) -> Source:
     Raises
     ------
     OSError
-        A file is not there.
+        A file is missing.
     ValueError
-        One is damaged, or the model is of a kind that there is not: the error names the file.
+        A file is damaged, or the model is of an unknown kind; the error names the file.
     """
     file = ModelFile(folder / MODEL)
     if file.spec not in _KINDS:

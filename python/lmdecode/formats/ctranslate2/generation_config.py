@@ -16,7 +16,7 @@ _NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 
 
 def _token(folder: Path, settings: dict[str, Any], name: str, ids: dict[str, int]) -> int | None:
-    """Return the number of a token that ``config.json`` names; None where it has none."""
+    """Return the id of a token that ``config.json`` names; None if it names none."""
     token = settings.get(name)
     if token is None or token == "":
         return None
@@ -28,16 +28,16 @@ def _token(folder: Path, settings: dict[str, Any], name: str, ids: dict[str, int
 def generation_of(
     folder: Path, settings: dict[str, Any], vocabulary: Sequence[str], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the generation config of a model that is no Whisper; its config gets the same tokens.
+    """Return the generation config of a model other than Whisper; add its tokens to the config.
 
     Parameters
     ----------
     settings
-        What ``config.json`` has; where it names no tokens they are "<s>" and "</s>".
+        Entries of ``config.json``. The default special tokens are "<s>" and "</s>".
     vocabulary
-        Of the target's tokens.
+        The target's tokens.
     config
-        Of transformers; special tokens are written into it.
+        The transformers config; special tokens are written into it.
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     settings = {"bos_token": "<s>", "eos_token": "</s>", **settings}
@@ -63,7 +63,7 @@ def generation_of(
 
 
 def _integers(folder: Path, settings: dict[str, Any], name: str, size: int) -> list[int] | None:
-    """Return a list of tokens, None for none."""
+    """Return a list of tokens, or None."""
     found = settings.get(name)
     if found is None or found == []:
         return None
@@ -77,7 +77,7 @@ def _integers(folder: Path, settings: dict[str, Any], name: str, size: int) -> l
 
 
 def _heads(folder: Path, settings: dict[str, Any], config: dict[str, Any]) -> list[list[int]]:
-    """Return the heads that tell when a word was said; by default those of the later layers."""
+    """Return the attention heads for word timestamps; by default those of the later layers."""
     layers, heads = config["decoder_layers"], config["decoder_attention_heads"]
     found = settings.get("alignment_heads")
     if found is None:
@@ -102,7 +102,7 @@ def whisper_generation_of(
     Raises
     ------
     ValueError
-        ``config.json`` is damaged, or the vocabulary has not the tokens of a Whisper.
+        ``config.json`` is damaged, or the vocabulary lacks Whisper's tokens.
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     size = config["vocab_size"]

@@ -1,4 +1,4 @@
-"""The models of folders of CTranslate2: transformers' classes, filled with the file's weights."""
+"""Models of CTranslate2's folders: transformers' classes with the weights of the file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FREE = ("embed_positions.weight", "embed_positions.weights", "encoder.embed_tok
 
 
 def load_parts(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
-    """Return a folder's model, and the config and the weights that ``Decoding`` takes of it.
+    """Return a folder's model, and its config and weights for ``Decoding``.
 
     Raises
     ------
     ValueError
-        It is damaged, or of an architecture that there is not.
+        It is damaged, or of an unsupported architecture.
     """
     source = open_folder(Path(folder))
     model = _model_of(source)
@@ -43,7 +43,7 @@ def _model_of(source: Source) -> Any:
     Raises
     ------
     ValueError
-        The file's tensors are not those of the architecture that it seems to be.
+        The file's tensors do not fit its architecture.
     """
     fields = dict(source.config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -92,13 +92,13 @@ def _check(source: Source, name: str, value: Tensor, place: Tensor) -> Tensor:
 
 
 def _check_shapes(model: Any, source: Source) -> None:
-    """Raise ValueError where a tensor of the file has not the shape of its parameter."""
+    """Raise ValueError if a tensor of the file has another shape than its parameter."""
     for name, place in _places(model, source).items():
         _check(source, name, source.parts[name].empty(source.file), place)
 
 
 def _fill(model: Any, source: Source) -> None:
-    """Give a model the file's weights, in float32; what the file has once is one tensor."""
+    """Fill a model with the file's weights, in float32; equal parts become one tensor."""
     made: dict[Any, Parameter] = {}
     for name, place in _places(model, source).items():
         path, _, own = name.rpartition(".")

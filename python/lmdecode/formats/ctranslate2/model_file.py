@@ -1,7 +1,7 @@
-"""CTranslate2's ``model.bin``: a strict reader, which maps the file and copies what is asked for.
+"""A strict reader of CTranslate2's ``model.bin``: it maps the file and copies requested variables.
 
-The file has no padding and no checksum. It says how long each thing is before the thing itself, so
-that every length is compared with what is left of the file before it is believed.
+The file has no padding and no checksum. Each item follows its length. So every length is compared
+with the rest of the file before it is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Variable(NamedTuple):
-    """Where a variable lies in the file."""
+    """The location of a variable in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Variable(NamedTuple):
 
 
 class _Scanner:
-    """A place in a mapped file that moves on as things are read."""
+    """A position in a mapped file, which advances with each read."""
 
     def __init__(self, path: Path, memory: mmap.mmap | bytes) -> None:
         self.path, self.memory, self.at = path, memory, 0
@@ -48,7 +48,7 @@ class _Scanner:
         )
 
     def take(self, size: int, what: str) -> int:
-        """Move on by so many bytes; return where they begin."""
+        """Advance by a number of bytes; return where they begin."""
         begin, left = self.at, len(self.memory) - self.at
         if size > left:
             raise self.damaged(f"ends within {what}: {size} bytes from {begin}, {left} are there")
@@ -74,26 +74,26 @@ class _Scanner:
 
 
 class ModelFile:
-    """The variables of a ``model.bin``; each is read when it is asked for.
+    """The variables of a ``model.bin``; each is read when it is requested.
 
     Parameters
     ----------
     path
-        The file, which must stay as it is while this is in use.
+        The file, which must not change while this is in use.
 
     Attributes
     ----------
     spec, revision
-        The name of the model's kind in CTranslate2, and which of its layouts it has.
+        The name of the model's kind in CTranslate2, and the number of its layout.
     variables : dict of str to Variable
-        By their names; ``aliases`` are further names of theirs.
+        Variables by name; ``aliases`` has their other names.
 
     Raises
     ------
     OSError
         There is no such file.
     ValueError
-        It is truncated, damaged, or of a version that there is not.
+        It is truncated, damaged, or of an unknown version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -157,12 +157,12 @@ class ModelFile:
         return name in self.variables or name in self.aliases
 
     def resolve(self, name: str) -> str:
-        """Return the name of a variable that is no alias.
+        """Return the name of the variable of a name or an alias.
 
         Raises
         ------
         ValueError
-            There is none.
+            There is no such variable.
         """
         name = self.aliases.get(name, name)
         if name not in self.variables:
@@ -170,17 +170,17 @@ class ModelFile:
         return name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a variable; raise what ``resolve`` does."""
+        """Return the shape of a variable; raises as ``resolve``."""
         return self.variables[self.resolve(name)].shape
 
     def read(self, name: str) -> Tensor:
-        """Return a variable as the file has it, in memory of its own."""
+        """Return a copy of a variable in its own dtype."""
         shape, dtype, begin, size = self.variables[self.resolve(name)]
         memory = bytearray(memoryview(self._memory)[begin : begin + size])
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def weights(self, name: str) -> Tensor:
-        """Return a variable of floats: as it is, or float32 of integers and their scales.
+        """Return the floats of a variable: unchanged, or float32 from integers and their scales.
 
         int8 has a scale for each row, int16 one for all: a value is the integer times the
         reciprocal of its scale, both rounded to float32, as CTranslate2 has it.
@@ -188,7 +188,7 @@ class ModelFile:
         Raises
         ------
         ValueError
-            It is of integers without a scale, or the scale is not one.
+            Integers have no scale, or an invalid one.
         """
         name = self.resolve(name)  # the scale is that of the variable, not of its aliases
         values = self.read(name)

@@ -1,4 +1,4 @@
-"""Which variable of CTranslate2 is which parameter of a transformers model."""
+"""The mapping from variables of CTranslate2 to parameters of a transformers model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Names", "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter, as it is made of a variable. Parameters with equal parts are one tensor.
+    """A parameter, made from a variable. Parameters with equal parts are one tensor.
 
     Parameters
     ----------
     variable
-        Its name, no alias; None: all is zeros.
+        Name of the variable, not an alias; None: the parameter is zeros.
     begin, end
-        Which rows of it.
+        Range of its rows.
     zeros
-        Rows of zeros in front of these.
+        Number of rows of zeros before these.
     more, fill
-        Rows behind these, and what they are filled with.
+        Number of rows after these, and their value.
     is_transposed
         The parameter is [in, out].
     plus
-        Added to all of it, in float32.
+        Number added to all elements, in float32.
     """
 
     variable: str | None
@@ -67,9 +67,9 @@ class Part:
 
 
 class Names:
-    """The parameters of a model, gathered while a file is read by its kind's layout.
+    """The parameters of a model, collected while a file is read by its kind's layout.
 
-    What the kind does not ask for is refused by ``check_all_read``: it would change the model.
+    ``check_all_read`` refuses variables that were not read, as they would change the model.
 
     Parameters
     ----------
@@ -85,14 +85,14 @@ class Names:
         self._read: set[str] = set()
 
     def refused(self, what: str) -> ValueError:
-        """Return the error of a file that has what this kind of model has not."""
+        """Return the error of a file with a feature that this kind of model does not have."""
         return ValueError(f"{self.file.path} {what}; expected {self.what}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.file
 
     def layers(self, scope: str) -> int:
-        """Return how many layers there are; each one that the file names must be there."""
+        """Return the number of layers, which must be numbered without gaps."""
         prefix = f"{scope}/layer_"
         names = [*self.file.variables, *self.file.aliases]
         found = {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix)}
@@ -102,7 +102,7 @@ class Names:
         return len(found)
 
     def scalar(self, name: str, default: float | None = None) -> float:
-        """Return a number that the file has, by one of several names of which ``|`` is between."""
+        """Return a number of the file, by one of several names separated by ``|``."""
         for each in name.split("|"):
             if each in self:
                 self._read.add(each)
@@ -117,14 +117,14 @@ class Names:
         return default
 
     def same_scalar(self, names: list[str], default: float | None = None) -> float:
-        """Return the one value that several have."""
+        """Return the common value of several numbers."""
         values = {self.scalar(name, default) for name in names}
         if len(values) != 1:
             raise self.refused(f"has {sorted(values)} for {names[0]!r} and its like")
         return values.pop()
 
     def must_be_zero(self, *names: str) -> None:
-        """Raise ValueError where one of these numbers is there, and is not 0."""
+        """Raise ValueError if one of these numbers exists and is not 0."""
         for name in names:
             if self.scalar(name, 0.0) != 0.0:
                 raise self.refused(f"has {self.scalar(name):g} for {name!r}, which is not computed")
@@ -134,7 +134,7 @@ class Names:
         return self.file.variables[self.file.resolve(name)].dtype
 
     def shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the shape of a variable of so many axes."""
+        """Return the shape of a variable with ``axes`` axes."""
         shape = self.file.shape(name)
         if len(shape) != rank:
             raise self.refused(f"has {name!r} of shape {list(shape)} with other than {rank} axes")
@@ -152,7 +152,7 @@ class Names:
         fill: float = 0.0,
         is_transposed: bool = False,
     ) -> None:
-        """Say of which rows of a variable a parameter is made."""
+        """Make a parameter of rows of a variable."""
         size = self.file.shape(variable)[:1]
         if not size or not 0 <= begin < (size[0] if end is None else end) <= size[0]:
             raise self.refused(f"has {variable!r} of {[*size]} rows, not {begin} to {end}")
@@ -162,7 +162,7 @@ class Names:
         self.parts[parameter] = Part(name, begin, end, zeros, more, fill, is_transposed)
 
     def zeros(self, parameter: str, size: int, *, more: int = 0, fill: float = 0.0) -> None:
-        """Say that a parameter is so many zeros, and then something else."""
+        """Make a parameter of zeros, followed by other values."""
         self.parts[parameter] = Part(None, zeros=size, more=more, fill=fill)
 
     def linear(
@@ -180,7 +180,7 @@ class Names:
         Parameters
         ----------
         has_bias
-            Whether the parameter has one: of zeros where the file has none.
+            Whether the parameter exists; it is zeros if the file has none.
         """
         weight, bias = f"{scope}/weight", f"{scope}/bias"
         self.add(f"{parameter}.weight", weight, begin, end, is_transposed=is_transposed)
@@ -195,7 +195,7 @@ class Names:
     def split_rows(
         self, parameters: list[str], scope: str, sizes: list[int], *, has_bias: bool = True
     ) -> None:
-        """Name linear layers whose rows lie one behind the other, and are all that there are."""
+        """Name linear layers whose rows are consecutive and together are all of a variable."""
         rows = self.shape(f"{scope}/weight", 2)[0]
         if rows != sum(sizes) or min(sizes) < 1:
             raise self.refused(f"has {scope + '/weight'!r} of {rows} rows, not {sizes} together")
@@ -205,7 +205,7 @@ class Names:
             begin += size
 
     def norm(self, parameter: str, scope: str, *, has_beta: bool) -> None:
-        """Name the weight of a norm, and its bias where it has one."""
+        """Name the weight of a norm, and its bias if it has one."""
         self.add(f"{parameter}.weight", f"{scope}/gamma")
         if has_beta:
             self.add(f"{parameter}.bias", f"{scope}/beta")
@@ -216,12 +216,12 @@ class Names:
         return bool(self.scalar(f"{scope}/layer_norm_use_residual", 0.0))
 
     def check_all_read(self, *no_matter: str) -> None:
-        """Raise ValueError for a variable that was not asked for.
+        """Raise ValueError for a variable that was not read.
 
         Parameters
         ----------
         *no_matter
-            Ends of the names that may be there, and change no result.
+            Suffixes of names that may exist and have no effect.
         """
         named = [*self.file.variables, *self.file.aliases]
         scales = {f"{name}_scale" for name in self._read}

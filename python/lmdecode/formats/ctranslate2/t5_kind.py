@@ -33,7 +33,7 @@ def _attention(names: Names, parameter: str, scope: str, size: int) -> None:
 
 
 def _stack(names: Names, stack: str, size: int, is_gated: bool, own_biases: bool) -> int:
-    """Name the layers of a stack; return how many there are."""
+    """Name the layers of a stack; return their number."""
     count = names.layers(stack)
     names.add(f"{stack}.embed_tokens.weight", f"{embedding_scope(names, stack)}/weight")
     names.norm(f"{stack}.final_layer_norm", f"{stack}/layer_norm", has_beta=False)
@@ -68,7 +68,7 @@ def t5_of(names: Names) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        It has what these have not.
+        It has a feature that these do not have.
     """
     vocab, model_size = names.shape("decoder/embeddings/weight", 2)
     is_gated = "decoder/layer_0/ffn/linear_0_noact/weight" in names

@@ -14,18 +14,18 @@ __all__ = ["load_feature_extractor", "load_tokenizer"]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """Return the tokenizer of a folder's ``tokenizer.json``, as transformers has it.
+    """Return the transformers tokenizer of a folder's ``tokenizer.json``.
 
-    Of a Whisper it is a ``WhisperTokenizer``, which knows of languages and timestamps. For folders
-    with vocabularies alone there is ``load_vocabulary``, to be used with what cut the words: their
-    ``sentencepiece`` files, mostly.
+    For a Whisper model it is a ``WhisperTokenizer``, with languages and timestamps. For folders
+    with vocabularies only, use ``load_vocabulary`` with the model's own segmentation, mostly
+    ``sentencepiece`` files.
 
     Raises
     ------
     FileNotFoundError
         There is no ``tokenizer.json``.
     ValueError
-        It is not one, or not a Whisper's.
+        It is not a tokenizer, or not a Whisper's.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, WhisperTokenizer
 

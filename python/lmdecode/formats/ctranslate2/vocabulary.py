@@ -15,22 +15,22 @@ _NAMES = {
 
 
 def load_vocabulary(folder: str | os.PathLike[str], side: str = "target") -> list[str]:
-    """Return the tokens of a model, in the order of their numbers.
+    """Return the tokens of a model, in the order of their ids.
 
     Parameters
     ----------
     folder
-        With ``shared_vocabulary``, ``source_vocabulary`` and ``target_vocabulary``, or
+        A folder with ``shared_vocabulary``, ``source_vocabulary`` and ``target_vocabulary``, or
         ``vocabulary``, as .json or .txt.
     side : {"target", "source"}
-        Whose tokens, where these are not the same.
+        Side of the tokens, if the vocabularies differ.
 
     Raises
     ------
     FileNotFoundError
-        There is none.
+        There is no such file.
     ValueError
-        It is no list of strings; or another ``side``.
+        It is not a list of strings, or ``side`` is another word.
     """
     if side not in _NAMES:
         raise ValueError(f"load_vocabulary: side is {side!r}; expected one of {', '.join(_NAMES)}")
