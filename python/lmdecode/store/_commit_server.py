@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode.store._messages import Message, failure, receive, send
-from lmdecode.store._native import PutOptions, Scope, Store
+from lmdecode.store._native import Store
+from lmdecode.store._shared_calls import CALLS, DURABLE_CALLS, arguments_of, run
 from lmdecode.store._shared_planes import TakenMemory
 from lmdecode.store.fingerprint import Fingerprint
 
@@ -104,91 +105,11 @@ class CommitServer:
             self._peers.pop(threading.current_thread(), None)
 
     def _answer(self, question: Message, memory: TakenMemory | None) -> Any:
-        fields, parts = question.fields, [bytes(part) for part in question.parts]
-        call = getattr(self, f"_do_{fields['call']}", None)
-        if call is None:
-            raise ValueError(f"no such call: {fields['call']}")
-        if "counts" in fields:
-            if memory is None:
-                raise ValueError("planes without memory")
-            fields["planes"] = memory.planes(fields["counts"])
-        return call(fields, *parts)
-
-    def _durable(self, fields: dict[str, Any], stored: int) -> int:
-        """Return ``stored``; 0 if a strict client's put is not durable in a relaxed store."""
-        return stored if fields["relaxed"] or not self._relaxed or self._native.flush() else 0
-
-    def _do_put(self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes) -> int:
-        planes, options = fields["planes"], _options(fields)
-        stored = self._native.put(Scope(salt, context), ids, planes, options)
-        return self._durable(fields, stored)
-
-    def _do_commit_session(
-        self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes, name: bytes
-    ) -> int:
-        scope, planes, options = Scope(salt, context), fields["planes"], _options(fields)
-        computed = fields["computed"]
-        stored = self._native.commit_session(scope, name, ids, computed, planes, options)
-        return self._durable(fields, stored)
-
-    def _do_write_session(
-        self, fields: dict[str, Any], salt: bytes, context: bytes, name: bytes, ids: bytes
-    ) -> bool:
-        written = self._native.write_session(Scope(salt, context), name, ids)
-        return bool(self._durable(fields, written))
-
-    def _do_remove_session(
-        self, fields: dict[str, Any], salt: bytes, context: bytes, name: bytes
-    ) -> bool:
-        return self._native.remove_session(Scope(salt, context), name)
-
-    def _do_erase(self, fields: dict[str, Any], salt: bytes, context: bytes, *named: bytes) -> int:
-        ids, name = _choice(fields, named)
-        return self._native.erase(Scope(salt, context), ids, name)
-
-    def _do_erases(
-        self, fields: dict[str, Any], salt: bytes, context: bytes, *parts: bytes
-    ) -> list[bool]:
-        count = fields["what"] is not None
-        ids, name = _choice(fields, parts[:count])
-        return self._native.erases(Scope(salt, context), ids, name, list(parts[count:]))
-
-    def _do_insert_image(
-        self, fields: dict[str, Any], salt: bytes, context: bytes, key: bytes, image: bytes
-    ) -> bool:
-        options = _options(fields)
-        return self._native.insert_image(Scope(salt, context), key, bytearray(image), options)
-
-    def _do_pin(self, fields: dict[str, Any], salt: bytes, context: bytes, ids: bytes) -> None:
-        hit = self._native.peek(Scope(salt, context), ids)
-        if hit is not None:
-            self._native.pin(hit, fields["pinned"])
-            hit.release()
-
-    def _do_flush(self, fields: dict[str, Any]) -> bool:
-        return self._native.flush()
-
-    def _do_failure(self, fields: dict[str, Any]) -> str:
-        return self._native.failure()
-
-    def _do_stats(self, fields: dict[str, Any]) -> dict[str, int]:
-        return self._native.stats()
-
-    def _do_collect(self, fields: dict[str, Any]) -> int:
-        return self._native.collect()
-
-    def _do_import_from(self, fields: dict[str, Any], path: bytes) -> int:
-        return self._native.import_from(path, None)
-
-
-def _options(fields: dict[str, Any]) -> PutOptions:
-    return PutOptions(fields["ttl_ms"], fields["quota_bytes"], fields["pin"])
-
-
-def _choice(
-    fields: dict[str, Any], named: tuple[bytes, ...]
-) -> tuple[memoryview | None, bytes | None]:
-    """Tokens and session of ``erase``."""
-    what = fields["what"]
-    ids = memoryview(named[0]) if what == "tokens" else None
-    return ids, named[0] if what == "session" else None
+        fields = question.fields
+        call = fields["call"]
+        if call not in CALLS:
+            raise ValueError(f"no such call: {call}")
+        result = run(self._native, call, list(arguments_of(question, memory)))
+        if call in DURABLE_CALLS and self._relaxed and not fields["relaxed"]:
+            return result if self._native.flush() else type(result)()  # nothing of it is stored
+        return result

@@ -77,7 +77,7 @@ def _open_closed(directory: Path) -> Store | None:
         fingerprint = Fingerprint.decoded((directory / "fingerprint.json").read_bytes())
         for by_column in (True, False):
             with suppress(FingerprintMismatchError):
-                options = OpeningOptions(by_column=by_column)
+                options = OpeningOptions(values_by_column=by_column)
                 return open_at_once(str(directory), fingerprint, options)
     except (StoreError, OSError, ValueError, TypeError):
         pass

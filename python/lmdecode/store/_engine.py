@@ -13,7 +13,6 @@ from lmdecode.store._directory_quota import LimitedStore
 from lmdecode.store._opening import OpeningOptions, open_compiled
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._shared_store import SharedStore
-from lmdecode.store._tensors import Planes
 from lmdecode.store.cost_model import CostModel
 from lmdecode.store.errors import StoreError
 from lmdecode.store.fingerprint import Fingerprint
@@ -47,11 +46,10 @@ class Engine:
             self.native = SharedStore(open_store, directory, fingerprint, options.relaxed)
         else:
             self.native = open_store(readonly)
-        self._is_shared = isinstance(self.native, SharedStore)
         self.directory = directory
         self.fingerprint = fingerprint
         self.readonly = readonly
-        self.by_column = options.by_column
+        self.by_column = options.values_by_column
         self.slot_bytes = self.native.slot_bytes
         self.costs = CostModel()
         self.lock = Lock()
@@ -70,10 +68,6 @@ class Engine:
         self._process = os.getpid()
         # Also at exit, while threads can still end.
         weakref.finalize(self, self.native.close)
-
-    def planes(self, planes: Planes) -> Any:
-        """Return planes as ``native`` takes them: others may have to read them too."""
-        return planes if self._is_shared else planes.planes
 
     def put_behind(self, remote: RemoteTier) -> None:
         """Give the store a second tier, whose threads end before the store is closed."""

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lmdecode.store._native import Store
@@ -38,13 +38,13 @@ class OpeningOptions:
     ----------
     capacity_bytes
         Of all slots; ``UNLIMITED``: no limit of its own.
-    relaxed, by_column, chunk_tokens, slab_bytes, flush_interval_ms, idle_ms, io_threads
-        As csrc/store/store_engine.h has them.
+    relaxed, values_by_column, chunk_tokens, slab_bytes, flush_interval_ms, idle_ms, io_threads
+        As ``StoreOptions`` of csrc/store has them.
     """
 
     capacity_bytes: int = UNLIMITED
     relaxed: bool = False
-    by_column: bool = True
+    values_by_column: bool = True
     chunk_tokens: int = 0
     slab_bytes: int = 1 << 30
     flush_interval_ms: int = 0
@@ -85,13 +85,6 @@ def open_at_once(
         head_size=row_size,
         element_size=dtype.itemsize,
         windows=[window or 0 for window in fingerprint.windows or ()],
-        chunk_tokens=options.chunk_tokens,
-        values_by_column=options.by_column,
-        relaxed=options.relaxed,
         readonly=readonly,
-        capacity_bytes=options.capacity_bytes,
-        slab_bytes=options.slab_bytes,
-        flush_interval_ms=options.flush_interval_ms,
-        idle_ms=options.idle_ms,
-        io_threads=options.io_threads,
+        **asdict(options),
     )

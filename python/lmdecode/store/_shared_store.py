@@ -12,14 +12,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from lmdecode.store._commit_server import CommitServer, address
 from lmdecode.store._messages import Message, receive, result, send
-from lmdecode.store._native import Hit, PutOptions, Scope, Store
+from lmdecode.store._native import Hit, Scope, Store
+from lmdecode.store._shared_calls import CALLS, LONG_CALLS, question, run
 from lmdecode.store._shared_planes import GivenMemory
 from lmdecode.store._tensors import Planes
 from lmdecode.store.errors import StoreError, StoreLockedError
@@ -31,13 +33,8 @@ _ELECTION_SECONDS = 10.0  # a writer that is closing flushes first
 _ANSWER_SECONDS = 20.0
 _SILENT_SECONDS = 60.0  # so long nobody asks a writer that did not answer to store something
 _ATTEMPTS = 16
-_LONG_CALLS = ("erase", "erases", "collect", "import_from")
-_ADDED = (
-    "hits",
-    "misses",
-    "damaged",
-    "bytes_read",
-)  # counters of reading, each process has its own
+# Counters of reading: each process has its own.
+_ADDED = ("hits", "misses", "damaged", "bytes_read")
 
 OpenStore = Callable[[bool], Any]
 
@@ -94,12 +91,14 @@ class _Client:
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
 
-    def call(self, message: Message, planes: Planes | None = None) -> Any:
+    def call(self, call: str, arguments: Sequence[Any], relaxed: bool) -> Any:
+        planes = next((one for one in arguments if isinstance(one, Planes)), None)
+        message = question(call, arguments, relaxed)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         try:
             connection = connection or self._connect()
-            answer = self._exchange(connection, message, planes)
+            answer = self._exchange(connection, message, planes, call in LONG_CALLS)
         except TimeoutError:
             raise _SilentError("the process that writes the store does not answer") from None
         except OSError:
@@ -111,7 +110,7 @@ class _Client:
         return result(answer)
 
     def _exchange(
-        self, connection: _Connection, message: Message, planes: Planes | None
+        self, connection: _Connection, message: Message, planes: Planes | None, is_long: bool
     ) -> Message | None:
         peer, descriptor = connection.peer, None
         is_answered = False
@@ -119,7 +118,6 @@ class _Client:
             if planes is not None:
                 descriptor = connection.memory.fill(planes)
             message = replace(message, descriptor=descriptor)
-            is_long = message.fields["call"] in _LONG_CALLS
             peer.settimeout(None if is_long else _ANSWER_SECONDS)
             send(peer, message)
             answer = receive(peer)
@@ -215,36 +213,29 @@ class SharedStore:
             return
         if isinstance(self._role, _Client) and self._relaxed:
             with suppress(StoreError, OSError, _Gone):
-                self._role.call(Message({"call": "flush"}))
+                self._role.call("flush", (), self._relaxed)
         self._role.close()
 
     # --- asking
 
-    def _ask(
-        self, own: Callable[[Store], Any], message: Message, planes: Planes | None = None
-    ) -> Any:
+    def _ask(self, call: str, *arguments: Any) -> Any:
         """Call the own store if that writes, else the process that has the lock."""
         for _ in range(_ATTEMPTS):
             role = self._role
             if isinstance(role, _Writer) or os.getpid() != self._process or self._is_closed:
-                return own(role.native)
+                return run(role.native, call, arguments)
             try:
-                return role.call(message, planes)
+                return role.call(call, arguments, self._relaxed)
             except _Gone:
                 self._elect_after(role)
         raise StoreError("the processes that write the store end one after the other")
 
-    def _told(self, fields: dict[str, Any], scope: Scope | None = None, *parts: Any) -> Message:
-        head = () if scope is None else (scope.salt, scope.context)
-        return Message({**fields, "relaxed": self._relaxed}, (*head, *parts))
-
-    def _stored(self, own: Callable[[Store], int], planes: Planes, message: Message) -> int:
+    def _store(self, call: str, *arguments: Any) -> int:
         """Return how much a put or commit stored; 0, without an error, if nobody answers."""
-        message.fields["counts"] = planes.counts
         if self._silent_until > time.monotonic():
             return 0
         try:
-            stored: int = self._ask(own, message, planes)
+            stored: int = self._ask(call, *arguments)
         except (StoreLockedError, _SilentError) as error:
             self._failure = str(error)
             if isinstance(error, _SilentError):
@@ -253,57 +244,36 @@ class SharedStore:
         self._failure = ""
         return stored
 
-    # --- what changes something
+    def _find(self, call: str, scope: Scope, ids: memoryview) -> SharedHit | None:
+        native = self._role.native
+        hit: Hit | None = getattr(native, call)(scope, ids)
+        return None if hit is None else SharedHit(native, hit, scope, ids)
 
-    def put(self, scope: Scope, ids: memoryview, planes: Planes, options: PutOptions) -> int:
-        """Store a prefix."""
-        return self._stored(
-            lambda native: native.put(scope, ids, planes.planes, options),
-            planes,
-            self._told({"call": "put", **_fields(options)}, scope, ids),
-        )
+    def _read(self, call: str, hit: SharedHit, *arguments: Any) -> Any:
+        return getattr(hit.owner, call)(hit.hit, *arguments)
 
-    def commit_session(
-        self, scope: Scope, name: bytes, ids: memoryview, computed: int, planes: Planes,
-        options: PutOptions,
-    ) -> int:  # fmt: skip
-        """Store a session's tokens and a prefix of them."""
-        fields = {"call": "commit_session", "computed": computed, **_fields(options)}
-        return self._stored(
-            lambda native: native.commit_session(
-                scope, name, ids, computed, planes.planes, options
-            ),
-            planes,
-            self._told(fields, scope, ids, name),
-        )
+    #: Which methods of ``Store`` go where; those that it does not name are of this process.
+    _ROUTES: ClassVar[dict[str, Callable[..., Any]]] = {
+        **dict.fromkeys(CALLS, _ask),
+        **dict.fromkeys(("put", "commit_session"), _store),
+        **dict.fromkeys(("lookup", "peek"), _find),
+        **dict.fromkeys(("load", "entries_of", "read_image"), _read),
+    }
 
-    def write_session(self, scope: Scope, name: bytes, ids: memoryview) -> bool:
-        """Store a session's tokens."""
-        return bool(
-            self._ask(
-                lambda native: native.write_session(scope, name, ids),
-                self._told({"call": "write_session"}, scope, name, ids),
-            )
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name in self._ROUTES:
+            return partial(self._ROUTES[name], self, name)
+        if name == "_role":  # not opened
+            raise AttributeError(name)
+        return getattr(self._role.native, name)
 
-    def remove_session(self, scope: Scope, name: bytes) -> bool:
-        """Forget a session's tokens."""
-        return bool(
-            self._ask(
-                lambda native: native.remove_session(scope, name),
-                self._told({"call": "remove_session"}, scope, name),
-            )
-        )
+    # --- calls that need more than that
 
     def erase(self, scope: Scope, ids: memoryview | None, name: bytes | None) -> int:
         """Erase tokens, a session or everything."""
-        what, named = _choice(ids, name)
         is_known = name is not None and self.read_session(scope, name) is not None
         try:
-            count: int = self._ask(
-                lambda native: native.erase(scope, ids, name),
-                self._told({"call": "erase", "what": what}, scope, *named),
-            )
+            count: int = self._ask("erase", scope, ids, name)
         except ValueError:
             # The writer erased it, and died before it said so; or another process was faster.
             if not is_known:
@@ -311,112 +281,23 @@ class SharedStore:
             return 0
         return count
 
-    def erases(
-        self, scope: Scope, ids: memoryview | None, name: bytes | None, images: list[bytes]
-    ) -> list[bool]:
-        """Say which entries elsewhere ``erase`` would erase."""
-        what, named = _choice(ids, name)
-        chosen: list[bool] = self._ask(
-            lambda native: native.erases(scope, ids, name, images),
-            self._told({"call": "erases", "what": what}, scope, *named, *images),
-        )
-        return chosen
-
-    def insert_image(self, scope: Scope, key: bytes, image: bytearray, options: PutOptions) -> bool:
-        """Take over an entry of a second tier."""
-        return bool(
-            self._ask(
-                lambda native: native.insert_image(scope, key, image, options),
-                self._told({"call": "insert_image", **_fields(options)}, scope, key, image),
-            )
-        )
-
     def pin(self, hit: SharedHit, pinned: bool) -> None:
         """Never evict a prefix, or do so again."""
-        fields = {"call": "pin", "pinned": pinned}
-        ids = hit.ids[: hit.num_tokens]
-
-        def own(native: Store) -> None:
-            found = hit.hit if native is hit.owner else native.peek(hit.scope, ids)
-            if found is not None:
-                native.pin(found, pinned)
-
-        self._ask(own, self._told(fields, hit.scope, ids))
-
-    def flush(self) -> bool:
-        """Make everything durable."""
-        return bool(self._ask(lambda native: native.flush(), Message({"call": "flush"})))
-
-    def collect(self) -> int:
-        """Drop what has expired, give space back."""
-        dropped: int = self._ask(lambda native: native.collect(), Message({"call": "collect"}))
-        return dropped
-
-    def import_from(self, path: bytes, progress: Any) -> int:
-        """Take over an exported file."""
-        new: int = self._ask(
-            lambda native: native.import_from(path, progress),
-            self._told({"call": "import_from"}, None, path),
-        )
-        return new
+        role = self._role
+        if isinstance(role, _Writer) and role.native is hit.owner:
+            role.native.pin(hit.hit, pinned)
+        else:
+            self._ask("pin", hit.scope, hit.ids[: hit.num_tokens], pinned)
 
     def failure(self) -> str:
         """Why nothing is stored."""
-        if self._failure:
-            return self._failure
-        return str(self._ask(lambda native: native.failure(), Message({"call": "failure"})))
+        return self._failure or str(self._ask("failure"))
 
     def stats(self) -> dict[str, int]:
         """Counters: the writer's, and what this process read."""
-        stats: dict[str, int] = self._ask(lambda native: native.stats(), Message({"call": "stats"}))
+        stats: dict[str, int] = self._ask("stats")
         role = self._role
         if isinstance(role, _Client):
             own = role.native.stats()
             stats.update({name: own[name] for name in _ADDED})
         return stats
-
-    # --- what reads
-
-    def lookup(self, scope: Scope, ids: memoryview) -> SharedHit | None:
-        """Find a prefix."""
-        native = self._role.native
-        return _held(native, native.lookup(scope, ids), scope, ids)
-
-    def peek(self, scope: Scope, ids: memoryview) -> SharedHit | None:
-        """Find a prefix; it counts as no use."""
-        native = self._role.native
-        return _held(native, native.peek(scope, ids), scope, ids)
-
-    def load(self, hit: SharedHit, first_layer: int, num_layers: int, planes: Any) -> bool:
-        """Read layers of a hit."""
-        return hit.owner.load(hit.hit, first_layer, num_layers, planes)
-
-    def entries_of(self, hit: SharedHit) -> list[dict[str, Any]]:
-        """Return the entries that hold a hit."""
-        return hit.owner.entries_of(hit.hit)
-
-    def read_image(self, hit: SharedHit, index: int) -> bytes | None:
-        """Read an entry of a hit."""
-        return hit.owner.read_image(hit.hit, index)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_role":  # not opened
-            raise AttributeError(name)
-        return getattr(self._role.native, name)  # what only reads
-
-
-def _held(native: Store, hit: Hit | None, scope: Scope, ids: memoryview) -> SharedHit | None:
-    return None if hit is None else SharedHit(native, hit, scope, ids)
-
-
-def _choice(ids: memoryview | None, name: bytes | None) -> tuple[str | None, list[Any]]:
-    """Return the kind of target that ``erase`` has, and its tokens or session."""
-    if ids is not None:
-        return "tokens", [ids]
-    return (None, []) if name is None else ("session", [name])
-
-
-def _fields(options: PutOptions) -> dict[str, Any]:
-    return {
-        "ttl_ms": options.ttl_ms, "quota_bytes": options.quota_bytes, "pin": options.pin,
-    }  # fmt: skip

@@ -64,12 +64,12 @@ def _plane(tensor: Tensor) -> Plane:
     return Plane(address, head * size, token * size, element * size, tensor.shape[1])
 
 
-class Planes:
-    """Keys and values of some layers, for reading or writing."""
+class Planes(list[Plane]):
+    """Keys and values of some layers, for reading or writing, and the tensors that they are in."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(map(_plane, tensors))
         self.tensors = tensors
-        self.planes = [_plane(tensor) for tensor in tensors]
 
     @staticmethod
     def checked(kv: Sequence[tuple[Tensor, ...]], fingerprint: Fingerprint, what: str) -> Planes:

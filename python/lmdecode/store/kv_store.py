@@ -199,7 +199,7 @@ class KVStore(Prefixes):
             OpeningOptions(
                 capacity_bytes=UNLIMITED if capacity_bytes is None else capacity_bytes,
                 relaxed=durability == "relaxed",
-                by_column=v_layout == "column",
+                values_by_column=v_layout == "column",
                 chunk_tokens=chunk_tokens or 0,
                 slab_bytes=_slab_bytes,
                 flush_interval_ms=milliseconds(flush_interval, "flush_interval"),

@@ -134,7 +134,7 @@ class Prefixes:
             cache = empty_cache(of, layers, hit.num_tokens, engine.by_column)
             planes = Planes([tensor for pair in cache for tensor in pair])
         start = time.perf_counter()
-        if not engine.native.load(native, layers.start, len(layers), planes.planes):
+        if not engine.native.load(native, layers.start, len(layers), planes):
             return None
         num_bytes = sum(tensor.nbytes for tensor in planes.tensors)
         engine.costs.observe_load(num_bytes, time.perf_counter() - start)
@@ -207,7 +207,7 @@ class Prefixes:
                 yield cache[0]
 
     def _put(self, ids: memoryview, planes: Planes, scope: Scope, put: PutOptions) -> int:
-        stored = self._engine.native.put(scope, ids, self._engine.planes(planes), put)
+        stored = self._engine.native.put(scope, ids, planes, put)
         self._written(scope, ids, stored, stored < len(ids))
         return stored
 

@@ -100,7 +100,7 @@ class Session:
 
     def _commit(self, ids: memoryview, computed: int, planes: Planes, put: PutOptions) -> int:
         stored = self._engine.native.commit_session(
-            self._scope, self._name, ids, computed, self._engine.planes(planes), put
+            self._scope, self._name, ids, computed, planes, put
         )
         self._store._written(self._scope, ids, stored, stored < computed)
         return stored
