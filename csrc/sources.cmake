@@ -141,10 +141,10 @@ set(STORE_SOURCES
   store/sha256.cpp
   store/slab_files.cpp
   store/slot_layout.cpp
+  store/slot_space.cpp
+  store/slot_space_full_disk.cpp
   store/store_engine.cpp
   store/store_erase.cpp
-  store/store_eviction.cpp
-  store/store_full_disk.cpp
   store/store_images.cpp
   store/store_load.cpp
   store/store_lookup.cpp

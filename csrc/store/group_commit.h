@@ -40,6 +40,19 @@ class GroupCommit {
 
   void add(AreaRow row) { open_.changes.areas.push_back(std::move(row)); }
   void add(SessionRow row) { open_.changes.sessions.push_back(std::move(row)); }
+  // An area without an entry; `erased`: it is to be overwritten.
+  void add_free(uint32_t area, int64_t time_ms, bool erased = false) {
+    AreaRow row;
+    row.area = area;
+    row.sequence = next_sequence();
+    row.used_ms = time_ms;
+    row.pinned = erased;
+    add(std::move(row));
+  }
+  // Of changes of areas, by which readers find those that are new to them.
+  uint64_t next_sequence() { return ++sequence_; }
+  uint64_t sequence() const { return sequence_; }
+  void follow_sequence(uint64_t newest) { sequence_ = newest; }
   // Nobody writes into the area before the batch is durable.
   void free(uint32_t area) { open_.freed.push_back(area); }
   uint64_t open_number() const { return open_number_; }
@@ -81,6 +94,7 @@ class GroupCommit {
   SlabFiles* slabs_ = nullptr;
   IndexDatabase* index_ = nullptr;  // the committing thread's while it commits
   Batch open_;
+  uint64_t sequence_ = 0;
   uint64_t open_number_ = 1;
   uint64_t committed_ = 0;
   uint64_t sessions_committed_ = 0;

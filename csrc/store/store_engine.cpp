@@ -16,7 +16,6 @@ namespace lmdecode::store {
 namespace {
 
 constexpr uint32_t kFormatVersion = 1;
-constexpr uint32_t kMaxAreas = UINT32_MAX - 1;
 constexpr size_t kMaxUsesPerCommit = 1024;
 
 int64_t system_now_ms() {
@@ -99,10 +98,11 @@ StoreEngine::StoreEngine(const StoreOptions& options)
           layout_, [this] { return now(); },
           [this](const Entry& entry) { return read_tokens(entry); }),
       commits_([this] { return prefixes_.take_uses(kMaxUsesPerCommit); },
-               [this](const std::vector<uint32_t>& areas) { take_freed(areas); },
+               [this](const std::vector<uint32_t>& areas) { space_.take_freed(areas); },
                [this](IndexDatabase& index, int attempt) {
-                 return make_room_for_index(index, attempt);
-               }) {
+                 return space_.make_room_for_index(index, attempt);
+               }),
+      space_(options_, layout_, file_system_, prefixes_, commits_, stats_) {
   if (!options_.now_ms) options_.now_ms = system_now_ms;
 }
 
@@ -110,11 +110,6 @@ std::shared_ptr<StoreEngine> StoreEngine::open(const StoreOptions& options) {
   std::shared_ptr<StoreEngine> engine(new StoreEngine(options));
   engine->open_files();
   return engine;
-}
-
-uint32_t StoreEngine::capacity_areas() const {
-  return static_cast<uint32_t>(
-      std::min<uint64_t>(options_.capacity_bytes / slot_bytes_, kMaxAreas));
 }
 
 void StoreEngine::open_files() {
@@ -140,13 +135,12 @@ void StoreEngine::open_files() {
                                                "close the other one");
     }
   }
-  reserve_ = std::make_unique<IndexReserve>(file_system_, directory + "/reserve",
-                                            options_.index_reserve_bytes);
+  IndexReserve& reserve = space_.index_reserve();
   try {
     index_ = std::make_unique<IndexDatabase>(file_system_, index, options_.readonly);
   } catch (const StoreError& error) {
     // Its log may need space that only the reserve has.
-    if (options_.readonly || error.kind() != ErrorKind::kInputOutput || !reserve_->release()) throw;
+    if (options_.readonly || error.kind() != ErrorKind::kInputOutput || !reserve.release()) throw;
     index_ = std::make_unique<IndexDatabase>(file_system_, index, false);
   }
   if (!options_.readonly) index_->limit_log(options_.index_reserve_bytes);
@@ -174,8 +168,8 @@ void StoreEngine::open_files() {
     slot_bytes_ = layout_.slot_bytes();
     slots_per_slab_ =
         static_cast<uint32_t>(std::max<uint64_t>(1, options_.slab_bytes / slot_bytes_));
-    if (const int error = reserve_->fill(); is_full(error)) {
-      reserve_->release();
+    if (const int error = reserve.fill(); is_full(error)) {
+      reserve.release();
       throw_errno(-error, "KVStore: no space for a new store in", directory);
     }
     index_->set_superblock(encode({options_.fingerprint, layout_, slots_per_slab_}));
@@ -188,7 +182,7 @@ void StoreEngine::open_files() {
       }
     }
   }
-  if (!options_.readonly && capacity_areas() == 0) {
+  if (!options_.readonly && space_.capacity() == 0) {
     throw std::invalid_argument(
         "KVStore: capacity_bytes is " + std::to_string(options_.capacity_bytes) +
         "; expected at least one slot of " + std::to_string(slot_bytes_) + " bytes");
@@ -196,7 +190,8 @@ void StoreEngine::open_files() {
   slabs_ = std::make_unique<SlabFiles>(file_system_, directory, slot_bytes_, slots_per_slab_,
                                        options_.readonly);
   commits_.start(*slabs_, *index_);
-  if (!options_.readonly) reserve_->fill();  // what there is no space for comes later
+  space_.start(*slabs_);
+  if (!options_.readonly) reserve.fill();  // what there is no space for comes later
   load_index();
   if (options_.relaxed && !options_.readonly && options_.flush_interval_ms > 0) {
     flush_thread_ = std::thread([this] { run_flush_timer(); });
@@ -238,7 +233,7 @@ void StoreEngine::close_locked(Lock& lock) {
   index_.reset();
   slabs_.reset();
   // The log is gone: the next process that opens the store may need its space.
-  if (reserve_ != nullptr && !options_.readonly) reserve_->fill();
+  if (writer_lock_ != nullptr) space_.index_reserve().fill();
   writer_lock_.reset();
 }
 
@@ -272,7 +267,7 @@ void StoreEngine::load_index() {
   uint32_t used = 0;
   index_->read_areas(0, [&](const AreaRow& row) {
     used = std::max(used, row.area + 1);
-    sequence_ = std::max(sequence_, row.sequence);
+    commits_.follow_sequence(std::max(commits_.sequence(), row.sequence));
     (row.count == 0 ? free : rows).push_back(row);
   });
   prefixes_.reserve(rows.size(), used);
@@ -280,13 +275,15 @@ void StoreEngine::load_index() {
   std::sort(rows.begin(), rows.end(), [](const AreaRow& a, const AreaRow& b) {
     return a.used_ms != b.used_ms ? a.used_ms < b.used_ms : a.num_tokens > b.num_tokens;
   });
-  prefixes_.add_rows(rows, [&](EntryId id) { drop_subtree(id); });
+  prefixes_.add_rows(rows, [&](EntryId id) { space_.drop_subtree(id); });
   if (options_.readonly) return;
-  const uint32_t capacity = capacity_areas();
+  const uint32_t capacity = space_.capacity();
   for (uint32_t area = capacity; area < used; ++area) {
-    if (prefixes_.at(area) != kNoEntry) drop_subtree(prefixes_.at(area));  // the store is smaller
+    if (prefixes_.at(area) != kNoEntry)
+      space_.drop_subtree(prefixes_.at(area));  // the store is smaller
   }
-  free_areas_.reset(std::min(used, capacity), capacity, options_.idle_ms);
+  FreeAreas& free_areas = space_.free_areas();
+  free_areas.reset(std::min(used, capacity), capacity, options_.idle_ms);
   std::vector<bool> known(used, false);
   for (uint32_t area = 0; area < used; ++area) known[area] = prefixes_.at(area) != kNoEntry;
   for (const uint32_t area : commits_.freed()) known[area] = true;
@@ -299,12 +296,12 @@ void StoreEngine::load_index() {
     if (row.pinned && row.area < capacity) {
       erased.push_back(row.area);
     } else if (row.area < capacity) {
-      free_areas_.add_freed(row.area, row.used_ms, time);
+      free_areas.add_freed(row.area, row.used_ms, time);
     }
   }
   // Written, but not committed when the last writer died.
   for (uint32_t area = 0; area < std::min(used, capacity); ++area) {
-    if (!known[area]) free_areas_.add_freed(area, 0, time);
+    if (!known[area]) free_areas.add_freed(area, 0, time);
   }
   if (!erased.empty()) {
     Lock lock(mutex_);
@@ -319,13 +316,13 @@ void StoreEngine::load_index() {
 void StoreEngine::refresh() {
   if (!options_.readonly || !index_->changed()) return;
   std::vector<AreaRow> rows;
-  uint64_t newest = sequence_;
-  index_->read_areas(sequence_, [&](const AreaRow& row) {
+  uint64_t newest = commits_.sequence();
+  index_->read_areas(newest, [&](const AreaRow& row) {
     newest = std::max(newest, row.sequence);
     rows.push_back(row);
   });
-  sequence_ = newest;
-  prefixes_.follow(std::move(rows), [&](EntryId id) { drop_subtree(id); });
+  commits_.follow_sequence(newest);
+  prefixes_.follow(std::move(rows), [&](EntryId id) { space_.drop_subtree(id); });
 }
 
 void StoreEngine::wait_for_commit(Lock& lock) {
@@ -348,17 +345,6 @@ void StoreEngine::touch(EntryId leaf) {
   if (options_.readonly) prefixes_.forget_uses();  // only a writer tells the index
 }
 
-void StoreEngine::take_freed(const std::vector<uint32_t>& areas) {
-  const int64_t time = now();
-  for (const uint32_t area : areas) {
-    if (holds_ > 0) {
-      held_.push_back(area);
-    } else if (area < capacity_areas()) {
-      free_areas_.add_freed(area, time, time);
-    }
-  }
-}
-
 Digest StoreEngine::root(const Scope& scope) const {
   return root_key(options_.fingerprint, layout_.chunk_tokens, scope);
 }
@@ -370,6 +356,32 @@ bool StoreEngine::flush() {
   return is_clean ? commits_.failure().empty() : commits_.commit(lock);
 }
 
+uint64_t StoreEngine::collect() {
+  Lock lock(mutex_);
+  require_writer();
+  const uint64_t dropped = space_.drop_expired();
+  if (commits_.has_changes() && !commits_.commit(lock)) return dropped;
+  wait_for_commit(lock);
+  // Areas that a put has taken, but not published, are in neither list: they stay.
+  const uint64_t known = prefixes_.size() + space_.free_areas().listed().size() + space_.held();
+  if (known == space_.free_areas().used()) slabs_->truncate(prefixes_.areas_end());
+  index_->compact();
+  return dropped;
+}
+
+std::optional<int64_t> StoreEngine::oldest_use() {
+  const Lock lock(mutex_);
+  require_writer();
+  return space_.oldest_use();
+}
+
+uint64_t StoreEngine::give_space_back(uint64_t bytes, int64_t used_until_ms) {
+  Lock lock(mutex_);
+  require_writer();
+  const Activity activity(*this, lock);
+  return space_.give_space_back(lock, bytes, used_until_ms);
+}
+
 StoreStats StoreEngine::stats() {
   Lock lock(mutex_);
   check_usable();
@@ -379,11 +391,11 @@ StoreStats StoreEngine::stats() {
   stats.commits = commits_.commits();
   wait_for_commit(lock);
   stats.sessions = index_->count_sessions();
-  stats.capacity_areas = options_.readonly ? 0 : capacity_areas();
+  stats.capacity_areas = options_.readonly ? 0 : space_.capacity();
   stats.used_areas = prefixes_.size();
-  stats.idle_areas = free_areas_.idle();
-  stats.unusable_areas = free_areas_.refused();
-  stats.freed_areas = free_areas_.freed() + commits_.freed().size() + held_.size();
+  stats.idle_areas = space_.free_areas().idle();
+  stats.unusable_areas = space_.free_areas().refused();
+  stats.freed_areas = space_.free_areas().freed() + commits_.freed().size() + space_.held();
   stats.slot_bytes = slot_bytes_;
   stats.chunk_tokens = layout_.chunk_tokens;
   return stats;
@@ -391,7 +403,7 @@ StoreStats StoreEngine::stats() {
 
 std::string StoreEngine::failure() {
   const Lock lock(mutex_);
-  return commits_.failure().empty() ? no_space_ : commits_.failure();
+  return commits_.failure().empty() ? space_.no_space() : commits_.failure();
 }
 
 std::vector<AreaRow> StoreEngine::entries() {

@@ -20,71 +20,17 @@
 #include <thread>
 #include <vector>
 
-#include "store/file_system.h"
-#include "store/free_areas.h"
 #include "store/group_commit.h"
 #include "store/index_database.h"
-#include "store/index_reserve.h"
 #include "store/prefix_index.h"
 #include "store/slab_files.h"
 #include "store/slot_layout.h"
+#include "store/slot_space.h"
 #include "store/store_error.h"
+#include "store/store_types.h"
 #include "store/token_chain.h"
 
 namespace lmdecode::store {
-
-struct StoreOptions {
-  std::string directory;    // of this fingerprint; its parent exists
-  std::string fingerprint;  // every number and hash that the KV depends on
-  ModelShape shape;
-  uint32_t chunk_tokens = 0;  // 0: that of the store, or the default
-  bool values_by_column = true;
-  uint64_t capacity_bytes = 0;  // of all slots
-  uint64_t slab_bytes = uint64_t{1} << 30;
-  bool relaxed = false;  // acknowledge before the flush
-  bool readonly = false;
-  int64_t flush_interval_ms = 1000;  // of relaxed; 0: only when asked to
-  int64_t idle_ms = 60000;           // after which a freed area counts as one that stored nothing
-  int io_threads = 2;                // of one put or load
-  uint64_t index_reserve_bytes = uint64_t{4} << 20;  // of the disk, for the index
-  std::function<int64_t()> now_ms;                   // null: the system's clock
-  FileSystem* file_system = nullptr;                 // null: the real one
-};
-
-// A plane in a tensor's memory: [num_kv_heads, num_tokens, head_size], the last num_tokens tokens
-// of a prefix.
-struct TensorPlane {
-  char* data = nullptr;
-  PlaneStrides strides;
-  uint64_t num_tokens = 0;
-};
-
-// Polled by a long call, on the thread that made it; false: stop. Null: never stop.
-using GoesOn = std::function<bool()>;
-
-struct PutOptions {
-  int64_t ttl_ms = 0;                 // 0: kept until evicted
-  bool pin = false;                   // never evicted
-  uint64_t quota_bytes = UINT64_MAX;  // of the tenant
-  GoesOn goes_on = nullptr;           // if it stops the put, the unwritten rest is not stored
-};
-
-struct StoreStats {
-  uint64_t entries, sessions, capacity_areas, used_areas, idle_areas, freed_areas;
-  uint64_t unusable_areas, slot_bytes, chunk_tokens, hits, misses, puts, declined, evicted, expired,
-      damaged;
-  uint64_t bytes_written, bytes_read, commits;
-};
-
-struct VerifyReport {
-  uint64_t entries = 0;
-  uint64_t bytes = 0;
-  uint64_t sessions = 0;
-  std::vector<std::string> damage;  // a line each
-};
-
-// Progress callback: done and total; return false to stop.
-using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
 // Page-aligned memory that is reused from slot to slot: the kernel and vector instructions are
 // slower across cache lines. Its content is undefined after a change of size.
@@ -109,7 +55,7 @@ class StagingBuffer {
 
 class StoreEngine;
 
-// The longest stored prefix of the given tokens. It is not evicted during the lifetime of the hit.
+// A stored entry, and how much of it is in a hit.
 struct HitPart {
   EntryId id;
   uint64_t sequence;
@@ -122,6 +68,7 @@ struct HitPart {
   Digest key;
 };
 
+// The longest stored prefix of the given tokens. It is not evicted during the lifetime of the hit.
 class Hit {
  public:
   Hit() = default;
@@ -132,19 +79,33 @@ class Hit {
   Hit& operator=(Hit&& other) noexcept;
 
   uint64_t num_tokens() const { return tokens_.size(); }
+  const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::vector<HitPart>& parts() const { return parts_; }
+
+  // Checksums of a part's planes, of a header that was read and checked for other layers; nothing:
+  // none was. Any number of threads may call.
+  std::optional<std::vector<uint32_t>> plane_crcs(size_t part) const;
+  void keep_plane_crcs(size_t part, const std::vector<uint32_t>& crcs);
 
  private:
   friend class StoreEngine;
   std::shared_ptr<StoreEngine> engine_;
   std::vector<int32_t> tokens_;
   std::vector<HitPart> parts_;
-  // Headers that were read and checked, for partial loads of layers; one mutex per hit.
   struct Checked {
     std::mutex mutex;
     std::vector<std::optional<std::vector<uint32_t>>> plane_crcs;
   };
   std::unique_ptr<Checked> checked_;
+};
+
+// A chunk to write in a put.
+struct Step {
+  uint64_t begin;
+  uint32_t count;
+  uint32_t usable_from;
+  Digest key;
+  Digest parent;
 };
 
 class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
@@ -219,7 +180,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // Roots of this tenant's entries that are still known here, and the root of the scope.
   std::vector<Digest> roots(const Scope& scope);
 
-  // --- upkeep (store_engine.cpp, store_eviction.cpp, store_transfer.cpp)
+  // --- upkeep (store_engine.cpp, store_transfer.cpp)
 
   // True: all acknowledged entries are durable.
   bool flush();
@@ -249,15 +210,6 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
  private:
   friend class Hit;
   explicit StoreEngine(const StoreOptions& options);
-
-  // A chunk to write in a put.
-  struct Step {
-    uint64_t begin;
-    uint32_t count;
-    uint32_t usable_from;
-    Digest key;
-    Digest parent;
-  };
   using Lock = GroupCommit::Lock;
 
   // A call that uses files and releases the mutex in between: close() waits for it.
@@ -284,71 +236,23 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void close_locked(Lock& lock);
   void run_flush_timer();
   int64_t now() const { return options_.now_ms(); }
-  uint32_t capacity_areas() const;
-  void take_freed(const std::vector<uint32_t>& areas);
   PrefixKeys keys_of(const Digest& root, std::span<const int32_t> tokens) const {
     return {root, tokens, layout_.chunk_tokens};
   }
 
-  // store_eviction.cpp
-  void free_entry(EntryId id);
-  void drop_subtree(EntryId id);
-  bool is_evictable(const Entry& entry) const;
-  // Entries evicted by an allocation, which are restored if the deletion cannot be made durable.
-  using Evicted = std::vector<AreaRow>;
-  enum class Wanted { kYes, kNo, kNoMore };
-  using IsWanted = std::function<Wanted(const Entry& entry)>;
-  uint64_t evict_while(const IsWanted& is_wanted, Evicted* evicted);
-  uint64_t evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted = nullptr);
-  uint64_t evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted);
-  uint64_t drop_expired();
-  uint64_t reserve() const;
-  void keep_reserve();
-  std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
-  std::vector<uint32_t> take_areas(uint64_t wanted);
-
-  // store_full_disk.cpp
-  bool make_room_for_index(IndexDatabase& index, int attempt);
-  void look_for_space(uint64_t bytes);
-  void refuse(uint32_t area);
-  void restore(Evicted evicted);
-  void feed_reserve();
-  uint64_t areas_for_reserve() const;
-  // Size of a slot on disk, in whole blocks of most file systems.
-  uint64_t space_of(uint32_t count) const {
-    return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
-  }
-  bool discard(const std::vector<uint32_t>& areas);
-  void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
-  void note_stored(bool is_all, bool lacked_space);
-
   // store_erase.cpp
   class ErasedSlots;
   void settle(Lock& lock);
-  std::optional<std::vector<int32_t>> erased_tokens(const Digest& root,
-                                                    const std::vector<int32_t>* tokens,
-                                                    const std::string* session);
-  std::vector<std::vector<int32_t>> other_sessions(const Digest& root,
-                                                   const std::vector<int32_t>& tokens,
-                                                   const std::string* session);
   void collect_erased(EntryId parent, ErasedSlots& slots, std::vector<EntryId>* found);
   std::vector<uint32_t> take_stale(Lock& lock, ErasedSlots* slots);
   void overwrite(Lock& lock, const std::vector<uint32_t>& areas);
 
   // store_lookup.cpp
   Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);
-  std::optional<std::vector<int32_t>> read_tokens(const Entry& entry);
   void release(const HitPart& part);
 
   // store_load.cpp
-  enum class PartResult { kLoaded, kDamaged, kUnreadable };
-  uint32_t take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part, uint64_t total,
-                      const TensorPlane& target, bool streamed, uint8_t* staging) const;
-  PartResult load_part(Hit& hit, size_t part, uint32_t first_layer, uint32_t num_layers,
-                       std::span<const TensorPlane> planes, StagingBuffer& staging);
-  std::optional<SlotHeader> read_header(const HitPart& part, StagingBuffer& staging);
-  std::optional<SlotHeader> check_header(const HitPart& part, std::span<const uint8_t> bytes) const;
-  bool check_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) const;
+  std::optional<std::vector<int32_t>> read_tokens(const Entry& entry);
   void drop_damaged(const HitPart& part);
 
   // store_put.cpp
@@ -356,16 +260,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
                   std::span<const TensorPlane> planes, const PutOptions& options);
   uint64_t acknowledge(Lock& lock, PrefixKeys& keys, bool had_space);
-  // Layers with a window may have more tokens than they need, or exactly these.
-  void check_planes(std::span<const TensorPlane> planes, uint32_t first_layer, uint32_t num_layers,
-                    uint64_t num_tokens, bool exactly) const;
-  uint32_t usable_from(std::span<const TensorPlane> planes, uint64_t num_tokens, uint64_t begin,
-                       uint32_t count) const;
   std::vector<Step> plan(PrefixKeys& keys, std::span<const TensorPlane> planes,
                          const PutOptions& options, EntryId* anchor);
   void renew(EntryId id, const PutOptions& options);
-  int write_step(const Step& step, uint32_t area, uint64_t tenant, std::span<const int32_t> tokens,
-                 std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc);
   bool publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
                const PutOptions& options, std::span<const int32_t> tokens);
   void drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens);
@@ -375,7 +272,6 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
                       std::span<const int32_t> tokens);
 
   // store_images.cpp
-  SlotHeader check_image(std::span<const uint8_t> image) const;
   bool place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
                    const PutOptions& options);
 
@@ -389,6 +285,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   uint32_t slots_per_slab_ = 0;
   FileSystem& file_system_;
   const int process_;
+  StoreStats stats_{};
 
   std::mutex mutex_;  // of all that follows, up to the next comment
   std::unique_ptr<File> writer_lock_;
@@ -396,24 +293,31 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::unique_ptr<IndexDatabase> index_;  // a writer's is the committing thread's while it commits
   PrefixIndex prefixes_;
   GroupCommit commits_;
-  FreeAreas free_areas_;
+  SlotSpace space_;
   std::map<std::pair<Digest, std::string>, std::vector<int32_t>> sessions_;
-  uint64_t sequence_ = 0;
-  StoreStats stats_{};
   bool closed_ = false;
   uint32_t active_ = 0;  // of Activity
   bool stopping_ = false;
-  uint32_t holds_ = 0;  // freed areas are not handed out while a backup copies
-  std::vector<uint32_t> held_;
-  bool disk_is_full_ = false;  // for new slots, when last tried
-  bool can_discard_ = true;    // the file system takes space back
-  std::string no_space_;       // what failure() says of that
-  std::unique_ptr<IndexReserve> reserve_;
   std::condition_variable idle_;
   std::condition_variable timer_;
   std::thread flush_thread_;
 };
 
+// The header, if it is the one that the index means.
+std::optional<SlotHeader> check_header(const SlotLayout& layout, const HitPart& part,
+                                       std::span<const uint8_t> bytes);
+// Reads a slot and checks every byte of it; nothing if it differs from what was written, or cannot
+// be read: *error is -errno.
+std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs,
+                                     const HitPart& part, std::span<uint8_t> image, int* error);
+// Trusts nothing: throws StoreError kDamaged where an image is not one that a store of this layout
+// could have written.
+SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image);
+
+// Layers with a window may have more tokens than they need, or exactly these. Throws
+// std::invalid_argument.
+void check_planes(const SlotLayout& layout, std::span<const TensorPlane> planes,
+                  uint32_t first_layer, uint32_t num_layers, uint64_t num_tokens, bool exactly);
 // Throws std::invalid_argument if an id is below 0.
 void check_token_ids(std::span<const int32_t> tokens);
 

@@ -19,6 +19,37 @@ bool begin_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>& 
          std::equal(beginning.begin(), beginning.end(), tokens.begin());
 }
 
+// The tokens of a session, or those given; nothing: everything.
+std::optional<std::vector<int32_t>> erased_tokens(IndexDatabase& index, const Digest& root,
+                                                  const std::vector<int32_t>* tokens,
+                                                  const std::string* session) {
+  if (session == nullptr) return tokens == nullptr ? std::nullopt : std::optional(*tokens);
+  auto row = index.read_session(root, *session);
+  if (!row.has_value()) {
+    throw std::invalid_argument("erase: there is no session '" + *session + "'");
+  }
+  return std::move(row->tokens);
+}
+
+// Tokens of the sessions with the same root that go on, but for those that are erased with them.
+std::vector<std::vector<int32_t>> other_sessions(IndexDatabase& index, const Digest& root,
+                                                 const std::vector<int32_t>& tokens,
+                                                 const std::string* session) {
+  std::vector<std::vector<int32_t>> others;
+  for (const SessionRow& row : index.list_sessions()) {
+    if (row.root != root || (session != nullptr && row.name == *session)) continue;
+    try {
+      auto other = index.read_session(row.root, row.name);
+      if (other.has_value() && (session != nullptr || !begin_with(other->tokens, tokens))) {
+        others.push_back(std::move(other->tokens));
+      }
+    } catch (const StoreError&) {
+      // Damaged tokens need nothing.
+    }
+  }
+  return others;
+}
+
 }  // namespace
 
 // Slots of one prefix, told by what their headers say: those that hold its beginning and nothing
@@ -78,7 +109,7 @@ void StoreEngine::collect_erased(EntryId parent, ErasedSlots& slots, std::vector
 // Free slots that still hold an earlier stage of what is erased, or something that was evicted of
 // it: taken out of the queues. slots null: every free slot.
 std::vector<uint32_t> StoreEngine::take_stale(Lock& lock, ErasedSlots* slots) {
-  std::vector<uint32_t> areas = free_areas_.listed();
+  std::vector<uint32_t> areas = space_.free_areas().listed();
   if (slots != nullptr) {
     lock.unlock();
     std::vector<SlotHeader> headers;
@@ -109,7 +140,7 @@ std::vector<uint32_t> StoreEngine::take_stale(Lock& lock, ErasedSlots* slots) {
       if (slots->hold(header)) areas.push_back(static_cast<uint32_t>(header.area));
     }
   }
-  std::erase_if(areas, [&](uint32_t area) { return !free_areas_.remove(area); });
+  std::erase_if(areas, [&](uint32_t area) { return !space_.free_areas().remove(area); });
   return areas;
 }
 
@@ -128,45 +159,10 @@ void StoreEngine::overwrite(Lock& lock, const std::vector<uint32_t>& areas) {
   lock.lock();
   if (error != 0) throw_errno(-error, "erase: cannot overwrite slots in", options_.directory);
   for (const uint32_t area : areas) {
-    AreaRow row;
-    row.area = area;
-    row.sequence = ++sequence_;
-    row.used_ms = now();
-    commits_.add(row);
+    commits_.add_free(area, now());
     commits_.free(area);
   }
   if (!commits_.commit(lock)) fail_to_commit();
-}
-
-// The tokens of a session, or those given; nothing: everything.
-std::optional<std::vector<int32_t>> StoreEngine::erased_tokens(const Digest& root,
-                                                               const std::vector<int32_t>* tokens,
-                                                               const std::string* session) {
-  if (session == nullptr) return tokens == nullptr ? std::nullopt : std::optional(*tokens);
-  auto row = index_->read_session(root, *session);
-  if (!row.has_value()) {
-    throw std::invalid_argument("erase: there is no session '" + *session + "'");
-  }
-  return std::move(row->tokens);
-}
-
-// Tokens of the sessions with the same root that go on, but for those that are erased with them.
-std::vector<std::vector<int32_t>> StoreEngine::other_sessions(const Digest& root,
-                                                              const std::vector<int32_t>& tokens,
-                                                              const std::string* session) {
-  std::vector<std::vector<int32_t>> others;
-  for (const SessionRow& row : index_->list_sessions()) {
-    if (row.root != root || (session != nullptr && row.name == *session)) continue;
-    try {
-      auto other = index_->read_session(row.root, row.name);
-      if (other.has_value() && (session != nullptr || !begin_with(other->tokens, tokens))) {
-        others.push_back(std::move(other->tokens));
-      }
-    } catch (const StoreError&) {
-      // Damaged tokens need nothing.
-    }
-  }
-  return others;
 }
 
 // Nothing waits to be committed, and nobody commits: the index is what memory has.
@@ -175,7 +171,7 @@ void StoreEngine::settle(Lock& lock) {
   if (!commits_.failure().empty()) {
     throw StoreError(ErrorKind::kUnusable, "erase: the store no longer writes");
   }
-  if (holds_ > 0) throw StoreError(ErrorKind::kUnusable, "erase: a backup is being made");
+  if (space_.is_held()) throw StoreError(ErrorKind::kUnusable, "erase: a backup is being made");
   while (commits_.has_changes() || commits_.is_committing()) {
     if (commits_.has_changes() && !commits_.commit(lock)) fail_to_commit();
     wait_for_commit(lock);
@@ -190,14 +186,14 @@ uint64_t StoreEngine::erase(const Scope& scope, const std::vector<int32_t>* toke
   require_writer();
   const Activity activity(*this, lock);
   settle(lock);
-  const auto erased = erased_tokens(of_scope, tokens, session);
+  const auto erased = erased_tokens(*index_, of_scope, tokens, session);
   std::vector<EntryId> found;
   std::set<EntryId> needed;
   std::vector<SessionRow> gone;
   std::optional<ErasedSlots> slots;
   if (erased.has_value()) {
     if (session != nullptr) gone.push_back({.root = of_scope, .name = *session});
-    for (const std::vector<int32_t>& other : other_sessions(of_scope, *erased, session)) {
+    for (const std::vector<int32_t>& other : other_sessions(*index_, of_scope, *erased, session)) {
       PrefixKeys keys = keys_of(of_scope, other);
       for (const auto& [id, take] : prefixes_.longest(keys).parts) {
         if (take == prefixes_[id].count) needed.insert(id);  // what it shares in part may go
@@ -217,12 +213,7 @@ uint64_t StoreEngine::erase(const Scope& scope, const std::vector<int32_t>* toke
   }
   std::vector<uint32_t> areas;
   const auto mark = [&](uint32_t area) {
-    AreaRow row;
-    row.area = area;
-    row.sequence = ++sequence_;
-    row.used_ms = now();
-    row.pinned = true;  // to be overwritten
-    commits_.add(row);
+    commits_.add_free(area, now(), /*erased=*/true);
     areas.push_back(area);
   };
   for (const EntryId id : found) {
@@ -255,11 +246,11 @@ std::vector<bool> StoreEngine::erases(const Scope& scope, const std::vector<int3
   require_writer();
   const Activity activity(*this, lock);
   settle(lock);
-  const auto erased = erased_tokens(of_scope, tokens, session);
+  const auto erased = erased_tokens(*index_, of_scope, tokens, session);
   std::vector<bool> result(headers.size(), !erased.has_value());
   if (!erased.has_value() || erased->empty()) return result;
   std::set<Digest> needed;
-  for (const std::vector<int32_t>& other : other_sessions(of_scope, *erased, session)) {
+  for (const std::vector<int32_t>& other : other_sessions(*index_, of_scope, *erased, session)) {
     PrefixKeys keys = keys_of(of_scope, other);
     for (size_t chunk = 0; chunk < keys.size(); ++chunk) needed.insert(keys[chunk]);
   }

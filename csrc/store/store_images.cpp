@@ -6,12 +6,10 @@
 
 namespace lmdecode::store {
 
-// Trusts nothing: throws StoreError kDamaged where an image is not one that a store of this layout
-// could have written.
-SlotHeader StoreEngine::check_image(std::span<const uint8_t> image) const {
-  SlotHeader header = decode_header(layout_, image);
-  if (image.size() != layout_.image_bytes(header.count) ||
-      !planes_are_whole(layout_, header, image) ||
+SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image) {
+  SlotHeader header = decode_header(layout, image);
+  if (image.size() != layout.image_bytes(header.count) ||
+      !planes_are_whole(layout, header, image) ||
       chain_key(header.parent, header.num_tokens, header.tokens) != header.key ||
       std::any_of(header.tokens.begin(), header.tokens.end(), [](int32_t id) { return id < 0; })) {
     throw StoreError(ErrorKind::kDamaged, "import: an entry is damaged");
@@ -31,7 +29,7 @@ bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t>
   if (step.begin > 0 && parent == kNoEntry) return false;
   const uint64_t parent_sequence = step.begin > 0 ? prefixes_[parent].sequence : 0;
   if (step.begin > 0) ++prefixes_[parent].leases;
-  const auto areas = allocate(lock, 1, header.tenant, options.quota_bytes);
+  const auto areas = space_.allocate(lock, 1, header.tenant, options.quota_bytes);
   if (step.begin > 0 && prefixes_.holds(parent, parent_sequence)) --prefixes_[parent].leases;
   if (areas.empty()) return false;
   header.area = areas[0];
@@ -43,7 +41,7 @@ bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t>
   std::vector<int32_t> tokens(step.begin, 0);
   tokens.insert(tokens.end(), header.tokens.begin(), header.tokens.end());
   if (error != 0 || !publish(step, areas[0], crc, header.tenant, options, tokens)) {
-    is_full(error) ? refuse(areas[0]) : free_areas_.give_back(areas[0]);
+    is_full(error) ? space_.refuse(areas[0]) : space_.free_areas().give_back(areas[0]);
     if (error != 0) throw_errno(-error, "import: cannot write to", options_.directory);
     return false;
   }
@@ -75,23 +73,22 @@ bool StoreEngine::read_image(const Hit& hit, size_t index, std::span<uint8_t> im
   check_usable();
   const Activity activity(*this, lock);
   lock.unlock();
-  if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) return false;
-  const auto header_bytes = image.first(layout_.header_bytes(part.count));
-  auto header = check_header(part, header_bytes);
-  if (!header.has_value() || !planes_are_whole(layout_, *header, image)) {
+  int error = 0;
+  auto header = read_whole(layout_, *slabs_, part, image, &error);
+  if (!header.has_value()) {
     lock.lock();
-    drop_damaged(part);
+    if (error == 0) drop_damaged(part);
     return false;
   }
   header->area = 0;  // a place means nothing elsewhere
-  encode_header(layout_, *header, header_bytes);
+  encode_header(layout_, *header, image.first(layout_.header_bytes(part.count)));
   return true;
 }
 
 bool StoreEngine::insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
                                const PutOptions& options) {
   try {
-    SlotHeader header = check_image(image);
+    SlotHeader header = check_image(layout_, image);
     if (header.key != key) return false;
     header.tenant = tenant_id(scope.salt);  // the key says so, the header might lie
     Lock lock(mutex_);

@@ -24,51 +24,24 @@ bool is_transient(int error) {
   return error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EACCES;
 }
 
-}  // namespace
-
-// The header, if it is the one that the index means.
-std::optional<SlotHeader> StoreEngine::check_header([[maybe_unused]] const HitPart& part,
-                                                    std::span<const uint8_t> bytes) const {
-#if !defined(LMD_PLANT_NO_VERIFICATION)  // a test leaves it out to see that this is noticed
-  if (crc32c(bytes.data(), bytes.size()) != part.header_crc) return std::nullopt;
-#endif
-  try {
-    SlotHeader header = decode_header(layout_, bytes);
-#if !defined(LMD_PLANT_NO_VERIFICATION)
-    if (header.area != part.area || header.key != part.key || header.count != part.count ||
-        header.num_tokens != part.num_tokens || header.usable_from != part.usable_from) {
-      return std::nullopt;
-    }
-#endif
-    return header;
-  } catch (const StoreError&) {
-    return std::nullopt;
-  }
-}
-
-std::optional<SlotHeader> StoreEngine::read_header(const HitPart& part, StagingBuffer& staging) {
-  const auto bytes = staging.resized(layout_.header_bytes(part.count));
-  if (slabs_->read(part.area, 0, bytes.data(), bytes.size()) != 0) return std::nullopt;
-  return check_header(part, bytes);
-}
+enum class PartResult { kLoaded, kDamaged, kUnreadable };
 
 // The slot's own tokens are those that were looked up: no hash is trusted alone.
-bool StoreEngine::check_tokens(const Hit& hit, const HitPart& part,
-                               const SlotHeader& header) const {
-  const auto begin = hit.tokens_.begin() + static_cast<int64_t>(part.num_tokens - part.count);
+bool has_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) {
+  const auto begin = hit.tokens().begin() + static_cast<int64_t>(part.num_tokens - part.count);
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
 
 // What a tensor wants of a stored plane; the checksum of the whole plane. staging: memory for the
 // plane, where what is stored may change while it is read; null: it may not.
-uint32_t StoreEngine::take_plane(uint32_t plane, const uint8_t* stored, const HitPart& part,
-                                 uint64_t total, const TensorPlane& target, bool streamed,
-                                 uint8_t* staging) const {
-  const ModelShape& shape = layout_.shape;
-  const PlaneStrides strides = layout_.plane_strides(plane, part.count);
+uint32_t take_plane(const SlotLayout& layout, uint32_t plane, const uint8_t* stored,
+                    const HitPart& part, uint64_t total, const TensorPlane& target, bool streamed,
+                    uint8_t* staging) {
+  const ModelShape& shape = layout.shape;
+  const PlaneStrides strides = layout.plane_strides(plane, part.count);
   const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
   const uint64_t first_wanted = total - target.num_tokens;
-  const uint64_t bytes = layout_.plane_bytes(part.count);
+  const uint64_t bytes = layout.plane_bytes(part.count);
   if (end <= first_wanted) return crc32c(stored, bytes);
   const uint64_t first = std::max(begin, first_wanted);
   char* out = target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token;
@@ -92,11 +65,10 @@ uint32_t StoreEngine::take_plane(uint32_t plane, const uint8_t* stored, const Hi
   return crc;
 }
 
-StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t first_layer,
-                                               uint32_t num_layers,
-                                               std::span<const TensorPlane> planes,
-                                               StagingBuffer& staging) {
-  const HitPart& part = hit.parts_[index];
+PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_t index,
+                     uint32_t first_layer, uint32_t num_layers, std::span<const TensorPlane> planes,
+                     StagingBuffer& staging) {
+  const HitPart& part = hit.parts()[index];
   const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
   const uint64_t total = hit.num_tokens();
   const auto is_wanted = [&](const TensorPlane& plane) { return end > total - plane.num_tokens; };
@@ -104,42 +76,36 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
 
   // So many planes at a time that they are still in the L2 cache when they are checked and copied.
   const uint32_t first_plane = 2 * first_layer, last_plane = first_plane + 2 * num_layers;
-  const uint64_t stride = layout_.plane_offset(1, part.count) - layout_.plane_offset(0, part.count);
+  const uint64_t stride = layout.plane_offset(1, part.count) - layout.plane_offset(0, part.count);
   const auto at_once = static_cast<uint32_t>(std::max<uint64_t>(1, kReadBytes / stride));
   uint64_t wanted = 0;
-  for (const TensorPlane& plane : planes) wanted += plane.num_tokens * layout_.plane_bytes(1);
+  for (const TensorPlane& plane : planes) wanted += plane.num_tokens * layout.plane_bytes(1);
   const bool streamed = wanted >= kStreamedBytes;
 
   // The header is read once a hit, with the first planes where these are wanted.
-  Hit::Checked& checked = *hit.checked_;
-  std::optional<std::vector<uint32_t>> crcs;
-  {
-    const std::lock_guard lock(checked.mutex);
-    crcs = checked.plane_crcs[index];
-  }
-  const uint64_t lead = crcs.has_value() || first_plane > 0 ? 0 : layout_.header_bytes(part.count);
+  std::optional<std::vector<uint32_t>> crcs = hit.plane_crcs(index);
+  const uint64_t lead = crcs.has_value() || first_plane > 0 ? 0 : layout.header_bytes(part.count);
   const auto accept = [&](std::span<const uint8_t> bytes) {
-    const auto header = check_header(part, bytes);
-    if (!header.has_value() || !check_tokens(hit, part, *header)) return false;
+    const auto header = check_header(layout, part, bytes);
+    if (!header.has_value() || !has_tokens(hit, part, *header)) return false;
     crcs = header->plane_crcs;
-    const std::lock_guard lock(checked.mutex);
-    checked.plane_crcs[index] = crcs;
+    hit.keep_plane_crcs(index, *crcs);
     return true;
   };
   const auto failed = [](int error) {
     return is_transient(error) ? PartResult::kUnreadable : PartResult::kDamaged;
   };
   if (!crcs.has_value() && lead == 0) {
-    const auto bytes = staging.resized(layout_.header_bytes(part.count));
-    const int error = slabs_->read(part.area, 0, bytes.data(), bytes.size());
+    const auto bytes = staging.resized(layout.header_bytes(part.count));
+    const int error = slabs.read(part.area, 0, bytes.data(), bytes.size());
     if (error != 0) return failed(error);
     if (!accept(bytes)) return PartResult::kDamaged;
   }
 
   const auto take_planes = [&](uint32_t from, uint32_t to, const uint8_t* stored, uint8_t* own) {
     for (uint32_t plane = from; plane < to; ++plane, stored += stride) {
-      [[maybe_unused]] const uint32_t crc =
-          take_plane(plane, stored, part, total, planes[plane - first_plane], streamed, own);
+      [[maybe_unused]] const uint32_t crc = take_plane(layout, plane, stored, part, total,
+                                                       planes[plane - first_plane], streamed, own);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
       if (crc != (*crcs)[plane]) return false;
 #endif
@@ -151,10 +117,10 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
        from += at_once) {
     const uint32_t to = std::min(last_plane, from + at_once);
     const uint64_t before = from == first_plane ? lead : 0;
-    const uint64_t offset = layout_.plane_offset(from, part.count) - before;
+    const uint64_t offset = layout.plane_offset(from, part.count) - before;
     const uint64_t size = before + (to - from) * stride;
     // What is in the page cache is copied from there.
-    if (const uint8_t* cached = slabs_->cached(part.area, offset, size); cached != nullptr) {
+    if (const uint8_t* cached = slabs.cached(part.area, offset, size); cached != nullptr) {
       uint8_t* own = staging.resized(std::max(before, stride)).data();
       bool is_whole = false;
       const auto take = [&] {
@@ -171,7 +137,7 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
       }
     }
     const auto bytes = staging.resized(size);
-    const int error = slabs_->read(part.area, offset, bytes.data(), bytes.size());
+    const int error = slabs.read(part.area, offset, bytes.data(), bytes.size());
     if (error != 0) {
       result = failed(error);
     } else if ((before > 0 && !accept(bytes.first(before))) ||
@@ -181,6 +147,49 @@ StoreEngine::PartResult StoreEngine::load_part(Hit& hit, size_t index, uint32_t 
   }
   if (streamed) finish_streamed_copies();
   return result;
+}
+
+}  // namespace
+
+std::optional<SlotHeader> check_header(const SlotLayout& layout,
+                                       [[maybe_unused]] const HitPart& part,
+                                       std::span<const uint8_t> bytes) {
+#if !defined(LMD_PLANT_NO_VERIFICATION)  // a test leaves it out to see that this is noticed
+  if (crc32c(bytes.data(), bytes.size()) != part.header_crc) return std::nullopt;
+#endif
+  try {
+    SlotHeader header = decode_header(layout, bytes);
+#if !defined(LMD_PLANT_NO_VERIFICATION)
+    if (header.area != part.area || header.key != part.key || header.count != part.count ||
+        header.num_tokens != part.num_tokens || header.usable_from != part.usable_from) {
+      return std::nullopt;
+    }
+#endif
+    return header;
+  } catch (const StoreError&) {
+    return std::nullopt;
+  }
+}
+
+std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs,
+                                     const HitPart& part, std::span<uint8_t> image, int* error) {
+  *error = slabs.read(part.area, 0, image.data(), image.size());
+  if (*error != 0) return std::nullopt;
+  auto header = check_header(layout, part, image.first(layout.header_bytes(part.count)));
+  if (header.has_value() && !planes_are_whole(layout, *header, image)) return std::nullopt;
+  return header;
+}
+
+std::optional<std::vector<int32_t>> StoreEngine::read_tokens(const Entry& entry) {
+  const HitPart part{kNoEntry,         entry.sequence,   entry.area,
+                     entry.count,      entry.count,      entry.usable_from,
+                     entry.header_crc, entry.num_tokens, entry.key};
+  StagingBuffer staging;
+  const auto bytes = staging.resized(layout_.header_bytes(part.count));
+  if (slabs_->read(part.area, 0, bytes.data(), bytes.size()) != 0) return std::nullopt;
+  auto header = check_header(layout_, part, bytes);
+  if (!header.has_value()) return std::nullopt;
+  return std::move(header->tokens);
 }
 
 bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
@@ -194,7 +203,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
                                 std::to_string(uint64_t{first_layer} + num_layers) +
                                 "; expected a range within 0 to " + std::to_string(layers));
   }
-  check_planes(planes, first_layer, num_layers, hit.num_tokens(), true);
+  check_planes(layout_, planes, first_layer, num_layers, hit.num_tokens(), true);
   Lock lock(mutex_);
   check_usable();
   const Activity activity(*this, lock);
@@ -204,7 +213,8 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
   const auto load_one = [&](size_t part) {
     thread_local StagingBuffer staging;
     if (damaged.load() >= 0 || unreadable.load()) return;
-    const PartResult result = load_part(hit, part, first_layer, num_layers, planes, staging);
+    const PartResult result =
+        load_part(layout_, *slabs_, hit, part, first_layer, num_layers, planes, staging);
     if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
     if (result == PartResult::kUnreadable) unreadable = true;
   };
@@ -230,7 +240,7 @@ void StoreEngine::drop_damaged(const HitPart& part) {
   if (options_.readonly) refresh();
   if (!prefixes_.holds(part.id, part.sequence)) return;
   ++stats_.damaged;
-  drop_subtree(part.id);
+  space_.drop_subtree(part.id);
 }
 
 }  // namespace lmdecode::store

@@ -19,14 +19,14 @@ Hit& Hit::operator=(Hit&& other) noexcept {
   return *this;
 }
 
-std::optional<std::vector<int32_t>> StoreEngine::read_tokens(const Entry& entry) {
-  const HitPart part{kNoEntry,         entry.sequence,   entry.area,
-                     entry.count,      entry.count,      entry.usable_from,
-                     entry.header_crc, entry.num_tokens, entry.key};
-  StagingBuffer staging;
-  auto header = read_header(part, staging);
-  if (!header.has_value()) return std::nullopt;
-  return std::move(header->tokens);
+std::optional<std::vector<uint32_t>> Hit::plane_crcs(size_t part) const {
+  const std::lock_guard lock(checked_->mutex);
+  return checked_->plane_crcs[part];
+}
+
+void Hit::keep_plane_crcs(size_t part, const std::vector<uint32_t>& crcs) {
+  const std::lock_guard lock(checked_->mutex);
+  checked_->plane_crcs[part] = crcs;
 }
 
 Hit StoreEngine::lookup(const Scope& scope, std::span<const int32_t> tokens) {

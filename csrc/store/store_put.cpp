@@ -16,6 +16,62 @@ namespace {
 constexpr int kAttempts = 4;
 constexpr int kPoolAttempt = 2;
 
+// A layer that has the tokens from `first` on serves prefixes of first + window - 1 tokens or more:
+// of what the chunk has to be for all layers, one number is left.
+uint32_t usable_from(const ModelShape& shape, std::span<const TensorPlane> planes,
+                     uint64_t num_tokens, uint64_t begin, uint32_t count) {
+  uint64_t least = 0;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const uint64_t first = num_tokens - planes[i].num_tokens;
+    const uint64_t window = shape.windows.empty() ? 0 : shape.windows[i / 2];
+    if (first <= begin || window <= 1) continue;  // a window of 1 needs no other token
+    least = std::max(least, std::min<uint64_t>(count, first - begin) + window - 1);
+  }
+  return static_cast<uint32_t>(std::min<uint64_t>(least, UINT32_MAX));
+}
+
+// Fills the slot. 0 or -errno.
+int write_step(const SlotLayout& layout, SlabFiles& slabs, const Step& step, uint32_t area,
+               uint64_t tenant, std::span<const int32_t> tokens,
+               std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc) {
+  const ModelShape& shape = layout.shape;
+  const auto image = staging.resized(layout.image_bytes(step.count));
+  const uint64_t plane_bytes = layout.plane_bytes(step.count);
+  SlotHeader header;
+  header.area = area;
+  header.num_tokens = step.begin + step.count;
+  header.count = step.count;
+  header.usable_from = step.usable_from;
+  header.tenant = tenant;
+  header.key = step.key;
+  header.parent = step.parent;
+  const auto chunk = tokens.subspan(step.begin, step.count);
+  header.tokens.assign(chunk.begin(), chunk.end());
+  for (uint32_t i = 0; i < planes.size(); ++i) {
+    const TensorPlane& source = planes[i];
+    const uint64_t offset = layout.plane_offset(i, step.count);
+    uint8_t* plane = image.data() + offset;
+    const uint64_t first_held = tokens.size() - source.num_tokens;
+    const uint64_t first = std::clamp(first_held, step.begin, step.begin + step.count);
+    if (first > step.begin) std::memset(plane, 0, plane_bytes);
+    const PlaneStrides strides = layout.plane_strides(i, step.count);
+    copy_plane(
+        reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - step.begin) * strides.token,
+        strides,
+        source.data +
+            (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) * source.strides.token,
+        source.strides, shape.num_kv_heads, static_cast<int64_t>(step.begin + step.count - first),
+        shape.head_size, shape.element_size);
+    header.plane_crcs.push_back(crc32c(plane, plane_bytes));
+    const uint64_t next = layout.plane_offset(i + 1, step.count);
+    std::memset(plane + plane_bytes, 0, next - offset - plane_bytes);
+  }
+  const auto header_bytes = image.first(layout.header_bytes(step.count));
+  encode_header(layout, header, header_bytes);
+  *header_crc = crc32c(header_bytes.data(), header_bytes.size());
+  return slabs.write(area, image.data(), image.size());
+}
+
 }  // namespace
 
 void check_token_ids(std::span<const int32_t> tokens) {
@@ -27,14 +83,14 @@ void check_token_ids(std::span<const int32_t> tokens) {
   }
 }
 
-void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t first_layer,
-                               uint32_t num_layers, uint64_t num_tokens, bool exactly) const {
+void check_planes(const SlotLayout& layout, std::span<const TensorPlane> planes,
+                  uint32_t first_layer, uint32_t num_layers, uint64_t num_tokens, bool exactly) {
   if (planes.size() != 2 * size_t{num_layers}) {
     throw std::invalid_argument("KVStore: " + std::to_string(planes.size()) +
                                 " planes; expected keys and values of " +
                                 std::to_string(num_layers) + " layers");
   }
-  const ModelShape& shape = layout_.shape;
+  const ModelShape& shape = layout.shape;
   for (size_t i = 0; i < planes.size(); ++i) {
     const size_t layer = first_layer + i / 2;
     const uint64_t window = shape.windows.empty() ? 0 : shape.windows[layer];
@@ -48,20 +104,6 @@ void StoreEngine::check_planes(std::span<const TensorPlane> planes, uint32_t fir
                                   std::to_string(most));
     }
   }
-}
-
-// A layer that has the tokens from `first` on serves prefixes of first + window - 1 tokens or more:
-// of what the chunk has to be for all layers, one number is left.
-uint32_t StoreEngine::usable_from(std::span<const TensorPlane> planes, uint64_t num_tokens,
-                                  uint64_t begin, uint32_t count) const {
-  uint64_t least = 0;
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const uint64_t first = num_tokens - planes[i].num_tokens;
-    const uint64_t window = layout_.shape.windows.empty() ? 0 : layout_.shape.windows[i / 2];
-    if (first <= begin || window <= 1) continue;  // a window of 1 needs no other token
-    least = std::max(least, std::min<uint64_t>(count, first - begin) + window - 1);
-  }
-  return static_cast<uint32_t>(std::min<uint64_t>(least, UINT32_MAX));
 }
 
 // A prefix that is stored again lives as long as the new one would, and so does what it continues.
@@ -81,17 +123,16 @@ void StoreEngine::renew(EntryId id, const PutOptions& options) {
 }
 
 // What is not stored yet, parents first. *anchor: the deepest entry that is, or none.
-std::vector<StoreEngine::Step> StoreEngine::plan(PrefixKeys& keys,
-                                                 std::span<const TensorPlane> planes,
-                                                 const PutOptions& options, EntryId* anchor) {
+std::vector<Step> StoreEngine::plan(PrefixKeys& keys, std::span<const TensorPlane> planes,
+                                    const PutOptions& options, EntryId* anchor) {
   std::vector<Step> steps;
   *anchor = kNoEntry;
   const uint64_t total = keys.tokens().size();
   for (size_t chunk = 0; chunk < keys.size(); ++chunk) {
     const uint64_t begin = uint64_t{layout_.chunk_tokens} * chunk;
     const auto count = static_cast<uint32_t>(keys.chunk(chunk).size());
-    const Step step{begin, count, usable_from(planes, total, begin, count), keys[chunk],
-                    keys.before(chunk)};
+    const Step step{begin, count, usable_from(layout_.shape, planes, total, begin, count),
+                    keys[chunk], keys.before(chunk)};
     EntryId id = prefixes_.find(begin + count, step.key);
     if (id == kNoEntry && count < layout_.chunk_tokens) {
       // One that goes on where this one ends.
@@ -111,48 +152,6 @@ std::vector<StoreEngine::Step> StoreEngine::plan(PrefixKeys& keys,
   return steps;
 }
 
-// Fills the slot. 0 or -errno.
-int StoreEngine::write_step(const Step& step, uint32_t area, uint64_t tenant,
-                            std::span<const int32_t> tokens, std::span<const TensorPlane> planes,
-                            StagingBuffer& staging, uint32_t* header_crc) {
-  const ModelShape& shape = layout_.shape;
-  const auto image = staging.resized(layout_.image_bytes(step.count));
-  const uint64_t plane_bytes = layout_.plane_bytes(step.count);
-  SlotHeader header;
-  header.area = area;
-  header.num_tokens = step.begin + step.count;
-  header.count = step.count;
-  header.usable_from = step.usable_from;
-  header.tenant = tenant;
-  header.key = step.key;
-  header.parent = step.parent;
-  const auto chunk = tokens.subspan(step.begin, step.count);
-  header.tokens.assign(chunk.begin(), chunk.end());
-  for (uint32_t i = 0; i < planes.size(); ++i) {
-    const TensorPlane& source = planes[i];
-    const uint64_t offset = layout_.plane_offset(i, step.count);
-    uint8_t* plane = image.data() + offset;
-    const uint64_t first_held = tokens.size() - source.num_tokens;
-    const uint64_t first = std::clamp(first_held, step.begin, step.begin + step.count);
-    if (first > step.begin) std::memset(plane, 0, plane_bytes);
-    const PlaneStrides strides = layout_.plane_strides(i, step.count);
-    copy_plane(
-        reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - step.begin) * strides.token,
-        strides,
-        source.data +
-            (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) * source.strides.token,
-        source.strides, shape.num_kv_heads, static_cast<int64_t>(step.begin + step.count - first),
-        shape.head_size, shape.element_size);
-    header.plane_crcs.push_back(crc32c(plane, plane_bytes));
-    const uint64_t next = layout_.plane_offset(i + 1, step.count);
-    std::memset(plane + plane_bytes, 0, next - offset - plane_bytes);
-  }
-  const auto header_bytes = image.first(layout_.header_bytes(step.count));
-  encode_header(layout_, header, header_bytes);
-  *header_crc = crc32c(header_bytes.data(), header_bytes.size());
-  return slabs_->write(area, image.data(), image.size());
-}
-
 // Shorter tails whose tokens the new entry has too: it serves every prefix that they served.
 void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens) {
   const Entry& entry = prefixes_[id];
@@ -169,7 +168,7 @@ void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const in
         found->second =
             chain_key(before.key, before.num_tokens + other.count, chunk.first(other.count));
       }
-      if (found->second == other.key) free_entry(sibling);
+      if (found->second == other.key) space_.free_entry(sibling);
     }
     sibling = next;
   }
@@ -188,13 +187,9 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
     Entry& entry = prefixes_[id];
     if (entry.usable_from <= step.usable_from) return false;  // another thread was faster
     // The same prefix with more of its windows: what continues it stays.
-    AreaRow freed;
-    freed.area = entry.area;
-    freed.sequence = ++sequence_;
-    freed.used_ms = time;
-    commits_.add(freed);
+    commits_.add_free(entry.area, time);
     commits_.free(entry.area);
-    prefixes_.move(id, area, header_crc, step.usable_from, ++sequence_);
+    prefixes_.move(id, area, header_crc, step.usable_from, commits_.next_sequence());
     entry.leases = 0;  // hits of the old slot do not know this one
     entry.batch = commits_.open_number();
   } else {
@@ -206,7 +201,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
     entry.header_crc = header_crc;
     entry.usable_from = step.usable_from;
     entry.tenant = tenant;
-    entry.sequence = ++sequence_;
+    entry.sequence = commits_.next_sequence();
     entry.batch = commits_.open_number();
     entry.created_ms = entry.used_ms = time;
     entry.expires_ms = options.ttl_ms == 0 ? 0 : time + options.ttl_ms;
@@ -230,23 +225,24 @@ bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
     const std::vector<Step> steps = plan(keys, planes, options, &anchor);
     if (steps.empty()) return true;
     uint64_t bytes = 0;
-    for (const Step& step : steps) bytes += space_of(step.count);
-    if (attempt == 0) look_for_space(bytes);
-    if (attempt == 0 && disk_is_full_) ++attempt;
+    for (const Step& step : steps) bytes += space_.space_of(step.count);
+    if (attempt == 0) space_.look_for_space(bytes);
+    if (attempt == 0 && space_.disk_is_full()) ++attempt;
     const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : prefixes_[anchor].sequence;
     if (anchor != kNoEntry) ++prefixes_[anchor].leases;
     if (attempt >= kPoolAttempt) {
-      pool_space(lock, bytes, attempt == kPoolAttempt);
-      free_areas_.use_all();
+      space_.pool_space(lock, bytes, attempt == kPoolAttempt);
+      space_.free_areas().use_all();
     }
-    const auto areas = allocate(lock, steps.size(), tenant, options.quota_bytes);
-    if (disk_is_full_) free_areas_.keep_to_used();
+    const auto areas = space_.allocate(lock, steps.size(), tenant, options.quota_bytes);
+    if (space_.disk_is_full()) space_.free_areas().keep_to_used();
     std::vector<int> results(areas.size(), -EINTR);
     std::vector<uint32_t> crcs(areas.size(), 0);
     lock.unlock();
     const auto write = [&](size_t i) {
       thread_local StagingBuffer staging;
-      results[i] = write_step(steps[i], areas[i], tenant, tokens, planes, staging, &crcs[i]);
+      results[i] = write_step(layout_, *slabs_, steps[i], areas[i], tenant, tokens, planes, staging,
+                              &crcs[i]);
     };
     parallel_items(areas.size(), options_.io_threads, write, options.goes_on);
     lock.lock();
@@ -258,18 +254,18 @@ bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
       is_open = is_open && results[i] == 0;
       if (is_full(results[i])) {
         lacks_space = true;
-        refuse(areas[i]);
+        space_.refuse(areas[i]);
       } else if (!is_open || !publish(steps[i], areas[i], crcs[i], tenant, options, tokens)) {
-        free_areas_.give_back(areas[i]);
+        space_.free_areas().give_back(areas[i]);
       }
     }
-    const bool finds_more = disk_is_full_ && attempt < kPoolAttempt && areas.size() < steps.size();
+    const bool finds_more =
+        space_.disk_is_full() && attempt < kPoolAttempt && areas.size() < steps.size();
     if (!lacks_space && !finds_more) {
-      keep_reserve();
-      return !disk_is_full_ || areas.size() == steps.size();
+      space_.keep_reserve();
+      return !space_.disk_is_full() || areas.size() == steps.size();
     }
-    disk_is_full_ = true;
-    free_areas_.keep_to_used();
+    space_.note_full_disk();
   }
   return false;
 }
@@ -294,14 +290,14 @@ uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) 
   }
   const bool is_all = stored == keys.tokens().size();
   if (!is_all) ++stats_.declined;
-  note_stored(is_all, !had_space);
+  space_.note_stored(is_all, !had_space);
   return stored;
 }
 
 uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
                           std::span<const TensorPlane> planes, const PutOptions& options) {
   check_token_ids(tokens);
-  check_planes(planes, 0, layout_.shape.num_layers, tokens.size(), false);
+  check_planes(layout_, planes, 0, layout_.shape.num_layers, tokens.size(), false);
   PrefixKeys keys = keys_of(root(scope), tokens);
   keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);

@@ -30,7 +30,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
                                 " tokens; expected at most the session's " +
                                 std::to_string(tokens.size()));
   }
-  check_planes(planes, 0, layout_.shape.num_layers, num_computed, false);
+  check_planes(layout_, planes, 0, layout_.shape.num_layers, num_computed, false);
   PrefixKeys keys = keys_of(root(scope), tokens.first(num_computed));
   keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);
@@ -44,7 +44,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
   if (options_.relaxed || commits_.commit(lock, batch) || commits_.is_session_durable(batch)) {
     return stored;
   }
-  note_stored(false, false);
+  space_.note_stored(false, false);
   return 0;
 }
 

@@ -126,11 +126,8 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   for (size_t i = 0; i < rows.size() && (goes_on = progress(i, rows.size())); ++i) {
     const HitPart part = part_of(rows[i]);
     const auto image = staging.resized(layout_.image_bytes(part.count));
-    bool whole = slabs_->read(part.area, 0, image.data(), image.size()) == 0;
-    if (whole) {
-      const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
-      whole = header.has_value() && planes_are_whole(layout_, *header, image);
-    }
+    int error = 0;
+    const bool whole = read_whole(layout_, *slabs_, part, image, &error).has_value();
     ++report.entries;
     report.bytes += image.size();
     if (whole) continue;
@@ -141,7 +138,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
     report.damage.push_back("slot " + std::to_string(part.area) + ", prefix of " +
                             std::to_string(part.num_tokens) + " tokens, key " + hex(part.key));
     ++stats_.damaged;
-    drop_subtree(id);
+    space_.drop_subtree(id);
   }
   lock.lock();
   for (const SessionRow& session : sessions) {
@@ -180,13 +177,11 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
     if (row.count != 0) rows.push_back(row);
   });
   index_->copy_to(partial + "/index.sqlite");
-  ++holds_;  // no slot of the copied index is written again before it is copied
+  space_.hold();  // no slot of the copied index is written again before it is copied
   lock.unlock();
   const auto release = [&] {
     const Lock relock(mutex_);
-    if (--holds_ > 0) return;
-    const int64_t time = now();
-    for (const uint32_t area : std::exchange(held_, {})) free_areas_.add_freed(area, time, time);
+    space_.end_hold();
   };
   try {
     StagingBuffer staging;
@@ -258,10 +253,8 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
     }
     const HitPart part = part_of(rows[i]);
     const auto image = staging.resized(layout_.image_bytes(part.count));
-    if (slabs_->read(part.area, 0, image.data(), image.size()) != 0) continue;
-    const auto header = check_header(part, image.first(layout_.header_bytes(part.count)));
     // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
-    if (!header.has_value() || !planes_are_whole(layout_, *header, image)) continue;
+    if (!read_whole(layout_, *slabs_, part, image, &error).has_value()) continue;
     out.record(kEntryRecord, image);
   }
   for (const SessionRow& row : sessions) {
@@ -364,7 +357,7 @@ uint64_t StoreEngine::import_from(const std::string& path, const Progress& progr
       break;
     }
     if (kind == kEntryRecord) {
-      SlotHeader header = check_image(content);
+      SlotHeader header = check_image(layout_, content);
       added += place_image(lock, header, content, PutOptions()) ? 1 : 0;
     } else {
       import_session(lock, content);

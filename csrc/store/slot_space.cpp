@@ -1,44 +1,61 @@
 // Making room: what has expired goes, and what was used least recently.
-#include <algorithm>
+#include "store/slot_space.h"
 
-#include "store/store_engine.h"
+#include <algorithm>
 
 namespace lmdecode::store {
 
 namespace {
+constexpr uint32_t kMaxAreas = UINT32_MAX - 1;
 constexpr uint64_t kReserveFraction = 64;  // of all areas
 }  // namespace
 
-// The entry, which nothing continues, leaves the map; its area waits for the deletion to be
-// durable.
-void StoreEngine::free_entry(EntryId id) {
+uint32_t SlotSpace::capacity() const {
+  return static_cast<uint32_t>(
+      std::min<uint64_t>(options_.capacity_bytes / layout_.slot_bytes(), kMaxAreas));
+}
+
+void SlotSpace::free_entry(EntryId id) {
   const uint32_t area = prefixes_[id].area;
   prefixes_.remove(id);
   if (options_.readonly) return;
-  AreaRow row;
-  row.area = area;
-  row.sequence = ++sequence_;
-  row.used_ms = now();
-  commits_.add(row);
+  commits_.add_free(area, now());
 #if defined(LMD_PLANT_NO_QUARANTINE)  // tests plant it to see that it is noticed
-  free_areas_.add_freed(area, row.used_ms, row.used_ms);
+  free_areas_.add_freed(area, now(), now());
 #else
   commits_.free(area);
 #endif
 }
 
-void StoreEngine::drop_subtree(EntryId id) {
+void SlotSpace::drop_subtree(EntryId id) {
   while (prefixes_[id].first_child != kNoEntry) drop_subtree(prefixes_[id].first_child);
   free_entry(id);
 }
 
-bool StoreEngine::is_evictable(const Entry& entry) const {
+void SlotSpace::take_freed(const std::vector<uint32_t>& areas) {
+  const int64_t time = now();
+  for (const uint32_t area : areas) {
+    if (holds_ > 0) {
+      held_.push_back(area);
+    } else if (area < capacity()) {
+      free_areas_.add_freed(area, time, time);
+    }
+  }
+}
+
+void SlotSpace::end_hold() {
+  if (--holds_ > 0) return;
+  const int64_t time = now();
+  for (const uint32_t area : std::exchange(held_, {})) free_areas_.add_freed(area, time, time);
+}
+
+bool SlotSpace::is_evictable(const Entry& entry) const {
   return entry.first_child == kNoEntry && !entry.pinned && entry.leases == 0 &&
          commits_.is_durable(entry.batch);
 }
 
 // Leaves, the least recently used first, as long as they are wanted. Returns how many it freed.
-uint64_t StoreEngine::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
+uint64_t SlotSpace::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
   uint64_t freed = 0;
   for (EntryId id = prefixes_.oldest(); id != kNoEntry;) {
     const Entry& entry = prefixes_[id];
@@ -59,7 +76,7 @@ uint64_t StoreEngine::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
 }
 
 // So many, of one tenant if one is named.
-uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
+uint64_t SlotSpace::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
   const auto is_wanted = [&](const Entry& entry) {
     if (wanted == 0) return Wanted::kNoMore;
     if (tenant != nullptr && entry.tenant != *tenant) return Wanted::kNo;
@@ -70,7 +87,7 @@ uint64_t StoreEngine::evict(uint64_t wanted, const uint64_t* tenant, Evicted* ev
 }
 
 // So many bytes of slots, of entries that were not used later. Returns how many there were.
-uint64_t StoreEngine::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted) {
+uint64_t SlotSpace::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted) {
   uint64_t freed = 0;
   const auto is_wanted = [&](const Entry& entry) {
     if (freed >= bytes || entry.used_ms > used_until_ms) return Wanted::kNoMore;
@@ -82,7 +99,7 @@ uint64_t StoreEngine::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted
 }
 
 // Entries past their time that nothing continues, and then what they continued.
-uint64_t StoreEngine::drop_expired() {
+uint64_t SlotSpace::drop_expired() {
   uint64_t dropped = 0;
   const int64_t time = now();
   const auto& expiry = prefixes_.expiry();
@@ -104,19 +121,17 @@ uint64_t StoreEngine::drop_expired() {
 
 // Free areas that a store likes to have: not every put of a full one should wait for a flush before
 // its own, which makes the deletions durable.
-uint64_t StoreEngine::reserve() const { return capacity_areas() / kReserveFraction; }
+uint64_t SlotSpace::reserve() const { return capacity() / kReserveFraction; }
 
-// The deletions go with the next commit, the caller's.
-void StoreEngine::keep_reserve() {
+void SlotSpace::keep_reserve() {
   if (disk_is_full_) return;
   const uint64_t coming = free_areas_.total() + commits_.freed().size() + held_.size();
   if (coming < reserve()) evict(reserve() - coming, nullptr);
 }
 
-// Up to `wanted` free areas; evicts what it must, and waits until that is durable.
-std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_t tenant,
-                                            uint64_t quota) {
-  const uint64_t allowed = quota / slot_bytes_;
+std::vector<uint32_t> SlotSpace::allocate(Lock& lock, uint64_t wanted, uint64_t tenant,
+                                          uint64_t quota) {
+  const uint64_t allowed = quota / layout_.slot_bytes();
   const auto owned = [&] { return prefixes_.areas_of(tenant); };
   Evicted evicted;
   if (const uint64_t needed = owned() + wanted; needed > allowed) {
@@ -137,10 +152,6 @@ std::vector<uint32_t> StoreEngine::allocate(Lock& lock, uint64_t wanted, uint64_
     evicted.clear();
   }
   feed_reserve();
-  return take_areas(wanted);
-}
-
-std::vector<uint32_t> StoreEngine::take_areas(uint64_t wanted) {
   std::vector<uint32_t> areas;
   while (areas.size() < wanted) {
     const uint32_t area = free_areas_.take(now());
@@ -148,19 +159,6 @@ std::vector<uint32_t> StoreEngine::take_areas(uint64_t wanted) {
     areas.push_back(area);
   }
   return areas;
-}
-
-uint64_t StoreEngine::collect() {
-  Lock lock(mutex_);
-  require_writer();
-  const uint64_t dropped = drop_expired();
-  if (commits_.has_changes() && !commits_.commit(lock)) return dropped;
-  wait_for_commit(lock);
-  // Areas that a put has taken, but not published, are in neither list: they stay.
-  const uint64_t known = prefixes_.size() + free_areas_.listed().size() + held_.size();
-  if (known == free_areas_.used()) slabs_->truncate(prefixes_.areas_end());
-  index_->compact();
-  return dropped;
 }
 
 }  // namespace lmdecode::store

@@ -1,0 +1,123 @@
+// Room for new slots: free areas, what has expired, what was used least recently, and on a full
+// disk the space of what was evicted.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/file_system.h"
+#include "store/free_areas.h"
+#include "store/group_commit.h"
+#include "store/index_reserve.h"
+#include "store/prefix_index.h"
+#include "store/slab_files.h"
+#include "store/store_types.h"
+
+namespace lmdecode::store {
+
+// All under the engine's mutex, which it lets go of while it commits.
+class SlotSpace {
+ public:
+  using Lock = GroupCommit::Lock;
+
+  SlotSpace(const StoreOptions& options, const SlotLayout& layout, FileSystem& file_system,
+            PrefixIndex& prefixes, GroupCommit& commits, StoreStats& stats)
+      : options_(options),
+        layout_(layout),
+        file_system_(file_system),
+        prefixes_(prefixes),
+        commits_(commits),
+        stats_(stats),
+        index_reserve_(file_system, options.directory + "/reserve", options.index_reserve_bytes) {}
+  void start(SlabFiles& slabs) { slabs_ = &slabs; }
+
+  uint32_t capacity() const;  // areas
+  FreeAreas& free_areas() { return free_areas_; }
+  IndexReserve& index_reserve() { return index_reserve_; }
+
+  // --- entries that go
+
+  // The entry, which nothing continues, leaves the map; its area waits for the deletion to be
+  // durable.
+  void free_entry(EntryId id);
+  void drop_subtree(EntryId id);
+  uint64_t drop_expired();
+  // Their deletion is durable.
+  void take_freed(const std::vector<uint32_t>& areas);
+
+  // Freed areas are not handed out until each hold has ended: a backup copies.
+  void hold() { ++holds_; }
+  void end_hold();
+  bool is_held() const { return holds_ > 0; }
+  uint64_t held() const { return held_.size(); }
+
+  // --- areas for a put
+
+  // Up to `wanted` free areas; evicts what it must, and waits until that is durable.
+  std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
+  // Evicts ahead of the next put. The deletions go with the next commit, the caller's.
+  void keep_reserve();
+  // The area could not be written: what of it was, is of use elsewhere.
+  void refuse(uint32_t area);
+
+  // --- a full disk (slot_space_full_disk.cpp)
+
+  // For new slots, when last tried.
+  bool disk_is_full() const { return disk_is_full_; }
+  void note_full_disk();
+  // Whether others have made room meanwhile, for so many bytes of slots and then some; and whether
+  // they have left none, for the index comes first.
+  void look_for_space(uint64_t bytes);
+  // Lets the disk have so many bytes: those of free slots, and of the least recently used entries
+  // as far as these do not do. trusts_disk: what it says of its free space is true.
+  void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
+  bool make_room_for_index(IndexDatabase& index, int attempt);
+  // Size of a slot on disk, in whole blocks of most file systems.
+  uint64_t space_of(uint32_t count) const {
+    return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
+  }
+  // As StoreEngine's.
+  std::optional<int64_t> oldest_use() const;
+  uint64_t give_space_back(Lock& lock, uint64_t bytes, int64_t used_until_ms);
+
+  void note_stored(bool is_all, bool lacked_space);
+  const std::string& no_space() const { return no_space_; }  // what failure() says of that
+
+ private:
+  // Entries evicted by an allocation, which are restored if the deletion cannot be made durable.
+  using Evicted = std::vector<AreaRow>;
+  enum class Wanted { kYes, kNo, kNoMore };
+  using IsWanted = std::function<Wanted(const Entry& entry)>;
+
+  int64_t now() const { return options_.now_ms(); }
+  bool is_evictable(const Entry& entry) const;
+  uint64_t evict_while(const IsWanted& is_wanted, Evicted* evicted);
+  uint64_t evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted = nullptr);
+  uint64_t evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted);
+  void restore(Evicted evicted);
+  uint64_t reserve() const;
+  void feed_reserve();
+  uint64_t areas_for_reserve() const;
+  bool discard(const std::vector<uint32_t>& areas);
+
+  const StoreOptions& options_;
+  const SlotLayout& layout_;
+  FileSystem& file_system_;
+  PrefixIndex& prefixes_;
+  GroupCommit& commits_;
+  StoreStats& stats_;
+  SlabFiles* slabs_ = nullptr;
+  IndexReserve index_reserve_;
+  FreeAreas free_areas_;
+  uint32_t holds_ = 0;
+  std::vector<uint32_t> held_;
+  bool disk_is_full_ = false;
+  bool can_discard_ = true;  // the file system takes space back
+  std::string no_space_;
+};
+
+}  // namespace lmdecode::store
