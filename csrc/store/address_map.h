@@ -13,8 +13,8 @@ using EntryId = uint32_t;
 constexpr EntryId kNoEntry = UINT32_MAX;
 constexpr uint32_t kNoArea = UINT32_MAX;
 
-// One stored chunk of a prefix. A root (num_tokens 0, no area) is what first chunks continue.
-struct Entry {
+// What memory and the durable index have of a stored chunk of a prefix.
+struct Chunk {
   Digest key{};             // hash of all tokens of the prefix
   uint64_t num_tokens = 0;  // computed tokens, all of the prefix
   uint32_t area = kNoArea;  // physical address: the slot
@@ -23,12 +23,16 @@ struct Entry {
   uint32_t usable_from = 0;
   uint64_t tenant = 0;
   uint64_t sequence = 0;  // of the change that made it
-  uint64_t batch = 0;     // of commits; durable once that batch is
   int64_t created_ms = 0;
   int64_t used_ms = 0;
   int64_t expires_ms = 0;  // 0: never
-  uint32_t leases = 0;     // hits that are held
   bool pinned = false;
+};
+
+// A chunk in memory. A root (num_tokens 0, no area) is what first chunks continue.
+struct Entry : Chunk {
+  uint64_t batch = 0;          // of commits; durable once that batch is
+  uint32_t leases = 0;         // hits that are held
   bool used_is_newer = false;  // than the index knows
 
   EntryId previous = kNoEntry, next = kNoEntry;  // in the list of its hash

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "store/address_map.h"
 #include "store/file_system.h"
-#include "store/sha256.h"
 
 struct sqlite3;
 struct sqlite3_stmt;
@@ -18,19 +18,7 @@ struct sqlite3_stmt;
 namespace lmdecode::store {
 
 // What an area holds. count 0: nothing, since used_ms.
-struct AreaRow {
-  uint32_t area = 0;
-  uint64_t sequence = 0;
-  uint64_t num_tokens = 0;
-  uint32_t count = 0;
-  uint32_t usable_from = 0;
-  uint32_t header_crc = 0;
-  uint64_t tenant = 0;
-  int64_t created_ms = 0;
-  int64_t used_ms = 0;
-  int64_t expires_ms = 0;
-  bool pinned = false;
-  Digest key{};
+struct AreaRow : Chunk {
   Digest parent{};
 };
 

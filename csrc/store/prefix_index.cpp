@@ -71,23 +71,7 @@ uint64_t PrefixIndex::areas_of(uint64_t tenant) const {
 
 // ---- rows of the durable index
 
-AreaRow PrefixIndex::row_of(const Entry& entry) const {
-  AreaRow row;
-  row.area = entry.area;
-  row.sequence = entry.sequence;
-  row.num_tokens = entry.num_tokens;
-  row.count = entry.count;
-  row.usable_from = entry.usable_from;
-  row.header_crc = entry.header_crc;
-  row.tenant = entry.tenant;
-  row.created_ms = entry.created_ms;
-  row.used_ms = entry.used_ms;
-  row.expires_ms = entry.expires_ms;
-  row.pinned = entry.pinned;
-  row.key = entry.key;
-  row.parent = map_[entry.parent].key;
-  return row;
-}
+AreaRow PrefixIndex::row_of(const Entry& entry) const { return {entry, map_[entry.parent].key}; }
 
 std::vector<AreaRow> PrefixIndex::rows() const {
   std::vector<AreaRow> rows;
@@ -111,18 +95,7 @@ void PrefixIndex::add_rows(std::span<const AreaRow> rows, const Drop& drop) {
     if (at(row.area) != kNoEntry) continue;
     if (row.num_tokens < row.count || map_.find(row.num_tokens, row.key) != kNoEntry) continue;
     Entry entry;
-    entry.key = row.key;
-    entry.num_tokens = row.num_tokens;
-    entry.area = row.area;
-    entry.count = row.count;
-    entry.header_crc = row.header_crc;
-    entry.usable_from = row.usable_from;
-    entry.tenant = row.tenant;
-    entry.sequence = row.sequence;
-    entry.created_ms = row.created_ms;
-    entry.used_ms = row.used_ms;
-    entry.expires_ms = row.expires_ms;
-    entry.pinned = row.pinned;
+    static_cast<Chunk&>(entry) = row;
     unlinked.push_back({insert(entry), row.parent});
   }
   std::vector<std::pair<EntryId, uint64_t>> orphans;

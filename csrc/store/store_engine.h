@@ -56,16 +56,9 @@ class StagingBuffer {
 class StoreEngine;
 
 // A stored entry, and how much of it is in a hit.
-struct HitPart {
+struct HitPart : Chunk {
   EntryId id;
-  uint64_t sequence;
-  uint32_t area;
-  uint32_t count;  // tokens in the slot
-  uint32_t take;   // of them in the hit
-  uint32_t usable_from;
-  uint32_t header_crc;
-  uint64_t num_tokens;
-  Digest key;
+  uint32_t take;  // of its tokens
 };
 
 // The longest stored prefix of the given tokens. It is not evicted during the lifetime of the hit.
@@ -304,12 +297,12 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
 };
 
 // The header, if it is the one that the index means.
-std::optional<SlotHeader> check_header(const SlotLayout& layout, const HitPart& part,
+std::optional<SlotHeader> check_header(const SlotLayout& layout, const Chunk& chunk,
                                        std::span<const uint8_t> bytes);
 // Reads a slot and checks every byte of it; nothing if it differs from what was written, or cannot
 // be read: *error is -errno.
-std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs,
-                                     const HitPart& part, std::span<uint8_t> image, int* error);
+std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs, const Chunk& chunk,
+                                     std::span<uint8_t> image, int* error);
 // Trusts nothing: throws StoreError kDamaged where an image is not one that a store of this layout
 // could have written.
 SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image);

@@ -152,16 +152,16 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
 }  // namespace
 
 std::optional<SlotHeader> check_header(const SlotLayout& layout,
-                                       [[maybe_unused]] const HitPart& part,
+                                       [[maybe_unused]] const Chunk& chunk,
                                        std::span<const uint8_t> bytes) {
 #if !defined(LMD_PLANT_NO_VERIFICATION)  // a test leaves it out to see that this is noticed
-  if (crc32c(bytes.data(), bytes.size()) != part.header_crc) return std::nullopt;
+  if (crc32c(bytes.data(), bytes.size()) != chunk.header_crc) return std::nullopt;
 #endif
   try {
     SlotHeader header = decode_header(layout, bytes);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
-    if (header.area != part.area || header.key != part.key || header.count != part.count ||
-        header.num_tokens != part.num_tokens || header.usable_from != part.usable_from) {
+    if (header.area != chunk.area || header.key != chunk.key || header.count != chunk.count ||
+        header.num_tokens != chunk.num_tokens || header.usable_from != chunk.usable_from) {
       return std::nullopt;
     }
 #endif
@@ -171,23 +171,20 @@ std::optional<SlotHeader> check_header(const SlotLayout& layout,
   }
 }
 
-std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs,
-                                     const HitPart& part, std::span<uint8_t> image, int* error) {
-  *error = slabs.read(part.area, 0, image.data(), image.size());
+std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs, const Chunk& chunk,
+                                     std::span<uint8_t> image, int* error) {
+  *error = slabs.read(chunk.area, 0, image.data(), image.size());
   if (*error != 0) return std::nullopt;
-  auto header = check_header(layout, part, image.first(layout.header_bytes(part.count)));
+  auto header = check_header(layout, chunk, image.first(layout.header_bytes(chunk.count)));
   if (header.has_value() && !planes_are_whole(layout, *header, image)) return std::nullopt;
   return header;
 }
 
 std::optional<std::vector<int32_t>> StoreEngine::read_tokens(const Entry& entry) {
-  const HitPart part{kNoEntry,         entry.sequence,   entry.area,
-                     entry.count,      entry.count,      entry.usable_from,
-                     entry.header_crc, entry.num_tokens, entry.key};
   StagingBuffer staging;
-  const auto bytes = staging.resized(layout_.header_bytes(part.count));
-  if (slabs_->read(part.area, 0, bytes.data(), bytes.size()) != 0) return std::nullopt;
-  auto header = check_header(layout_, part, bytes);
+  const auto bytes = staging.resized(layout_.header_bytes(entry.count));
+  if (slabs_->read(entry.area, 0, bytes.data(), bytes.size()) != 0) return std::nullopt;
+  auto header = check_header(layout_, entry, bytes);
   if (!header.has_value()) return std::nullopt;
   return std::move(header->tokens);
 }

@@ -55,9 +55,7 @@ Hit StoreEngine::hit_of(const PrefixChain& chain, std::span<const int32_t> token
   hit.engine_ = shared_from_this();
   hit.tokens_.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(chain.num_tokens));
   for (const auto& [id, take] : chain.parts) {
-    const Entry& entry = prefixes_[id];
-    hit.parts_.push_back({id, entry.sequence, entry.area, entry.count, take, entry.usable_from,
-                          entry.header_crc, entry.num_tokens, entry.key});
+    hit.parts_.push_back({prefixes_[id], id, take});
   }
   hit.checked_ = std::make_unique<Hit::Checked>();
   hit.checked_->plane_crcs.resize(hit.parts_.size());

@@ -25,11 +25,6 @@ void check_errno(int error, const char* what, const std::string& path) {
 
 [[noreturn]] void damaged(const std::string& what) { throw StoreError(ErrorKind::kDamaged, what); }
 
-HitPart part_of(const AreaRow& row) {
-  return {kNoEntry,        row.sequence,   row.area,       row.count, row.count,
-          row.usable_from, row.header_crc, row.num_tokens, row.key};
-}
-
 // Appends records: kind, length, content, CRC-32C of the three.
 class RecordWriter {
  public:
@@ -124,19 +119,19 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   StagingBuffer staging;
   bool goes_on = true;
   for (size_t i = 0; i < rows.size() && (goes_on = progress(i, rows.size())); ++i) {
-    const HitPart part = part_of(rows[i]);
-    const auto image = staging.resized(layout_.image_bytes(part.count));
+    const AreaRow& row = rows[i];
+    const auto image = staging.resized(layout_.image_bytes(row.count));
     int error = 0;
-    const bool whole = read_whole(layout_, *slabs_, part, image, &error).has_value();
+    const bool whole = read_whole(layout_, *slabs_, row, image, &error).has_value();
     ++report.entries;
     report.bytes += image.size();
     if (whole) continue;
     const Lock relock(mutex_);
     refresh();
-    const EntryId id = prefixes_.at(part.area);
-    if (id == kNoEntry || prefixes_[id].sequence != part.sequence) continue;  // evicted meanwhile
-    report.damage.push_back("slot " + std::to_string(part.area) + ", prefix of " +
-                            std::to_string(part.num_tokens) + " tokens, key " + hex(part.key));
+    const EntryId id = prefixes_.at(row.area);
+    if (id == kNoEntry || prefixes_[id].sequence != row.sequence) continue;  // evicted meanwhile
+    report.damage.push_back("slot " + std::to_string(row.area) + ", prefix of " +
+                            std::to_string(row.num_tokens) + " tokens, key " + hex(row.key));
     ++stats_.damaged;
     space_.drop_subtree(id);
   }
@@ -251,10 +246,10 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
     if (!progress(i, rows.size())) {
       throw StoreError(ErrorKind::kUnusable, "export: interrupted");
     }
-    const HitPart part = part_of(rows[i]);
-    const auto image = staging.resized(layout_.image_bytes(part.count));
+    const AreaRow& row = rows[i];
+    const auto image = staging.resized(layout_.image_bytes(row.count));
     // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
-    if (!read_whole(layout_, *slabs_, part, image, &error).has_value()) continue;
+    if (!read_whole(layout_, *slabs_, row, image, &error).has_value()) continue;
     out.record(kEntryRecord, image);
   }
   for (const SessionRow& row : sessions) {
