@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any
 
-from lmdecode.store._local_prefix import local_prefix
+from lmdecode.store._local_prefix import LocalPrefix
 from lmdecode.store._native import PutOptions, Scope, Store
 from lmdecode.store._remote_erase import Choice
 from lmdecode.store._remote_fetch import Fetch, Progress
@@ -255,7 +255,7 @@ class RemoteTier:
         progress.started = True
         with self._move(wait=False) as may:
             if may:
-                with local_prefix(store, ids, scope) as local, self._guarded() as client:
+                with LocalPrefix(store, ids, scope) as local, self._guarded() as client:
                     Fetch(client, store, scope, ids, put, progress).run(local)
         self._add(progress.counters)
         if progress.entries:
@@ -314,7 +314,7 @@ class RemoteTier:
             counters: Counter[str] = Counter()
             with (
                 self._move(wait=True),
-                local_prefix(store, job.ids, job.scope) as local,
+                LocalPrefix(store, job.ids, job.scope) as local,
                 self._guarded() as client,
             ):
                 Write(client, store, job.scope, ttl_ms, counters).run(local)
