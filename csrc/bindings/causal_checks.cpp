@@ -1,116 +1,11 @@
 #include "bindings/causal_checks.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <memory>
-
-#include "bindings/packed_weight_checks.h"
 
 namespace lmdecode::decoder {
 namespace {
 
 constexpr size_t kConfigEntries = 16, kNumbers = 6;
-
-// The header of a packed weight, as it was when the weight was checked.
-struct CheckedHeader {
-  const void* place;
-  linear::PackedHeader header;
-
-  explicit CheckedHeader(const void* place) : place(place) {
-    std::memcpy(&header, place, sizeof(header));
-  }
-  bool is_there() const { return std::memcmp(&header, place, sizeof(header)) == 0; }
-};
-
-// Parts of one memory. Adds the headers of packed weights to `headers`.
-class WeightParts {
- public:
-  WeightParts(const char* op, const Tensor& memory, const int64_t* row,
-              std::vector<CheckedHeader>* headers)
-      : op_(op),
-        memory_(static_cast<const char*>(memory.const_data_ptr())),
-        bytes_(memory.numel()),
-        row_(row),
-        headers_(headers) {}
-
-  // Null where there is none.
-  template <class T>
-  const T* next(const char* name, int64_t count) {
-    constexpr int64_t kSize = sizeof(T);
-    if (count > bytes_ / kSize) count = bytes_ / kSize + 1;  // too many, and no overflow
-    return static_cast<const T*>(take(name, count * kSize));
-  }
-
-  NormWeights norm(const char* gamma, const char* beta, int64_t size) {
-    NormWeights norm;
-    norm.gamma = next<float>(gamma, size);
-    if (beta != nullptr) norm.beta = next<float>(beta, size);
-    return norm;
-  }
-
-  // One matrix, without a bias.
-  linear::PackedLinear matrix(const char* name, std::optional<linear::LinearFormat> format,
-                              int64_t in_features, int64_t out_features) {
-    linear::PackedLinear parts[1];
-    read(name, format, in_features, out_features, parts, 1);
-    return parts[0];
-  }
-
-  LinearWeights linear(const char* name, const char* bias,
-                       std::optional<linear::LinearFormat> format, int64_t in_features,
-                       int64_t out_features) {
-    LinearWeights weights;
-    weights.out_features = out_features;
-    weights.num_parts =
-        read(name, format, in_features, out_features, weights.parts, kMaxLinearParts);
-    weights.bias = next<float>(bias, out_features);
-    return weights;
-  }
-
-  void skip() { ++row_; }
-
- private:
-  int64_t read(const char* name, std::optional<linear::LinearFormat> format, int64_t in_features,
-               int64_t out_features, linear::PackedLinear* parts, int64_t most) {
-    const char* const packed = static_cast<const char*>(take(name, sizeof(linear::PackedHeader)));
-    if (packed == nullptr) fail(op_, "weights have no ", name, "; expected it");
-    int64_t used = 0;
-    const int64_t count =
-        check_packed_parts(op_, std::string("weights.") + name, packed, memory_ + bytes_ - packed,
-                           in_features, out_features, format, ", from config", parts, most, &used);
-    for (int64_t i = 0; i < count; ++i) headers_->emplace_back(parts[i].packed);
-    return count;
-  }
-
-  const void* take(const char* name, int64_t bytes) {
-    const int64_t at = *row_++;
-    if (at == -1) return nullptr;
-    if (at < 0 || at % 64 != 0 || at > bytes_ - bytes) {
-      fail(op_, "layout has ", name, " at byte ", at, "; expected a multiple of 64, and ", bytes,
-           " bytes behind it in a memory of ", bytes_);
-    }
-    return memory_ + at;
-  }
-
-  const char* const op_;
-  const char* const memory_;
-  const int64_t bytes_;
-  const int64_t* row_;
-  std::vector<CheckedHeader>* const headers_;
-};
-
-void check_bytes(const char* op, const char* name, const Tensor& tensor) {
-  check_dtype(op, name, tensor, ScalarType::Byte);
-  if (tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu() &&
-      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 64 == 0) {
-    return;
-  }
-  fail(op, name, " has shape ", shape_text(tensor), " on ", device_name(tensor),
-       "; expected [bytes], contiguous, on cpu, aligned to 64");
-}
 
 }  // namespace
 
@@ -163,57 +58,13 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   return m;
 }
 
-namespace {
-
-// A model whose weights have been checked, and what the checks looked at.
-struct CheckedModel {
-  std::vector<CausalLayer> layers;
-  std::vector<float> rotary_scales;
-  CausalModel model;
-
-  CheckedModel(const char* op, const Tensor& memory, const Tensor& layout, const Integers& config,
-               const Numbers& numbers);
-  CheckedModel(const CheckedModel&) = delete;
-  CheckedModel& operator=(const CheckedModel&) = delete;
-
-  // layout: contiguous int64 on the CPU.
-  bool is_of(const Tensor& memory, const Tensor& layout, const Integers& config,
-             const Numbers& numbers) const {
-    if (memory_ != memory.const_data_ptr() || bytes_ != memory.numel() ||
-        static_cast<int64_t>(layout_.size()) != layout.numel() || config_ != config ||
-        numbers_ != numbers ||
-        !std::equal(layout_.begin(), layout_.end(), data_of<const int64_t>(layout))) {
-      return false;
-    }
-    return std::all_of(headers_.begin(), headers_.end(),
-                       [](const CheckedHeader& header) { return header.is_there(); });
-  }
-
- private:
-  const void* memory_;
-  int64_t bytes_;
-  Integers layout_, config_;
-  Numbers numbers_;
-  std::vector<CheckedHeader> headers_;
-};
-
-CheckedModel::CheckedModel(const char* op, const Tensor& memory, const Tensor& layout,
-                           const Integers& config, const Numbers& numbers)
-    : model(causal_model_sizes(op, config, numbers, &rotary_scales)),
-      memory_(memory.const_data_ptr()),
-      bytes_(memory.numel()),
-      config_(config),
-      numbers_(numbers) {
+CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& from,
+                                       std::vector<CheckedHeader>* headers)
+    : model(causal_model_sizes(op, from.config, from.numbers, &rotary_scales)) {
   const DecoderConfig& c = model.config;
-  if (!layout.is_cpu() || layout.dim() != 2 || layout.size(0) != c.layers + 1 ||
-      layout.size(1) != kLayoutColumns || !layout.is_contiguous()) {
-    fail(op, "layout has shape ", shape_text(layout), "; expected [", c.layers + 1, ", ",
-         kLayoutColumns, "], contiguous, on cpu");
-  }
+  from.check_rows(op, c.layers);
   model.rotary_scales = rotary_scales.data();
-  const int64_t* const rows = data_of<const int64_t>(layout);
-  layout_.assign(rows, rows + layout.numel());
-  WeightParts parts(op, memory, rows, &headers_);
+  WeightParts parts = from.row(op, 0, headers);
   switch (model.embedding_format) {
     case EmbeddingFormat::kLogits:
       parts.skip();
@@ -255,18 +106,16 @@ CheckedModel::CheckedModel(const char* op, const Tensor& memory, const Tensor& l
   const int64_t head = model.norms_all_heads ? c.attention_size() : c.head_size;
   const int64_t key_head = model.norms_all_heads ? c.key_size() : c.head_size;
   for (int64_t i = 1; i <= c.layers; ++i) {
-    const int64_t* const row = rows + i * kLayoutColumns;
-    const auto number = [&](const char* name, int64_t at, int64_t low, int64_t high) {
-      if (row[at] >= low && row[at] <= high) return row[at];
-      fail(op, "layout[", i, "].", name, " is ", row[at], "; expected ", low, " to ", high);
+    WeightParts of_layer = from.row(op, i, headers);
+    const auto number = [&](const char* name, int64_t low, int64_t high) {
+      return of_layer.number(i, name, low, high);
     };
     CausalLayer layer;
-    const int64_t window = number("window", 0, 0, kMaxDecoderSize - 1);
+    const int64_t window = number("window", 0, kMaxDecoderSize - 1);
     layer.window = window == 0 ? attention::kUnlimited : window;
-    layer.rotary = number("rotary", 1, -1, model.num_rotary - 1);
-    layer.cache = number("cache", 2, 0, kMaxPagedCaches - 1);
-    layer.cache_layer = number("cache_layer", 3, 0, c.layers - 1);
-    WeightParts of_layer(op, memory, row + 4, &headers_);
+    layer.rotary = number("rotary", -1, model.num_rotary - 1);
+    layer.cache = number("cache", 0, kMaxPagedCaches - 1);
+    layer.cache_layer = number("cache_layer", 0, c.layers - 1);
     LayerWeights& w = layer.weights;
     w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);
     w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, c.qkv_size());
@@ -288,28 +137,6 @@ CheckedModel::CheckedModel(const char* op, const Tensor& memory, const Tensor& l
     layers.push_back(layer);
   }
   model.layers = layers.data();
-}
-
-}  // namespace
-
-const CausalModel& checked_causal_model(const char* op, const Tensor& memory, const Tensor& layout,
-                                        const Integers& config, const Numbers& numbers) {
-  check_bytes(op, "weights", memory);
-  check_dtype(op, "layout", layout, ScalarType::Long);
-  const bool is_readable = layout.is_cpu() && layout.is_contiguous() && layout.dim() == 2 &&
-                           layout.size(1) == kLayoutColumns;
-  // As many models as a thread is likely to take turns with.
-  static thread_local std::array<std::unique_ptr<const CheckedModel>, 4> kept;
-  static thread_local size_t oldest = 0;
-  for (const auto& checked : kept) {
-    if (is_readable && checked != nullptr && checked->is_of(memory, layout, config, numbers)) {
-      return checked->model;
-    }
-  }
-  auto& place = kept[oldest];
-  place = std::make_unique<const CheckedModel>(op, memory, layout, config, numbers);
-  oldest = (oldest + 1) % kept.size();
-  return place->model;
 }
 
 int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,

@@ -9,19 +9,20 @@
 
 namespace lmdecode::decoder {
 
-// Columns of `layout`, a row for the model and one for each layer: where in the weights' memory
-// each part lies, in bytes, -1 where there is none; and for layers four numbers before these.
-constexpr int64_t kLayoutColumns = 22;
+// The weights, in one memory, with the layers that they refer to. A layer's row of the layout
+// begins with four numbers. Whether there is the cache that a layer names is checked in
+// causal_forward_, which has the caches.
+struct CausalWeightsModel {
+  static constexpr int64_t kLayoutColumns = 22;
+  std::vector<CausalLayer> layers;
+  std::vector<float> rotary_scales;
+  CausalModel model;
 
-// The weights, in one memory, with the layers that they refer to. Whether there is the cache that a
-// layer names is checked in causal_forward_, which has the caches.
-//
-// They are checked once, and not at every step: where all that the checks look at is as it was, so
-// is what they found. That is the place and the size of the memory, the layout, config and numbers,
-// and in the memory the header of each packed weight. The last results of a thread are kept.
-// Valid until the thread's next call.
-const CausalModel& checked_causal_model(const char* op, const Tensor& memory, const Tensor& layout,
-                                        const Integers& config, const Numbers& numbers);
+  CausalWeightsModel(const char* op, const ModelArguments& from,
+                     std::vector<CheckedHeader>* headers);
+  CausalWeightsModel(const CausalWeightsModel&) = delete;
+  CausalWeightsModel& operator=(const CausalWeightsModel&) = delete;
+};
 
 // config and numbers alone.
 CausalModel causal_model_sizes(const char* op, const Integers& config, const Numbers& numbers,

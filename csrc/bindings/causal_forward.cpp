@@ -115,7 +115,8 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
                       const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
                       int64_t num_logits, int64_t max_rows) {
   const char* const op = kForwardOp;
-  const CausalModel& model = checked_causal_model(op, memory, layout, config, numbers);
+  const CausalModel& model =
+      checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model;
   CausalForwardParams p;
   p.model = &model;
   p.num_caches = paged_caches(op, caches, windows, p.caches);

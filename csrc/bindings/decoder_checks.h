@@ -1,21 +1,16 @@
 // Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder/weights.py and
-// python/lmdecode/decoder/state.py make the lists of tensors and numbers that come here.
+// python/lmdecode/decoder/state.py make the tensors and numbers that come here.
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "bindings/beam_search_checks.h"
+#include "bindings/weight_parts.h"
 #include "decoder/decoding.h"
 #include "decoder/step_attention.h"
 
 namespace lmdecode::decoder {
-
-using Integers = std::vector<int64_t>;
-using Numbers = std::vector<double>;
-using Tensors = std::vector<Tensor>;
-
-constexpr int64_t kMaxDecoderSize = int64_t{1} << 31;
 
 inline void check_number(const char* op, const char* name, int64_t entry, int64_t value,
                          int64_t low, int64_t high) {
@@ -112,7 +107,6 @@ class TensorList {
   }
 
   const Tensor& next_tensor() const { return tensors_[index_]; }
-  bool is_at_end() const { return index_ == tensors_.size(); }
 
  private:
   const Arguments arguments_;
@@ -121,27 +115,50 @@ class TensorList {
   size_t index_ = 0;
 };
 
-constexpr size_t kModelTensors = 9, kLayerTensors = 22, kEncoderLayerTensors = 14;
+// Reads what the model's row of a decoder's or an encoder's layout has first.
+template <class Weights>
+void read_tables(const char* op, WeightParts& parts, const DecoderConfig& c, Weights* weights) {
+  const int64_t positions = parts.number(0, "positions", 0);
+  const int64_t rows = parts.number(0, "rows of the relative bias", 0);
+  weights->num_distances = parts.number(0, "distances", 0);
+  weights->has_bias_of_layers = c.layers > 1 && rows == c.layers * c.heads;
+  weights->positions = parts.next<float>("positions", positions * c.model_size);
+  weights->relative_bias = parts.next<float>("relative_bias", rows * weights->num_distances);
+  if ((weights->positions == nullptr) != (positions == 0)) {
+    fail(op, "layout[0].positions is ", positions,
+         "; expected 0 just where weights have no positions");
+  }
+  if (positions > 0) weights->num_positions = positions - c.position_offset;
+  if (weights->relative_bias != nullptr && rows != c.heads && !weights->has_bias_of_layers) {
+    fail(op, "weights.relative_bias has ", rows, " rows; expected ", c.heads, ", from config");
+  }
+  weights->embedding_norm = parts.norm("embedding_norm_gamma", "embedding_norm_beta", c.model_size);
+  weights->final_norm = parts.norm("final_norm_gamma", "final_norm_beta", c.model_size);
+}
 
-// Reads a gamma and a beta, either of which may be missing.
-NormWeights norm_weights(TensorList& list, const char* gamma, const char* beta, int64_t size);
+// The layers of a decoder, or of an encoder.
+std::vector<LayerWeights> read_layers(const char* op, const ModelArguments& from,
+                                      const DecoderConfig& config,
+                                      std::vector<CheckedHeader>* headers);
 
-// Whether a relative bias is [layers * heads, distances], not [heads, distances].
-bool is_bias_of_layers(const Tensor& bias, const DecoderConfig& config);
-
-// Reads the 22 tensors of a layer, or of an encoder's the 14 that are not of cross-attention.
-LayerWeights layer_weights(const char* op, TensorList& list, const DecoderConfig& config);
-
-// The weights of a whole decoder, with the list that they refer to.
-struct DecoderModel {
+struct DecoderLayers {
+  static constexpr int64_t kLayoutColumns = 22;
   DecoderConfig config;
   std::vector<LayerWeights> layers;
+
+  DecoderLayers(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers)
+      : config(decoder_config(op, from.config, from.numbers)),
+        layers(read_layers(op, from, config, headers)) {}
+};
+
+// The weights of a whole decoder but for the embedding, which has a tensor of its own: it may be
+// that of another model.
+struct DecoderModel : DecoderLayers {
   DecoderWeights weights;
 
-  DecoderModel(const char* op, const Tensors& tensors, const Integers& sizes,
-               const Numbers& numbers);
-  DecoderModel(const DecoderModel&) = delete;
-  DecoderModel& operator=(const DecoderModel&) = delete;
+  DecoderModel(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers);
+  // With embedding and layers.
+  DecoderWeights with(const char* op, const Tensor& embedding) const;
 };
 
 // The caches of a decoder, of which the op may write all: seven tensors.

@@ -28,14 +28,15 @@ void check_places(const StepRows& rows, int64_t capacity) {
 }
 
 // One layer on x [rows, model_size]; cache_rows, positions and requests [rows] int32.
-Tensor decoder_layer(const Tensor& x, const Tensors& weights, const Integers& config,
-                     const Numbers& numbers, const Tensor& relative_bias, const Tensors& caches,
-                     const Tensor& cache_rows, const Tensor& positions, const Tensor& requests) {
+Tensor decoder_layer(const Tensor& x, const Tensor& weights, const Tensor& layout,
+                     const Integers& config, const Numbers& numbers, const Tensor& relative_bias,
+                     const Tensors& caches, const Tensor& cache_rows, const Tensor& positions,
+                     const Tensor& requests) {
   const char* const op = kLayerOp;
-  DecoderConfig c = decoder_config(op, config, numbers);
+  const auto& model = checked_model<DecoderLayers>(op, {weights, layout, config, numbers});
+  const LayerWeights& layer = model.layers[0];
+  DecoderConfig c = model.config;
   c.layers = 1;
-  TensorList list(op, "weights", weights, kLayerTensors);
-  const LayerWeights layer = layer_weights(op, list, c);
   const CacheTensors cache(op, caches, c);
   check_rank(op, "x", x, 2, "[rows, model_size]");
   check_dtype(op, "x", x, ScalarType::Float);

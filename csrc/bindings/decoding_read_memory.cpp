@@ -1,8 +1,6 @@
 // decoding_read_memory_, on CPU tensors alone.
 #include "decoder/decoding_read_memory.h"
 
-#include <vector>
-
 #include "bindings/decoder_checks.h"
 
 namespace lmdecode::decoder {
@@ -10,14 +8,12 @@ namespace {
 
 constexpr const char* kReadOp = "decoding_read_memory_";
 
-void read_memory(const Tensors& weights, const Integers& config, const Numbers& numbers,
-                 const Tensors& caches, const Tensor& memory, const Tensor& lengths,
-                 const Tensor& requests) {
+void read_memory(const Tensor& weights, const Tensor& layout, const Integers& config,
+                 const Numbers& numbers, const Tensors& caches, const Tensor& memory,
+                 const Tensor& lengths, const Tensor& requests) {
   const char* const op = kReadOp;
-  const DecoderConfig c = decoder_config(op, config, numbers);
-  TensorList list(op, "weights", weights, kLayerTensors * static_cast<size_t>(c.layers));
-  std::vector<LayerWeights> layers;
-  for (int64_t layer = 0; layer < c.layers; ++layer) layers.push_back(layer_weights(op, list, c));
+  const auto& model = checked_model<DecoderLayers>(op, {weights, layout, config, numbers});
+  const DecoderConfig& c = model.config;
   const CacheTensors cache(op, caches, c);
   check_rank(op, "memory", memory, 3, "[requests, source, memory_size]");
   check_dtype(op, "memory", memory, ScalarType::Float);
@@ -38,7 +34,7 @@ void read_memory(const Tensors& weights, const Integers& config, const Numbers& 
   }
   ReadMemoryParams p;
   p.config = c;
-  p.layers = layers.data();
+  p.layers = model.layers.data();
   p.count = count;
   p.source = source;
   p.memory = static_cast<const float*>(memory.const_data_ptr());

@@ -81,16 +81,17 @@ void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   arguments.check_contiguous("logits", logits);
 }
 
-Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numbers& numbers,
-                      const Tensors& state, const Tensors& parameters, const Tensors& rules,
-                      const Tensors& caches, const Tensor& workspace, const Integers& options,
+Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tensor& layout,
+                      const Integers& config, const Numbers& numbers, const Tensors& state,
+                      const Tensors& parameters, const Tensors& rules, const Tensors& caches,
+                      const Tensor& workspace, const Integers& options,
                       const std::optional<Tensor>& logits) {
   const char* const op = kStepsOp;
-  const DecoderModel model(op, weights, config, numbers);
+  const auto& model = checked_model<DecoderModel>(op, {weights, layout, config, numbers});
   const CacheTensors cache(op, caches, model.config);
   DecodingParams p;
   p.config = model.config;
-  p.weights = model.weights;
+  p.weights = model.with(op, embedding);
   const Arguments arguments = beam::state_arguments(op, state);
   const Tensor& first = state[0];
   p.state = beam::beam_search_state(arguments, state);
@@ -150,7 +151,7 @@ Tensor decoding_steps(const Tensors& weights, const Integers& config, const Numb
     const auto check_apart_from = [&](const char* name, const Tensors& tensors) {
       for (const Tensor& tensor : tensors) check_apart(op, "logits", *logits, name, tensor);
     };
-    check_apart_from("weights", weights);
+    check_apart_from("weights", {embedding, weights});
     check_apart_from("state", state);
     check_apart_from("parameters", parameters);
     check_apart_from("token_rules", rules);

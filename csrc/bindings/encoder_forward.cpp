@@ -10,43 +10,44 @@ namespace lmdecode::decoder {
 namespace {
 
 constexpr const char* kOp = "encoder_forward";
-constexpr size_t kEncoderTensors = 7;
+// The weights of an encoder but for the embedding, which may be a decoder's.
+struct EncoderLayers {
+  static constexpr int64_t kLayoutColumns = 14;
+  std::vector<LayerWeights> layers;
+  EncoderModel model;
 
-Tensor encoder_forward(const Tensors& weights, const Integers& config, const Numbers& numbers,
+  EncoderLayers(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers) {
+    const DecoderConfig& c = model.config =
+        decoder_config(op, from.config, from.numbers, /*is_encoder=*/true);
+    layers = read_layers(op, from, c, headers);
+    WeightParts parts = from.row(op, 0, headers);
+    read_tables(op, parts, c, &model);
+    if (model.relative_bias == nullptr) return;
+    if (model.num_distances % 2 == 0) {
+      fail(op, "weights.relative_bias has ", model.num_distances,
+           " distances; expected an odd number of them");
+    }
+    model.num_distances = model.num_distances / 2 + 1;
+  }
+};
+
+Tensor encoder_forward(const Tensor& embedding, const Tensor& weights, const Tensor& layout,
+                       const Integers& config, const Numbers& numbers,
                        const std::optional<Tensor>& tokens, const std::optional<Tensor>& inputs,
                        const Tensor& positions, const Tensor& row_begins) {
-  EncoderModel m;
-  m.config = decoder_config(kOp, config, numbers, /*is_encoder=*/true);
+  const Arguments arguments(kOp);
+  const auto& checked = checked_model<EncoderLayers>(kOp, {weights, layout, config, numbers});
+  EncoderModel m = checked.model;
+  m.layers = checked.layers.data();
   const DecoderConfig& c = m.config;
-  TensorList list(kOp, "weights", weights,
-                  kEncoderTensors + kEncoderLayerTensors * static_cast<size_t>(c.layers));
-  m.embedding = list.next_or_null<const float>("embedding", {c.vocab, c.model_size});
-  const Tensor& table = list.next_tensor();
-  m.positions = list.next_or_null<const float>("positions", {-1, c.model_size});
-  if (m.positions != nullptr) m.num_positions = table.size(0) - c.position_offset;
-  const Tensor& bias = list.next_tensor();
-  m.has_bias_of_layers = is_bias_of_layers(bias, c);
-  m.relative_bias = list.next_or_null<const float>(
-      "relative_bias", {m.has_bias_of_layers ? c.layers * c.heads : c.heads, -1});
-  if (m.relative_bias != nullptr) {
-    m.num_distances = bias.size(1) / 2 + 1;
-    if (bias.size(1) % 2 == 0) {
-      fail(kOp, "weights.relative_bias has shape ", shape_text(bias),
-           "; expected an odd number of distances");
-    }
+  if (embedding.numel() > 0) {
+    m.embedding =
+        arguments.contiguous<const float>("embedding", embedding, {c.vocab, c.model_size});
   }
-  m.embedding_norm =
-      norm_weights(list, "embedding_norm_gamma", "embedding_norm_beta", c.model_size);
-  m.final_norm = norm_weights(list, "final_norm_gamma", "final_norm_beta", c.model_size);
-  std::vector<LayerWeights> layers;
-  for (int64_t i = 0; i < c.layers; ++i) layers.push_back(layer_weights(kOp, list, c));
-  m.layers = layers.data();
-
   if (tokens.has_value() == inputs.has_value()) {
     fail(kOp, "tokens and inputs are both ", tokens.has_value() ? "given" : "missing",
          "; expected one of them");
   }
-  const Arguments arguments(kOp);
   EncoderForwardParams p;
   p.model = &m;
   if (tokens.has_value()) {

@@ -8,17 +8,15 @@ namespace {
 constexpr const char* kFasterTransformerOp = "faster_transformer_decoding_";
 
 // caches: with a request for each memory_rows rows.
-std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(const Tensors& weights,
-                                                               const Integers& config,
-                                                               const Numbers& numbers,
-                                                               const Tensors& caches,
-                                                               const Integers& options) {
+std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(
+    const Tensor& embedding, const Tensor& weights, const Tensor& layout, const Integers& config,
+    const Numbers& numbers, const Tensors& caches, const Integers& options) {
   const char* const op = kFasterTransformerOp;
-  const DecoderModel model(op, weights, config, numbers);
+  const auto& model = checked_model<DecoderModel>(op, {weights, layout, config, numbers});
   const CacheTensors cache(op, caches, model.config);
   FasterTransformerParams p;
   p.config = model.config;
-  p.weights = model.weights;
+  p.weights = model.with(op, embedding);
   p.caches = cache.caches;
   IntegerList list(op, "options", options, 4);
   p.beams = list.next("beam_width", 1);

@@ -183,7 +183,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     {"layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", Devices::kCpuOnly},
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
-    // config, numbers: of lmdecode.DecoderConfig; weights: of lmdecode.decoder_weights; state: the
+    // config, numbers: of lmdecode.DecoderConfig; embedding [vocab, model_size]; weights: one
+    // buffer; layout [layers + 1, 22] int64: offsets of its parts (decoder/weights.py); state: the
     // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
     // and with tries the number of each slot's trie, int64, -1 for none, then tokens and
     // child_begin of each trie; caches: those of DecodingCaches; options: rules, greedy,
@@ -191,21 +192,26 @@ inline constexpr OpSchema kOpSchemas[] = {
     // the logits); logits [rows of caches, vocab]: receives the last logits of each row; with
     // [2, rows of caches, vocab], also the values after the rules. Returns the number of steps,
     // int64.
-    {"decoding_steps_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] state, "
+    {"decoding_steps_(Tensor embedding, Tensor weights, Tensor layout, int[] config, float[] "
+     "numbers, Tensor(a!)[] state, "
      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
      "options, Tensor(d!)? logits=None) -> Tensor",
      Devices::kCpuOnly},
     // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
     {"decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
     // Writes keys and values of memories [n, source, memory_size] of `requests` [n] to the caches;
-    // weights: only those of the layers.
-    {"decoding_read_memory_(Tensor[] weights, int[] config, float[] numbers, Tensor(a!)[] "
+    // of weights those of the layers alone.
+    {"decoding_read_memory_(Tensor weights, Tensor layout, int[] config, float[] numbers, "
+     "Tensor(a!)[] "
      "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
      Devices::kCpuOnly},
-    // The encoder of an encoder-decoder model. weights: of lmdecode.decoder's PackedEncoder; tokens
+    // The encoder of an encoder-decoder model. embedding [vocab, model_size], or empty; weights,
+    // layout
+    // [layers + 1, 14]: as of a decoder; tokens
     // [rows] or inputs [rows, model_size] of concatenated sequences; positions [rows],
     // row_begins [sequences + 1] int64. Returns [rows, model_size].
-    {"encoder_forward(Tensor[] weights, int[] config, float[] numbers, Tensor? tokens, Tensor? "
+    {"encoder_forward(Tensor embedding, Tensor weights, Tensor layout, int[] config, float[] "
+     "numbers, Tensor? tokens, Tensor? "
      "inputs, Tensor positions, Tensor row_begins) -> Tensor",
      Devices::kCpuOnly},
     // A step of a decoder-only model. weights: one buffer; layout [layers + 1, 22] int64: offsets
@@ -227,12 +233,13 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
     // and [rows].
-    {"faster_transformer_decoding_(Tensor[] weights, int[] config, float[] numbers, "
+    {"faster_transformer_decoding_(Tensor embedding, Tensor weights, Tensor layout, int[] config, "
+     "float[] numbers, "
      "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "
      "sequence_length)",
      Devices::kCpuOnly},
-    // weights: the 22 tensors of one layer. cache_rows, positions, requests: [rows] int32.
-    {"decoder_layer(Tensor x, Tensor[] weights, int[] config, float[] numbers, Tensor "
+    // weights, layout [2, 22]: of one layer. cache_rows, positions, requests: [rows] int32.
+    {"decoder_layer(Tensor x, Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor "
      "relative_bias, Tensor(a!)[] caches, Tensor cache_rows, Tensor positions, Tensor "
      "requests) -> Tensor",
      Devices::kCpuOnly},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import lmdecode
 from lmdecode import BeamRequest
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
+from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.random_decoder import random_decoder
@@ -34,11 +36,8 @@ def running_search(kind: str = "post_norm") -> DecodingSearches:
 
 
 def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
-    decoder = searches.decoder
     return (
-        decoder.tensors,
-        decoder.sizes,
-        decoder.numbers,
+        *searches.decoder.of_model,
         list(searches.state),
         list(searches.parameters),
         list(searches.token_rules),
@@ -105,11 +104,10 @@ def test_logits_that_do_not_fit(shape: Any, dtype: torch.dtype, message: str) ->
 def test_logits_in_the_memory_of_another_argument() -> None:
     searches = running_search()
     size = 4 * 6 * 40
-    weight = torch.zeros(size // 4 + 22)
-    searches.decoder.tensors[1] = weight[: 22 * 10].view(10, 22)  # positions
-    caches = searches.caches
+    decoder, caches = searches.decoder, searches.caches
     for name, logits in (
-        ("weights", weight[-240:].view(6, 40)),
+        ("weights", decoder.memory[-size:].view(torch.float32).view(6, 40)),
+        ("weights", decoder.tensors[0].view(-1)[:240].view(6, 40)),
         ("caches", caches.self_values.view(-1)[:240].view(6, 40)),
         ("caches", caches.cross_keys.view(-1)[100:340].view(6, 40)),
         ("workspace", searches._workspace[-size:].view(torch.float32).view(6, 40)),
@@ -128,20 +126,17 @@ def test_decoding_workspace_bytes() -> None:
     bans = searches.token_rules.bans.shape[1]
     _, _, num_groups, num_candidates = searches._options
     sizes = [slots, beams, capacity, num_groups, num_candidates, bans]
-    arguments = (searches.decoder.sizes, searches.decoder.numbers, sizes)
+    arguments = (*searches.decoder.of_layers[2:], sizes)
     opcheck(ops.decoding_workspace_bytes.default, arguments)
     assert ops.decoding_workspace_bytes(*arguments) == searches._workspace.numel()
 
 
 def test_decoding_read_memory() -> None:
     searches = running_search("rms")
-    decoder = searches.decoder
     opcheck(
         ops.decoding_read_memory_.default,
         (
-            decoder.layer_tensors,
-            decoder.sizes,
-            decoder.numbers,
+            *searches.decoder.of_layers,
             list(searches.caches),
             torch.randn(2, 5, 18),
             torch.tensor([5, 3]),
@@ -161,9 +156,7 @@ def test_decoder_layer() -> None:
         ops.decoder_layer.default,
         (
             torch.randn(2, 22),
-            layer._tensors,
-            layer._sizes,
-            config.numbers(),
+            *layer._packed.of_layers,
             layer.relative_bias,
             list(caches),
             rows,
@@ -250,13 +243,10 @@ def test_a_vocabulary_of_end_tokens() -> None:
     assert int(searches.state.sequences.max()) < 2
 
 
-def other_bytes(packed: torch.Tensor, change: Any) -> torch.Tensor:
-    """A copy, aligned to 64, of which the header is another."""
-    memory = torch.empty(packed.numel() + 64, dtype=torch.uint8)
-    begin = -memory.data_ptr() % 64
-    copy = memory[begin : begin + packed.numel()]
-    copy.copy_(packed)
-    change(copy[:64].view(torch.int32))
+def other_memory(memory: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """A copy, aligned to 64, with other bytes."""
+    copy = new_memory(memory.numel()).copy_(memory)
+    change(copy)
     return copy
 
 
@@ -271,14 +261,15 @@ def other_bytes(packed: torch.Tensor, change: Any) -> torch.Tensor:
 )
 def test_other_packed_weights(place: int, value: int, message: str) -> None:
     arguments = list(step_arguments(running_search()))
-    packed = list(arguments[0])
-    packed[7] = other_bytes(packed[7], lambda header: header[place].fill_(value))
-    arguments[0] = packed
+    at = int(arguments[2][0, 9])  # logits
+    arguments[1] = other_memory(
+        arguments[1], lambda m: m[at : at + 64].view(torch.int32)[place].fill_(value)
+    )
     with pytest.raises(ValueError, match=f"weights.logits {message}"):
         ops.decoding_steps_(*arguments)
 
 
-@pytest.mark.parametrize("number", [0, 3, 4, 5, 6])
+@pytest.mark.parametrize("number", [5, 6, 7, 8])
 def test_a_meta_tensor_in_a_list(number: int) -> None:
     arguments = list(step_arguments(running_search()))
     arguments[number] = [arguments[number][0].to("meta"), *arguments[number][1:]]
@@ -295,42 +286,65 @@ def numbers(*values: int) -> torch.Tensor:
 
 def test_tries_and_rules_that_go_on_with_any_token() -> None:
     arguments = list(step_arguments(running_search()))
-    arguments[5] = [*arguments[5], numbers(0, -1), TREE, BEGINS]
+    arguments[7] = [*arguments[7], numbers(0, -1), TREE, BEGINS]
     opcheck(ops.decoding_steps_.default, tuple(arguments), test_utils="test_schema")
-    arguments[8] = [1, *arguments[8][1:]]
+    arguments[10] = [1, *arguments[10][1:]]
     with pytest.raises(ValueError, match='token_rules has tries; expected none with the rules "sc'):
         ops.decoding_steps_(*arguments)
+
+
+def with_place(row: int, column: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Give a layout another number."""
+
+    def change(layout: torch.Tensor) -> torch.Tensor:
+        layout = layout.clone()
+        layout[row, column] = value
+        return layout
+
+    return change
 
 
 @pytest.mark.parametrize(
     ("number", "change", "message"),
     [
-        (0, lambda t: t[:-1], "weights has 52 tensors; expected 53"),
-        (0, lambda t: [t[0][:-1], *t[1:]], "weights.embedding has shape"),
-        (0, lambda t: [t[0].double(), *t[1:]], "weights.embedding has dtype float64"),
-        (0, lambda t: [*t[:7], t[7][:-1], *t[8:]], "weights.logits has shape"),
-        (1, lambda c: c[:-1], "config has 13 numbers"),
-        (1, lambda c: [0, *c[1:]], "config.num_layers is 0"),
-        (2, lambda n: n[:-1], "numbers has 3 entries"),
-        (3, lambda s: s[:-1], "state has 13 tensors"),
-        (5, lambda r: r[:-1], "token_rules has 6 tensors"),
-        (5, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
-        (5, lambda r: [*r, numbers(0, 0), TREE], "token_rules has 9 tensors; expected 7, or with"),
+        (0, lambda e: e[:-1], "embedding has shape"),
+        (0, lambda e: e.double(), "embedding has dtype float64"),
+        (0, lambda e: e.to("meta"), "expected the device of embedding, meta"),
+        (1, lambda m: m.to("meta"), "weights is on meta; expected the device of embedding"),
+        (1, lambda m: m.float(), "weights has dtype float32"),
+        (1, lambda m: m[1:], "weights has shape .* aligned to 64"),
+        (1, lambda m: m[:-64], "expected a multiple of 64, and .* bytes behind it in a memory of"),
+        (2, lambda p: p[:-1], r"layout has shape \[2, 22\]; expected \[3, 22\]"),
+        (2, lambda p: p[:, :-1], "layout has shape .*; expected .layers . 1, 22., contiguous"),
+        (2, lambda p: p.int(), "layout has dtype int32"),
+        (2, with_place(0, 0, 0), r"layout\[0\].positions is 0; expected 0 just where"),
+        (2, with_place(0, 1, 1 << 40), r"layout\[0\].rows of the relative bias is"),
+        (2, with_place(0, 9, -1), "weights have no logits; expected it"),
+        (2, with_place(0, 9, 1 << 40), "layout has logits at byte 1099511627776; expected"),
+        (2, with_place(1, 2, 32), "layout has qkv at byte 32; expected a multiple of 64"),
+        (2, with_place(2, 20, -2), "layout has ffn_down at byte -2; expected"),
+        (3, lambda c: c[:-1], "config has 13 numbers"),
+        (3, lambda c: [0, *c[1:]], "config.num_layers is 0"),
+        (4, lambda n: n[:-1], "numbers has 3 entries"),
+        (5, lambda s: s[:-1], "state has 13 tensors"),
+        (7, lambda r: r[:-1], "token_rules has 6 tensors"),
+        (7, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
+        (7, lambda r: [*r, numbers(0, 0), TREE], "token_rules has 9 tensors; expected 7, or with"),
         (
-            5,
+            7,
             lambda r: [*r, numbers(0, 1), TREE, BEGINS],
             r"trie_numbers\[1\] is 1; expected -1 to 0",
         ),
-        (5, lambda r: [*r, numbers(0), TREE, BEGINS], "token_rules.trie_numbers has shape"),
-        (5, lambda r: [*r, numbers(0, 0), TREE, TREE], "child_begin has shape"),
-        (6, lambda c: c[:-1], "caches has 6 tensors"),
-        (6, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
-        (7, lambda w: w[:-1], "workspace has"),
-        (8, lambda o: o[:-1], "options has 6 numbers"),
-        (8, lambda o: [3, *o[1:]], "options.rules is 3"),
-        (8, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
-        (8, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
-        (8, lambda o: [*o[:4], -1, *o[5:]], "options.max_steps is -1"),
+        (7, lambda r: [*r, numbers(0), TREE, BEGINS], "token_rules.trie_numbers has shape"),
+        (7, lambda r: [*r, numbers(0, 0), TREE, TREE], "child_begin has shape"),
+        (8, lambda c: c[:-1], "caches has 6 tensors"),
+        (8, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
+        (9, lambda w: w[:-1], "workspace has"),
+        (10, lambda o: o[:-1], "options has 6 numbers"),
+        (10, lambda o: [3, *o[1:]], "options.rules is 3"),
+        (10, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
+        (10, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
+        (10, lambda o: [*o[:4], -1, *o[5:]], "options.max_steps is -1"),
     ],
 )
 def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> None:
@@ -342,9 +356,7 @@ def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> No
 
 def faster_transformer_arguments() -> list[Any]:
     searches = running_search("pre_norm_gated")
-    decoder = searches.decoder
-    options = [3, 6, 1, 2]
-    return [decoder.tensors, decoder.sizes, decoder.numbers, list(searches.caches), options]
+    return [*searches.decoder.of_model, list(searches.caches), [3, 6, 1, 2]]
 
 
 def test_faster_transformer_decoding() -> None:
@@ -370,13 +382,15 @@ def test_faster_transformer_options(options: list[int], message: str) -> None:
 
 def test_faster_transformer_with_a_short_relative_bias() -> None:
     arguments = faster_transformer_arguments()
-    arguments[0] = [*arguments[0][:2], torch.zeros(3, 5), *arguments[0][3:]]
+    layout = with_place(0, 4, 0)(arguments[2])  # anywhere
+    layout[0, 1:3] = numbers(3, 5)
+    arguments[2] = layout
     with pytest.raises(ValueError, match="5 distances; expected at least 6"):
         ops.faster_transformer_decoding_(*arguments)
 
 
 def test_faster_transformer_with_a_meta_tensor() -> None:
     arguments = faster_transformer_arguments()
-    arguments[3] = [*arguments[3][:5], arguments[3][5].to("meta"), arguments[3][6]]
+    arguments[5] = [*arguments[5][:5], arguments[5][5].to("meta"), arguments[5][6]]
     with pytest.raises(ValueError, match=r"caches\[5\] is on meta"):
         ops.faster_transformer_decoding_(*arguments)

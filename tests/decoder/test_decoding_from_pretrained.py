@@ -141,7 +141,7 @@ def test_spellings_of_a_format(dtype: Any) -> None:
     config, weights = _config_and_weights()
     layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype=dtype)
     expected_layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype="bfloat16")
-    assert all(map(torch.equal, layer._tensors, expected_layer._tensors))
+    assert all(map(torch.equal, layer._packed.tensors, expected_layer._packed.tensors))
 
 
 def test_other_models_and_formats_are_refused() -> None:

@@ -147,12 +147,20 @@ def test_no_sequences_and_empty_ones() -> None:
 def _arguments(name: str = "bart") -> list[Any]:
     encoder, (begins, positions) = packed(name), rows_of(LENGTHS)
     return [
-        list(encoder.tensors), encoder._sizes, encoder._numbers, tokens_of(LENGTHS), None,
-        positions, begins,
+        *encoder.of_model, tokens_of(LENGTHS), None, positions, begins,
     ]  # fmt: skip
 
 
-WEIGHTS, CONFIG, NUMBERS, TOKENS, INPUTS, POSITIONS, BEGINS = range(7)
+EMBEDDING, WEIGHTS, LAYOUT, CONFIG, NUMBERS, TOKENS, INPUTS, POSITIONS, BEGINS = range(9)
+
+
+def _with_distances(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(layout: torch.Tensor) -> torch.Tensor:
+        layout = layout.clone()
+        layout[0, 2] = count
+        return layout
+
+    return change
 
 
 def test_opcheck() -> None:
@@ -171,12 +179,14 @@ def test_opcheck() -> None:
         ("bart", BEGINS, lambda b: b + 1, "row_begins has 5 entries that begin and end elsewhere"),
         ("bart", BEGINS, lambda b: b[[0, 2, 1, 3, 4]], r"row_begins\[1\] is -30 before the next"),
         ("bart", BEGINS, lambda b: b[:0], "row_begins has 0 entries; expected 0 to 50"),
-        ("bart", WEIGHTS, lambda w: w[:-1], "weights has 34 tensors; expected 35"),
-        ("bart", WEIGHTS, lambda w: [w[0][:, :8], *w[1:]], "weights.embedding has shape"),
+        ("bart", WEIGHTS, lambda w: w[:64], "bytes behind it in a memory of 64"),
+        ("bart", LAYOUT, lambda p: p[:-1], r"layout has shape \[2, 14\]; expected \[3, 14\]"),
+        ("bart", LAYOUT, lambda p: p[:, :-1].contiguous(), r"expected \[layers \+ 1, 14\]"),
+        ("bart", EMBEDDING, lambda e: e[:, :8], "embedding has shape"),
         ("bart", CONFIG, lambda c: [*c[:6], 32, *c[7:]], "config.memory_size is 32; expected 0 to"),
         ("bart", NUMBERS, lambda n: n[:-1], "numbers has 3 entries; expected 4"),
-        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :4].contiguous(), *w[3:]], "odd number of d"),
-        ("t5", WEIGHTS, lambda w: [*w[:2], w[2][:, :9].contiguous(), *w[3:]], r"expected 0 to"),
+        ("t5", LAYOUT, _with_distances(4), "has 4 distances; expected an odd number"),
+        ("t5", LAYOUT, _with_distances(9), r"expected 0 to"),
     ],
 )
 def test_bad_input(name: str, place: int, change: Callable[[Any], Any], message: str) -> None:

@@ -20,7 +20,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.layer import gather_tree
 from lmdecode.decoder.state import DecodingCaches, new_caches, padded
-from lmdecode.decoder.weights import PackedDecoder, pack_layer
+from lmdecode.decoder.weights import PackedDecoder, packed_layer
 
 __all__ = ["decoder", "decoding", "gather_tree"]
 
@@ -242,9 +242,7 @@ def decoder(
     )
     output = ops.decoder_layer(
         x[:, 0].contiguous(),
-        pack_layer(config, layer, "float32"),
-        config.sizes("float32"),
-        config.numbers(),
+        *packed_layer(config, layer, "float32").of_layers,
         torch.empty(0),
         list(caches),
         own,
@@ -353,12 +351,11 @@ def decoding(
     ):
         memory, lengths = by_beam[:, 0], beam_lengths[:, 0]
     caches = list(new_caches(config, len(memory), rows, max_seq_len, memory.shape[1]))
-    numbers = (packed.sizes, packed.numbers, caches)
     requests = torch.arange(len(memory))
     ops.decoding_read_memory_(
-        packed.layer_tensors, *numbers, memory.contiguous(), lengths.contiguous(), requests
+        *packed.of_layers, caches, memory.contiguous(), lengths.contiguous(), requests
     )
     output_ids, parent_ids, sequence_length = ops.faster_transformer_decoding_(
-        packed.tensors, *numbers, [beam_width, max_seq_len, start_id, end_id]
+        *packed.of_model, caches, [beam_width, max_seq_len, start_id, end_id]
     )
     return output_ids, parent_ids, sequence_length

@@ -11,7 +11,9 @@ from torch import Tensor
 from lmdecode._checks import check_dense_tensors, dtype_name, type_error
 from lmdecode.decoder.config import LINEAR_FIELDS, DecoderConfig, DecoderWeights, LayerWeights
 
-__all__ = ["check_floats", "check_layer", "check_memory", "check_weights", "indices"]
+__all__ = [
+    "check_fields", "check_floats", "check_layer", "check_memory", "check_weights", "indices",
+]  # fmt: skip
 
 _OP = "DecoderWeights"
 _Shape = tuple[int | None, ...]  # None: any size above 0
@@ -58,11 +60,16 @@ def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _check_fields(
-    config: Any, fields: Mapping[str, object], others: Mapping[str, _Shape], op: str = _OP
-) -> None:
-    """Every linear weight, its bias, every norm, and the others, as far as they are there."""
-    linear = linear_shapes(config)
+def check_fields(config: Any, fields: Mapping[str, object], op: str = _OP) -> None:
+    """Check every linear weight, its bias, every norm, and tables, as far as they are there."""
+    linear, bias, heads = linear_shapes(config), fields.get("relative_bias"), config.num_heads
+    of_layers = config.num_layers * heads
+    is_of_layers = isinstance(bias, Tensor) and bias.dim() == 2 and len(bias) == of_layers
+    others: dict[str, _Shape] = {
+        "embedding": (config.vocab_size, config.model_size),
+        "positions": (None, config.model_size),
+        "relative_bias": (of_layers if is_of_layers else heads, None),
+    }
     for name, tensor in fields.items():
         shape: _Shape
         if name in linear:
@@ -105,7 +112,7 @@ def check_layer(config: Any, layer: Any) -> None:
         del fields["ffn_gate"]
         if fields.pop("ffn_gate_bias") is not None:
             raise ValueError(f"{op}: ffn_gate_bias is a tensor; expected None with gated=False")
-    _check_fields(config, fields, {}, op)
+    check_fields(config, fields, op)
 
 
 def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
@@ -121,16 +128,7 @@ def check_weights(config: DecoderConfig, weights: DecoderWeights) -> None:
         )
     fields = weights._asdict()
     del fields["layers"]
-    others: dict[str, _Shape] = {
-        "embedding": (config.vocab_size, config.model_size),
-        "positions": (None, config.model_size),
-        "relative_bias": (config.num_heads, None),
-    }
-    bias = weights.relative_bias
-    if isinstance(bias, Tensor) and bias.dim() == 2 and len(bias) != config.num_heads:
-        if len(bias) == config.num_layers * config.num_heads:  # of each layer
-            others["relative_bias"] = (len(bias), None)
-    _check_fields(config, fields, others)
+    check_fields(config, fields)
     for norm in ("embedding_norm", "final_norm"):
         if fields[f"{norm}_gamma"] is None and fields[f"{norm}_beta"] is not None:
             raise ValueError(f"{_OP}: {norm}_beta is a tensor; expected None without its gamma")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lmdecode.decoder.config import (
     float32,
     op_sizes,
 )
-from lmdecode.decoder.weights import PackedStack, pack_layer, size_of_table
+from lmdecode.decoder.weights import PackedStack, pack_layer
 
 __all__ = ["EncoderConfig", "EncoderLayerWeights", "EncoderWeights", "PackedEncoder"]
 
@@ -157,6 +157,8 @@ class PackedEncoder(PackedStack):
     """
 
     config: EncoderConfig
+    model_fields = EncoderWeights._fields[1:-1]
+    layer_fields = EncoderLayerWeights._fields
 
     def __init__(
         self,
@@ -170,15 +172,13 @@ class PackedEncoder(PackedStack):
             tensors += pack_layer(config, layer, weight_format)
         self._gather(config, weight_format, float32(weights.embedding), tensors)
 
-    def _take(self, config: EncoderConfig, weight_format: str, tensors: list[Tensor]) -> None:
-        super()._take(config, weight_format, tensors)
-        self._sizes, self._numbers = config.sizes(weight_format), config.numbers()
-        positions, relative_bias = tensors[1:3]
-        rows, distances = size_of_table(positions, 0), size_of_table(relative_bias, 1)
+    def _take(self, config: EncoderConfig, *packed: Any) -> None:
+        super()._take(config, *packed)
+        rows, _, distances = self._sizes_of_tables()
         self.longest: int | None = None
-        if rows is not None:
+        if rows:
             self.longest = rows - config.position_offset
-        elif distances is not None:
+        elif distances:
             self.longest = distances // 2 + 1
 
     def forward(
@@ -200,7 +200,5 @@ class PackedEncoder(PackedStack):
         tokens, inputs : Tensor
             [rows] int64, or [rows, model_size] float32. Exactly one of them is given.
         """
-        out: Tensor = ops.encoder_forward(
-            self.tensors, self._sizes, self._numbers, tokens, inputs, positions, row_begins
-        )
+        out: Tensor = ops.encoder_forward(*self.of_model, tokens, inputs, positions, row_begins)
         return out

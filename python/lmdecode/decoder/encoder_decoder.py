@@ -41,13 +41,13 @@ def _fields_of(part: Part) -> dict[str, Any]:
 
 
 def _part_of(
-    name: str, fields: Mapping[str, Any], weight_format: str, tensors: list[Tensor]
+    name: str, fields: Mapping[str, Any], weight_format: str, tensors: list[Tensor], memory: Tensor
 ) -> Part:
-    """Return the part of what the two functions above return."""
+    """Return the part of what the two functions above return; they lie in a memory."""
     if name == "decoder":
-        return PackedDecoder.of_packed(DecoderConfig(**fields), weight_format, tensors)
+        return PackedDecoder.of_packed(DecoderConfig(**fields), weight_format, tensors, memory)
     if name == "encoder":
-        return PackedEncoder.of_packed(EncoderConfig(**fields), weight_format, tensors)
+        return PackedEncoder.of_packed(EncoderConfig(**fields), weight_format, tensors, memory)
     packed, bias = tensors
     return PackedLinear.from_packed(
         packed, bias if bias.numel() else None, dtype=weight_format, **fields
@@ -148,7 +148,7 @@ class PackedEncoderDecoder:
                 size = math.prod(shape) * _DTYPES[dtype].itemsize
                 tensors.append(memory[at : at + size].view(_DTYPES[dtype]).view(shape))
             self.parts[name] = part = _part_of(
-                name, self._fields[name], self.weight_format, tensors
+                name, self._fields[name], self.weight_format, tensors, memory
             )
             if isinstance(part, PackedDecoder):
                 _check_decoder(part)

@@ -18,7 +18,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.checks import check_floats, indices
 from lmdecode.decoder.config import FORMATS, DecoderConfig, LayerWeights, float32
 from lmdecode.decoder.state import DecodingCaches, new_caches
-from lmdecode.decoder.weights import pack_layer
+from lmdecode.decoder.weights import packed_layer
 
 __all__ = ["DecoderLayer", "gather_tree"]
 
@@ -64,8 +64,7 @@ class DecoderLayer:
                 )
         self.config = replace(config, num_layers=1)
         self.relative_bias = float32(relative_bias)
-        self._sizes = self.config.sizes(weight_format)
-        self._tensors = pack_layer(self.config, weights, weight_format)
+        self._packed = packed_layer(self.config, weights, weight_format)
 
     def new_caches(
         self, memory: Tensor, memory_lengths: Tensor, rows: int, capacity: int
@@ -104,9 +103,7 @@ class DecoderLayer:
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
         ops.decoding_read_memory_(
-            self._tensors,
-            self._sizes,
-            config.numbers(),
+            *self._packed.of_layers,
             list(caches),
             float32(memory),
             memory_lengths,
@@ -171,9 +168,7 @@ class DecoderLayer:
 
         return ops.decoder_layer(
             from_tensor.contiguous(),
-            self._tensors,
-            self._sizes,
-            self.config.numbers(),
+            *self._packed.of_layers,
             self.relative_bias,
             list(caches),
             own if cache_rows is None else indices(op, "cache_rows", cache_rows, rows),

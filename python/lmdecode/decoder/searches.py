@@ -84,8 +84,7 @@ class DecodingSearches:
         self.tries = [None] * slots if tries is None else list(tries)
         self._options = [SEARCH_DIALECTS[dialect], int(greedy), num_groups, num_candidates]
         workspace_size = ops.decoding_workspace_bytes(
-            decoder.sizes,
-            decoder.numbers,
+            *decoder.of_layers[2:],
             [slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1]],
         )
         sizes = (slots // num_groups, slots * beams, capacity, source)
@@ -109,9 +108,7 @@ class DecodingSearches:
             [n] int64: how much of each counts, and whose it is.
         """
         ops.decoding_read_memory_(
-            self.decoder.layer_tensors,
-            self.decoder.sizes,
-            self.decoder.numbers,
+            *self.decoder.of_layers,
             list(self.caches),
             memory.contiguous(),
             lengths,
@@ -158,9 +155,7 @@ class DecodingSearches:
 
     def _run(self, options: list[int], logits: Tensor | None) -> int:
         steps = ops.decoding_steps_(
-            self.decoder.tensors,
-            self.decoder.sizes,
-            self.decoder.numbers,
+            *self.decoder.of_model,
             list(self.state),
             list(self.parameters),
             [*self.token_rules, *tensors_of_tries(self.tries)],

@@ -1,27 +1,28 @@
-"""Decoder weights as the ops take them: linear ones packed, the others float32."""
+"""Decoder weights as the ops take them: linear ones packed, the others float32, in one memory."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format
-from lmdecode.decoder.checks import check_layer, check_weights
+from lmdecode.decoder.checks import check_fields, check_layer, check_weights
 from lmdecode.decoder.config import (
     FORMATS,
     LINEAR_FIELDS,
     DecoderConfig,
     DecoderWeights,
+    LayerWeights,
     float32,
 )
 from lmdecode.decoder.huge_memory import SpareMemory, gather
 from lmdecode.linear.formats import format_of_head, pack_weight
 
-__all__ = ["PackedDecoder", "PackedStack", "pack_layer"]
+__all__ = ["PackedDecoder", "PackedStack", "packed_layer"]
 
-_FIRST_OF_LAYERS = 9  # of a decoder's tensors
+_NO_PART = -1  # in a layout
 
 
 def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
@@ -49,11 +50,6 @@ def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:
     return packed
 
 
-def size_of_table(table: Tensor, dim: int) -> int | None:
-    """Return a size of one of a stack's tensors, None where it is empty: there is no such table."""
-    return table.shape[dim] if table.dim() == 2 else None
-
-
 class PackedStack:
     """The layers of a decoder or of an encoder, and what is before and behind them, packed once.
 
@@ -64,33 +60,72 @@ class PackedStack:
     weight_format : {"float32", "bfloat16", "int8", "int4"}
         What linear weights are held as.
     tensors : list of Tensor
-        What the ops take: float32, or uint8 of packed weights; of what is not there, empty ones.
-        The first is the embedding, which is not copied where it is float32 already.
+        float32, or uint8 of packed weights; of what is not there, empty ones. The first is the
+        embedding, which is not copied where it is float32 already, the others lie in the memory.
+    layer_tensors : list of Tensor
+        Those of the layers.
+    memory, layout : Tensor
+        uint8 [bytes], and int64 [layers + 1, columns]: where each part lies. See
+        csrc/bindings/decoder_checks.h.
+    of_layers, of_model : tuple
+        What the ops take that read the layers alone, and all of it.
     """
 
     config: Any
     weight_format: str
     tensors: list[Tensor]
+    model_fields: ClassVar[tuple[str, ...]] = ()
+    layer_fields: ClassVar[tuple[str, ...]] = LayerWeights._fields
 
     @classmethod
-    def of_packed(cls, config: Any, weight_format: str, tensors: list[Tensor]) -> Self:
+    def of_packed(
+        cls, config: Any, weight_format: str, tensors: list[Tensor], memory: Tensor
+    ) -> Self:
         """Return a stack of the ``tensors`` of another one, which are kept as they are.
 
-        That they fit the config is for the ops to see.
+        That packed ones fit the config is for the ops to see.
         """
         stack = cls.__new__(cls)
-        stack._take(config, check_format("Decoding", weight_format, FORMATS), tensors)
+        stack._take(config, check_format("Decoding", weight_format, FORMATS), tensors, memory)
+        for name, tensor in zip(stack._names, tensors, strict=True):
+            if name not in LINEAR_FIELDS and tensor.numel():
+                check_fields(config, {name: tensor})
         return stack
 
     def _gather(
         self, config: Any, weight_format: str, embedding: Tensor, others: list[Tensor]
     ) -> None:
         """Move what was packed to one memory, and take it."""
-        gather(others)
-        self._take(config, weight_format, [embedding, *others])
+        memory = gather(others)
+        self._take(config, weight_format, [embedding, *others], memory)
 
-    def _take(self, config: Any, weight_format: str, tensors: list[Tensor]) -> None:
-        self.config, self.weight_format, self.tensors = config, weight_format, tensors
+    def _take(self, config: Any, weight_format: str, tensors: list[Tensor], memory: Tensor) -> None:
+        self.config, self.weight_format = config, weight_format
+        self.tensors, self.memory = tensors, memory
+        if len(tensors) != len(self._names):
+            raise ValueError(f"{len(tensors)} tensors; expected {len(self._names)}, from config")
+        places = [
+            tensor.data_ptr() - memory.data_ptr() if tensor.numel() else _NO_PART
+            for tensor in tensors[1:]
+        ]
+        columns, count = len(self.layer_fields), len(self.model_fields)
+        self.layer_tensors = tensors[1 + count :]
+        first = [*self._sizes_of_tables(), *places[:count]] if count else []
+        first += [_NO_PART] * (columns - len(first))
+        self.layout = torch.tensor(first + places[count:], device="cpu").view(-1, columns)
+        sizes, numbers = config.sizes(weight_format), config.numbers()
+        self.of_layers = (memory, self.layout, sizes, numbers)
+        self.of_model = (tensors[0], *self.of_layers)
+
+    @property
+    def _names(self) -> list[str]:
+        """Of each tensor."""
+        return ["embedding", *self.model_fields, *self.layer_fields * self.config.num_layers]
+
+    def _sizes_of_tables(self) -> tuple[int, int, int]:
+        """Return the rows of the positions, and rows and columns of the relative bias."""
+        positions, bias = self.tensors[1:3]
+        return (len(positions), *(bias.shape if bias.dim() == 2 else (0, 0)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Each tensor by itself: with each part of a memory pickle writes the whole of it, and
@@ -119,12 +154,8 @@ class PackedDecoder(PackedStack):
 
     Attributes
     ----------
-    tensors, layer_tensors : list of Tensor
-        What the ops take: of the whole decoder, and of its layers alone.
     device : torch.device
         The CPU.
-    sizes, numbers : list
-        The config as the ops take it.
     num_positions, num_distances : int or None
         That there are embeddings, or relative biases, for.
     spare_memory : SpareMemory
@@ -139,6 +170,7 @@ class PackedDecoder(PackedStack):
     """
 
     config: DecoderConfig
+    model_fields = DecoderWeights._fields[1:-1]
 
     def __init__(
         self,
@@ -162,14 +194,18 @@ class PackedDecoder(PackedStack):
             tensors += pack_layer(config, layer, weight_format)
         self._gather(config, weight_format, float32(weights.embedding), tensors)
 
-    def _take(self, config: DecoderConfig, weight_format: str, tensors: list[Tensor]) -> None:
-        super()._take(config, weight_format, tensors)
-        self.layer_tensors = tensors[_FIRST_OF_LAYERS:]
+    def _take(self, config: DecoderConfig, *packed: Any) -> None:
+        super()._take(config, *packed)
         self.device = torch.device("cpu")
-        self.sizes, self.numbers = config.sizes(weight_format), config.numbers()
-        positions, relative_bias = tensors[1:3]
-        rows = size_of_table(positions, 0)
-        self.num_positions = None if rows is None else rows - config.position_offset
-        self.num_distances = size_of_table(relative_bias, 1)
+        rows, _, distances = self._sizes_of_tables()
+        self.num_positions = rows - config.position_offset if rows else None
+        self.num_distances = distances or None
         self.spare_memory = SpareMemory()
         self.translators: dict[bytes, Any] = {}
+
+
+def packed_layer(config: Any, layer: Any, weight_format: str) -> PackedStack:
+    """Return one layer of a decoder, of whose config it is the only one; it is checked."""
+    stack = PackedStack()
+    stack._gather(config, weight_format, float32(None), pack_layer(config, layer, weight_format))
+    return stack
