@@ -68,6 +68,7 @@ set(CPU_SOURCES
 
 set(BINDING_SOURCES
   bindings/beam_finalize.cpp
+  bindings/beam_search_step.cpp
   bindings/beam_step.cpp
   bindings/copy_blocks.cpp
   bindings/log_softmax_top_k.cpp
@@ -81,7 +82,6 @@ set(BINDING_SOURCES
   bindings/trie_step.cpp
   bindings/update_beam_indirection.cpp)
 set(CPU_BINDING_SOURCES
-  bindings/beam_search_step.cpp
   bindings/block_table.cpp
   bindings/causal_caches.cpp
   bindings/causal_checks.cpp
@@ -113,7 +113,9 @@ set(CUDA_KERNEL_SOURCES
   attention/sliding_window_decode_cuda.cu
   beam/beam_finalize_cuda.cu
   beam/beam_step_cuda.cu
+  beam/greedy_rows_cuda.cu
   beam/log_softmax_top_k_cuda.cu
+  beam/search_step_cuda.cu
   beam/trie_rows_cuda.cu
   beam/trie_step_cuda.cu
   decoder/step_attention_cuda.cu

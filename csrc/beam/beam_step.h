@@ -14,28 +14,35 @@ namespace lmdecode::beam {
 struct BeamStepParams {
   BeamSearchState state;
   BeamSearchParameters parameters;
-  BeamRules rules = BeamRules::kGenerate;
+  BeamRules rules = BeamRules::kGenerate;  // of requests without rules of their own
   int64_t requests = 0;
   int64_t num_candidates = 0;
   int64_t rows = 0;  // of the next beams
 
   RequestRows<float> scores;  // [requests, num_candidates], best first; -inf: none (unless kScorer)
   RequestRows<int64_t> tokens;
-  RequestRows<int64_t> beams;    // counted within the request
-  RequestRows<float> log_probs;  // null: 0
-  RequestRows<bool> stopped;     // null: none
-  RequestRows<float> bonus;      // [requests, beams]; null: 0
-  RequestRows<uint8_t> status;   // [requests, 1]; null: 0
-  RequestRows<int64_t> slots;    // [requests, 1]; null: request r is in slot r
-  RequestRows<int64_t> offsets;  // [requests + 1, 1]; null: state.beams rows a request
-  RequestRows<int64_t> parents;  // [parent_count, 1]; null: offsets
-  int64_t parent_count = 0;      // requests, or more: then where the next request's rows begin
+  RequestRows<int64_t> beams;      // counted within the request
+  RequestRows<float> log_probs;    // null: 0
+  RequestRows<bool> stopped;       // null: none
+  RequestRows<float> bonus;        // [requests, beams]; null: 0
+  RequestRows<uint8_t> status;     // [requests, 1]; null: 0
+  RequestRows<int64_t> slots;      // [requests, 1]; null: request r is in slot r
+  RequestRows<int64_t> own_rules;  // [requests, 1], of BeamRules; null: rules
+  RequestRows<int64_t> offsets;    // [requests + 1, 1]; null: state.beams rows a request
+  RequestRows<int64_t> ends;       // [requests, 1], beside offsets; null: the next request's offset
+  RequestRows<int64_t> parents;    // [parent_count, 1]; null: offsets
+  // Of parents. Where the next request's rows begin is where a request's end; 0: that is not so.
+  int64_t parent_count = 0;
   CallerSequences sequences;
 
   float* next_scores = nullptr;     // [rows]
   int64_t* next_tokens = nullptr;   // [rows]
   int64_t* next_parents = nullptr;  // [rows]
   int32_t* decisions = nullptr;     // [requests, num_candidates]
+
+  LMD_HOST_DEVICE BeamRules rules_of(int64_t request) const {
+    return own_rules.data == nullptr ? rules : static_cast<BeamRules>(own_rules.at(request, 0));
+  }
 
   struct RowRange {
     int64_t begin, end;
@@ -44,7 +51,8 @@ struct BeamStepParams {
     if (offsets.data == nullptr) {
       return {request * state.beams, (request + 1) * state.beams};
     }
-    int64_t begin = offsets.at(request, 0), end = offsets.at(request + 1, 0);
+    int64_t begin = offsets.at(request, 0);
+    int64_t end = ends.data == nullptr ? offsets.at(request + 1, 0) : ends.at(request, 0);
     begin = begin < 0 ? 0 : begin < rows ? begin : rows;
     end = end < begin ? begin : end < rows ? end : rows;
     return {begin, end};

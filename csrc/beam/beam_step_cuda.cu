@@ -8,7 +8,7 @@ namespace lmdecode::beam {
 void beam_step_cuda(const BeamStepParams& params, void* stream) {
   launch_requests("beam_step", &cuda_kernels::beam_step_kernel, params.requests,
                   cuda_kernels::beam_step_shared_bytes(params.state.beams, params.state.hypotheses),
-                  "(24 bytes a beam, 4 a hypothesis)", params, stream);
+                  kStepTakes, params, stream);
 }
 
 }  // namespace lmdecode::beam

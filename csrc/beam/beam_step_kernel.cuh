@@ -124,20 +124,30 @@ __device__ inline void advance_beams(const BeamStepParams& params, const BeamSte
   }
 }
 
-__global__ void __launch_bounds__(tuning::kStepThreads)
+// A request, by all threads of a block; before(): the work of the one that decides, first.
+template <class Before>
+__device__ void step_request(const BeamStepParams& params, int64_t request,
+                             BeamStepStorage& storage, Columns columns, Before before) {
+  RowCopy* const copies = reinterpret_cast<RowCopy*>(&storage + 1);
+  prefetch_request(params, request);
+  if (threadIdx.x == 0) {
+    before();
+    decide_beam_step(params, request, storage, copies);
+  }
+#if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
+  __syncthreads();
+#endif
+  const BeamStepPlan& plan = storage.plan;
+  if (plan.closes) close_hypotheses(params, request, plan, columns);
+  if (plan.advances) advance_beams(params, plan, copies, storage.copy_count, columns);
+}
+
+inline __global__ void __launch_bounds__(tuning::kStepThreads)
     beam_step_kernel(const LMD_KERNEL_PARAM BeamStepParams params) {
   BeamStepStorage& storage = cuda::shared_storage<BeamStepStorage>();
-  RowCopy* const copies = reinterpret_cast<RowCopy*>(&storage + 1);
   const Columns columns{threadIdx.x, blockDim.x};
   for (int64_t request = blockIdx.x; request < params.requests; request += gridDim.x) {
-    prefetch_request(params, request);
-    if (threadIdx.x == 0) decide_beam_step(params, request, storage, copies);
-#if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
-    __syncthreads();
-#endif
-    const BeamStepPlan& plan = storage.plan;
-    if (plan.closes) close_hypotheses(params, request, plan, columns);
-    if (plan.advances) advance_beams(params, plan, copies, storage.copy_count, columns);
+    step_request(params, request, storage, columns, [] {});
     __syncthreads();  // the next plan takes the place of this one
   }
 }

@@ -45,11 +45,6 @@ void apply(const RowProcessors& processors, float* logits, int64_t vocab, int64_
   if (processors.has_trie) keep_trie_tokens(processors, logits, vocab);
 }
 
-bool changes_values(const RowProcessors& processors) {
-  return processors.has_trie || processors.bias.data != nullptr || processors.history.size > 0 ||
-         processors.suppressed_tokens.size > 0 || processors.diversity_tokens.size > 0;
-}
-
 double log_sum_of(const float* logits, int64_t vocab, float top) {
   return static_cast<double>(top) +
          std::log(LMD_SELECT_KERNEL(beam, sum_of_exponentials)(logits, vocab, top));
@@ -99,7 +94,7 @@ GreedyChoice choose_greedily(const RowProcessors& processors, const TimestampRow
     return choice;
   }
   // Only what changes logits needs another look.
-  const bool changes = changes_values(processors);
+  const bool changes = processors.changes_values();
   if (changes) apply(processors, logits, vocab, max_edits, memory);
   if (timestamps.rule.is_on()) {
     keep_allowed(timestamps.rule, allowed(timestamps, logits, vocab), logits, vocab);
@@ -118,7 +113,7 @@ void find_allowed(const RowProcessors& processors, const TimestampRow& timestamp
                   const float* logits, float* values, int64_t vocab, int64_t max_edits,
                   void* memory, int32_t* bitmask) {
   const float* ruled = logits;
-  if (changes_values(processors)) {
+  if (processors.changes_values()) {
     write_log_probs(logits, values, vocab);
     apply(processors, values, vocab, max_edits, memory);
     ruled = values;
@@ -131,7 +126,7 @@ void write_scores(const RowProcessors& processors, const TimestampRow& timestamp
                   void* memory) {
   write_log_probs(logits, scores, vocab);
   if (processors.forced_token >= 0) return force(processors, scores, vocab);
-  if (changes_values(processors)) apply(processors, scores, vocab, max_edits, memory);
+  if (processors.changes_values()) apply(processors, scores, vocab, max_edits, memory);
   if (timestamps.rule.is_on()) {
     keep_allowed(timestamps.rule, allowed(timestamps, scores, vocab), scores, vocab);
   }

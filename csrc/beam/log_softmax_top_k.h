@@ -38,7 +38,7 @@ struct LogSoftmaxTopKParams {
   DType dtype = DType::kFloat32;
   int64_t logits_row_stride = 0;
   int64_t logits_vocab_stride = 1;
-  const int64_t* logits_rows = nullptr;  // [rows]: of the logits; null: in order, as on CUDA
+  const int64_t* logits_rows = nullptr;  // [rows]: of the logits; null: in order
 
   const float* beam_scores = nullptr;  // [rows]; -inf: the row is not read
   int64_t beam_scores_stride = 0;
@@ -59,9 +59,7 @@ struct LogSoftmaxTopKParams {
 
   // Offset of a row's logits, in elements.
   LMD_HOST_DEVICE int64_t logits_of(int64_t row) const {
-#if !defined(__CUDA_ARCH__)  // a branch that costs kernels registers
     if (logits_rows != nullptr) row = logits_rows[row];
-#endif
     return row * logits_row_stride;
   }
 
@@ -116,10 +114,19 @@ void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProce
 void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
                             float* values, void* stream);
 
-// Its rows, where they are held to a trie: there is a row at least.
+// What that launches. The rows without tries, those of requests with tries, which leaves others as
+// they are, then what becomes of them.
+void log_softmax_top_k_rows_cuda(const LogSoftmaxTopKParams& params,
+                                 const LogitsProcessors* processors, float* values, void* stream);
 void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
                                       const LogitsProcessors& processors, float* values,
                                       void* stream);
+void log_softmax_top_k_requests_cuda(const LogSoftmaxTopKParams& params, void* stream);
+
+// For requests of one row: as their one candidate the largest logit after the processors, which act
+// on logits here. There is a row at least.
+void greedy_rows_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors& processors,
+                      float* values, void* stream);
 
 }  // namespace lmdecode::beam
 

@@ -39,22 +39,34 @@ void launch(DType dtype, const Params& params, cudaStream_t stream) {
 
 }  // namespace
 
-void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
-                            float* values, void* stream) {
+void log_softmax_top_k_rows_cuda(const LogSoftmaxTopKParams& params,
+                                 const LogitsProcessors* processors, float* values, void* stream) {
+  if (params.rows == 0) return;
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.requests == 0) return;
-  if (params.rows > 0 && processors == nullptr) launch(params.dtype, params, cuda_stream);
-  if (params.rows > 0 && processors != nullptr) {
-    if (processors->tries.value.tokens != nullptr) {
-      log_softmax_top_k_trie_rows_cuda(params, *processors, values, stream);
-    } else {
-      launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
-    }
+  if (processors == nullptr) {
+    launch(params.dtype, params, cuda_stream);
+  } else {
+    launch(params.dtype, ProcessedParams{params, *processors, values}, cuda_stream);
   }
+}
+
+void log_softmax_top_k_requests_cuda(const LogSoftmaxTopKParams& params, void* stream) {
+  if (params.requests == 0) return;
   launch_kernel(
       kOp, &cuda_kernels::log_softmax_top_k_request_kernel,
       {params.requests, tuning::kMergeThreads, sizeof(sampling::cuda_kernels::RowStorage)}, stream,
       params);
+}
+
+void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
+                            float* values, void* stream) {
+  if (params.requests == 0) return;
+  if (processors != nullptr && processors->tries.value.tokens != nullptr) {
+    log_softmax_top_k_trie_rows_cuda(params, *processors, values, stream);
+  } else {
+    log_softmax_top_k_rows_cuda(params, processors, values, stream);
+  }
+  log_softmax_top_k_requests_cuda(params, stream);
 }
 
 }  // namespace lmdecode::beam

@@ -37,13 +37,11 @@ struct TensorRows {
   int64_t row_stride = 0;
   int64_t stride = 1;
   Per per = Per::kCall;
-  const int64_t* rows = nullptr;  // of each request or beam; null: in order, as always on CUDA
+  const int64_t* rows = nullptr;  // of each request or beam; null: in order
 
   LMD_HOST_DEVICE TensorRow<T> at(int64_t request, int64_t beam) const {
     int64_t row = per == Per::kCall ? 0 : per == Per::kRequest ? request : beam;
-#if !defined(__CUDA_ARCH__)  // a branch that costs kernels registers
     if (rows != nullptr) row = rows[row];
-#endif
     return {data == nullptr ? nullptr : data + row * row_stride, size, stride};
   }
 };
@@ -61,7 +59,7 @@ struct LogitsProcessors {
   PerRow<float> diversity_penalty;         // [requests]
   TensorRows<float> bias;                  // [vocab], [requests, vocab] or [rows, vocab]
   TensorRows<int32_t> token_bitmask;       // [requests or rows, ceil(vocab / 32)]
-  // What the beams of a request are held to, and the node of each. On CUDA one trie for all.
+  // What the beams of a request are held to, and the node of each.
   PerRow<TokenTrie> tries;         // [requests]; one without tokens: none
   const int32_t* nodes = nullptr;  // [rows]
 
@@ -89,6 +87,12 @@ struct RowProcessors {
   // at, and it is no failure that there are none.
   bool has_trie = false;
   TensorRow<int32_t> allowed_tokens;
+
+  // Whether any rule but a forced token may change a value.
+  LMD_HOST_DEVICE bool changes_values() const {
+    return has_trie || bias.data != nullptr || token_bitmask.data != nullptr || history.size > 0 ||
+           end_tokens.size > 0 || suppressed_tokens.size > 0 || diversity_tokens.size > 0;
+  }
 
   LMD_HOST_DEVICE bool penalizes_repetition() const { return repetition_penalty != 1.0f; }
 

@@ -78,13 +78,15 @@ class RowProcessing : protected RowCandidates<T> {
                              this->params_.vocab);
   }
 
- private:
-  // Writes the row of values; whether a NaN came of the processors, for all threads.
-  template <class Places>
-  __device__ bool process(const RowSlice<T>& slice, const CandidateScore& score) {
+  __device__ float* values() const { return all_.values + this->row_ * this->params_.vocab; }
+
+  // Writes the row of values; whether a NaN came of the processors, for all threads. score: its
+  // log_prob(logit) is what they act on.
+  template <class Places, class Score>
+  __device__ bool process(const RowSlice<T>& slice, const Score& score) {
     const RowProcessors p = processors();
     const Places places(p, this->params_.vocab);
-    float* values = all_.values + this->row_ * this->params_.vocab;
+    float* const values = this->values();
     const bool forced = p.forced_token >= 0;
     const float forced_log_prob = forced ? p.forced_log_prob() : 0.0f;
     bool has_nan = false;
@@ -131,6 +133,7 @@ class RowProcessing : protected RowCandidates<T> {
         .has_nan;
   }
 
+ private:
   __device__ bool is_token(int64_t token) const { return token >= 0 && token < this->vocab_; }
 
   // Of the cluster.

@@ -5,12 +5,15 @@
 
 #include <cstdint>
 
+#include "beam/hypothesis_copies.h"
 #include "beam/timestamp_rule.h"
 #include "beam/token_trie.h"
 
 namespace lmdecode::beam {
 
+// The first three are off in all rows where they are null.
 struct TokenRules {
+  int64_t rows = 0;                               // n
   const float* repetition_penalty = nullptr;      // [n]; 1: off
   const int64_t* no_repeat_ngram_size = nullptr;  // [n]; 0: off
   const float* diversity_penalty = nullptr;       // [n]; for what earlier groups chose
@@ -27,19 +30,25 @@ struct TokenRules {
   const int64_t* timestamps = nullptr;
   const float* bias = nullptr;  // [n, vocab], [vocab] for all, or null
   int64_t bias_stride = 0;      // from one row of it to the next; 0: one for all
-  // [n]: what is generated, from the prompt on, is held to a trie; one without tokens: to none.
-  // Null: nowhere.
-  const TokenTrie* tries = nullptr;
+  // What is generated, from the prompt on, is held to a trie. [n]: its number, below 0: none. Null:
+  // nowhere.
+  const int64_t* trie_numbers = nullptr;
+  const TokenTrie* tries = nullptr;  // [num_tries]
+  int64_t num_tries = 0;
 
   TimestampRule timestamp_rule(int64_t row) const {
     if (timestamps == nullptr) return {};
     const int64_t* const rule = timestamps + row * 4;
     return {rule[0], rule[1], rule[2], rule[3]};
   }
-  TokenTrie trie(int64_t row) const { return tries == nullptr ? TokenTrie{} : tries[row]; }
+  // One without tokens where there is none.
+  LMD_HOST_DEVICE TokenTrie trie(int64_t row) const {
+    const int64_t number = trie_numbers == nullptr ? -1 : trie_numbers[row];
+    return number < 0 || number >= num_tries ? TokenTrie{} : tries[number];
+  }
 
   // The token that sequences of this length go on with, or -1.
-  int64_t forced_token(int64_t row, int64_t length) const {
+  LMD_HOST_DEVICE int64_t forced_token(int64_t row, int64_t length) const {
     int64_t token = -1;
     for (int64_t i = 0; i < num_forced; ++i) {
       const int64_t* const entry = forced + (row * num_forced + i) * 2;
@@ -49,10 +58,11 @@ struct TokenRules {
   }
 
   // Writes [num_bans] tokens that sequences of this length cannot go on with, -1 for the bans that
-  // do not hold there; returns whether any does.
-  bool write_banned(int64_t row, int64_t length, bool is_forced, int64_t* banned) const {
+  // do not hold there; returns whether any of these columns does.
+  LMD_HOST_DEVICE bool write_banned(int64_t row, int64_t length, bool is_forced, int64_t* banned,
+                                    Columns columns) const {
     bool any = false;
-    for (int64_t i = 0; i < num_bans; ++i) {
+    for (int64_t i = columns.first; i < num_bans; i += columns.step) {
       const int64_t* const ban = bans + (row * num_bans + i) * 4;
       const bool holds = ban[1] <= length && length <= ban[2] && (!is_forced || ban[3] != 0);
       banned[i] = holds ? ban[0] : -1;

@@ -22,6 +22,7 @@ void launch(const ProcessedParams& params, cudaStream_t stream) {
 void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
                                       const LogitsProcessors& processors, float* values,
                                       void* stream) {
+  if (params.rows == 0) return;
   const ProcessedParams all{params, processors, values};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   switch (params.dtype) {

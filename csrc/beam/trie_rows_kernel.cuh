@@ -1,7 +1,7 @@
 // The rows of log_softmax_top_k that are held to a trie on a GPU: one kernel reads each row for its
 // sum and writes what the processors make of the tokens that the trie allows, one behind the
 // other; a second finds the best of these. What is left of the vocabulary is neither written nor
-// looked at. Results are those of the CPU bit for bit.
+// looked at, nor are rows of requests without a trie. Results are those of the CPU bit for bit.
 #pragma once
 
 #include "beam/processor_rows_kernel.cuh"
@@ -51,18 +51,15 @@ class TrieRowProcessing : private RowProcessing<T> {
   // The values of a row, and its status so far.
   __device__ void run(int64_t row) {
     this->row_ = row;
+    const RowProcessors p = this->processors();
+    if (!p.has_trie) return;
     const float beam_score = this->params_.beam_scores[row * this->params_.beam_scores_stride];
     const uint32_t status = beam_score_status(beam_score);
-    if (status != 0 || !(beam_score > kRealBeamScoreBound) || !goes_on()) {
+    const bool goes_on = AllowedTokens(p, this->params_.vocab).size() > 0;
+    if (status != 0 || !(beam_score > kRealBeamScoreBound) || !goes_on) {
       return this->finish(0, status | kRowHasTrie);
     }
     this->template run_on<AllowedTokens>(beam_score, kRowHasTrie);
-  }
-
- private:
-  __device__ bool goes_on() const {
-    const RowProcessors p = this->processors();
-    return AllowedTokens(p, this->params_.vocab).size() > 0;
   }
 };
 

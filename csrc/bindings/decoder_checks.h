@@ -81,13 +81,16 @@ inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const
   return c;
 }
 
-// A list of tensors read one after the other, each contiguous and on the CPU.
+// A list of tensors read one after the other, each contiguous, and on the CPU or where the
+// arguments are to be.
 class TensorList {
  public:
   TensorList(const char* op, const char* name, const Tensors& tensors, size_t expected)
-      : arguments_(op), prefix_(std::string(name) + "."), tensors_(tensors) {
+      : TensorList(Arguments(op), name, tensors, expected) {}
+  TensorList(const Arguments& arguments, const char* name, const Tensors& tensors, size_t expected)
+      : arguments_(arguments), prefix_(std::string(name) + "."), tensors_(tensors) {
     if (tensors.size() != expected) {
-      fail(op, name, " has ", tensors.size(), " tensors; expected ", expected);
+      fail(arguments.op(), name, " has ", tensors.size(), " tensors; expected ", expected);
     }
   }
 

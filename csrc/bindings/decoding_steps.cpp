@@ -104,13 +104,10 @@ Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tens
   p.max_steps = list.next("max_steps", 0, INT64_MAX);
   p.stop_when_done = list.next_flag("stop_when_done");
   p.chooses = list.next_flag("chooses");
-  p.token_rules = token_rules(op, rules, p.state.slots, model.config.vocab);
-  const std::vector<beam::TokenTrie> tries = tries_of_rows(op, rules, p.state.slots);
-  if (!tries.empty()) {
-    if (p.rules == beam::BeamRules::kScorer) {
-      fail(op, "token_rules has tries; expected none with the rules \"scorer\"");
-    }
-    p.token_rules.tries = tries.data();
+  p.token_rules = token_rules(Arguments(op), rules, p.state.slots, model.config.vocab);
+  const std::vector<beam::TokenTrie> tries = add_tries(Arguments(op), rules, &p.token_rules);
+  if (!tries.empty() && p.rules == beam::BeamRules::kScorer) {
+    fail(op, "token_rules has tries; expected none with the rules \"scorer\"");
   }
   p.caches = cache.caches;
   p.cached_lengths = cache.cached_lengths;

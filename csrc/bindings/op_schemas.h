@@ -102,15 +102,17 @@ inline constexpr OpSchema kOpSchemas[] = {
      "Tensor? parent_offsets, Tensor? sequences, Tensor? stopped, Tensor? bonus, int rules, "
      "SymInt rows) -> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)"},
     // A step of any searches, from logits [rows, vocab] to the next beams: rules, candidates, next
-    // beams, nodes of tries. searches [n, 8]: the fields of SearchOfStep (csrc/beam/search_step.h);
-    // rules: as in decoding_steps_, a row for each rule_row; nodes [slots, beams] int32. trace: six
-    // tensors that receive the candidates, or none. Returns tokens and parents [next_rows], and the
-    // state of each search: 0 unfinished, 1 done, 2 failed.
+    // beams, nodes of tries. searches [n, 9]: the fields of SearchOfStep (csrc/beam/search_step.h),
+    // passes: those of PassOfStep, three numbers a pass; rules: as in decoding_steps_, a row for
+    // each rule_row, where empty tensors are rules that are off; nodes [slots, beams] int32.
+    // fills_missing: with the rules "scorer" missing candidates continue too; greedy: the one
+    // candidate of the one beam is the largest logit. trace: six tensors that receive the
+    // candidates, or none. Returns tokens and parents [next_rows], and the state of each search: 0
+    // unfinished, 1 done, 2 failed.
     {"beam_search_step_(Tensor logits, Tensor(a!)[] state, Tensor[] parameters, Tensor[] rules, "
-     "Tensor searches, Tensor(b!) nodes, int num_candidates, SymInt next_rows, Tensor? "
-     "token_bitmask, Tensor? bonus, Tensor(c!)[] trace) -> (Tensor tokens, Tensor parents, Tensor "
-     "ended)",
-     Devices::kCpuOnly},
+     "Tensor searches, Tensor(b!) nodes, int[] passes, int num_candidates, SymInt next_rows, "
+     "Tensor? token_bitmask, Tensor? bonus, bool fills_missing, bool greedy, Tensor(c!)[] trace) "
+     "-> (Tensor tokens, Tensor parents, Tensor ended)"},
     {"beam_finalize(Tensor(a!)[] state, Tensor[] parameters, SymInt num_return_sequences, "
      "int num_groups, Tensor? slots, Tensor? sequences, Tensor? scores, bool add_open, int "
      "rules) -> (Tensor sequences, Tensor lengths, Tensor scores, Tensor log_probs, Tensor "

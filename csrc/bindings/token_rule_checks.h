@@ -14,40 +14,45 @@ namespace lmdecode::decoder {
 
 inline constexpr size_t kRuleTensors = 7;
 
-// The tries behind the other rules: the number of each row's, -1 for none, and tokens and
-// child_begin of each.
-inline std::vector<beam::TokenTrie> tries_of_rows(const char* op, const Tensors& tensors,
-                                                  int64_t rows) {
+// The tries behind the other rules: the number of each row's, below 0 for none, and tokens and
+// child_begin of each. Returned are those that the rules point to.
+inline std::vector<beam::TokenTrie> add_tries(const Arguments& arguments, const Tensors& tensors,
+                                              beam::TokenRules* rules) {
   if (tensors.size() <= kRuleTensors) return {};
-  const Tensor& numbers = tensors[kRuleTensors];
-  const Arguments arguments(op);
-  const int64_t* const number =
-      arguments.contiguous<const int64_t>("token_rules.trie_numbers", numbers, {rows});
+  const char* const op = arguments.op();
+  const int64_t* const number = arguments.contiguous<const int64_t>(
+      "token_rules.trie_numbers", tensors[kRuleTensors], {rules->rows});
   const size_t first = kRuleTensors + 1, count = (tensors.size() - first) / 2;
   if ((tensors.size() - first) % 2 != 0) {
     fail(op, "token_rules has ", tensors.size(), " tensors; expected ", kRuleTensors,
          ", or with tries one more and two for each");
   }
-  std::vector<beam::TokenTrie> tries(static_cast<size_t>(rows));
-  for (int64_t row = 0; row < rows; ++row) {
+  for (int64_t row = 0; row < rules->rows && arguments.on_cpu(); ++row) {
     check_number(op, "token_rules.trie_numbers", row, number[row], -1,
                  static_cast<int64_t>(count) - 1);
-    if (number[row] < 0) continue;
-    const size_t at = first + 2 * static_cast<size_t>(number[row]);
-    tries[static_cast<size_t>(row)] = beam::token_trie(arguments, tensors[at], tensors[at + 1]);
   }
+  std::vector<beam::TokenTrie> tries;
+  for (size_t at = first; at < tensors.size(); at += 2) {
+    tries.push_back(beam::token_trie(arguments, tensors[at], tensors[at + 1]));
+  }
+  rules->trie_numbers = number;
+  rules->tries = tries.data();
+  rules->num_tries = static_cast<int64_t>(count);
   return tries;
 }
 
-inline beam::TokenRules token_rules(const char* op, const Tensors& all, int64_t rows,
+// What the tensors hold is looked at on the CPU alone.
+inline beam::TokenRules token_rules(const Arguments& arguments, const Tensors& all, int64_t rows,
                                     int64_t vocab) {
+  const char* const op = arguments.op();
   const Tensors tensors(
       all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), kRuleTensors)));
-  TensorList list(op, "token_rules", tensors, kRuleTensors);
+  TensorList list(arguments, "token_rules", tensors, kRuleTensors);
   beam::TokenRules rules;
-  rules.repetition_penalty = list.next<const float>("repetition_penalty", {rows});
-  rules.no_repeat_ngram_size = list.next<const int64_t>("no_repeat_ngram_size", {rows});
-  rules.diversity_penalty = list.next<const float>("diversity_penalty", {rows});
+  rules.rows = rows;
+  rules.repetition_penalty = list.next_or_null<const float>("repetition_penalty", {rows});
+  rules.no_repeat_ngram_size = list.next_or_null<const int64_t>("no_repeat_ngram_size", {rows});
+  rules.diversity_penalty = list.next_or_null<const float>("diversity_penalty", {rows});
   check_rank(op, "token_rules.bans", tensors[3], 3, "[slots, bans, 4]");
   rules.num_bans = tensors[3].size(1);
   rules.bans = list.next<const int64_t>("bans", {rows, rules.num_bans, 4});
@@ -62,8 +67,8 @@ inline beam::TokenRules token_rules(const char* op, const Tensors& all, int64_t 
   } else {
     rules.bias = list.next_or_null<const float>("bias", {vocab});
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    if (!(rules.repetition_penalty[row] > 0.0f)) {
+  for (int64_t row = 0; row < rows && arguments.on_cpu(); ++row) {
+    if (rules.repetition_penalty != nullptr && !(rules.repetition_penalty[row] > 0.0f)) {
       fail(op, "token_rules.repetition_penalty[", row, "] is ", rules.repetition_penalty[row],
            "; expected a number above 0");
     }

@@ -157,6 +157,8 @@ class Decoding {
     step.token_rules = p_.token_rules;
     step.searches = w_.searches;
     step.count = num_searches_;
+    step.passes = w_.passes;
+    step.num_passes = p_.num_groups;
     step.num_candidates = p_.greedy ? 1 : p_.num_candidates;
     step.greedy = p_.greedy;
     step.fills_missing = true;
@@ -175,17 +177,24 @@ class Decoding {
     step.beams = w_.beams;
     step.decisions = w_.decisions;
     step.status = w_.status;
+    for (int64_t group = 0; group < p_.num_groups; ++group) {
+      w_.passes[group] = {0, 0, group * state_.beams};
+    }
     for (int64_t i = 0; i < num_searches_; ++i) {
-      const int64_t slot = w_.slots[i], group = slot % p_.num_groups;
+      const int64_t slot = w_.slots[i];
       const int64_t row = slot * state_.beams, beams = p_.parameters.num_beams[slot];
+      beam::PassOfStep& pass = w_.passes[slot % p_.num_groups];
       w_.searches[i] = {slot,
                         slot,
-                        group,
                         static_cast<int64_t>(p_.rules),
                         w_.row_offsets[i],
                         beams,
+                        pass.rows,
                         row,
-                        group * state_.beams};
+                        row + beams,
+                        pass.num_earlier};
+      pass.rows += beams;
+      ++pass.searches;
       std::fill_n(w_.next_tokens + row + beams, state_.beams - beams, int64_t{-1});
     }
     search_step_cpu(step, DecodingWorkspace::step_sizes(p_), w_.step);

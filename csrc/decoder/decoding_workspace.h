@@ -20,6 +20,7 @@ struct DecodingWorkspace {
 
   // Of a step: beam/search_step.h.
   beam::SearchOfStep* searches;  // [slots]
+  beam::PassOfStep* passes;      // [num_groups]
   unsigned char* step;           // scratch
   float* scores;                 // [slots, num_candidates]
   float* log_probs;              // likewise
@@ -43,7 +44,7 @@ struct DecodingWorkspace {
   static beam::SearchStepSizes step_sizes(const DecodingParams& p) {
     beam::SearchStepSizes sizes;
     sizes.searches = p.state.slots;
-    sizes.rows = p.cache_rows();
+    sizes.rows = sizes.next_rows = p.cache_rows();
     sizes.num_candidates = p.num_candidates;
     sizes.num_bans = p.token_rules.num_bans;
     sizes.num_earlier = (p.num_groups - 1) * p.state.beams;
@@ -65,6 +66,7 @@ struct DecodingWorkspace {
     block.take(&row_offsets, slot_count + 1);
     block.take(&are_beams_alike, slot_count);
     block.take(&searches, slot_count);
+    block.take(&passes, p.num_groups);
     block.take(&step, static_cast<int64_t>(beam::search_step_workspace_bytes(step_sizes(p))));
     block.take(&scores, candidates);
     block.take(&log_probs, candidates);

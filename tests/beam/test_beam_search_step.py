@@ -1,4 +1,4 @@
-"""The op that does a step of ``BeamSearch`` on the CPU, and the ops that do it on other devices."""
+"""The op that does a step of ``BeamSearch``, against the ops that it is made of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.library import opcheck
 
 from lmdecode import BeamRequest, BeamSearch, Trie
 from lmdecode.beam.engine import search as beam_search
-from lmdecode.beam.engine.choice import CpuChooser
-from lmdecode.beam.engine.device_passes import DeviceChooser
+from lmdecode.beam.engine.choice import Chooser
 from lmdecode.beam.engine.plan import make_plan
+from tests.support.beam_passes import PassChooser
 from tests.support.beam_searches import random_request
 from tests.support.cases import bits
 
@@ -82,10 +82,9 @@ def _assert_same(left: Any, right: Any, case: object) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_op_and_the_ops_of_devices_choose_alike(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on CUDA is made of ops that also run on the CPU."""
+def test_op_chooses_as_the_ops_it_is_made_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     by_op = random_life(seed)
-    monkeypatch.setattr(beam_search, "CpuChooser", DeviceChooser)
+    monkeypatch.setattr(beam_search, "Chooser", PassChooser)
     _assert_same(by_op, random_life(seed), seed)
 
 
@@ -104,18 +103,21 @@ def step_arguments(**changes: Any) -> list[Any]:
     )  # fmt: skip
     store = engine._store
     plan = make_plan(engine._running)
-    chooser = CpuChooser(plan, store, VOCAB)
+    chooser = Chooser(plan, store, VOCAB)
     arguments = {
         "logits": torch.randn(engine.num_rows, VOCAB, generator=generator),
         "state": chooser._state,
         "parameters": chooser._parameters,
         "rules": chooser._rules,
-        "searches": chooser._numbers,
+        "searches": chooser._searches,
         "nodes": chooser._nodes,
+        "passes": chooser._passes,
         "num_candidates": chooser._count,
         "next_rows": plan.num_next_rows,
         "token_bitmask": torch.full((engine.num_rows, 2), -1, dtype=torch.int32),
         "bonus": torch.zeros(3, store.num_beams),
+        "fills_missing": False,
+        "greedy": False,
         "trace": chooser._new_trace(),
     }
     assert not set(changes) - set(arguments)
@@ -152,22 +154,34 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rules": _rules(6, torch.zeros(3, 7))}, "token_rules.bias has shape"),
     ({"rules": _rules(7, torch.tensor([-1, -1, 5]))}, r"trie_numbers\[2\] is 5; expected -1 to 0"),
     ({"searches": torch.zeros(3, 7, dtype=torch.int64)}, r"searches has shape \[3, 7\]"),
-    ({"searches": torch.zeros(3, 8)}, "searches has dtype float32; expected int64"),
+    ({"searches": torch.zeros(3, 9)}, "searches has dtype float32; expected int64"),
     ({"searches": _with((0, 0), 99)}, r"slots\[0\] is 99; expected 0 to"),
     ({"searches": _with((1, 0), 0)}, "expected each slot once"),
     ({"searches": _with((1, 1), 3)}, r"searches.rule_row\[1\] is 3; expected 0 to 2"),
-    ({"searches": _with((1, 2), -1)}, r"searches.group\[1\] is -1"),
-    ({"searches": _with((1, 3), 3)}, r"searches.rules\[1\] is 3; expected 0 to 2"),
-    ({"searches": _with((2, 4), -1)}, r"searches.first_row\[2\] is -1; expected 0 to 3"),
-    ({"searches": _with((0, 5), 3)}, r"searches.num_rows\[0\] is 3; expected 2 to 2"),
+    ({"searches": _with((1, 2), 3)}, r"searches.rules\[1\] is 3; expected 0 to 2"),
+    ({"searches": _with((2, 3), -1)}, r"searches.first_row\[2\] is -1; expected 0 to 3"),
+    ({"searches": _with((0, 4), 3)}, r"searches.num_rows\[0\] is 3; expected 2 to 2"),
+    ({"searches": _with((1, 5), 0)}, r"searches.pass_row\[1\] is 0; expected 2 to 2"),
     ({"searches": _with((2, 6), 6)}, r"searches.next_row\[2\] is 6; expected 0 to 5"),
-    ({"searches": _with((2, 7), 5)}, r"searches.num_earlier\[2\] is 5; expected 0 to 2"),
+    ({"searches": _with((2, 7), 5)}, r"searches.next_end\[2\] is 5; expected 4 to 4"),
+    ({"searches": _with((2, 8), 5)}, r"searches.num_earlier\[2\] is 5; expected 0 to 2"),
+    ({"passes": [2, 3, 0, 1]}, "passes has 4 numbers; expected three for each pass"),
+    ({"passes": [2, 3, 0]}, "passes has 2 searches; expected all of searches, 3"),
+    ({"passes": [2, 3, 0, 2, 2, 2]}, r"passes.searches\[1\] is 2; expected 0 to 1"),
+    ({"passes": [2, 4, 0, 1, 2, 2]}, r"passes.rows\[0\] is 4; expected 3 to 3"),
+    ({"passes": [2, 3, 0, 1, 2, 2, 0, 1, 0]}, r"passes.rows\[2\] is 1; expected 0 to 0"),
+    ({"passes": [2, 1 << 40, 0, 1, 2, 2]}, r"passes.rows\[0\] is 1099511627776; expected 2 to 7"),
+    ({"passes": [2, 3, -1, 1, 2, 2]}, r"passes.num_earlier\[0\] is -1; expected 0 to 7"),
+    ({"passes": [2, 3, 0, 1, 2, 1]}, r"searches.num_earlier\[2\] is 2; expected 0 to 1"),
     ({"nodes": torch.zeros(2, 2, dtype=torch.int32)}, "nodes has shape"),
     ({"num_candidates": 0}, r"num_candidates\[0\] is 0"),
     ({"next_rows": 8}, "next_rows is 8; expected the beams of all searches, 7"),
-    ({"searches": _with((2, 6), 3)}, r"searches.next_row\[2\] is 3; expected beams of its own"),
     (
-        {"searches": torch.zeros(0, 8, dtype=torch.int64)},
+        {"searches": _with((2, 6), 3) + _with((2, 7), 5) - step_arguments()[4]},
+        r"searches.next_row\[2\] is 3; expected beams of its own",
+    ),
+    (
+        {"searches": torch.zeros(0, 9, dtype=torch.int64), "passes": []},
         "next_rows is 7; expected the beams of all searches, 0",
     ),
     ({"logits": torch.zeros(1, VOCAB).expand(1 << 40, VOCAB)}, "num_candidates is 6 for 10995116"),

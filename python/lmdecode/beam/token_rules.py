@@ -1,8 +1,8 @@
 """Token rules: what is done to log-probabilities before tokens are chosen, in one form for all.
 
 Requests of ``BeamSearch`` and the logits processors of transformers become ``TokenRules``;
-``RuleArguments`` makes arguments of ``log_softmax_top_k`` of them, and the decoder in C++ reads
-them as they are.
+A step of search takes them by ``rules_of_step``, and the decoder in C++ reads them as they are.
+``RuleArguments`` makes arguments of ``log_softmax_top_k`` of them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_count, dtype_name, is_int, type_error
 from lmdecode._ops import ops
+from lmdecode._upload import uploaded
 from lmdecode.beam.trie_file import TrieArrays, read_trie, write_trie
 
 __all__ = ["Trie"]
@@ -448,8 +449,10 @@ def _token(number: int, place: int, token: Any) -> int:
     return int(token)
 
 
-def tensors_of_tries(tries: Sequence[Trie | None]) -> list[Tensor]:
-    """Return the tries of rows of rules as the ops on the CPU take them.
+def tensors_of_tries(
+    tries: Sequence[Trie | None], device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """Return the tries of rows of rules as the ops take them, on a device.
 
     Returns
     -------
@@ -461,6 +464,6 @@ def tensors_of_tries(tries: Sequence[Trie | None]) -> list[Tensor]:
     if not used:
         return []
     numbers = {key: number for number, key in enumerate(used)}
-    of_rows = torch.tensor([numbers.get(id(trie), -1) for trie in tries], device="cpu")
-    tensors = (trie.to("cpu").tensors for trie in used.values())
+    of_rows = uploaded([numbers.get(id(trie), -1) for trie in tries], torch.int64, device)
+    tensors = (trie.to(device).tensors for trie in used.values())
     return [of_rows, *itertools.chain.from_iterable(tensors)]

@@ -177,6 +177,7 @@ class Searches {
     p.num_end_tokens = 1;
     params.config = model.config;
     params.weights = model.weights;
+    params.token_rules.rows = params.state.slots;
     params.token_rules.repetition_penalty = repetition_penalty_.get();
     params.token_rules.no_repeat_ngram_size = ngram_.get();
     params.token_rules.diversity_penalty = diversity_.get();
@@ -357,11 +358,15 @@ TEST(a_search_is_held_to_its_trie) {
   const beam::TokenTrieArrays arrays = beam::build_token_trie(tokens.data(), offsets.data(), 400);
   const beam::TokenTrie trie{arrays.tokens.data(), arrays.child_begin.data(),
                              static_cast<int64_t>(arrays.tokens.size())};
-  const beam::TokenTrie tries[] = {trie, {}};
+  const int64_t numbers[] = {0, -1};
   for (const bool greedy : {false, true}) {
     const Model model(small_config(!greedy, true));
     Searches whole(model, greedy), parts(model, greedy), free(model, greedy);
-    whole.params.token_rules.tries = parts.params.token_rules.tries = tries;
+    for (Searches* searches : {&whole, &parts}) {
+      searches->params.token_rules.trie_numbers = numbers;
+      searches->params.token_rules.tries = &trie;
+      searches->params.token_rules.num_tries = 1;
+    }
     const int64_t steps = whole.run(100);
     free.run(100);
     int64_t done = 0;

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from lmdecode.beam.engine import device_passes, search
+from lmdecode.beam.engine import choice
+from lmdecode.beam.state import BeamParameters, BeamState
 from lmdecode.integrations.transformers import compare_with_transformers
 
 OPTIONS = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "eos_token_id": [2, 5]}
@@ -47,28 +51,37 @@ def test_model_is_left_as_it_was(make_model, prompts) -> None:
 
 
 @pytest.fixture
-def of_ops(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Let steps be made of ops, as on devices, which a test can replace."""
-    monkeypatch.setattr(search, "CpuChooser", device_passes.DeviceChooser)
-    return monkeypatch
+def replace_op(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that has steps call another one, with the op and its arguments by name."""
+    op = torch.ops.lmdecode.beam_search_step_
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def replace(step) -> None:
+        def beam_search_step_(*args):
+            return step(op, **dict(zip(names, args, strict=True)))
+
+        monkeypatch.setattr(choice, "ops", SimpleNamespace(beam_search_step_=beam_search_step_))
+
+    return replace
 
 
 def _swapped(at: int):
-    """Return a log_softmax_top_k whose first two candidates change places in one step."""
-    original, calls = device_passes.log_softmax_top_k, []
+    """Return a step whose first two candidates change places, one time."""
+    calls = []
 
-    def op(*args, **kwargs):
-        candidates = original(*args, **kwargs)
+    def step(op, *, trace, **arguments):
+        output = op(*arguments.values(), trace)
         calls.append(None)
         if len(calls) == at + 1:
-            candidates.tokens[1, :2] = candidates.tokens[1, :2].flip(0)
-        return candidates
+            tokens = trace[2]
+            tokens[1, :2] = tokens[1, :2].flip(0)
+        return output
 
-    return op
+    return step
 
 
-def test_first_difference_among_candidates(make_model, prompts, of_ops) -> None:
-    of_ops.setattr(device_passes, "log_softmax_top_k", _swapped(2))
+def test_first_difference_among_candidates(make_model, prompts, replace_op) -> None:
+    replace_op(_swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS)
     assert comparison.num_steps == 3 and str(comparison) == comparison.difference
     candidate = next(
@@ -80,36 +93,37 @@ def test_first_difference_among_candidates(make_model, prompts, of_ops) -> None:
     )
 
 
-def test_equal_scores_are_called_so(make_model, prompts, of_ops) -> None:
-    of_ops.setattr(device_passes, "log_softmax_top_k", _swapped(2))
+def test_equal_scores_are_called_so(make_model, prompts, replace_op) -> None:
+    replace_op(_swapped(2))
     comparison = compare_with_transformers(make_model("llama"), prompts, **OPTIONS, tolerance=1e3)
     assert comparison.difference.endswith(" (equal scores, within the tolerance)")
 
 
-def test_first_difference_among_hypotheses(make_model, prompts, of_ops) -> None:
-    original = device_passes.beam_step
+def test_first_difference_among_hypotheses(make_model, prompts, replace_op) -> None:
+    def longer(op, *, parameters, **arguments):
+        penalty = BeamParameters._fields.index("length_penalty")
+        parameters = [*parameters]
+        parameters[penalty] = parameters[penalty] + 1.0
+        logits, state = arguments.pop("logits"), arguments.pop("state")
+        return op(logits, state, parameters, *arguments.values())
 
-    def longer(state, parameters, *args, **kwargs):
-        parameters = parameters._replace(length_penalty=parameters.length_penalty + 1.0)
-        return original(state, parameters, *args, **kwargs)
-
-    of_ops.setattr(device_passes, "beam_step", longer)
+    replace_op(longer)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, **{**OPTIONS, "eos_token_id": list(range(2, 20))}
     )
     assert "hypothesis 0 is " in comparison.difference
 
 
-def test_difference_of_the_end(make_model, prompts, of_ops) -> None:
-    original = device_passes.beam_step
-
-    def ends(state, *args, **kwargs):
-        step = original(state, *args, **kwargs)
+def test_difference_of_the_end(make_model, prompts, replace_op) -> None:
+    def ends(op, **arguments):
+        tokens, parents, ended = op(*arguments.values())
+        state = BeamState(*arguments["state"])
         if int(state.lengths.max()) == prompts.shape[1] + 4:
             state.done.fill_(1)
-        return step
+            ended.fill_(1)
+        return tokens, parents, ended
 
-    of_ops.setattr(device_passes, "beam_step", ends)
+    replace_op(ends)
     comparison = compare_with_transformers(
         make_model("llama"), prompts, num_beams=2, max_new_tokens=6, do_sample=False,
         eos_token_id=60,

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lmdecode.beam.engine.request import BeamRequest
-from lmdecode.beam.state import Rules
+from lmdecode.beam.search_arguments import SearchOfStep
+from lmdecode.beam.state import RULES
 from lmdecode.beam.token_rules import TokenRules
 
 __all__ = ["BeamPlan", "PlannedSearch", "RunningSearch", "make_plan"]
-
-# Searches of a group are chosen in this order of their rules.
-_ORDER: dict[Rules, int] = {"generate": 0, "scorer": 1, "fairseq": 2}
 
 
 @dataclass
@@ -70,20 +68,21 @@ class PlannedSearch(NamedTuple):
 class BeamPlan(NamedTuple):
     """The searches of a step, in the order in which they are chosen.
 
-    Those of later groups come after those of earlier ones, and those of a group by their rules,
-    then by their tries.
+    Those of later groups come after those of earlier ones.
     """
 
     entries: list[PlannedSearch]
     num_next_rows: int
 
-    def passes(self) -> list[range]:
-        """Return the entries of each pass: those of one group, with one set of rules and trie."""
-        kinds = [(e.group, e.search.request.rules, id(e.search.request.trie)) for e in self.entries]
-        starts = [0]
-        for _, same in itertools.groupby(kinds):
-            starts.append(starts[-1] + len(list(same)))
-        return [range(*pair) for pair in itertools.pairwise(starts)]
+    def searches(self) -> list[SearchOfStep]:
+        """Return the searches as the step takes them, each with a row of the rules."""
+        return [
+            SearchOfStep(
+                entry.slot, number, RULES[entry.search.request.rules], entry.group, entry.size,
+                entry.first_row, entry.num_rows, entry.next_row,
+            )
+            for number, entry in enumerate(self.entries)
+        ]  # fmt: skip
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
@@ -95,8 +94,6 @@ def make_plan(running: Sequence[RunningSearch]) -> BeamPlan:
     """Lay out a step of these searches, whose rows stand in this order."""
     first_rows = starts_of([search.num_rows for search in running])
     next_rows = starts_of([search.request.num_beams for search in running])
-    tries = dict.fromkeys(id(search.request.trie) for search in running)
-    numbers = {trie: number for number, trie in enumerate(tries)}
     entries = [
         PlannedSearch(
             search,
@@ -108,9 +105,4 @@ def make_plan(running: Sequence[RunningSearch]) -> BeamPlan:
         for number, search in enumerate(running)
         for group in range(search.request.num_beam_groups)
     ]
-
-    def place(entry: PlannedSearch) -> tuple[int, int, int]:
-        request = entry.search.request
-        return entry.group, _ORDER[request.rules], numbers[id(request.trie)]
-
-    return BeamPlan(sorted(entries, key=place), next_rows[-1])
+    return BeamPlan(sorted(entries, key=lambda entry: entry.group), next_rows[-1])

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode._upload import uploaded
-from lmdecode.beam.engine.choice import Choice, Chooser, CpuChooser
+from lmdecode.beam.engine.choice import Choice, Chooser
 from lmdecode.beam.engine.coverage import Coverage
-from lmdecode.beam.engine.device_passes import DeviceChooser
 from lmdecode.beam.engine.plan import BeamPlan, RunningSearch, make_plan
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
@@ -322,10 +321,9 @@ class BeamSearch:
 
     def _new_step(self, vocab_size: int) -> _Step:
         store, plan = self._store, make_plan(self._running)
-        of_device = CpuChooser if store.device.type == "cpu" else DeviceChooser
         covers = any(search.request.coverage_penalty for search in self._running)
         return _Step(
-            plan, of_device(plan, store, vocab_size), Coverage(plan, store) if covers else None
+            plan, Chooser(plan, store, vocab_size), Coverage(plan, store) if covers else None
         )
 
     def _leave(self, plan: BeamPlan, choice: Choice) -> BeamSearchOutput:

@@ -1,7 +1,8 @@
-"""A step of ``BeamSearch`` on a device: a few ops for each group of each set of rules."""
+"""A step of ``BeamSearch`` by the ops that ``beam_search_step_`` is made of, once a pass."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,22 +18,17 @@ from lmdecode.beam.state import BeamStep
 from lmdecode.beam.token_rules import TokenRules, join_token_rules
 from lmdecode.beam.types import UNUSED_BEAM_SCORE, BeamCandidates
 
-__all__ = ["DeviceChooser"]
+__all__ = ["PassChooser"]
 
 
-class DeviceChooser:
-    """By ``log_softmax_top_k`` and ``beam_step``, once a pass: see ``BeamPlan.passes``.
+class PassChooser:
+    """As ``Chooser``, by ``log_softmax_top_k``, ``beam_step`` and torch's gathers, once a pass.
 
-    Parameters
-    ----------
-    plan, store
-        On the device of its state.
-    vocab_size
-        Of the logits.
+    A pass has the searches of one group, with one set of rules and one trie.
     """
 
     def __init__(self, plan: BeamPlan, store: BeamSlots, vocab_size: int) -> None:
-        rules, passes = rules_of_plan(plan, vocab_size), plan.passes()
+        rules, passes = rules_of_plan(plan, vocab_size), _passes(plan)
         self._passes = [
             _Pass([plan.entries[i] for i in part], [rules[i] for i in part], store,
                   first=part.start, whole=len(passes) == 1)
@@ -198,6 +194,14 @@ class _Pass:
             nodes = self._store.nodes.view(-1)
             nodes[self._next_beams] = self._trie.step(nodes.index_select(0, rows), step.tokens)
         return step
+
+
+def _passes(plan: BeamPlan) -> list[range]:
+    kinds = [(e.group, e.search.request.rules, id(e.search.request.trie)) for e in plan.entries]
+    starts = [0]
+    for _, same in itertools.groupby(kinds):
+        starts.append(starts[-1] + len(list(same)))
+    return [range(*pair) for pair in itertools.pairwise(starts)]
 
 
 def _each(values: Sequence[int], counts: Sequence[int]) -> list[int]:

@@ -1,0 +1,99 @@
+"""Arguments of ``beam_search_step_``: the searches of a step, and their rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmdecode._upload import sent
+from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.trie import Trie, tensors_of_tries
+
+__all__ = ["SearchOfStep", "rules_of_step", "searches_of_step"]
+
+
+class SearchOfStep(NamedTuple):
+    """One search of a step: a request, or a group of one.
+
+    Attributes
+    ----------
+    slot, rule_row
+        Of the state, and of the token rules.
+    rules
+        By number: ``RULES``.
+    group
+        Of its request. It goes by what the groups before it have chosen.
+    num_beams
+        Of the search.
+    first_row, num_rows
+        Of the logits: one row where its beams are alike.
+    next_row
+        The first of its next beams, right behind those of the groups before it.
+    """
+
+    slot: int
+    rule_row: int
+    rules: int
+    group: int
+    num_beams: int
+    first_row: int
+    num_rows: int
+    next_row: int
+
+
+def searches_of_step(searches: Sequence[SearchOfStep]) -> tuple[list[list[int]], list[int]]:
+    """Return ``searches`` and ``passes``: those of one group, in a row, are a pass."""
+    numbers: list[list[int]] = []
+    passes: list[int] = []
+    for group, members in itertools.groupby(searches, key=lambda search: search.group):
+        before, rows, most_earlier = len(numbers), 0, 0
+        for s in members:
+            end, earlier = s.next_row + s.num_beams, group * s.num_beams
+            numbers.append(
+                [s.slot, s.rule_row, s.rules, s.first_row, s.num_rows, rows, s.next_row, end,
+                 earlier]
+            )  # fmt: skip
+            rows += s.num_rows
+            most_earlier = max(most_earlier, earlier)
+        passes += [len(numbers) - before, rows, most_earlier]
+    return numbers, passes
+
+
+def rules_of_step(
+    rules: TokenRules, device: torch.device | str, tries: Sequence[Trie | None] = ()
+) -> list[Tensor]:
+    """Return ``rules`` on a device; a rule that is off in all rows is an empty tensor.
+
+    So what is switched on can be told by the shapes: no value on the device is looked at.
+
+    Parameters
+    ----------
+    rules : TokenRules
+        On the CPU.
+    device
+        Of the step.
+    tries : sequence of Trie or None, optional
+        On the device: of each row. None is held to none.
+
+    Raises
+    ------
+    ValueError
+        Timestamps are on, which are the decoder's in C++.
+    """
+    if bool((rules.timestamps[:, 0] >= 0).any()):
+        raise ValueError("token_rules: timestamps are on; expected -1, beam_search_step_ has none")
+    penalty, ngram, diversity = rules[:3]
+    used = rules._replace(
+        repetition_penalty=penalty if bool((penalty != 1.0).any()) else penalty[:0],
+        no_repeat_ngram_size=ngram if bool(ngram.any()) else ngram[:0],
+        diversity_penalty=diversity if bool(diversity.any()) else diversity[:0],
+        bans=rules.bans if bool((rules.bans[..., 0] >= 0).any()) else rules.bans[:, :0],
+        forced=rules.forced if bool((rules.forced[..., 0] >= 0).any()) else rules.forced[:, :0],
+    )
+    with torch.inference_mode(False):
+        moved = [sent(tensor.contiguous(), device) for tensor in used]
+        return moved + tensors_of_tries(tries, device)
