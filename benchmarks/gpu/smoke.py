@@ -11,6 +11,8 @@ import torch
 import lmdecode
 from benchmarks.gpu.machine import Machine, header, name_of, row
 from benchmarks.gpu.samples import assert_same_bits
+from lmdecode.beam.search_arguments import SearchOfStep, rules_of_step, searches_of_step
+from lmdecode.beam.token_rules import ALWAYS, one_slot, repeat_token_rules
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VOCABULARIES = (300, 20_000, 131_072, 1 << 20)
@@ -192,12 +194,75 @@ def _searched(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(state)
 
 
+class _Search(NamedTuple):
+    """Two requests of two groups, and one that a trie holds: two beams each."""
+
+    state: lmdecode.BeamState
+    parameters: lmdecode.BeamParameters
+    rules: list[torch.Tensor]
+    searches: torch.Tensor
+    passes: list[int]
+
+
+@functools.cache
+def _search(vocab: int, device: torch.device) -> _Search:
+    slots, beams = 5, 2
+    state = lmdecode.new_beam_state(slots, beams, 20, device=device)
+    state.lengths.fill_(1)
+    parameters = lmdecode.beam_parameters(
+        slots, beams, prompt_lengths=1, max_lengths=20, end_tokens=[2], device=device
+    )
+    rules = repeat_token_rules(
+        one_slot(
+            repetition_penalty=1.2, no_repeat_ngram_size=2, diversity_penalty=0.5,
+            bans=[(7, 0, ALWAYS, 1)], forced=[(3, 9)],
+        ),
+        slots,
+    )  # fmt: skip
+    items = torch.randint(vocab, (40, 8), generator=torch.Generator().manual_seed(1))
+    tries = [None, None, None, None, lmdecode.Trie(items).to(device)]
+    order = ((0, 0), (2, 0), (4, 0), (1, 1), (3, 1))
+    searches, passes = searches_of_step(
+        [
+            SearchOfStep(slot, slot, 0, group, beams, slot * beams, beams, slot * beams)
+            for slot, group in order
+        ]
+    )
+    return _Search(
+        state,
+        parameters,
+        rules_of_step(rules, device, tries),
+        torch.tensor(searches, device=device),
+        passes,
+    )
+
+
+def _stepped(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The state after some steps of the whole op, of [steps, 10, vocab] logits."""
+    search = _search(logits.shape[2], logits.device)
+    state = [tensor.clone() for tensor in search.state]
+    nodes = torch.zeros(state[3].shape, dtype=torch.int32, device=logits.device)
+    chosen: list[torch.Tensor] = []
+    for step in logits:
+        chosen += torch.ops.lmdecode.beam_search_step_(
+            step, state, list(search.parameters), search.rules, search.searches, nodes,
+            search.passes, 4, 10, None, None, False, False, [],
+        )  # fmt: skip
+    return (*state, nodes, *chosen)
+
+
 def _beams() -> Iterator[Check]:
     yield Check(
         f"beam_step, 8 steps of {_REQUESTS} x {_BEAMS} beams",
         lambda number: [_randn(number, 8, _REQUESTS * _BEAMS, 50)],
         _searched,
     )
+    for vocab in (300, 32000):
+        yield Check(
+            f"beam_search_step_, 8 steps of groups, rules and a trie, V = {vocab}",
+            lambda number, vocab=vocab: [_randn(number, 8, 10, vocab)],  # type: ignore[misc]
+            _stepped,
+        )
 
 
 def checks(vocabularies: Sequence[int]) -> Iterator[Check]:

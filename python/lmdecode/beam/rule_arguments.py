@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -34,8 +32,6 @@ class RuleArguments:
 
     Attributes
     ----------
-    ngram_sizes : list of int
-        All that are in use.
     looks_back : bool
         Whether a step needs the sequences.
     needs_lengths : bool
@@ -52,8 +48,7 @@ class RuleArguments:
         self._constant: dict[str, Any] = {}
         if bool((rules.repetition_penalty != 1.0).any()):
             self._constant["repetition_penalty"] = rules.repetition_penalty.to(device)
-        self.ngram_sizes = sorted(set(rules.no_repeat_ngram_size.tolist()) - {0})
-        if self.ngram_sizes:
+        if bool(rules.no_repeat_ngram_size.any()):
             self._constant["no_repeat_ngram_size"] = rules.no_repeat_ngram_size.to(device)
         self.looks_back = bool(self._constant)
         if rules.bias.numel():
@@ -66,37 +61,6 @@ class RuleArguments:
         if token.numel() and not self._bans_change:
             self._constant["suppressed_tokens"] = token.to(device)
         self.needs_lengths = self.looks_back or self._forces or self._bans_change
-
-    @property
-    def signature(self) -> Hashable:
-        """Switches, shapes and dtypes; equal where ``copy_`` can take the other's values."""
-        switches = (self._is_diverse, self._forces, self._bans_change, tuple(self.ngram_sizes))
-        return switches, tuple(
-            (name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors().items()
-        )
-
-    def _tensors(self) -> dict[str, Tensor]:
-        own = {
-            "bans": self._bans, "forced": self._forced, "diversity": self._diversity_penalty,
-        }  # fmt: skip
-        return {**own, **self._constant}
-
-    def to(self, device: torch.device) -> RuleArguments:
-        """Return the same with copies of all tensors on a device."""
-        other = copy.copy(self)
-        other._bans = self._bans.to(device, copy=True)
-        other._forced = self._forced.to(device, copy=True)
-        other._diversity_penalty = self._diversity_penalty.to(device, copy=True)
-        other._constant = {
-            name: tensor.to(device, copy=True) for name, tensor in self._constant.items()
-        }
-        return other
-
-    def copy_(self, other: RuleArguments) -> None:
-        """Take the values of another one with the same signature."""
-        new = other._tensors()
-        for name, tensor in self._tensors().items():
-            tensor.copy_(new[name])
 
     def of_step(
         self,

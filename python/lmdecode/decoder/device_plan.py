@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
-from lmdecode.beam.ops import beam_step, log_softmax_top_k
-from lmdecode.beam.rule_arguments import RuleArguments
-from lmdecode.beam.state import BeamParameters, BeamState, BeamStep, Rules
-from lmdecode.beam.types import MISSING_CANDIDATE_SCORE
+from lmdecode.beam.search_arguments import SearchOfStep, rules_of_step, searches_of_step
+from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
 from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.device_forward import DeviceForward
-from lmdecode.decoder.device_greedy import greedy_candidates
 
 if TYPE_CHECKING:
     from lmdecode.beam.token_rules import TokenRules
@@ -57,7 +54,7 @@ class Plan:
     state, parameters
         Of the first searches, on the CPU.
     rules
-        Of each group's slots, on the CPU.
+        As ``rules_of_step`` returns them, of all slots, on the CPU.
     key
         Equal for all searches that it can be filled with.
     """
@@ -68,36 +65,30 @@ class Plan:
         sizes: PlanSizes,
         state: BeamState,
         parameters: BeamParameters,
-        rules: list[RuleArguments],
+        rules: list[Tensor],
         key: Hashable,
     ) -> None:
         self.key = key
         device = decoder.device
         slots, beams, capacity = sizes.sequences
-        self._decoder, self._sizes, self._beams = decoder, sizes, beams
-        self._requests = requests = slots // sizes.num_groups
+        self._decoder, self._sizes, self._rows = decoder, sizes, slots * beams
         self._parameters = BeamParameters(*(t.to(device, copy=True) for t in parameters))
-        self._rules = [arguments.to(device) for arguments in rules]
-        self._no_end = self._tokens_that_do_not_end(parameters).to(device)
+        self._rules = [tensor.to(device, copy=True) for tensor in rules]
         self.state = BeamState(*(tensor.to(device, copy=True) for tensor in state))
-        self.forward = DeviceForward(decoder, slots * beams, requests, capacity, sizes.source)
-        rows = torch.arange(slots * beams, device=device).view(requests, sizes.num_groups, beams)
-        self._group_rows = [rows[:, group].flatten() for group in range(sizes.num_groups)]
-        numbers = torch.arange(slots, device=device).view(requests, sizes.num_groups)
-        self._group_slots = [numbers[:, group].contiguous() for group in range(sizes.num_groups)]
-        self._parents = rows.flatten().clone()
+        requests = slots // sizes.num_groups
+        self.forward = DeviceForward(decoder, self._rows, requests, capacity, sizes.source)
+        searches, self._passes = searches_of_step(_searches(sizes))
+        self._searches = torch.tensor(searches, dtype=torch.int64, device=device)
+        self._nodes = torch.zeros(slots, beams, dtype=torch.int32, device=device)  # of no trie
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def fill(
-        self, state: BeamState, parameters: BeamParameters, rules: list[RuleArguments]
-    ) -> None:
+    def fill(self, state: BeamState, parameters: BeamParameters, rules: list[Tensor]) -> None:
         """Begin with other searches, of the same shapes and with the same rules switched on."""
-        for kept, new in ((self.state, state), (self._parameters, parameters)):
+        for kept, new in (
+            (self.state, state), (self._parameters, parameters), (self._rules, rules)
+        ):  # fmt: skip
             for tensor, values in zip(kept, new, strict=True):
                 tensor.copy_(values)
-        for arguments, others in zip(self._rules, rules, strict=True):
-            arguments.copy_(others)
-        self._no_end.copy_(self._tokens_that_do_not_end(parameters))
         self.forward.clear()
 
     def read(self, position: int) -> None:
@@ -135,68 +126,40 @@ class Plan:
                 self._step()
         return graph
 
-    def _tokens_that_do_not_end(self, parameters: BeamParameters) -> Tensor:
-        """[requests, groups]: for candidates that there are none of."""
-        last = self._decoder.config.vocab_size - 1
-        tokens = [
-            next((t for t in range(last) if t not in row), last)
-            for row in parameters.end_tokens.tolist()
-        ]
-        return torch.tensor(tokens, dtype=torch.int64).view(self._requests, self._sizes.num_groups)
-
     def _step(self) -> None:
-        forward, num_groups = self.forward, self._sizes.num_groups
+        forward, sizes = self.forward, self._sizes
         forward.run(to_logits=True)
         forward.positions.add_(1)
-        if num_groups == 1:
-            step = self._choose(0, self.state.lengths, [])
-            forward.tokens.copy_(step.tokens)
-            parents = step.parents
-        else:
-            lengths = self.state.lengths.clone()  # the step makes them longer
-            tokens = forward.tokens.view(-1, num_groups, self._beams)
-            all_parents = self._parents.view_as(tokens)
-            chosen: list[Tensor] = []
-            for group, rows in enumerate(self._group_rows):
-                step = self._choose(group, lengths, chosen)
-                chosen.append(step.tokens.view(-1, self._beams))
-                tokens[:, group] = chosen[-1]
-                all_parents[:, group] = rows[step.parents].view(-1, self._beams)
-            parents = self._parents
+        tokens, parents, _ = ops.beam_search_step_(
+            forward.logits,
+            list(self.state),
+            list(self._parameters),
+            self._rules,
+            self._searches,
+            self._nodes,
+            self._passes,
+            1 if sizes.greedy else sizes.num_candidates,
+            self._rows,
+            None,  # token_bitmask
+            None,  # bonus
+            True,  # fills_missing
+            sizes.greedy,
+            [],  # trace
+        )
+        forward.tokens.copy_(tokens)
         ops.update_beam_indirection_(forward.table, parents, 0, forward.positions)
 
-    def _choose(self, group: int, lengths: Tensor, chosen: list[Tensor]) -> BeamStep:
-        """Choose the next tokens of a group; chosen: those of earlier ones, [requests, beams]."""
-        rows, slots, state = self._group_rows[group], self._group_slots[group], self.state
-        is_whole = self._sizes.num_groups == 1
-        logits, sequences = self.forward.logits, state.sequences.flatten(0, 1)
-        scores = state.scores.flatten()
-        if not is_whole:
-            logits, sequences, scores = logits[rows], sequences[rows], scores[rows]
-            lengths = lengths[slots]
-        rules, earlier = self._rules[group], torch.cat(chosen, dim=1) if chosen else None
-        processors = rules.of_step(lengths, sequences, earlier)
-        if self._sizes.greedy:
-            candidates = greedy_candidates(
-                logits, scores, ngram_sizes=rules.ngram_sizes, **processors
-            )
-        else:
-            candidates = log_softmax_top_k(
-                logits,
-                scores,
-                self._sizes.num_candidates,
-                num_beams=self._beams,
-                **processors,
-            )
-        best, tokens = candidates.scores, candidates.tokens
-        if self._sizes.rules == "scorer":
-            missing = best == -torch.inf
-            best = best.masked_fill(missing, MISSING_CANDIDATE_SCORE)
-            tokens = torch.where(missing, self._no_end[:, group, None], tokens)
-        return beam_step(
-            state, self._parameters, best, tokens, candidates.beams, log_probs=candidates.log_probs,
-            status=candidates.status, slots=None if is_whole else slots, dialect=self._sizes.rules,
-        )  # fmt: skip
+
+def _searches(sizes: PlanSizes) -> list[SearchOfStep]:
+    """Return the searches of all slots, group after group; a row is a beam of a slot."""
+    slots, beams, _ = sizes.sequences
+    return [
+        SearchOfStep(
+            slot, slot, RULES[sizes.rules], group, beams, slot * beams, beams, slot * beams
+        )
+        for group in range(sizes.num_groups)
+        for slot in range(group, slots, sizes.num_groups)
+    ]
 
 
 def take_plan(
@@ -210,11 +173,8 @@ def take_plan(
 
     It is one that an earlier search has given back to ``decoder.plans``, or a new one.
     """
-    slots = torch.arange(sizes.sequences[0]).view(-1, sizes.num_groups)
-    rules = [
-        RuleArguments(token_rules.of_slots(slots[:, group])) for group in range(sizes.num_groups)
-    ]
-    key = (sizes, _shapes(state), _shapes(parameters), *(one.signature for one in rules))
+    rules = rules_of_step(token_rules, "cpu")
+    key = (sizes, _shapes(state), _shapes(parameters), _shapes(rules))
     plan: Plan | None = decoder.plans.take(key)
     if plan is not None:
         plan.fill(state, parameters, rules)
@@ -223,5 +183,5 @@ def take_plan(
         return Plan(decoder, sizes, state, parameters, rules, key)
 
 
-def _shapes(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _shapes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
