@@ -1,6 +1,6 @@
 // The next tokens of rows without beams on a GPU: the largest logit of each row after the
 // processors, which here act on logits. beam/greedy_choice.h has the same on the CPU. Tokens are
-// equal; log-probabilities are those of log_softmax_top_k, and may differ in their last bits.
+// equal; log-probabilities are those of log_softmax_top_k, before the processors.
 #pragma once
 
 #include "beam/processor_rows_kernel.cuh"
@@ -27,12 +27,14 @@ class GreedyRow : private RowProcessing<T> {
     const float top = value_of_key(static_cast<uint32_t>(scan.max_key));
     if (scan.has_nan) {
       write({kBeamStatusNan, 0}, 0.0f);
-    } else if (!(top > minus_infinity())) {
-      write({kBeamStatusEmpty, 0}, 0.0f);
     } else {
-      const CandidateScore score = this->score_of(slice, top, 0.0f);
       const Choice choice = choose(slice);
-      write(choice, score.log_prob(slice.of_row(choice.token)));
+      // NaN where a token is forced on a row without a logit above -inf, as on the CPU.
+      float log_prob = float_of(0x7fc00000u);
+      if (top > minus_infinity()) {
+        log_prob = this->score_of(slice, top, 0.0f).log_prob(slice.of_row(choice.token));
+      }
+      write(choice, log_prob);
     }
     this->cluster_.sync();
   }
