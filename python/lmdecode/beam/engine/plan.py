@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.search_arguments import SearchOfStep
-from lmdecode.beam.state import RULES
+from lmdecode.beam.state import SEARCH_DIALECTS
 from lmdecode.beam.token_rules import TokenRules
 
 __all__ = ["BeamPlan", "PlannedSearch", "RunningSearch", "make_plan"]
@@ -78,7 +78,7 @@ class BeamPlan(NamedTuple):
         """Return the searches as the step takes them, each with a row of the rules."""
         return [
             SearchOfStep(
-                entry.slot, number, RULES[entry.search.request.rules], entry.group, entry.size,
+                entry.slot, number, SEARCH_DIALECTS[entry.search.request.dialect], entry.group, entry.size,
                 entry.first_row, entry.num_rows, entry.next_row,
             )
             for number, entry in enumerate(self.entries)

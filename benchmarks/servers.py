@@ -1,0 +1,200 @@
+"""Servers of OpenAI's API, side by side: tokens a second and times to the first token.
+
+    python -m benchmarks.servers model.gguf --llama-server PATH [--vllm "PYTHON FOLDER"]
+
+Each server is started once; they take turns, case by case and round by round, so that what else the
+machine does meets them all. Prompts differ from client to client: nothing is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import machine
+from lmdecode._checks import check_int
+
+CLIENTS = (1, 8, 32)
+LENGTHS = (32, 512)
+NEW_TOKENS = 48
+CONTEXT = 1024
+WORDS = Path(__file__).parents[1].joinpath("docs/guides/generate.md").read_text().split()
+
+
+@dataclass
+class Server:
+    """A server that runs: its name, its port, and the name of its model."""
+
+    name: str
+    port: int
+    model: str
+
+
+@dataclass
+class Answer:
+    """What one client saw: tokens, seconds to the first one, and in all."""
+
+    tokens: int
+    first: float
+    total: float
+
+
+async def ask(server: Server, prompt: str, seed: int) -> Answer:
+    """Stream one completion."""
+    body = json.dumps(
+        {
+            "model": server.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "seed": seed,
+            "temperature": 0.8, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    begin = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 20)
+    writer.write(head.encode() + body)
+    first, tokens = 0.0, 0
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        piece = json.loads(line[6:])
+        if piece.get("choices") and piece["choices"][0].get("text") and not first:
+            first = time.perf_counter() - begin
+        if piece.get("usage"):
+            tokens = piece["usage"]["completion_tokens"]
+    writer.close()
+    if tokens != NEW_TOKENS:
+        raise RuntimeError(f"{server.name} wrote {tokens} tokens; expected {NEW_TOKENS}")
+    return Answer(tokens, first, time.perf_counter() - begin)
+
+
+async def measure(
+    server: Server, clients: int, length: int, round_number: int
+) -> tuple[float, float]:
+    """Return tokens a second of all clients, and the median time to the first token."""
+    rng = random.Random(f"{clients} {length} {number}")
+    # About 1.6 tokens a word here; what counts is that it is the same for all.
+    prompts = [" ".join(rng.choices(WORDS, k=int(length / 2.2))) for _ in range(clients)]
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(ask(server, p, i) for i, p in enumerate(prompts)))
+    seconds = time.perf_counter() - begin
+    return sum(a.tokens for a in answers) / seconds, statistics.median(a.first for a in answers)
+
+
+@contextlib.contextmanager
+def started(
+    name: str, command: list[str], port: int, model: str, **environment: str
+) -> Iterator[Server]:
+    """Start a server, wait until it is well, and end it."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **environment}
+        )
+        begin = time.perf_counter()
+        try:
+            while True:
+                with contextlib.suppress(OSError):
+                    url = f"http://127.0.0.1:{port}/health"
+                    if urllib.request.urlopen(url, timeout=5).status == 200:
+                        break
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(f"{name} ended: {log.read().decode()[-2000:]}")
+                time.sleep(0.05)
+            print(f"{name}: ready after {time.perf_counter() - begin:.2f} s", flush=True)
+            yield Server(name, port, model)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def main() -> int:
+    """Run all cases, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path, help="a GGUF file, or another model of lmdecode serve")
+    parser.add_argument("--llama-server", help="the program; it gets the same file")
+    parser.add_argument("--llama-options", default="", help="further ones, such as --no-repack")
+    parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "FOLDER"), help="vllm, and a model")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    given = parser.parse_args()
+    check_int("servers", "--rounds", given.rounds, 1)
+    threads = str(given.threads)
+    most = max(given.clients)
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                started(
+                    "lmdecode",
+                    [sys.executable, "-m", "lmdecode", "serve", str(given.model), "--port", "8101",
+                     "--name", "m", "--threads", threads, "--max-requests", str(most),
+                     "--context", str(CONTEXT)],
+                    8101, "m", OMP_WAIT_POLICY="PASSIVE",
+                )
+            )
+        ]  # fmt: skip
+        if given.llama_server:
+            command = [
+                given.llama_server, "-m", str(given.model), "--port", "8102", "-t", threads,
+                "-np", str(most), "-c", str(most * CONTEXT), *given.llama_options.split(),
+            ]  # fmt: skip
+            servers.append(stack.enter_context(started("llama-server", command, 8102, "m")))
+        if given.vllm:
+            program, folder = given.vllm
+            cores = f"0-{given.threads - 1}"
+            command = [program, "serve", folder, "--port", "8103", "--max-model-len", str(CONTEXT),
+                       "--served-model-name", "m", "--dtype", "bfloat16"]  # fmt: skip
+            servers.append(
+                stack.enter_context(
+                    started(
+                        "vLLM",
+                        command,
+                        8103,
+                        "m",
+                        VLLM_CPU_OMP_THREADS_BIND=f"0-{given.threads - 1}",
+                    )
+                )
+            )
+        print("; ".join(f"{name}: {value}" for name, value in machine(given.threads).items()))
+        print("| clients | prompt | " + " | ".join(
+            f"{s.name}: tokens/s, first token" for s in servers) + " | ratio |")  # fmt: skip
+        print("|---|---|" + "---|" * (len(servers) + 1))
+        for server in servers:
+            asyncio.run(measure(server, 1, 32, -1))
+        for length in given.lengths:
+            for clients in given.clients:
+                found: dict[str, list[tuple[float, float]]] = {s.name: [] for s in servers}
+                for number in range(given.rounds):
+                    for server in servers:
+                        found[server.name].append(
+                            asyncio.run(measure(server, clients, length, number))
+                        )
+                rates = {n: statistics.median(r for r, _ in v) for n, v in found.items()}
+                firsts = {n: statistics.median(f for _, f in v) for n, v in found.items()}
+                cells = [f"{rates[s.name]:.0f}, {firsts[s.name]:.2f} s" for s in servers]
+                ratios = ", ".join(f"{rates['lmdecode'] / rates[s.name]:.2f}x" for s in servers[1:])
+                print(
+                    f"| {clients} | {length} | " + " | ".join(cells) + f" | {ratios} |", flush=True
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
