@@ -83,9 +83,7 @@ async def ask(server: Server, prompt: str, seed: int) -> Answer:
     return Answer(tokens, first, time.perf_counter() - begin)
 
 
-async def measure(
-    server: Server, clients: int, length: int, round_number: int
-) -> tuple[float, float]:
+async def measure(server: Server, clients: int, length: int, number: int) -> tuple[float, float]:
     """Return tokens a second of all clients, and the median time to the first token."""
     rng = random.Random(f"{clients} {length} {number}")
     # About 1.6 tokens a word here; what counts is that it is the same for all.
@@ -168,7 +166,7 @@ def main() -> int:
                         command,
                         8103,
                         "m",
-                        VLLM_CPU_OMP_THREADS_BIND=f"0-{given.threads - 1}",
+                        VLLM_CPU_OMP_THREADS_BIND=cores,
                     )
                 )
             )
