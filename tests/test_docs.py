@@ -31,6 +31,7 @@ WITH_EXAMPLES = (
     "docs/guides/prompts_on_disk.md",
     "docs/guides/serving.md",
     "docs/guides/serving_engines.md",
+    "docs/guides/transcribe.md",
     "docs/guides/translation_and_speech.md",
     "docs/guides/your_files.md",
     "docs/index.md",
@@ -55,6 +56,7 @@ WITH_EXAMPLES = (
     "examples/g2p/README.md",
     "examples/kjv_mistral/README.md",
 )
+OF_SPEECH = ("docs/guides/transcribe.md",)
 OF_FILES = ("docs/guides/your_files.md", "docs/reference/formats.md")
 PUBLIC_MODULES = (
     "lmdecode",
@@ -139,10 +141,28 @@ def folder_with_a_file(folder: Path) -> Path:
     return folder
 
 
+def folder_with_speech(folder: Path) -> Path:
+    """The folder that pages of speech take for granted: a model, and sounds of any name."""
+    pytest.importorskip("av")
+    from tests.decoder.whisper_models import whisper_pair
+    from tests.speech.models import sound, tokenizer, write_wave
+
+    whisper_pair(1)[1].save(folder / "whisper-base")
+    tokenizer().save(str(folder / "whisper-base" / "tokenizer.json"))
+    for seed, file in enumerate(("talk.mp3", "song.mp3")):
+        write_wave(folder / file, sound(2.5, seed))
+    return folder
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The blocks of a page run one after the other, in one namespace, from the project's folder."""
-    monkeypatch.chdir(folder_with_a_file(tmp_path) if page in OF_FILES else ROOT)
+    folder = ROOT
+    if page in OF_FILES:
+        folder = folder_with_a_file(tmp_path)
+    elif page in OF_SPEECH:
+        folder = folder_with_speech(tmp_path)
+    monkeypatch.chdir(folder)
     torch.manual_seed(0)
     found = blocks(ROOT / page)
     assert found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import wave
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import lmdecode
 from lmdecode.cli import transcribe
 from tests.decoder.whisper_models import whisper_pair
-from tests.speech.models import sound, tokenizer
+from tests.speech.models import sound, tokenizer, write_wave
 
 pytest.importorskip("av")
 
@@ -38,12 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("files")
     paths = [folder / "a.wav", folder / "b.wav"]
     for seed, path in enumerate(paths):
-        with wave.open(str(path), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(16000)
-            samples = (sound(2.5, seed) * 0.5 * 32767).short()
-            file.writeframes(samples.numpy().tobytes())
+        write_wave(path, sound(2.5, seed))
     return paths
 
 

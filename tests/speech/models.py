@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import wave
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import lmdecode
 from tests.decoder.whisper_models import audio, whisper_pair
 from tests.decoder.whisper_tokenizer import whisper_tokenizer
 
-__all__ = ["EASY", "sound", "tokenizer", "transcriber", "transcriber_pair"]
+__all__ = ["EASY", "sound", "tokenizer", "transcriber", "transcriber_pair", "write_wave"]
 
 # What a random model's text needs: it is improbable, and repeats itself.
 EASY: dict[str, Any] = {
@@ -45,3 +47,12 @@ def transcriber(seed: int = 0, **options: Any) -> lmdecode.Transcriber:
 def sound(seconds: float, seed: int = 0) -> Tensor:
     """Return a sound, [samples] float32."""
     return torch.from_numpy(audio(seconds, seed))
+
+
+def write_wave(path: Path, samples: Tensor) -> None:
+    """Write a sound to a WAV file, whatever its name."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes((samples * 0.5 * 32767).short().numpy().tobytes())
