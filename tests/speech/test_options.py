@@ -35,6 +35,8 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("batched", "yes", TypeError, "expected a bool or None"),
     ("word_timestamps", None, TypeError, "expected a bool"),
     ("initial_prompt", [1, -2], ValueError, "-2; expected at least 0"),
+    ("initial_prompt", [1, 60000], ValueError, "expected tokens below"),
+    ("suppress_tokens", [-1, 60000], ValueError, "expected tokens below"),
     ("initial_prompt", 3.5, TypeError, "expected token ids"),
     ("hotwords", ["a"], TypeError, "expected a str or None"),
     ("prefix", 1, TypeError, "expected a str or None"),

@@ -304,3 +304,47 @@ def test_model_arguments(tmp_path: Any) -> None:
         Transcriber(3)
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         Transcriber(tmp_path / "nothing")
+
+
+def test_an_error_is_that_of_its_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = transcriber(1)
+    expected = list(ours.transcribe(sound(5.2), language="en", **EASY)[0])
+    encode, count = ours._model.encode, 0
+
+    def fails_once(features: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 2:  # the first window of the second sound
+            raise MemoryError("too large")
+        return encode(features)
+
+    monkeypatch.setattr(ours._model, "encode", fails_once)
+    pairs = list(ours.transcribe([sound(5.2), sound(3.0, 1)], language="en", **EASY))
+    assert list(pairs[0][0]) == expected
+    with pytest.raises(MemoryError, match="too large"):
+        list(pairs[1][0])
+
+
+def test_a_sound_that_cannot_be_opened_fails_in_its_turn() -> None:
+    ours = transcriber(1)
+    pairs = ours.transcribe([sound(1.0), torch.zeros(2, 2), sound(1.0)], language="en", **EASY)
+    assert list(next(pairs)[0])
+    with pytest.raises(ValueError, match=r"audio is float32 of shape \[2, 2\]"):
+        next(pairs)
+    assert list(pairs) == []
+
+
+def test_threads_of_the_caller() -> None:
+    """Several calls at a time, and a sound that another thread closes."""
+    import concurrent.futures
+
+    ours = transcriber(1)
+    sounds = [sound(3.0, seed) for seed in range(4)]
+    expected = [list(ours.transcribe(one, **EASY)[0]) for one in sounds]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda one: list(ours.transcribe(one, **EASY)[0]), sounds)
+        assert list(found) == expected
+        pairs = list(ours.transcribe(sounds, **EASY))
+        reads = [pool.submit(list, segments) for segments, _ in pairs[1:]]
+        pool.submit(pairs[0][0].close).result()
+        assert [read.result() for read in reads] == expected[1:]

@@ -48,6 +48,8 @@ class FileTask:
         Whether no more will come.
     frames_done : int
         Frames before which all is transcribed.
+    error : Exception or None
+        What ended it, after the segments that are ready.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class FileTask:
         self.ready: deque[Segment] = deque()
         self.is_done = not self._parts
         self.frames_done = 0
+        self.error: Exception | None = None
         self._part = 0  # the one that is heard
         self._seek = self._parts[0][0] if self._parts else 0
         self._is_asked = False  # for what may be decoded now
@@ -84,7 +87,7 @@ class FileTask:
 
     def windows(self) -> list[Window]:
         """Return the windows that can be decoded now, each once."""
-        if self.is_done or self._is_asked:
+        if self.is_done or self._is_asked or self.error is not None:
             return []
         self._is_asked = True
         if self._in_order:

@@ -48,19 +48,26 @@ class _Run:
 
     def segment_of(self, task: FileTask, segments: Segments) -> Segment | None:
         """Return the next segment of a sound; None at its end."""
-        with self._lock:
-            while not task.ready:
+        while True:
+            with self._lock:  # others may close their sounds between steps
+                if task.ready:
+                    return task.ready.popleft()
+                if task.error is not None:
+                    raise task.error
                 if task.is_done or segments.is_closed:
                     return None
                 self._step()
-            return task.ready.popleft()
 
     def _step(self) -> None:
         self._decoder.submit(window for task, _ in self._tasks for window in task.windows())
         for window, decoded in self._decoder.step():
             task = window.owner
             assert isinstance(task, FileTask)
-            task.take(window, decoded)
+            if isinstance(decoded, Exception):
+                task.error = decoded  # of this sound alone
+                self._decoder.drop(task)
+            else:
+                task.take(window, decoded)
         if self._progress is not None:
             self._tell()
 
@@ -324,6 +331,13 @@ class Transcriber:
                 f'{_OP}: task is {asked.task!r}; expected "transcribe", as the model knows English '
                 "alone"
             )
+        vocab = model.decoder.config.vocab_size
+        for name, given in (
+            ("initial_prompt", asked.initial_prompt),
+            ("suppress_tokens", asked.suppress_tokens),
+        ):
+            if given is not None and not isinstance(given, str) and max(given, default=0) >= vocab:
+                raise ValueError(f"{_OP}: {name} is {list(given)}; expected tokens below {vocab}")
         if asked.word_timestamps and not model.alignment_heads:
             raise ValueError(
                 f"{_OP}: word_timestamps is True; expected False, as the model's generation config "
@@ -439,12 +453,19 @@ def _read_ahead(
     open_sound: Callable[[Any], tuple[Segments, TranscriptionInfo]], sounds: deque[Any], most: int
 ) -> Iterator[tuple[Segments, TranscriptionInfo]]:
     """Yield sounds in order, when those behind them are open, too."""
-    opened: deque[tuple[Segments, TranscriptionInfo]] = deque()
+    opened: deque[tuple[Segments, TranscriptionInfo] | Exception] = deque()
     try:
         while sounds or opened:
             while sounds and len(opened) < most:
-                opened.append(open_sound(sounds.popleft()))
-            yield opened.popleft()
+                try:
+                    opened.append(open_sound(sounds.popleft()))
+                except Exception as error:  # those before it come first
+                    opened.append(error)
+            first = opened.popleft()
+            if isinstance(first, Exception):
+                raise first
+            yield first
     finally:
-        for segments, _ in opened:
-            segments.close()
+        for pair in opened:
+            if not isinstance(pair, Exception):
+                pair[0].close()

@@ -153,11 +153,14 @@ class WindowDecoder:
             searches.release()
 
     @torch.no_grad()
-    def step(self) -> list[tuple[Window, DecodedWindow]]:
-        """Do some steps of the decoder; return the windows that have ended in them."""
-        self._admit()
+    def step(self) -> list[tuple[Window, DecodedWindow | Exception]]:
+        """Do some steps of the decoder; return the windows that have ended in them.
+
+        A window that cannot be encoded or decoded ends with its error.
+        """
+        found = self._admit()
         if not self._running:
-            return []
+            return found
         if self._options.temperature[0] > 0:
             ended = list(self._running)
         else:
@@ -166,11 +169,12 @@ class WindowDecoder:
             state = self._searches.state
             over = (state.done != 0) | (state.status != 0)
             ended = [place for place in self._running if bool(over[place])]
-        found = []
         for place in ended:
             window = self._running[place]
             try:
                 found.append((window, self._decoded(place, window)))
+            except Exception as error:
+                found.append((window, error))
             finally:
                 self._leave(place)
         if not self.has_work:
@@ -179,9 +183,10 @@ class WindowDecoder:
 
     # ---- places
 
-    def _admit(self) -> None:
-        """Give free places to the windows that have waited longest."""
-        new = []
+    def _admit(self) -> list[tuple[Window, DecodedWindow | Exception]]:
+        """Give free places to the windows that have waited longest; return those that failed."""
+        new: list[int] = []
+        failed: list[tuple[Window, DecodedWindow | Exception]] = []
         if self._searches is None:
             self._places = min(self._most, len(self._waiting))
         for place in range(self._places):
@@ -190,11 +195,15 @@ class WindowDecoder:
             if place in self._running:
                 continue
             window = self._waiting.popleft()
-            memory = window.encode()
-            self._begin(place, window, memory)
-            new.append(place)
+            try:
+                self._begin(place, window, window.encode())
+            except Exception as error:
+                failed.append((window, error))
+            else:
+                new.append(place)
         if new:
             self._read_no_speech(new)
+        return failed
 
     def _begin(self, place: int, window: Window, memory: Tensor) -> None:
         searches = self._searches
