@@ -36,6 +36,18 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("chatml"), "chatml_default_system")
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows no token which ends an answer."""
+    folder = saved_model(tmp_path_factory.mktemp("endless"), "chatml_default_system")
+    for name, entry in (("tokenizer_config", "eos_token"), ("generation_config", "eos_token_id")):
+        path = folder / f"{name}.json"
+        settings = json.loads(path.read_text())
+        del settings[entry]
+        path.write_text(json.dumps(settings))
+    return folder
+
+
 def rendered(template: Path, messages: list[Any]) -> list[int]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(KJV)
     tokenizer.chat_template = template.read_text()
@@ -77,10 +89,13 @@ def test_a_talk_without_a_template(
 
 
 def test_what_is_said_in_thoughts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    endless: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """This template opens them, and the model never closes them: there is no answer to keep."""
-    options = [model, "--chat-template", TEMPLATES["wide_bars"], "--store", tmp_path]
+    options = [endless, "--chat-template", TEMPLATES["wide_bars"], "--store", tmp_path]
     chat(monkeypatch, LINES[:1], *options, "--max-tokens", 4)
     _, answer = talk_of(tmp_path)
     assert answer["content"] == "" and answer["reasoning_content"]
@@ -130,10 +145,10 @@ def test_seeds_and_answers_again(
 
 
 def test_a_talk_that_the_model_has_no_room_for(
-    chatml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    endless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    options = [chatml, "--store", tmp_path, "--context", 64, "--max-tokens", 900]
+    options = [endless, "--store", tmp_path, "--context", 64, "--max-tokens", 900]
     chat(monkeypatch, [LINES[0], LINES[1]], *options, status=1)
     error = capsys.readouterr().err
     assert "expected at most 63: /clear or /undo makes room" in error
@@ -248,10 +263,10 @@ def opened(terminals: list[Terminal], *arguments: object) -> Terminal:
 
 @pytest.mark.slow
 def test_interrupts_end_answers_and_not_the_talk(
-    chatml: Path, tmp_path: Path, terminals: list[Terminal]
+    endless: Path, tmp_path: Path, terminals: list[Terminal]
 ) -> None:
     options = ["--store", tmp_path, "--max-tokens", 4000, "--temperature", 1.0]
-    terminal = opened(terminals, chatml, *options)
+    terminal = opened(terminals, endless, *options)
     terminal.until("ends the talk")
     terminal.until("> ")
     terminal.write("In the beginning\n")
@@ -278,21 +293,21 @@ def test_interrupts_end_answers_and_not_the_talk(
 
 @pytest.mark.slow
 def test_a_second_chat_while_the_first_runs(
-    chatml: Path, tmp_path: Path, terminals: list[Terminal]
+    endless: Path, tmp_path: Path, terminals: list[Terminal]
 ) -> None:
     options = ["--store", tmp_path, "--max-tokens", 4]
-    first = opened(terminals, chatml, *options)
+    first = opened(terminals, endless, *options)
     first.until("> ")
     first.write("In the beginning\n")
     first.until("cut at 4 tokens")
     first.until("> ")
     # The same talk: it is read, and not kept. Another one is kept.
-    done = run_python("-m", "lmdecode", "chat", chatml, *options, input="And\n")
+    done = run_python("-m", "lmdecode", "chat", endless, *options, input="And\n")
     assert done.returncode == 0, done.stderr
     assert "The talk 'chat' goes on elsewhere: this one is not kept." in done.stdout
     assert "It goes on behind" in done.stdout and len(talk_of(tmp_path)) == 2
     done = run_python(
-        "-m", "lmdecode", "chat", chatml, *options, "--session", "other", input="And\n"
+        "-m", "lmdecode", "chat", endless, *options, "--session", "other", input="And\n"
     )
     assert done.returncode == 0, done.stderr
     assert "elsewhere" not in done.stdout and not done.stderr
@@ -303,7 +318,7 @@ def test_a_second_chat_while_the_first_runs(
     assert len(talk_of(tmp_path)) == 4
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait()
-    done = run_python("-m", "lmdecode", "chat", chatml, *options, input="And\n")
+    done = run_python("-m", "lmdecode", "chat", endless, *options, input="And\n")
     assert done.returncode == 0, done.stderr
     assert "goes on behind" in done.stdout and len(talk_of(tmp_path)) == 6
 
