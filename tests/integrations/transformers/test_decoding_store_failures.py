@@ -28,7 +28,7 @@ from stored_decoding import (
 )
 from tiny_models import build_model
 
-from lmdecode import Decoding
+from lmdecode import Decoding, causal_fingerprint
 from lmdecode.integrations.transformers.decoding import causal_store
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, StoreError
 from tests.support.causal_models import PAD, model_of, random_config, random_model
@@ -83,7 +83,7 @@ def test_another_model_never_hits(name: str, tmp_path: Path) -> None:
 def test_another_capability_never_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = decoding_of(LLAMA)
     with store_of(decoding, tmp_path) as store:
-        monkeypatch.setattr(causal_store, "cpu_capability", lambda: "another")
+        monkeypatch.setattr(causal_fingerprint, "cpu_capability", lambda: "another")
         with pytest.raises(FingerprintMismatchError):
             answer(decoding, PROMPT, store=store)
 
