@@ -15,6 +15,45 @@ from lmdecode import reference
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Paged:
+    """Pools, and a table of blocks in no order in which no entry is valid that need not be."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        block_size: int = 64,
+        size: int = 32,
+        value_size: int | None = None,
+        kv_heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        counts = [-(-length // block_size) for length in lengths]
+        blocks = sum(counts) + 3
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).int()
+        self.table = torch.full((len(lengths), max([*counts, 1]) + 1), -1, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            self.table[row, :count], order = order[:count], order[count:]
+        self.lengths = torch.tensor(lengths)
+        self.k = normal(blocks, kv_heads, block_size, size, seed=1, dtype=dtype)
+        self.v = normal(blocks, kv_heads, block_size, value_size or size, seed=2, dtype=dtype)
+        self.k[order.long()] = self.v[order.long()] = torch.nan
+        self.block_size = block_size
+
+    def gathered(self) -> list[torch.Tensor]:
+        return [
+            pool[self.table.clamp(min=0).long()].transpose(1, 2).flatten(2, 3)
+            for pool in (self.k, self.v)
+        ]
+
+    def options(self) -> dict[str, Any]:
+        return {"block_table": self.table, "kv_lengths": self.lengths}
+
+
 @dataclass
 class AttentionCase:
     """q, k and v, and the options of a call."""

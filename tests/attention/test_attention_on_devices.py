@@ -1,14 +1,13 @@
 """What holds on every device: which keys are seen, and what a result does not depend on."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import DTYPES
 
 import lmdecode
 from lmdecode import sliding_window_attention, sliding_window_decode
+from tests.attention.attention_cases import DTYPES
 
 OPS = {"attention": sliding_window_attention, "decode": sliding_window_decode}
 
@@ -48,13 +47,25 @@ def test_the_keys_that_are_seen(op: str, dtype: torch.dtype, device: torch.devic
         v = torch.eye(keys, dtype=dtype, device=device)[None, None]
         return [row.nonzero().flatten().tolist() for row in OPS[op](q, k, v, **options)[0, 0]]
 
+    # A window counts the query itself.
     assert look(5, 5, window=3) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert look(3, 3, window=1) == [[0], [1], [2]]
+    assert look(3, 3) == [[0], [0, 1], [0, 1, 2]]
     assert look(4, 4, window=2, window_right=1) == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
+    assert look(3, 3, window=1, window_right=None) == [[0, 1, 2], [1, 2], [2]]
+    assert look(2, 3, window_right=None) == [[0, 1, 2], [0, 1, 2]]
+    # The last query stands beside the last key.
+    assert look(2, 5, window=3) == [[1, 2, 3], [2, 3, 4]]
     assert look(5, 2) == [[], [], [], [0], [0, 1]]
     lengths = torch.tensor([3], device=device)
+    assert look(2, 5, kv_lengths=lengths) == [[0, 1], [0, 1, 2]]
     assert look(2, 5, window=2, kv_lengths=lengths) == [[0, 1], [1, 2]]
+    assert look(2, 5, kv_lengths=0 * lengths) == [[], []]
+    # Positions are those of keys.
     positions = torch.tensor([4, 0, 7, -1], device=device)
     assert look(4, 6, window=2, q_positions=positions) == [[3, 4], [0], [], []]
+    assert look(4, 6, window=3, q_positions=positions[None]) == [[2, 3, 4], [0], [5], []]
+    assert look(1, 3, window=1, window_right=1, q_positions=positions[3:]) == [[0]]
     padding = torch.tensor([[False, True, True, False, True]], device=device)
     assert look(5, 5, window=2, key_padding_mask=padding) == [[], [1], [1, 2], [2], [4]]
 
@@ -70,26 +81,6 @@ def test_each_sequence_as_if_alone(op: str, dtype: torch.dtype, device: torch.de
             alone = OPS[op](*(x[row : row + 1] for x in (q, k, v)), **options)
             same((x[0] for x in alone), (x[row] for x in whole))
         same(OPS[op](q, k, v, **options), whole)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunks_and_ragged_sequences(dtype: torch.dtype, device: torch.device) -> None:
-    q, k, v = qkv(300, 300, dtype, device, batch=1)
-    options: dict[str, Any] = {"window": 90, "return_lse": True}
-    whole, whole_lse = sliding_window_attention(q, k, v, **options)
-    for begin, end in pairwise((0, 1, 100, 290, 300)):
-        part, lse = sliding_window_attention(
-            q[:, :, begin:end], k[:, :, :end], v[:, :, :end], **options
-        )
-        assert torch.equal(part, whole[:, :, begin:end])
-        assert torch.equal(lse, whole_lse[:, :, begin:end])
-    ends = torch.tensor([0, 50, 50, 181, 300], device=device)
-    ragged = [x[0].transpose(0, 1) for x in (q, k, v)]
-    out, lse = sliding_window_attention(*ragged, cu_seqlens_q=ends, **options)
-    for a, b in pairwise(ends.tolist()):
-        dense, dense_lse = sliding_window_attention(*(x[:, :, a:b] for x in (q, k, v)), **options)
-        assert torch.equal(out[a:b], dense[0].transpose(0, 1))
-        assert torch.equal(lse[:, a:b], dense_lse[0])
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -5,53 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import DTYPES, AttentionCase, assert_accurate
 
 import lmdecode
 from lmdecode import reference, sliding_window_attention, sliding_window_decode
-from tests.support.op_contract import on_threads
+from tests.attention.attention_cases import DTYPES, AttentionCase, Paged, assert_accurate, normal
 
 OPS = {"attention": sliding_window_attention, "decode": sliding_window_decode}
 NAN = float("nan")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-class Paged:
-    """Pools, and a table of blocks in no order in which no entry is valid that need not be."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        block_size: int = 64,
-        size: int = 32,
-        value_size: int | None = None,
-        kv_heads: int = 2,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        counts = [-(-length // block_size) for length in lengths]
-        blocks = sum(counts) + 3
-        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).int()
-        self.table = torch.full((len(lengths), max([*counts, 1]) + 1), -1, dtype=torch.int32)
-        for row, count in enumerate(counts):
-            self.table[row, :count], order = order[:count], order[count:]
-        self.lengths = torch.tensor(lengths)
-        self.k = normal(blocks, kv_heads, block_size, size, seed=1, dtype=dtype)
-        self.v = normal(blocks, kv_heads, block_size, value_size or size, seed=2, dtype=dtype)
-        self.k[order.long()] = self.v[order.long()] = NAN
-        self.block_size = block_size
-
-    def gathered(self) -> list[torch.Tensor]:
-        return [
-            pool[self.table.clamp(min=0).long()].transpose(1, 2).flatten(2, 3)
-            for pool in (self.k, self.v)
-        ]
-
-    def options(self) -> dict[str, Any]:
-        return {"block_table": self.table, "kv_lengths": self.lengths}
 
 
 def beams(rows: int, keys: int, seed: int = 5) -> torch.Tensor:
@@ -234,21 +194,6 @@ def test_ragged_queries_of_a_paged_cache(dtype: torch.dtype) -> None:
         )  # fmt: skip
         assert torch.equal(got[begin:end].transpose(0, 1), out[0])
         assert torch.equal(got_lse[:, begin:end], lse[0])
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_threads_and_batch(op: str) -> None:
-    paged = Paged([1500, 3, 700, 1100])
-    q = normal(4, 4, 3, 32, seed=3)
-    options: dict[str, Any] = {"window": 900, "return_lse": True}
-    tables = paged.options()
-    want = on_threads(lambda: OPS[op](q, paged.k, paged.v, **tables, **options), (1, 2, 5))
-    for row in range(4):
-        table, lengths = paged.table[row : row + 1], paged.lengths[row : row + 1]
-        one = OPS[op](
-            q[row : row + 1], paged.k, paged.v, block_table=table, kv_lengths=lengths, **options
-        )
-        same(one, tuple(x[row : row + 1] for x in want))
 
 
 def test_a_ring_of_blocks() -> None:

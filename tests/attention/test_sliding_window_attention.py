@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import DTYPES, AttentionCase, assert_accurate, random_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode import sliding_window_attention as attend
-from tests.support.op_contract import assert_same_bits, on_threads
+from tests.attention.attention_cases import (
+    DTYPES,
+    AttentionCase,
+    assert_accurate,
+    normal,
+    random_cases,
+)
+from tests.support.op_contract import assert_same_bits
 from tests.support.processes import run_python
 
 INF = float("inf")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def qkv(
@@ -87,41 +89,6 @@ def test_large_scores(dtype: torch.dtype, device: torch.device) -> None:
 def seen_keys(out: torch.Tensor) -> list[list[int]]:
     """Keys that each query of head 0 saw, where v is the identity and q is 0."""
     return [row.nonzero().flatten().tolist() for row in out[0, 0]]
-
-
-def look(queries: int, keys: int, **options: Any) -> list[list[int]]:
-    q, k = torch.zeros(1, 1, queries, 16), torch.zeros(1, 1, keys, 16)
-    return seen_keys(attend(q, k, torch.eye(keys)[None, None], **options))
-
-
-def test_a_window_counts_the_query_itself() -> None:
-    assert look(5, 5, window=3) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert look(3, 3, window=1) == [[0], [1], [2]]
-    assert look(3, 3) == [[0], [0, 1], [0, 1, 2]]
-    assert look(4, 4, window=2, window_right=1) == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
-    assert look(3, 3, window=1, window_right=None) == [[0, 1, 2], [1, 2], [2]]
-    assert look(2, 3, window_right=None) == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_the_last_query_stands_beside_the_last_key() -> None:
-    assert look(2, 5, window=3) == [[1, 2, 3], [2, 3, 4]]
-    assert look(5, 2) == [[], [], [], [0], [0, 1]]
-    lengths = torch.tensor([3])
-    assert look(2, 5, kv_lengths=lengths) == [[0, 1], [0, 1, 2]]
-    assert look(2, 5, window=2, kv_lengths=lengths) == [[0, 1], [1, 2]]
-    assert look(2, 5, kv_lengths=torch.tensor([0])) == [[], []]
-
-
-def test_positions_are_those_of_keys() -> None:
-    positions = torch.tensor([4, 0, 7, -1])
-    assert look(4, 6, window=2, q_positions=positions) == [[3, 4], [0], [], []]
-    assert look(4, 6, window=3, q_positions=positions[None]) == [[2, 3, 4], [0], [5], []]
-    assert look(1, 3, window=1, window_right=1, q_positions=torch.tensor([-1])) == [[0]]
-
-
-def test_padding_hides_beside_the_window() -> None:
-    padding = torch.tensor([[False, True, True, False, True]])
-    assert look(5, 5, window=2, key_padding_mask=padding) == [[], [1], [1, 2], [2], [4]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -208,9 +175,11 @@ def test_keys_out_of_the_window_are_not_read() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 70, 256, None])
-def test_chunks_give_the_bits_of_the_whole(dtype: torch.dtype, window: int | None) -> None:
+def test_chunks_give_the_bits_of_the_whole(
+    dtype: torch.dtype, window: int | None, device: torch.device
+) -> None:
     """A prompt in chunks that attend to the cache so far."""
-    q, k, v = qkv(600, 600, dtype=dtype, size=48, value_size=80)
+    q, k, v = (x.to(device) for x in qkv(600, 600, dtype=dtype, size=48, value_size=80))
     whole, whole_lse = attend(q, k, v, window=window, return_lse=True)
     for sizes in ([1, 599], [100, 250, 250], [64] * 9 + [24], [7, 300, 1, 1, 291]):
         end = 0
@@ -224,24 +193,23 @@ def test_chunks_give_the_bits_of_the_whole(dtype: torch.dtype, window: int | Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_and_batch(dtype: torch.dtype) -> None:
+def test_heads_alone(dtype: torch.dtype) -> None:
     q, k, v = qkv(333, 400, batch=3, heads=6, dtype=dtype)
-    options: dict[str, Any] = {"window": 90, "sinks": normal(6), "return_lse": True}
-    expected = on_threads(lambda: attend(q, k, v, **options), (1, 2, 3, 8))
-    for row in range(3):
-        alone = attend(*(x[row : row + 1] for x in (q, k, v)), **options)
-        assert_same_bits(alone, [x[row : row + 1] for x in expected])
-    pair = [0, 1, 2]  # the heads of the first KV head
-    some = attend(q[:, pair], k[:, :1], v[:, :1], **{**options, "sinks": options["sinks"][pair]})
-    assert_same_bits(some, [x[:, pair] for x in expected])
+    options: dict[str, Any] = {"window": 90, "return_lse": True}
+    sinks, first = normal(6), [0, 1, 2]  # the heads of the first KV head
+    whole = attend(q, k, v, sinks=sinks, **options)
+    some = attend(q[:, first], k[:, :1], v[:, :1], sinks=sinks[first], **options)
+    assert_same_bits(some, [x[:, first] for x in whole])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ragged_sequences_give_the_bits_of_dense_ones(dtype: torch.dtype) -> None:
+def test_ragged_sequences_give_the_bits_of_dense_ones(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     lengths, kv_lengths = [50, 0, 1, 130], [70, 3, 300, 130]
-    ends = [torch.tensor([0, *x]).cumsum(0) for x in (lengths, kv_lengths)]
-    q = normal(181, 4, 32, seed=1, dtype=dtype)
-    k, v = (normal(503, 2, 32, seed=s, dtype=dtype) for s in (2, 3))
+    ends = [torch.tensor([0, *x], device=device).cumsum(0) for x in (lengths, kv_lengths)]
+    q = normal(181, 4, 32, seed=1, dtype=dtype).to(device)
+    k, v = (normal(503, 2, 32, seed=s, dtype=dtype).to(device) for s in (2, 3))
     out, lse = attend(
         q, k, v, window=40, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], return_lse=True
     )
@@ -269,17 +237,8 @@ def test_a_window_of_everything_is_none() -> None:
     assert torch.equal(attend(q, k, v, window_right=2**62), attend(q, k, v, window_right=None))
 
 
-def test_strides_do_not_matter() -> None:
-    q, k, v = qkv(60, 80)
-    want = attend(q, k, v, window=30)
-    for change in (
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: x.mT.contiguous().mT,
-        lambda x: torch.stack((x, -x), dim=-1)[..., 0],
-        lambda x: torch.cat((x, -x), dim=2)[:, :, : x.shape[2]],
-    ):
-        got = attend(change(q), change(k), change(v), window=30)
-        assert torch.equal(got, want) and got.is_contiguous()
+def test_heads_in_the_same_memory() -> None:
+    q, k, _ = qkv(60, 80)
     shared = k[:, :1].expand(-1, 2, -1, -1)
     assert torch.equal(attend(q, shared, shared), attend(q, shared.contiguous(), shared.clone()))
 
@@ -385,11 +344,11 @@ for dtype in tests.DTYPES:
     tests.test_long_sequences(dtype, 100, cpu)
     tests.test_head_sizes(dtype, 112, cpu)
     tests.test_large_scores(dtype, cpu)
-    tests.test_chunks_give_the_bits_of_the_whole(dtype, 70)
-    tests.test_threads_and_batch(dtype)
+    tests.test_chunks_give_the_bits_of_the_whole(dtype, 70, cpu)
+    tests.test_heads_alone(dtype)
     tests.test_nan_goes_where_it_is_seen(dtype)
 tests.test_rows_without_keys_are_zero()
-tests.test_strides_do_not_matter()
+tests.test_heads_in_the_same_memory()
 """
 
 

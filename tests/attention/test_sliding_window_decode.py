@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import DTYPES, AttentionCase, assert_accurate, random_cases
 
 from lmdecode import sliding_window_attention as attend
 from lmdecode import sliding_window_decode as decode
-from tests.support.op_contract import assert_same_bits, on_threads
+from tests.attention.attention_cases import (
+    DTYPES,
+    AttentionCase,
+    assert_accurate,
+    normal,
+    random_cases,
+)
+from tests.support.op_contract import assert_same_bits
 
 INF = float("inf")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def cache(
@@ -181,17 +183,14 @@ def test_strides_are_not_in_the_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_batch_and_heads(dtype: torch.dtype) -> None:
+def test_one_query_at_a_time(dtype: torch.dtype) -> None:
     q, k, v = cache(1500, batch=3, queries=2, dtype=dtype)
     options: dict[str, Any] = {"window": 1300, "sinks": normal(4), "return_lse": True}
-    expected = on_threads(lambda: decode(q, k, v, **options), (1, 2, 3, 8))
-    for row in range(3):
-        alone = decode(*(x[row : row + 1] for x in (q, k, v)), **options)
-        assert_same_bits(alone, [x[row : row + 1] for x in expected])
-    for token in range(2):  # one query at a time
+    whole = decode(q, k, v, **options)
+    for token in range(2):
         options["q_positions"] = torch.tensor([1498 + token])
         one = decode(q[:, :, token : token + 1], k, v, **options)
-        assert_same_bits(one, [x[:, :, token : token + 1] for x in expected])
+        assert_same_bits(one, [x[:, :, token : token + 1] for x in whole])
 
 
 def test_a_longer_cache_gives_the_same_bits() -> None:
@@ -220,7 +219,7 @@ for dtype in tests.DTYPES:
     tests.test_sizes_and_layouts(dtype, cpu)
     tests.test_several_queries(dtype, cpu)
     tests.test_lengths_and_padding(dtype, cpu)
-    tests.test_threads_batch_and_heads(dtype)
+    tests.test_one_query_at_a_time(dtype)
 tests.test_nothing_to_see()
 tests.test_nan()
 tests.test_what_lies_behind_the_length_is_not_looked_at()

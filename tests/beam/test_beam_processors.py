@@ -13,8 +13,6 @@ from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from lmdecode.reference.beam import log_softmax_row
 from tests.support.cases import BeamCase, assert_same_bits
-from tests.support.digests import digest_of
-from tests.support.op_contract import on_threads
 from tests.support.random_cases import beam_cases
 from tests.support.random_tensors import randint, randn
 
@@ -363,13 +361,6 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
 # --- Invariance -----------------------------------------------------------------------------------
 
 
-def test_thread_count() -> None:
-    chosen = [*beam_cases(14, 60, processors=True, vocab_sizes=(200, 4099))]
-    options = {"sequences": randint(9000, 64, 40), "repetition_penalty": 1.3}
-    chosen.append(BeamCase("wide", randn(64, 9000) * 3, randn(64, seed=1), 8, 4, options))
-    on_threads(lambda: [case.call(log_softmax_top_k) for case in chosen])
-
-
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:
     widths, vocab = [3, 1, 4, 2], 3000
     rows = [torch.arange(10).split(widths)[r] for r in range(4)]
@@ -400,25 +391,3 @@ def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:
         whole = call([0, 1, 2, 3])
         for order in ([0], [1], [2], [3], [3, 1, 0, 2], [2, 2, 0]):
             assert_same_bits(call(order), BeamCandidates(*(field[order] for field in whole)))
-
-
-def digest() -> str:
-    """Digest every output bit of many calls on the CPU."""
-    cases = (
-        *beam_cases(15, 500, processors=True),
-        *beam_cases(16, 120, vocab_sizes=(1000, 4099, 32000), processors=True),
-    )
-    return digest_of(case.call(log_softmax_top_k) for case in cases)
-
-
-@pytest.fixture(scope="module")
-def expected_digest() -> str:
-    return digest()
-
-
-@pytest.mark.slow
-def test_cpu_capability(
-    run_at_capability: Callable[[str], list[str]], expected_digest: str
-) -> None:
-    code = "from test_beam_processors import digest; print(digest())"
-    assert run_at_capability(code) == [expected_digest]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from lmdecode import BeamRequest, BeamSearch, Trie
 from lmdecode.beam.engine import search as beam_search
@@ -122,11 +121,6 @@ def step_arguments(**changes: Any) -> list[Any]:
     }
     assert not set(changes) - set(arguments)
     return list({**arguments, **changes}.values())
-
-
-def test_opcheck() -> None:
-    opcheck(torch.ops.lmdecode.beam_search_step_.default, tuple(step_arguments()))
-    opcheck(torch.ops.lmdecode.beam_search_step_.default, tuple(step_arguments(trace=[])))
 
 
 def _with(place: tuple[int, int], value: int) -> torch.Tensor:

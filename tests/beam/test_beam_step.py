@@ -13,7 +13,6 @@ from lmdecode.beam.state import DECISIONS
 from lmdecode.beam.types import STATUS_CONTINUATIONS
 from lmdecode.reference import beam_step as reference
 from tests.support.cases import assert_same_bits
-from tests.support.op_contract import on_threads
 
 INF, NAN = float("inf"), float("nan")
 
@@ -266,28 +265,6 @@ def test_a_request_alone_gives_the_same(first: int) -> None:
             return step
 
         random_search(seed, check, kept=seed % 4 != 0)
-
-
-def test_threads_make_no_difference() -> None:
-    """Requests enough that they are spread over threads."""
-    requests, beams, capacity = 512, 4, 400
-    generator = torch.Generator().manual_seed(0)
-    state = new_beam_state(requests, beams, capacity, keep_log_probs=True, keep_beam_indices=True)
-    state.sequences.random_(0, 1000, generator=generator)
-    state.lengths.random_(0, capacity, generator=generator)
-    parameters = beam_parameters(requests, beams, end_tokens=[0, 1, 2])
-    scores = torch.rand(requests, 16, generator=generator).neg().sort(descending=True).values
-    tokens = torch.randint(0, 6, (requests, 16), generator=generator)
-    rows = torch.randint(0, beams, (requests, 16), generator=generator)
-    want_state = clone(state)
-    want = reference(want_state, parameters, scores, tokens, rows)
-
-    def step() -> None:
-        got_state = clone(state)
-        assert_same_bits(beam_step(got_state, parameters, scores, tokens, rows), want)
-        assert_same_bits(got_state, want_state)
-
-    on_threads(step, (1, 2, 3))
 
 
 # --- Bad input ------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """``log_softmax_top_k``: equal to the reference bit by bit, close to torch, and to itself."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import lmdecode
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from tests.support.cases import BeamCase, assert_same_bits
-from tests.support.digests import digest_of
 from tests.support.op_contract import (
     WrongCall,
     assert_refused,
     by_argument,
-    on_threads,
     wrong_calls,
 )
 from tests.support.random_cases import beam_cases
@@ -222,15 +219,6 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
 # --- Invariance -----------------------------------------------------------------------------------
 
 
-def test_thread_count() -> None:
-    chosen = [
-        *beam_cases(7, 60, vocab_sizes=ALL_VOCABS),
-        BeamCase("wide", randn(64, 9000) * 3, randn(64, seed=1), 8, 4),
-        BeamCase("many", randn(6000, 20) * 3, randn(6000, seed=1), 8, 2),
-    ]
-    on_threads(lambda: [case.call(log_softmax_top_k) for case in chosen])
-
-
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:
     widths = [3, 1, 4, 2]
     x, scores = (randn(10, 700) * 3).to(device), randn(10, seed=1).to(device)
@@ -253,28 +241,6 @@ def test_more_candidates_begin_with_fewer() -> None:
         few = log_softmax_top_k(x, scores, count, num_beams=4)
         for name in ("scores", "tokens", "beams", "log_probs"):
             assert torch.equal(getattr(few, name), getattr(many, name)[:, :count])
-
-
-def digest() -> str:
-    """Digest every output bit of many calls on the CPU."""
-    cases = (
-        *beam_cases(8, 600),
-        *beam_cases(9, 30, vocab_sizes=(1000, 4099, 32000)),
-    )
-    return digest_of(case.call(log_softmax_top_k) for case in cases)
-
-
-@pytest.fixture(scope="module")
-def expected_digest() -> str:
-    return digest()
-
-
-@pytest.mark.slow
-def test_cpu_capability(
-    run_at_capability: Callable[[str], list[str]], expected_digest: str
-) -> None:
-    code = "from test_log_softmax_top_k import digest; print(digest())"
-    assert run_at_capability(code) == [expected_digest]
 
 
 # --- Wrong calls ----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import lmdecode.reference
 from lmdecode import Trie
@@ -277,19 +276,6 @@ def test_fakes_and_mixed_devices() -> None:
 
 
 # --- The ops --------------------------------------------------------------------------------------
-
-
-def test_opcheck() -> None:
-    tokens, offsets = flat(ITEMS)
-    opcheck(torch.ops.lmdecode.trie_build.default, (tokens, offsets))
-    parts = torch.ops.lmdecode.trie_build(tokens, offsets)
-    nodes = torch.tensor([0, 1, -1, 3], dtype=torch.int32)
-    opcheck(torch.ops.lmdecode.trie_step.default, (*parts[:2], nodes, torch.tensor([5, 7, 7, 2])))
-    x = torch.randn(4, 40)
-    processors = (None, None, 1.0, None, 0, None, None, 0, None, None, None, None, 0.0, None, None,
-                  None)  # fmt: skip
-    op = torch.ops.lmdecode.log_softmax_top_k.trie
-    opcheck(op, (x, torch.zeros(4), 5, 2, None, *processors, *parts[:2], nodes))
 
 
 def test_bad_tensors_of_the_ops() -> None:

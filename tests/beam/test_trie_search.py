@@ -1,7 +1,6 @@
 """Beams held to a ``Trie``: ``log_softmax_top_k`` against the reference, and ``BeamSearch``."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,32 +9,11 @@ import torch
 import lmdecode
 from lmdecode import BeamRequest, BeamSearch, Trie, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
+from tests.beam.held_to_tries import held_to_tries
 from tests.support.beam_searches import TableModel, assert_same_result, random_request, run_requests
-from tests.support.cases import BeamCase, assert_same_bits
-from tests.support.digests import digest_of
-from tests.support.op_contract import on_threads
-from tests.support.random_cases import beam_cases
+from tests.support.cases import assert_same_bits
 
 INF = float("inf")
-
-
-def held_to_tries(seed: int, count: int, vocabs: tuple[int, ...]) -> list[BeamCase]:
-    """Return random calls with processors, each row at a random node of a trie."""
-    choice, cases = random.Random(seed), []
-    for case in beam_cases(seed, count, vocab_sizes=vocabs, processors=True):
-        rows, vocab = case.logits.shape
-        items = [
-            [choice.randrange(vocab) for _ in range(choice.randint(1, 4))]
-            for _ in range(choice.choice((1, 5, 60, 900)))
-        ]
-        trie = Trie(items)
-        most = trie.num_nodes if choice.random() < 0.5 else min(9, trie.num_nodes)
-        nodes = [choice.choice((0, choice.randrange(most), -1)) for _ in range(rows)]
-        nodes_of = torch.tensor(nodes, dtype=torch.int32)
-        scores = torch.where(torch.rand(rows) < 0.1, -1e9, case.beam_scores)
-        more = {"trie": trie, "nodes": nodes_of}
-        cases.append(replace(case, beam_scores=scores, processors={**case.processors, **more}))
-    return cases
 
 
 @pytest.mark.parametrize(
@@ -103,22 +81,6 @@ def test_bad_arguments() -> None:
         log_softmax_top_k(x, scores, 1, num_beams=1, trie=trie.to("meta"), nodes=nodes)
     with pytest.raises(ValueError, match="trie has the token 7; expected tokens below 7"):
         log_softmax_top_k(x[:, :7], scores, 1, num_beams=1, trie=trie, nodes=nodes)
-
-
-def test_thread_count() -> None:
-    cases = held_to_tries(4, 40, (500, 4099))
-    on_threads(lambda: [case.call(log_softmax_top_k) for case in cases], (1, 3))
-
-
-def digest() -> str:
-    torch.manual_seed(0)
-    return digest_of(case.call(log_softmax_top_k) for case in held_to_tries(6, 80, (33, 1000)))
-
-
-@pytest.mark.slow
-def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
-    code = "from test_trie_search import digest; print(digest())"
-    assert run_at_capability(code) == [digest()]
 
 
 # --- BeamSearch -----------------------------------------------------------------------------------

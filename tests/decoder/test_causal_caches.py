@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
 from tests.decoder.causal_steps import (
@@ -95,15 +94,6 @@ def test_beside_other_sequences_and_shared_later() -> None:
     assert all(map(torch.equal, sum(caches.read(1), ()), sum(alone, ())))
     caches.truncate([0, 1, 2], [0, 0, 0])
     assert free_blocks(caches) == [pool.shape[3] for pool in caches._tensors[::6]]
-
-
-def test_registration() -> None:
-    caches = new_caches(packed("gemma3_text", "plain"), 3)
-    for pool in caches._tensors[::6]:
-        pool.zero_()
-    step(caches, Entry(1, ANSWER))
-    arguments = (caches._tensors, caches.model.cache_windows, torch.tensor([[2, 70], [0, 1]]))
-    opcheck(ops.causal_caches_start_.default, arguments)
 
 
 @pytest.mark.parametrize(

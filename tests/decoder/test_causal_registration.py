@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.library import opcheck
 
 from lmdecode.decoder.causal_caches import CausalCaches
-from tests.decoder.causal_steps import Entry, forward_arguments, packed, step
+from tests.decoder.causal_steps import Entry, packed, step
 from tests.support.causal_models import random_tokens
 
 ops = torch.ops.lmdecode
@@ -25,25 +24,6 @@ def running(**options: Any) -> CausalCaches:
     step(caches, Entry(0, random_tokens(40)), Entry(2, random_tokens(3, 1), False))
     caches.reorder(torch.tensor([0, 0, 2]))
     return caches
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_causal_forward(dtype: str) -> None:
-    entries = [Entry(1, random_tokens(5), False), Entry(2, random_tokens(9), num_logits=1)]
-    arguments = tuple(forward_arguments(running(dtype=dtype), *entries))
-    opcheck(ops.causal_forward_.default, arguments)
-
-
-def test_causal_caches_reorder() -> None:
-    caches = running()
-    arguments = (caches._tensors, caches.model.cache_windows, torch.tensor([2, 0, 0]))
-    opcheck(ops.causal_caches_reorder_.default, arguments)
-
-
-def test_causal_caches_truncate() -> None:
-    caches = running()
-    arguments = (caches._tensors, caches.model.cache_windows, torch.tensor([[2, 0], [0, 39]]))
-    opcheck(ops.causal_caches_truncate_.default, arguments)
 
 
 def test_causal_workspace_bytes() -> None:

@@ -47,16 +47,6 @@ def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.slow
-def test_decoding_steps() -> None:
-    searches = running_search()
-    opcheck(ops.decoding_steps_.default, step_arguments(searches))
-    logits = torch.zeros(6, searches.decoder.config.vocab_size)
-    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), logits))
-    both = torch.zeros(2, *logits.shape)
-    opcheck(ops.decoding_steps_.default, (*step_arguments(searches), both))
-
-
 def test_logits_of_a_step_are_written_to_the_rows_that_go_on() -> None:
     searches = running_search()
     searches.state.done[0] = 1
@@ -129,41 +119,6 @@ def test_decoding_workspace_bytes() -> None:
     arguments = (*searches.decoder.of_layers[2:], sizes)
     opcheck(ops.decoding_workspace_bytes.default, arguments)
     assert ops.decoding_workspace_bytes(*arguments) == searches._workspace.numel()
-
-
-def test_decoding_read_memory() -> None:
-    searches = running_search("rms")
-    opcheck(
-        ops.decoding_read_memory_.default,
-        (
-            *searches.decoder.of_layers,
-            list(searches.caches),
-            torch.randn(2, 5, 18),
-            torch.tensor([5, 3]),
-            torch.tensor([1, 0]),
-        ),
-    )
-
-
-def test_decoder_layer() -> None:
-    config, weights = random_decoder("pre_norm_gated")
-    layer = lmdecode.DecoderLayer(config, weights.layers[0])
-    caches = layer.new_caches(torch.randn(2, 5, 18), torch.tensor([5, 3]), rows=2, capacity=4)
-    for cache in caches[:2]:
-        cache.zero_()
-    rows = torch.arange(2, dtype=torch.int32)
-    opcheck(
-        ops.decoder_layer.default,
-        (
-            torch.randn(2, 22),
-            *layer._packed.of_layers,
-            layer.relative_bias,
-            list(caches),
-            rows,
-            torch.zeros(2, dtype=torch.int32),
-            rows,
-        ),
-    )
 
 
 def two_groups(vocab: int = 40, end_tokens: list[int] | None = None) -> DecodingSearches:
@@ -357,10 +312,6 @@ def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> No
 def faster_transformer_arguments() -> list[Any]:
     searches = running_search("pre_norm_gated")
     return [*searches.decoder.of_model, list(searches.caches), [3, 6, 1, 2]]
-
-
-def test_faster_transformer_decoding() -> None:
-    opcheck(ops.faster_transformer_decoding_.default, tuple(faster_transformer_arguments()))
 
 
 @pytest.mark.parametrize(

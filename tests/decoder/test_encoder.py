@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
-from torch.library import opcheck
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
@@ -144,7 +143,7 @@ def test_no_sequences_and_empty_ones() -> None:
     assert got.equal(encoder.forward(*rows_of((4, 3)), tokens=tokens))
 
 
-def _arguments(name: str = "bart") -> list[Any]:
+def encoder_arguments(name: str = "bart") -> list[Any]:
     encoder, (begins, positions) = packed(name), rows_of(LENGTHS)
     return [
         *encoder.of_model, tokens_of(LENGTHS), None, positions, begins,
@@ -161,10 +160,6 @@ def _with_distances(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return layout
 
     return change
-
-
-def test_opcheck() -> None:
-    opcheck(torch.ops.lmdecode.encoder_forward, tuple(_arguments()))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +185,7 @@ def test_opcheck() -> None:
     ],
 )
 def test_bad_input(name: str, place: int, change: Callable[[Any], Any], message: str) -> None:
-    arguments = _arguments(name)
+    arguments = encoder_arguments(name)
     arguments[place] = change(arguments[place])
     with pytest.raises(ValueError, match=rf"^encoder_forward: .*{message}"):
         torch.ops.lmdecode.encoder_forward(*arguments)

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import lmdecode
-from lmdecode.reference.decoder import gather_tree
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 2, 3), (9, 4, 1), (0, 2, 2), (4, 0, 2)])
-def test_against_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    steps, batch, beams = shape
-    ids = torch.randint(0, 6, shape, generator=generator).to(dtype)
-    parents = torch.randint(0, beams, shape, generator=generator).to(dtype)
-    lengths = torch.randint(0, steps + 3, (batch,), generator=generator).to(dtype)
-    expected = gather_tree(ids, parents, lengths, 5)
-    assert lmdecode.gather_tree(ids, parents, lengths, 5).equal(expected)
-    opcheck(torch.ops.lmdecode.gather_tree.default, (ids, parents, lengths, 5))
 
 
 def test_what_it_spells() -> None:

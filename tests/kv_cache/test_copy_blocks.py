@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_memory import filled, on_device, raw
 
 import lmdecode
 from lmdecode.reference import copy_blocks_ as reference
+from tests.kv_cache.cache_memory import filled, on_device, raw
 from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 
 DTYPES = [
@@ -60,14 +60,6 @@ def test_many_pools_and_none(device: torch.device) -> None:
     check([], copies, device)
     check([filled((BLOCKS, 2, 8, 4), torch.float16)], copies[:0], device)
     check([filled((0, 2, 8, 4), torch.float16)], copies[:0], device)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_large_pools_and_thread_count(count: int) -> None:
-    torch.set_num_threads(count)
-    pools = [filled((64, 8, 64, 128), torch.bfloat16, i) for i in range(2)]
-    check(pools, random_copies(random.Random(count), 64, 64), torch.device("cpu"))
 
 
 def pool() -> torch.Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cache_memory import filled, on_device, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode.reference import reorder_cache_ as reference
+from tests.kv_cache.cache_memory import filled, on_device, raw
 from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 from tests.support.processes import run_python
 
@@ -242,18 +242,6 @@ def test_large(device: torch.device) -> None:
     for number, (tensors, options) in enumerate(large_cases()):
         parents = torch.tensor([[1, 2, 0, 3, 3, 4], [5, 5, 2, 1, 3, 0]][number % 2])
         check(tensors, parents, device, **options)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_count(count: int) -> None:
-    torch.set_num_threads(count)
-    test_large(torch.device("cpu"))
-    check(
-        [filled((8, 1 + 5000 * i), torch.float32, i) for i in range(12)],
-        random_map(8, 0),
-        torch.device("cpu"),
-    )
 
 
 CAPABILITY_SCRIPT = """

@@ -5,16 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_memory import filled, on_device, raw
 
 import lmdecode
 from lmdecode.reference import ring_cache_append_ as reference
+from tests.kv_cache.cache_memory import filled, on_device, raw
 from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn,
 ]  # fmt: skip
-CPU = torch.device("cpu")
 
 
 def check(
@@ -24,7 +23,7 @@ def check(
     num_sink_tokens: int,
     device: torch.device,
 ) -> None:
-    want = [on_device(tensor, CPU) for tensor in rings]
+    want = [on_device(tensor, torch.device("cpu")) for tensor in rings]
     got = [on_device(tensor, device) for tensor in rings]
     chunk = [on_device(tensor, device) for tensor in states]
     where = position.to(device) if isinstance(position, torch.Tensor) else position
@@ -102,15 +101,6 @@ def test_keys_and_values_side_by_side_in_one_buffer(device: torch.device) -> Non
     for run, both in ((lmdecode.ring_cache_append_, buffer), (reference, want)):
         run(both[..., :4], both[..., 4:], chunk[..., :4], chunk[..., 4:], 3)
     assert torch.equal(buffer, want)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_large_chunks_and_thread_count(count: int) -> None:
-    torch.set_num_threads(count)
-    rings = [filled((4, 8, 300, 64), torch.bfloat16, i) for i in range(2)]
-    chunk = [filled((4, 8, 420, 64), torch.bfloat16, i) for i in (2, 3)]
-    check(rings, chunk, 77, 4, CPU)
 
 
 def ring(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

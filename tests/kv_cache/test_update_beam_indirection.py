@@ -67,15 +67,6 @@ def test_what_lies_around_the_table_stays(device: torch.device) -> None:
     assert torch.equal(buffer.cpu(), expected)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_count(count: int) -> None:
-    torch.set_num_threads(count)
-    table = random_table(40, 200_001, 0)
-    check(table, random_parents(40, 2), 200_000, torch.device("cpu"))
-    check(table, random_parents(40, 0), torch.arange(40) * 5000, torch.device("cpu"))
-
-
 # --- Read through the index -----------------------------------------------------------------------
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from linear_cases import assert_same_bits, normal
 
 from lmdecode import PackedLinear
 from lmdecode.linear import QuantizedWeight
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import packed_quantized_linear, quantize_groups, quantize_rows
-from tests.support.op_contract import on_threads
+from tests.linear.linear_cases import assert_same_bits, normal
 
 GROUPS = [None, 32, 64, 128]  # None is 32
 NAN = float("nan")
@@ -200,18 +199,6 @@ def test_subnormal_scales() -> None:
             got = PackedLinear(weight, **options)(x)
             assert_same_bits(got, reference(x, weight, **options))
             assert got.any()
-
-
-@pytest.mark.parametrize("rows", [1, 7, 400])
-def test_threads_and_batches(rows: int) -> None:
-    x, weight = normal(rows, 700), normal(1500, 700, seed=1)
-    for group in GROUPS:
-
-        def run(x: torch.Tensor, group: int | None = group) -> torch.Tensor:
-            return PackedLinear(weight, dtype="int4", group_size=group)(x, activation="gelu")
-
-        want = on_threads(lambda run=run: run(x), (1, 3))
-        assert_same_bits(run(x[rows // 2 :][:1])[0], want[rows // 2])
 
 
 SCRIPT = """

@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import assert_same_bits, normal
 
 from lmdecode import PackedLinear
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import quantize_rows, rotate_rows
-from tests.support.op_contract import on_threads
+from tests.linear.linear_cases import assert_same_bits, normal
 
 FORMATS = ["float32", "bfloat16", "int8", "int4"]
 EXACT = ("int8", "int4")  # they have the bits of the reference
@@ -123,18 +122,6 @@ def test_a_row_is_the_same_in_every_batch(dtype: str, rows: int, inputs: int, ou
     for row in {0, rows // 2, rows - 1}:
         assert_same_bits(layer(x[row : row + 1], activation="gelu")[0], together[row])
     assert_same_bits(layer(x.flip(0), activation="gelu").flip(0), together)
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("rows", [1, 7, 400])
-def test_threads(dtype: str, rows: int) -> None:
-    x, weight = normal(rows, 700), normal(1500, 700, seed=1)
-
-    def pack_and_multiply() -> list[torch.Tensor]:
-        layer = PackedLinear(weight, dtype=dtype)
-        return [layer.packed, layer(x)]
-
-    on_threads(pack_and_multiply, (1, 2, 3, 7))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -4,9 +4,7 @@ Not on the thread count, nor on the other rows and their order, nor on the vecto
 """
 
 import os
-from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,13 +12,9 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode.reference import top_k_top_p_sample as reference
 from lmdecode.sampling.types import DIALECTS, SampleOutput
+from tests.sampling.contracts import OUTPUTS, cases
 from tests.support.cases import SamplingCase, assert_same_bits
-from tests.support.digests import digest_of
-from tests.support.op_contract import on_threads
 from tests.support.processes import run_python
-from tests.support.random_cases import sampling_cases
-
-OUTPUTS = {"return_logits": True, "return_logprob": True}
 
 
 def sample(case: SamplingCase) -> SampleOutput:
@@ -29,33 +23,6 @@ def sample(case: SamplingCase) -> SampleOutput:
 
 def take(out: SampleOutput, rows: list[int]) -> SampleOutput:
     return SampleOutput(*(None if field is None else field[rows] for field in out))
-
-
-def with_row_seeds(case: SamplingCase) -> SamplingCase:
-    """Replace an int seed, which means other seeds in another batch, by the seeds that it means."""
-    seed = case.arguments.get("seed")
-    if not isinstance(seed, int) or seed < 0:
-        return case
-    rows = [(seed + row * 0x9E3779B97F4A7C15) % 2**63 for row in range(len(case.logits))]
-    case.arguments["seed"] = torch.tensor(rows)
-    return case
-
-
-def cases(seed: int, count: int, **options: object) -> Iterator[SamplingCase]:
-    return map(with_row_seeds, sampling_cases(seed, count, **options))
-
-
-# --- Threads --------------------------------------------------------------------------------------
-
-
-def test_thread_count() -> None:
-    chosen = [
-        *cases(0, 60, vocab_sizes=(3, 64, 1000), max_batch=40),
-        *cases(1, 12, vocab_sizes=(32000, 128256), max_batch=5),
-        *cases(2, 3, vocab_sizes=(2**20,), max_batch=2),
-        *cases(3, 3, vocab_sizes=(50,), max_batch=3000),
-    ]
-    on_threads(lambda: [sample(case) for case in chosen])
 
 
 # --- Batches --------------------------------------------------------------------------------------
@@ -198,28 +165,6 @@ def test_smaller_parameters_keep_fewer(
 
 
 # --- CPU capabilities -----------------------------------------------------------------------------
-
-
-def digest() -> str:
-    """Digest every output bit of many calls on the CPU."""
-    cases = (
-        *sampling_cases(6, 1500),
-        *sampling_cases(7, 60, vocab_sizes=(1000, 4099, 32000)),
-        *sampling_cases(8, 3, vocab_sizes=(2**20,), max_batch=1),
-    )
-    return digest_of(sample(case) for case in cases)
-
-
-@pytest.fixture(scope="module")
-def expected_digest() -> str:
-    return digest()
-
-
-def test_cpu_capability(
-    run_at_capability: Callable[[str], list[str]], expected_digest: str
-) -> None:
-    code = "from test_invariance import digest; print(digest())"
-    assert run_at_capability(code) == [expected_digest]
 
 
 def test_unknown_cpu_capability() -> None:

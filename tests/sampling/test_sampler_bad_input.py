@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.library import opcheck
 
 import lmdecode
 
@@ -255,29 +254,6 @@ def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
             torch.tensor([1, 0, 0, 0, 0, 3, 0], dtype=torch.int32), torch.tensor([1, 2, 3]),
         )  # fmt: skip
     return state, sizes
-
-
-def test_opchecks() -> None:
-    state, sizes = new_rows()
-    integers = torch.tensor([0, 1, 5, 0, 2, 0, 1])
-    numbers = torch.zeros(21, dtype=torch.float64)
-    rules = torch.zeros(0, dtype=torch.int32)
-    insert = (state, *sizes, 0, integers, numbers, rules, torch.tensor([1]))
-    opcheck(ops.sampler_insert_.default, insert)
-    state, _ = new_rows()
-    opcheck(ops.sampler_accept_.default, (state, *sizes, 0, torch.tensor([4, 5])))
-    opcheck(ops.sampler_rewind_.default, (state, *sizes, 0, 0))
-    larger = torch.zeros(2, ops.sampler_row_bytes(VOCAB, 128, 16), dtype=torch.uint8)
-    opcheck(ops.sampler_copy_.default, (larger, 128, 16, state, 64, 16, VOCAB))
-    results = torch.zeros(2 * (8 + 4 + 1), dtype=torch.uint8)
-    step = (state, LOGITS, None, results, None, None, None, *sizes, -1, 1)
-    opcheck(ops.sampler_step_.default, step)
-    drafted = [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)]
-    verify = (
-        state, DRAFT_LOGITS, None, DRAFT, None, None, None, results, *drafted,
-        torch.zeros(2, dtype=torch.int64), *sizes, False,
-    )  # fmt: skip
-    opcheck(ops.sampler_verify_.default, verify)
 
 
 @pytest.mark.parametrize(
