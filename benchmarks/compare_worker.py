@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -17,12 +16,6 @@ def _use_library(folder: str) -> None:
 
     if not Path(lmdecode.__file__).is_relative_to(folder):
         raise RuntimeError(f"compare: imported {lmdecode.__file__}, expected it below {folder}")
-    # The timer is this tree's on both sides: an older build may have none.
-    timer = Path(__file__).resolve().parent.parent / "python" / "lmdecode" / "demo" / "timing.py"
-    spec = importlib.util.spec_from_file_location("lmdecode.demo.timing", timer)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lmdecode.demo.timing"] = module
-    spec.loader.exec_module(module)
 
 
 def main() -> None:
@@ -36,7 +29,7 @@ def main() -> None:
 
     from benchmarks.discovery import discover
     from benchmarks.harness import OURS, Effort, run_case
-    from lmdecode.demo.timing import CacheEvictor
+    from benchmarks.timing import CacheEvictor
 
     by_key = {
         case.key: case

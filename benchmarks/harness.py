@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
-from lmdecode.demo.timing import CacheEvictor, Timing, interleaved
+from benchmarks.timing import CacheEvictor, Timing, interleaved
 
 OURS = "lmdecode"
 LIMIT = "limit"
@@ -164,7 +164,7 @@ def run_case(
     case: Case,
     effort: Effort,
     threads: int,
-    evictor: CacheEvictor,
+    evictor: CacheEvictor | None = None,
     with_peers: bool = True,
     on_turn: Callable[[float], None] | None = None,
 ) -> Result:

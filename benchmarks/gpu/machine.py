@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.harness import LIMIT, OURS, Case, Contestant, Effort, run_case
+from benchmarks.report import results_table
+
 Call = Callable[[], object]
 Value = TypeVar("Value")
-_SECONDS = 0.06  # for the runs of a call
+_SECONDS = 0.01  # for the runs of a call, each time that the harness asks
+_EFFORT = Effort(seconds=0.0, rounds=3, min_calls=3)
+_CALLS_OF_A_GRAPH = 10
 
 
 class Machine:
@@ -78,11 +85,30 @@ class Machine:
             times.append(begin.elapsed_time(end) * 1e3 / calls)
         return sorted(times)[rounds // 2]
 
-    def graph_microseconds(self, call: Call) -> float | None:
-        """Return the time of a call in a CUDA graph, without Python; None where none is taken."""
+    def contestants(self, **calls: Call) -> list[Contestant]:
+        """Return each in a CUDA graph, where one is taken, and ours from Python, too.
+
+        They are ours, the limit, and peers: ``torch...`` where they do all of the work.
+        """
+        made = []
+        for name, call in calls.items():
+            title = {"ours": OURS, "limit": LIMIT}.get(name, name.replace("_", " "))
+            graph = self._graph_of(call)
+            is_whole = name in ("ours", "limit") or name.startswith("torch")
+            made.append(Contestant(title, partial(self._seconds, call, graph), is_whole))
+            if name == "ours" and graph is not None:
+                made.append(Contestant("from Python", partial(self._seconds, call, None), False))
+        return made
+
+    def _seconds(self, call: Call, graph: Any) -> float:
+        if graph is None:
+            return self.microseconds(call) * 1e-6
+        return self.microseconds(graph.replay) * 1e-6 / _CALLS_OF_A_GRAPH
+
+    def _graph_of(self, call: Call) -> Any:
+        """Return a CUDA graph of calls; None where none is taken."""
         if self.is_rehearsal:
             return None
-        calls = 10
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -93,18 +119,26 @@ class Machine:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(calls):
+                for _ in range(_CALLS_OF_A_GRAPH):
                     call()
         except RuntimeError:
             self.wait()
             return None
-        return self.microseconds(graph.replay) / calls
+        return graph
 
-    def times(self, call: Call) -> str:
-        """Return a cell: the time in a graph and, in brackets, that of calls from Python."""
-        eager = self.microseconds(call)
-        graph = self.graph_microseconds(call)
-        return f"({eager:.1f})" if graph is None else f"{graph:.1f} ({eager:.1f})"
+    def tables(self, cases: Iterable[Case]) -> Iterator[str]:
+        """Time cases by the harness of all benchmarks; yield a table of each group when it ends."""
+        yield "Ours in a CUDA graph (the median of all), what limits it, and how many times as long"
+        yield "peers take: torch's in a graph too, where one is taken, and ours called from Python."
+        for group, members in itertools.groupby(cases, lambda case: case.group):
+            results = [run_case(case, _EFFORT, torch.get_num_threads()) for case in members]
+            yield from ("", f"### {group}", "", *results_table(results).splitlines())
+
+    def case(
+        self, group: str, name: str, make: Callable[[], list[Contestant]], **shape: object
+    ) -> Case:
+        """Return a case whose contestants time themselves, by events of the device."""
+        return Case(group, name, shape, lambda with_peers: make(), clock="returned")
 
 
 def row(cells: Sequence[object]) -> str:

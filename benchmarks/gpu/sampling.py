@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 import lmdecode
-from benchmarks.gpu.machine import Machine, header, name_of, row
+from benchmarks.gpu.machine import Machine, name_of
+from benchmarks.harness import Case, Contestant
+
+_FILTERS = {
+    "k 50, p 0.9": {"top_k": 50, "top_p": 0.9},
+    "k 50, p 0.9, with kept": {"top_k": 50, "top_p": 0.9, "return_logits": True},
+    "p 0.9": {"top_p": 0.9},
+    "no filter": {},
+}
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
@@ -19,32 +28,29 @@ def chain(x: torch.Tensor) -> torch.Tensor:
     return tokens.gather(-1, drawn)
 
 
-def run(machine: Machine) -> Iterator[str]:
-    """Time each size."""
-    sample = lmdecode.top_k_top_p_sample
-    yield "Microseconds, median: in a CUDA graph (and called from Python)."
-    yield from header(
-        ["logits", "a copy", "k 50, p 0.9", "with kept", "p 0.9", "no filter", "topk chain", "sort"]
+def _contestants(
+    machine: Machine, name: str, batch: int, vocab: int, dtype: torch.dtype
+) -> list[Contestant]:
+    x = machine.randn(batch, vocab, dtype=dtype) * 3
+    seeds, out = torch.arange(batch, device=machine.device), torch.empty_like(x)
+    beside = {"torch_topk_chain": partial(chain, x)} if name == "k 50, p 0.9" else {}
+    return machine.contestants(
+        ours=partial(lmdecode.top_k_top_p_sample, x, seed=seeds, **_FILTERS[name]),
+        limit=partial(out.copy_, x),
+        sort_alone=partial(torch.sort, x, -1),
+        **beside,
     )
+
+
+def cases(machine: Machine) -> Iterator[Case]:
+    """Yield each size and filter."""
     shapes = machine.size(
         ((1, 32000), (1, 128256), (64, 128256), (512, 131072), (1, 1 << 20), (64, 262144)),
         ((2, 1000),),
     )
     for dtype in (torch.float32, torch.bfloat16):
-        for batch, vocab in shapes:
-            x = machine.randn(batch, vocab, dtype=dtype) * 3
-            seeds = torch.arange(batch, device=machine.device)
-            out = torch.empty_like(x)
-            kept = dict(top_k=50, top_p=0.9, seed=seeds, return_logits=True)
-            yield row(
-                [
-                    f"{batch} x {vocab} {name_of(dtype)}",
-                    machine.times(lambda x=x, out=out: out.copy_(x)),
-                    machine.times(lambda x=x, s=seeds: sample(x, top_k=50, top_p=0.9, seed=s)),
-                    machine.times(lambda x=x, a=kept: sample(x, **a)),
-                    machine.times(lambda x=x, s=seeds: sample(x, top_p=0.9, seed=s)),
-                    machine.times(lambda x=x, s=seeds: sample(x, seed=s)),
-                    f"({machine.microseconds(lambda x=x: chain(x)):.1f})",
-                    f"({machine.microseconds(lambda x=x: torch.sort(x, -1)):.1f})",
-                ]
-            )
+        for shape in shapes:
+            for name in _FILTERS:
+                make = partial(_contestants, machine, name, *shape, dtype)
+                logits = f"{shape[0]} x {shape[1]} {name_of(dtype)}"
+                yield machine.case("top_k_top_p_sample", name, make, logits=logits)

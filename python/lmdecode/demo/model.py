@@ -20,7 +20,7 @@ from lmdecode.demo._output import (
     readable_path,
     require_packages,
 )
-from lmdecode.demo.timing import Timing, interleaved
+from lmdecode.demo._timing import fastest
 
 PROMPTS = ("And Jesus said unto them,", "Psalms 23\nThe LORD is my", "In those days there was")
 FORMATS = ("float32", "bfloat16", "int8")
@@ -86,30 +86,25 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         return lambda: generate(**inputs, **length, **options)
 
-    timings: list[dict[str, Timing]] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for options in _SEARCHES.values():
-            engine_calls = {
-                name: contestant(engine.generate, options) for name, engine in engines.items()
-            }
-            contestants = {"transformers": contestant(model.generate, options), **engine_calls}
-            seconds, rounds = (0.1, 2) if quick else (0.3, 3)
-            timings.append(interleaved(contestants, seconds=seconds, rounds=rounds))
-    finally:
-        torch.set_num_threads(threads)
+    timings: list[dict[str, float]] = []
+    for options in _SEARCHES.values():
+        engine_calls = {
+            name: contestant(engine.generate, options) for name, engine in engines.items()
+        }
+        contestants = {"transformers": contestant(model.generate, options), **engine_calls}
+        seconds, rounds = (0.1, 2) if quick else (0.3, 3)
+        timings.append(fastest(contestants, seconds=seconds, rounds=rounds))
     print(f"\ngenerate() of {tokens} tokens; tokens a second on one thread, fastest call:\n")
     names = ("transformers", *FORMATS)
     rows = []
     for search, timing in zip(_SEARCHES, timings, strict=True):
-        stock = timing["transformers"].minimum
-        cells = [f"{tokens / timing[name].minimum:,.0f}" for name in names]
-        cells += [f"{stock / timing[name].minimum:.1f}x" for name in FORMATS]
+        stock = timing["transformers"]
+        cells = [f"{tokens / timing[name]:,.0f}" for name in names]
+        cells += [f"{stock / timing[name]:.1f}x" for name in FORMATS]
         rows.append([search, *cells])
     ratios = [f"{name} ratio" for name in FORMATS]
     print(aligned_table(["search", *names, *ratios], rows))
     if plot is not None:
-        bars = {name: [timing[name].minimum / tokens * 1e6 for timing in timings] for name in names}
+        bars = {name: [timing[name] / tokens * 1e6 for timing in timings] for name in names}
         bar_chart(plot, "generate(): time a token", list(_SEARCHES), bars)
         print(f"\nChart: {readable_path(plot)}")

@@ -23,7 +23,7 @@ from lmdecode.demo._output import (
     require,
     require_packages,
 )
-from lmdecode.demo.timing import Timing, interleaved
+from lmdecode.demo._timing import fastest
 
 PROMPTS = (
     "Genesis 1\nIn the beginning",
@@ -137,7 +137,7 @@ def lmdecode_stage(logits: Tensor) -> Callable[[], Tensor]:
     return stage
 
 
-def _time(cases: list[_Case], quick: bool) -> list[dict[str, Timing]]:
+def _time(cases: list[_Case], quick: bool) -> list[dict[str, float]]:
     """Time both stages of each case on one thread, with a progress bar on stderr."""
     progress = require("tqdm").tqdm(
         disable=None,  # in a terminal only
@@ -146,24 +146,17 @@ def _time(cases: list[_Case], quick: bool) -> list[dict[str, Timing]]:
         leave=False,
         bar_format="{l_bar}{bar}| {n:.1f}/{total} [{elapsed}]",
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    seconds, rounds = (0.1, 5) if quick else (1.0, 20)
     timings = []
-    try:
-        with progress:
-            for case in cases:
-                contestants = {
-                    "transformers": transformers_stage(case.logits),
-                    "lmdecode": lmdecode_stage(case.logits),
-                }
-                seconds, rounds = (0.1, 5) if quick else (1.0, 20)
-                timings.append(
-                    interleaved(
-                        contestants, seconds=seconds, rounds=rounds, on_turn=progress.update
-                    )
-                )
-    finally:
-        torch.set_num_threads(threads)
+    with progress:
+        for case in cases:
+            contestants = {
+                "transformers": transformers_stage(case.logits),
+                "lmdecode": lmdecode_stage(case.logits),
+            }
+            timings.append(
+                fastest(contestants, seconds=seconds, rounds=rounds, on_turn=progress.update)
+            )
     return timings
 
 
@@ -250,9 +243,9 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
             [
                 [
                     case.name,
-                    microseconds(timing["transformers"].minimum),
-                    microseconds(timing["lmdecode"].minimum),
-                    f"{timing['transformers'].minimum / timing['lmdecode'].minimum:.0f}x",
+                    microseconds(timing["transformers"]),
+                    microseconds(timing["lmdecode"]),
+                    f"{timing['transformers'] / timing['lmdecode']:.0f}x",
                 ]
                 for case, timing in zip(cases, timings, strict=True)
             ],
@@ -260,7 +253,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     )
     if plot is not None:
         bars = {
-            name: [timing[name].minimum * 1e6 for timing in timings]
+            name: [timing[name] * 1e6 for timing in timings]
             for name in ("transformers", "lmdecode")
         }
         title = f"Sampling stage: temperature {TEMPERATURE}, top-k {TOP_K}, top-p {TOP_P}"

@@ -27,7 +27,7 @@ from lmdecode.demo._output import (
     require_packages,
 )
 from lmdecode.demo._store_talk import CONVERSATIONS, talk
-from lmdecode.demo.timing import interleaved
+from lmdecode.demo._timing import fastest
 
 _QUICK_TOKENS = 12
 _LENGTHS, _QUICK_LENGTHS = (256, 1024, 3968), (64, 192)
@@ -104,30 +104,25 @@ def _time_first_token(
         for length in lengths:
             generate_with_store(model, store, f"{length}", text[:, :length], **options)
     times = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        # Only read: nothing is written, and each call finds another session and has to look up.
-        with KVStore(folder, fingerprint=fingerprint, readonly=True) as store:
-            for length in lengths:
-                prompt, turn = text[:, :length], iter(range(1 << 30))
+    # Only read: nothing is written, and each call finds another session and has to look up.
+    with KVStore(folder, fingerprint=fingerprint, readonly=True) as store:
+        for length in lengths:
+            prompt, turn = text[:, :length], iter(range(1 << 30))
 
-                def resume(prompt: torch.Tensor = prompt, turn: Any = turn) -> object:
-                    name = f"timing {next(turn) % 2}"
-                    return generate_with_store(model, store, name, prompt, rewind=True, **options)
+            def resume(prompt: torch.Tensor = prompt, turn: Any = turn) -> object:
+                name = f"timing {next(turn) % 2}"
+                return generate_with_store(model, store, name, prompt, rewind=True, **options)
 
-                def compute(prompt: torch.Tensor = prompt) -> object:
-                    mask = torch.ones_like(prompt)
-                    return model.generate(prompt, attention_mask=mask, **options)
+            def compute(prompt: torch.Tensor = prompt) -> object:
+                mask = torch.ones_like(prompt)
+                return model.generate(prompt, attention_mask=mask, **options)
 
-                seconds, rounds, calls = (0.2, 2, 2) if quick else (2.0, 3, 2)
-                timing = interleaved(
-                    {"computed": compute, "resumed": resume},
-                    seconds=seconds, rounds=rounds, min_calls=calls,
-                )  # fmt: skip
-                times.append((length, timing["computed"].minimum, timing["resumed"].minimum))
-    finally:
-        torch.set_num_threads(threads)
+            seconds, rounds, calls = (0.2, 2, 2) if quick else (2.0, 3, 2)
+            timing = fastest(
+                {"computed": compute, "resumed": resume},
+                seconds=seconds, rounds=rounds, min_calls=calls,
+            )  # fmt: skip
+            times.append((length, timing["computed"], timing["resumed"]))
     return times
 
 

@@ -22,8 +22,8 @@ from lmdecode.demo._output import (
     require,
     require_packages,
 )
+from lmdecode.demo._timing import fastest
 from lmdecode.demo.peak_memory import peak_memory
-from lmdecode.demo.timing import Timing, interleaved
 
 PASSAGE = """Genesis 1
 In the beginning God created the heaven and the earth. And the earth was without form, and void; \
@@ -91,23 +91,18 @@ def _check_greedy(model: Any, tokenizer: Any, prompt: Tensor, tokens: int) -> No
 
 def _time(
     model: Any, prompts: list[Tensor], tokens: int, quick: bool
-) -> tuple[list[dict[str, Timing]], dict[str, float]]:
+) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Time both on one thread: a token behind each prompt; and seconds of each token after it."""
     options = dict(seconds=0.2, rounds=2, min_calls=1) if quick else dict(seconds=2.0, rounds=4)
 
-    def time(prompt: Tensor, tokens: int) -> dict[str, Timing]:
+    def time(prompt: Tensor, tokens: int) -> dict[str, float]:
         calls = {name: partial(_generate, model, prompt, tokens, name) for name in (STOCK, OURS)}
-        return interleaved(calls, **options)  # type: ignore[arg-type]
+        return fastest(calls, **options)  # type: ignore[arg-type]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        timings = [time(prompt, 1) for prompt in prompts]
-        # Behind the shortest prompt, where the prompt's own time hides the least.
-        longer = time(prompts[0], tokens + 1)
-    finally:
-        torch.set_num_threads(threads)
-    each = {name: (longer[name].minimum - timings[0][name].minimum) / tokens for name in longer}
+    timings = [time(prompt, 1) for prompt in prompts]
+    # Behind the shortest prompt, where the prompt's own time hides the least.
+    longer = time(prompts[0], tokens + 1)
+    each = {name: (longer[name] - timings[0][name]) / tokens for name in longer}
     return timings, each
 
 
@@ -139,7 +134,7 @@ def _masks() -> tuple[Tensor, Tensor, Tensor]:
     return mask, compressed, expanded
 
 
-def _draw(path: Path, lengths: list[int], timings: list[dict[str, Timing]], window: int) -> None:
+def _draw(path: Path, lengths: list[int], timings: list[dict[str, float]], window: int) -> None:
     """Write a PNG: the three masks, black where masked, and the time over the prompt's length."""
     require("matplotlib").use("Agg")
     from matplotlib import pyplot
@@ -157,7 +152,7 @@ def _draw(path: Path, lengths: list[int], timings: list[dict[str, Timing]], wind
         panel.set_ylabel("query")
     panel = axes[1, 1]
     for number, name in enumerate((STOCK, OURS)):
-        times = [timing[name].minimum * 1e3 for timing in timings]
+        times = [timing[name] * 1e3 for timing in timings]
         panel.plot(lengths, times, marker="o", label=name, color=f"C{1 - number}")
     panel.set_title(f"the model over a prompt, window {window}, one thread", fontsize=10)
     panel.set_xlabel("tokens of the prompt")
@@ -221,7 +216,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     memory = _memory(folder, lengths)
     rows = []
     for length, timing, peak in zip(lengths, timings, memory, strict=True):
-        times = [timing[name].minimum * 1e3 for name in (STOCK, OURS)]
+        times = [timing[name] * 1e3 for name in (STOCK, OURS)]
         peaks = [f"{peak[name] / 2**20:,.0f}" for name in (STOCK, OURS)]
         ratio = f"{times[0] / times[1]:.1f}x"
         rows.append([str(length), *(f"{ms:,.0f}" for ms in times), ratio, *peaks])
