@@ -17,6 +17,7 @@ from lmdecode.decoder.encoder import (
     PackedEncoder,
 )
 from lmdecode.reference.encoder import encoder_forward
+from tests.support.quantized_once import quantized_once  # noqa: F401
 
 LENGTHS = (7, 30, 0, 1, 12)
 MANY = (*LENGTHS, 530, *[33] * 20)  # more than are computed together
@@ -97,6 +98,7 @@ def test_against_the_reference(switches: tuple[Any, ...]) -> None:
         assert relative(encoder_forward(config, weights, *rows, **given), want) < 1e-5
 
 
+@pytest.mark.usefixtures("quantized_once")
 @pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("switches", SWITCHES[::5])
 def test_formats(switches: tuple[Any, ...], weight_format: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import shutil
@@ -206,10 +207,26 @@ def rewritten(
 
 
 @functools.cache
-def converted(kind: str, root: Path, quantization: str = "float32") -> Path:
-    """Return the folder that CTranslate2's converter made of a model, below ``root``."""
+def _read(folder: Path) -> Any:
+    """Return what CTranslate2's converter reads of a model: the same for each quantization."""
     from ctranslate2.converters import TransformersConverter
 
+    return TransformersConverter(str(folder))._load()
+
+
+def converted(kind: str, root: Path, quantization: str = "float32") -> Path:
+    """Return the folder that CTranslate2's converter made of a model, below ``root``."""
+    return _converted(kind, root, quantization)
+
+
+@functools.cache
+def _converted(kind: str, root: Path, quantization: str) -> Path:
+    from ctranslate2.converters import TransformersConverter
+
+    class Converter(TransformersConverter):
+        def _load(self) -> Any:
+            return copy.deepcopy(_read(_saved(kind, root)))
+
     folder = root / f"{kind} {quantization}"
-    TransformersConverter(str(_saved(kind, root))).convert(str(folder), quantization=quantization)
+    Converter(str(_saved(kind, root))).convert(str(folder), quantization=quantization)
     return folder

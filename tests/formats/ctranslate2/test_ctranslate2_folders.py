@@ -34,11 +34,6 @@ from tests.support.causal_models import random_tokens
 Variables = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ctranslate2")
-
-
 def settings_changed(folder: Path, new: Path, **settings: Any) -> Path:
     shutil.copytree(folder, new)
     path = new / "config.json"

@@ -29,11 +29,6 @@ AS_CTRANSLATE2 = {"renormalize_logits": True}
 START = 10  # of mBART, whose folders name none
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ctranslate2")
-
-
 def translations(kind: str, folder: Path, inputs: dict[str, Any], **options: Any) -> list[Any]:
     """Return what CTranslate2 finds, as tokens of ours."""
     words = words_of(original(kind))

@@ -23,11 +23,6 @@ from tests.formats.ctranslate2.converted_models import (
 UNUSED_ROWS = {"bart": 2, "m2m_100": 2, "mbart": 2}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ctranslate2")
-
-
 def quantized(value: torch.Tensor, kind: str) -> torch.Tensor:
     """Return weights [rows, ...] through CTranslate2's int8 or int16, by numpy alone."""
     weights = value.numpy().astype(np.float32)
