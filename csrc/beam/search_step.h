@@ -68,7 +68,8 @@ struct SearchStepParams {
   int32_t* nodes = nullptr;  // [slots, beams]: trie nodes of constrained beams
   // [slots, beams, vocab] or null: the rows after the rules, as in BeamSearch's scores; CPU alone
   float* ruled_scores = nullptr;
-  // Else ruled_scores alone are written, log-probabilities: the caller chooses the tokens. CPU alone
+  // Else ruled_scores alone are written, log-probabilities: the caller chooses the tokens. CPU
+  // alone
   bool chooses = true;
 
   int64_t next_rows = 0;

@@ -78,8 +78,8 @@ class BeamPlan(NamedTuple):
         """Return the searches as the step takes them, each with a row of the rules."""
         return [
             SearchOfStep(
-                entry.slot, number, SEARCH_DIALECTS[entry.search.request.dialect], entry.group, entry.size,
-                entry.first_row, entry.num_rows, entry.next_row,
+                entry.slot, number, SEARCH_DIALECTS[entry.search.request.dialect], entry.group,
+                entry.size, entry.first_row, entry.num_rows, entry.next_row,
             )
             for number, entry in enumerate(self.entries)
         ]  # fmt: skip
