@@ -98,6 +98,11 @@ def test_a_stream(client: Any) -> None:
     assert "".join(event.delta for event in events[:-1]).strip() == events[-1].text.strip()
 
 
+def test_a_stream_of_no_sound_is_an_error_at_once(served: tuple[int, Application]) -> None:
+    status, got = form(served[0], {"file": b"no sound", "stream": "true"})
+    assert status == 400 and got["error"]["param"] == "file"
+
+
 def test_translations(client: Any) -> None:
     got = client.audio.translations.create(
         model=NAME, file=("a.wav", wav(1.0), "audio/wav"), temperature=0.5

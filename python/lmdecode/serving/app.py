@@ -206,7 +206,8 @@ class Application:
         form = await read_form(request, self._max_audio_bytes, self._body_seconds)
         asked = Speech.of(form, task, self.speech_name)
         if asked.streams:
-            return EventStream(speech.events(asked), lambda: None)
+            events = await unless_gone(request.receive, speech.stream(asked))
+            return EventStream(events, lambda: None)
         text, media_type = await unless_gone(request.receive, speech.whole(asked))
         return Response(text, media_type=media_type)
 

@@ -202,16 +202,29 @@ class SpeechService:
         media_type = _MEDIA_TYPES.get(asked.response_format, "text/plain; charset=utf-8")
         return text, media_type
 
-    async def events(self, asked: Speech) -> AsyncIterator[dict[str, Any]]:
-        """Yield the text as it comes, in the shape of OpenAI's events."""
-        kept = []
-        async for part in self.segments(asked):
-            if isinstance(part, Segment):
-                kept.append(part)
-                delta = part.text if len(kept) > 1 else part.text.lstrip()
-                yield {"type": "transcript.text.delta", "delta": delta}
-            else:
-                info = part
+    async def stream(self, asked: Speech) -> AsyncIterator[dict[str, Any]]:
+        """Return the text as it comes, in the shape of OpenAI's events.
+
+        Raises
+        ------
+        RequestError
+            As ``segments``, before there are events.
+        """
+        parts = self.segments(asked)
+        info = await anext(parts)
+        assert isinstance(info, TranscriptionInfo)
+        return self._events(info, parts)
+
+    @staticmethod
+    async def _events(
+        info: TranscriptionInfo, parts: AsyncIterator[Segment | TranscriptionInfo]
+    ) -> AsyncIterator[dict[str, Any]]:
+        kept: list[Segment] = []
+        async for part in parts:
+            assert isinstance(part, Segment)
+            kept.append(part)
+            delta = part.text if len(kept) > 1 else part.text.lstrip()
+            yield {"type": "transcript.text.delta", "delta": delta}
         yield {"type": "transcript.text.done", **json.loads(FORMATS["json"](kept, info))}
 
     def close(self) -> None:
