@@ -72,7 +72,9 @@ ENGINES: list[tuple[Callable[..., object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "former"), ENGINES, ids=str)
+@pytest.mark.parametrize(
+    ("function", "former"), ENGINES, ids=[function.__qualname__ for function, _ in ENGINES]
+)
 def test_engines_take_a_former_name(function: Callable[..., object], former: str) -> None:
     with pytest.raises(
         TypeError, match=rf"(E|\.e)ngine(\.submit)?: dialect and {former}, its former"
