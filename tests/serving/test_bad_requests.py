@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.servers import call, load_model, post, served
+from tests.serving.servers import call, events, load_model, post, served
 
 TALK = [{"role": "user", "content": "Who?"}]
 HUGE = 10**400
@@ -72,7 +72,7 @@ OF_CHATS: dict[str, list[Any]] = {
               [{"type": "function", "function": {"name": "a"}}] * 2],
     "tool_choice": ["required", "x", 5, {"type": "function", "function": {"name": "a"}}],
     "parallel_tool_calls": [5],
-    "chat_template_kwargs": [5, {"messages": 1}],
+    "chat_template_kwargs": [5, {"messages": 1}, {"self": 1}],
     "continue_final_message": [5],
     "modalities": [["audio"]],
     "functions": [[]],
@@ -161,11 +161,42 @@ def test_keys() -> None:
         assert call(port, "GET", "/v1/models", Authorization="Bearer s3cret")[0] == 200
 
 
+def test_more_answers_than_there_may_be_at_once(port: int) -> None:
+    status, got = post(port, "/v1/completions", {"prompt": ["a"] * 300, "n": 1})
+    assert status == 400 and got["error"]["param"] == "prompt" and "at most 260" in str(got)
+
+
+def test_prompts_of_two_kinds(port: int) -> None:
+    ask = {"prompt": ["And", [5, 6]], "echo": True, "max_tokens": 2}
+    status, got = post(port, "/v1/completions", ask)
+    assert status == 200 and got["choices"][0]["text"].startswith("And")
+    assert isinstance(got["choices"][1]["text"], str)
+
+
+def test_no_token_in_a_stream(port: int) -> None:
+    ask = {"prompt": "And", "echo": True, "max_tokens": 0, "stream": True}
+    (piece,) = events(post(port, "/v1/completions", ask)[1])
+    assert piece["choices"][0]["text"] == "And" and piece["usage"]["completion_tokens"] == 0
+
+
+def test_a_quote_that_does_not_end_takes_no_time(port: int) -> None:
+    """A server that scans to the end from each quote would take minutes."""
+    for text in ('start: "' + '\\"' * 120_000, "start: /" + "\\/" * 120_000):
+        status, got = post(port, "/v1/completions", {"prompt": "a", "grammar": text})
+        assert status == 400 and got["error"]["param"] == "grammar"
+
+
 def test_other_origins_may_not_ask_unless_told(port: int) -> None:
     origin = {"Origin": "http://example.com"}
+    asked_by_page = call(port, "POST", "/v1/completions", {"prompt": "a"}, **origin)
+    assert asked_by_page[0] == 403 and "origin" in asked_by_page[1]["error"]["message"]
+    own = {"Origin": f"http://127.0.0.1:{port}"}
+    assert call(port, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, **own)[0] == 200
     assert "access-control-allow-origin" not in call(port, "GET", "/health", **origin)[2]
     with served(load_model(), cors_origins=["http://example.com"]) as other:
         headers = call(other, "GET", "/health", **origin)[2]
         assert headers["access-control-allow-origin"] == "http://example.com"
+        body = {"prompt": "a", "max_tokens": 1}
+        assert call(other, "POST", "/v1/completions", body, **origin)[0] == 200
         asked = {**origin, "Access-Control-Request-Method": "POST"}
         assert call(other, "OPTIONS", "/v1/completions", **asked)[0] == 200

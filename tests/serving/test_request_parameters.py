@@ -92,6 +92,31 @@ def test_the_models_own_defaults_count_where_nothing_is_given() -> None:
     assert "temperature" not in read(defaults, num_beams=2).arguments, "a search draws nothing"
 
 
+def test_mirostat_may_be_off() -> None:
+    off = {"do_sample": True, "eos_token_id": [END], "min_tokens": 0}
+    assert read(mirostat=0, mirostat_tau=5.0, mirostat_eta=0.1).arguments == off
+
+
+def test_a_model_that_does_not_draw_by_itself() -> None:
+    assert read({"do_sample": False}).arguments["do_sample"] is False
+    assert read({"do_sample": False}, temperature=0.5).arguments["do_sample"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"bad_words_ids": 5, "bad_words": ["a"]}, "bad_words_ids"),
+        ({"suppress_tokens": [0] * 5000}, "suppress_tokens"),
+        ({"bad_words_ids": [[1] * 100] * 50}, "bad_words_ids"),
+        ({"bad_words": ["a"] * 257}, "bad_words"), ({"bad_words": ["a" * 129]}, "bad_words"),
+    ],
+)  # fmt: skip
+def test_lists_that_are_too_long_or_none(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read(**body)
+    assert raised.value.param == param
+
+
 def test_searches() -> None:
     got = read(num_beams=3, n=2, length_penalty=0.5, early_stopping=True)
     assert got.is_search and got.arguments == {
@@ -104,7 +129,8 @@ def test_searches() -> None:
 
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"{'a': 1}", b'{"a": "\xff"}', b"[" * 100_000, rb'{"prompt": "\ud800"}',
-             rb'{"prompt": "\uDC00"}', b'{"a": NaN}', b'{"a": -Infinity}']
+             rb'{"prompt": "\uDC00"}', b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": "\xed\xa0\x80"}',
+             '{"a": 1}'.encode("utf-16")]
 )  # fmt: skip
 def test_a_body_that_is_no_json(data: bytes) -> None:
     with pytest.raises(BadRequest, match="the body is no JSON") as raised:
@@ -153,6 +179,7 @@ def test_log_probabilities_wait_for_their_text() -> None:
     writer = AnswerWriter(tokenizer, stops=("cd",))
     first = writer.push(items[:3])
     assert first.text == "ab" and first.logprobs == items[:3]
+    assert first.offsets == [0, 1, 2]
     second = writer.push(items[3:6])
     assert second.text == "\u20ac" and second.logprobs == items[3:5]
     assert writer.push(items[6:]).text == "" and writer.stop == "cd"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from lmdecode.serving.text_model import TextModel
+from lmdecode.serving.tokenizer import Tokenizer
+from lmdecode.serving.writing import AnswerWriter
 from tests.serving.servers import NAME, call, events, load_model, post, served
 
 PROMPT = "And the LORD spake unto Moses"
@@ -115,8 +117,16 @@ def test_beams(model: TextModel, port: int) -> None:
         ids, max_new_tokens=8, num_beams=3, num_return_sequences=2, length_penalty=0.5
     ).result()
     assert result.beams is not None
-    wanted = [model.tokenizer.decode(beam[len(ids) :]) for beam in result.beams.sequences]
-    assert [choice["text"] for choice in got["choices"]] == wanted
+    tokens = [result.beams.new_tokens(i) for i in range(2)]
+    assert [choice["text"] for choice in got["choices"]] == list(
+        map(model.tokenizer.decode, tokens)
+    )
+    assert got["usage"]["completion_tokens"] == sum(map(len, tokens))
+    word = tokens[0][2]  # beams that end at different lengths: nothing of the padding is written
+    ends = {**ask, "stop_token_ids": [word], "skip_special_tokens": False, "n": 3}
+    for choice in post(port, "/v1/completions", ends)[1]["choices"]:
+        assert model.tokenizer.decode([word]) not in choice["text"]
+        assert "<" not in choice["text"]
 
 
 def test_chats_use_the_template(model: TextModel, port: int) -> None:
@@ -138,6 +148,22 @@ def test_chats_use_the_template(model: TextModel, port: int) -> None:
     assert tokens["count"] == got["usage"]["prompt_tokens"] == len(tokens["tokens"])
     back = post(port, "/detokenize", {"tokens": tokens["tokens"]})[1]
     assert back["content"] == rendered
+
+
+def test_a_space_at_the_beginning_is_written() -> None:
+    """Of tokenizers that drop the first space of a text; a completion is no beginning."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"\u2581a": 0, "\u2581b": 1, "?": 2}, unk_token="?")
+    )
+    words.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse(),
+         tokenizers.decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer = Tokenizer(words)
+    writer = AnswerWriter(tokenizer, behind=[0])
+    assert writer.push([1, 0]).text + writer.finish().text == " b a"
+    assert AnswerWriter(tokenizer).push([1, 0]).text == "b a"
 
 
 def test_models_health_metrics_and_the_page(port: int) -> None:

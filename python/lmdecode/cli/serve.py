@@ -76,10 +76,6 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _name_of(model: str) -> str:
-    return Path(model).name.removesuffix(".gguf") or model
-
-
 def _is_speech(model: str) -> bool:
     """Whether a folder has a Whisper model, of transformers or of CTranslate2."""
     from lmdecode.serving.tokenizer import read_json
@@ -150,8 +146,10 @@ def _run(given: argparse.Namespace) -> int:
         from lmdecode.serving.app import Application
     except ImportError as error:
         raise CommandError(f"{error.name} is not installed: {install_hint('serve')}") from error
-    name = given.name or _name_of(given.model)
-    speech_name = None if given.speech is None else _name_of(given.speech)
+    from lmdecode.serving.text_model import name_of
+
+    name = given.name or name_of(given.model)
+    speech_name = None if given.speech is None else name_of(given.speech)
     key = given.api_key or os.environ.get(_KEY_VARIABLE) or None
     app = Application(
         name, speech_name=speech_name, api_key=key, cors_origins=given.cors,
@@ -185,6 +183,8 @@ def _run(given: argparse.Namespace) -> int:
                 failures.append(error)
                 server.should_exit = True
                 return
+            if app.is_stopping:
+                return
             address = f"[{host}]" if ":" in host else host
             print(f"lmdecode serves {name} at http://{address}:{port}", flush=True)
 
@@ -194,7 +194,7 @@ def _run(given: argparse.Namespace) -> int:
         sys.setswitchinterval(0.001)
         bound.listen(_BACKLOG)
         server.run([bound])
-        if server.force_exit:
+        if server.force_exit or (loading.is_alive() and not failures):
             os._exit(1)
         loading.join()
     if failures:

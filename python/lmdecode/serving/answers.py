@@ -101,9 +101,9 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprob]) -> dict[s
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, items: Sequence[TokenLogprob], offset: int
-) -> tuple[dict[str, Any], int]:
-    """Return log-probabilities of a completion's tokens, and where the text behind them begins.
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """Return log-probabilities of a completion's tokens.
 
     Parameters
     ----------
@@ -111,22 +111,17 @@ def completion_logprobs(
         Of the model.
     items
         Of these tokens.
-    offset
-        Where the text of the first one begins.
+    offsets
+        Where the text of each begins.
     """
     texts = [_token_text(tokenizer, item.token)[0] for item in items]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     top = [
         {_token_text(tokenizer, t)[0]: max(logprob, -9999.0) for t, logprob in item.top}
         for item in items
     ]
-    body = {
+    return {
         "tokens": texts,
         "token_logprobs": [max(item.logprob, -9999.0) for item in items],
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
-    return body, offset

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from lmdecode.decoder.engine.engine import Engine
-from lmdecode.serving.chat import Chat
+from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, Chat, prompt_of
 from lmdecode.serving.completions import Completion
 from lmdecode.serving.errors import RequestError, error_of_step
 from lmdecode.serving.fields import Fields, body_of
@@ -25,11 +26,12 @@ from lmdecode.serving.http import (
     EventStream,
     JSONAnswer,
     KeyCheck,
+    OriginCheck,
     read_body,
     read_form,
     unless_gone,
 )
-from lmdecode.serving.messages import read_messages
+from lmdecode.serving.parameters import check_names
 from lmdecode.serving.service import Service
 from lmdecode.serving.speech import Speech, SpeechService
 from lmdecode.serving.text_model import TextModel
@@ -38,6 +40,11 @@ from lmdecode.serving.work import Tally
 __all__ = ["Application", "create_app"]
 
 _OPEN_PATHS = ("/", "/health")
+_LONG_BODY = 1 << 16  # bytes: longer ones are parsed beside the event loop
+_MOST_DETOKENIZED = 1 << 17
+_TOKENIZE_FIELDS = CHAT_PROMPT_FIELDS | {
+    "model", "content", "prompt", "add_special", "add_special_tokens",
+}  # fmt: skip
 _GONE = 499  # nginx's word for a client that went away
 _Handler = Callable[[Request], Awaitable[Response]]
 
@@ -105,7 +112,7 @@ class Application:
         ]
         if has_page:
             routes.append(self._route("/", self._page, "GET"))
-        middleware = []
+        middleware = [Middleware(OriginCheck, origins=tuple(cors_origins))]
         if cors_origins:
             middleware.append(
                 Middleware(
@@ -155,7 +162,8 @@ class Application:
 
     async def _fields(self, request: Request) -> Fields:
         data = await read_body(request, self._max_body_bytes, self._body_seconds)
-        fields = Fields(body_of(data))
+        is_long = len(data) >= _LONG_BODY
+        fields = Fields(await asyncio.to_thread(body_of, data) if is_long else body_of(data))
         name = fields.text("model")
         if name not in (None, "", self.name):
             raise RequestError(
@@ -169,7 +177,10 @@ class Application:
         service, fields = self._ready(), await self._fields(request)
         completion = await Completion.of(fields, service)
         if completion.is_empty:
-            return JSONAnswer(completion.empty_body())
+            body = completion.empty_body()
+            if completion.job.parameters.stream:
+                return EventStream(_once(body), lambda: None)
+            return JSONAnswer(body)
         return await self._answered(request, service, completion)
 
     async def _chat(self, request: Request) -> Response:
@@ -233,27 +244,25 @@ class Application:
 
     async def _tokenize(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
+        check_names(fields, _TOKENIZE_FIELDS, {})
         adds = fields.boolean("add_special_tokens", fields.boolean("add_special", True))
         if "messages" in fields:
-            text = service.rendered(
-                read_messages(fields),
-                tools=fields.get("tools"),
-                add_generation_prompt=fields.boolean("add_generation_prompt", True),
-            )
-            tokens = await service.tokens_of("messages", text, add_special_tokens=False)
+            text, _, _ = await prompt_of(fields, service)
+            (tokens,) = await service.tokens_of("messages", [text], add_special_tokens=False)
         else:
             name = "content" if "content" in fields else "prompt"
             content = fields.text(name)
             if content is None:
                 raise fields.error("content", "a text, or messages")
-            tokens = await service.tokens_of(name, content, add_special_tokens=adds)
+            (tokens,) = await service.tokens_of(name, [content], add_special_tokens=adds)
         return JSONAnswer(
             {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
         )
 
     async def _detokenize(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
-        tokens = fields.integers("tokens", 1 << 20, 0, service.vocab - 1)
+        check_names(fields, ("model", "tokens"), {})
+        tokens = fields.integers("tokens", _MOST_DETOKENIZED, 0, service.vocab - 1)
         text = service.model.tokenizer.decode(tokens, skip_special_tokens=False)
         return JSONAnswer({"content": text, "prompt": text})
 
@@ -274,7 +283,6 @@ class Application:
         return JSONAnswer(content)
 
     async def _metrics(self, request: Request) -> Response:
-        self._check_open()
         if self.service is None:
             text = self.tally.metrics.text([])
         else:
@@ -289,6 +297,11 @@ class Application:
             "frame-ancestors 'none'"
         )
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+
+async def _once(body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Yield one body."""
+    yield body
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,15 @@ from lmdecode.serving.tools import check_tools, chosen_tools
 from lmdecode.serving.work import Answer, Job, Work
 from lmdecode.serving.writing import Piece
 
-__all__ = ["Chat"]
+__all__ = ["CHAT_PROMPT_FIELDS", "Chat", "prompt_of"]
 
-_FIELDS = COMMON_FIELDS | {
-    "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "documents", "modalities",
+CHAT_PROMPT_FIELDS = frozenset(
+    ("messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+     "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents")
+)  # fmt: skip
+"""Fields that make the prompt of a chat."""
+_FIELDS = COMMON_FIELDS | CHAT_PROMPT_FIELDS | {
+    "max_completion_tokens", "logprobs", "top_logprobs", "modalities",
 }  # fmt: skip
 _REFUSED = {
     "audio": "the model writes text",
@@ -43,6 +46,7 @@ class _Message:
     thoughts: ReasoningParser | None
     calls: StreamingToolParser | None
     has_calls: bool = False
+    is_parallel: bool = True
 
     def push(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """Take text, and return what the message gets of it, in order."""
@@ -58,10 +62,18 @@ class _Message:
             elif self.calls is None:
                 deltas.append({"content": piece.text})
             else:
-                deltas += map(self._delta, self.calls.push(piece.text))
+                deltas += map(self._delta, self._kept(self.calls.push(piece.text)))
         if self.calls is not None and is_last:
-            deltas += map(self._delta, self.calls.finish())
+            deltas += map(self._delta, self._kept(self.calls.finish()))
         return deltas
+
+    def _kept(
+        self, parts: Sequence[ContentDelta | CallDelta]
+    ) -> Iterator[ContentDelta | CallDelta]:
+        """Yield all but second calls where there may be one only."""
+        for part in parts:
+            if self.is_parallel or isinstance(part, ContentDelta) or part.index == 0:
+                yield part
 
     def _delta(self, part: ContentDelta | CallDelta) -> dict[str, Any]:
         if isinstance(part, ContentDelta):
@@ -87,6 +99,8 @@ class Chat:
         The rendered messages.
     tools : list of dict or None
         Tools that the model may call; None: calls are not looked for.
+    is_parallel : bool
+        Whether there may be several calls.
     """
 
     service: Service
@@ -94,6 +108,7 @@ class Chat:
     prompt: str
     tools: list[dict[str, Any]] | None
     envelope: Envelope
+    is_parallel: bool
     _messages: dict[int, _Message] = field(default_factory=dict)
 
     @classmethod
@@ -112,10 +127,8 @@ class Chat:
         parameters = read_parameters(
             fields, model.tokenizer, model.generation_defaults, model.eos_token_ids, service.vocab
         )
-        messages = read_messages(fields)
-        tools, calls = _tools(fields, service)
-        prompt = service.rendered(messages, tools=tools, **_template_variables(fields))
-        tokens = await service.tokens_of("messages", prompt, add_special_tokens=False)
+        prompt, tools, calls = await prompt_of(fields, service)
+        (tokens,) = await service.tokens_of("messages", [prompt], add_special_tokens=False)
         if not tokens:
             raise BadRequest("messages", "messages render to no token; expected a text")
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
@@ -134,10 +147,12 @@ class Chat:
         if tools:
             kept |= service.tool_format.kept_special_ids
         grammar = await service.grammar_of(fields, calls, prefix)
-        job = Job([tokens], most, parameters, logprobs, grammar, kept)
+        goes_on = fields.boolean("continue_final_message")
+        is_parallel = fields.boolean("parallel_tool_calls", True)
+        job = Job([tokens], most, parameters, logprobs, grammar, kept, goes_on)
         kind = "chat.completion.chunk" if parameters.stream else "chat.completion"
         envelope = Envelope(kind, "chatcmpl", service.name, service.fingerprint)
-        return cls(service, job, prompt, tools, envelope)
+        return cls(service, job, prompt, tools, envelope, is_parallel)
 
     def _message(self, answer: Answer) -> _Message:
         message = self._messages.get(answer.index)
@@ -148,6 +163,7 @@ class Chat:
             message = _Message(
                 None if thoughts is None else thoughts.stream(thoughts.starts_inside(self.prompt)),
                 calls,
+                is_parallel=self.is_parallel,
             )
             self._messages[answer.index] = message
         return message
@@ -250,7 +266,7 @@ def _tools(
         known = check_tools([] if tools is None else tools)
         chosen, _ = chosen_tools(known, choice)
         grammar = service.tool_format.grammar(tools, choice, is_parallel) if chosen else None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         name = "tool_choice" if str(error).startswith("tool_choice") else "tools"
         raise BadRequest(name, str(error)) from error
     names = {tool.name for tool in chosen}
@@ -258,9 +274,25 @@ def _tools(
     return given or None, grammar
 
 
+async def prompt_of(
+    fields: Fields, service: Service
+) -> tuple[str, list[dict[str, Any]] | None, GrammarSource | None]:
+    """Return the rendered messages of a body, its tools, and the grammar of calls.
+
+    Raises
+    ------
+    BadRequest
+        Names the field, what came and what was expected.
+    """
+    messages = read_messages(fields)
+    tools, calls = _tools(fields, service)
+    prompt = await service.rendered(messages, tools=tools, **_template_variables(fields))
+    return prompt, tools, calls
+
+
 def _template_variables(fields: Fields) -> dict[str, Any]:
     variables = dict(fields.object("chat_template_kwargs") or {})
-    reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+    reserved = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
     for name in variables:
         if name in reserved or not name.isidentifier():
             raise BadRequest(

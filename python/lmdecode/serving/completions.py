@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import is_int
-from lmdecode.serving.answers import Envelope, completion_logprobs
+from lmdecode.serving.answers import Envelope, Usage, completion_logprobs
 from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.parameters import COMMON_FIELDS, check_names, read_parameters
@@ -43,7 +43,6 @@ class Completion:
     echoes: list[str] | None
     is_empty: bool
     envelope: Envelope
-    _offsets: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     async def of(cls, fields: Fields, service: Service) -> Completion:
@@ -65,6 +64,9 @@ class Completion:
         does_echo = fields.boolean("echo")
         if does_echo and logprobs is not None:
             raise BadRequest("echo", "echo is true; expected false with logprobs")
+        given = fields.get("prompt")
+        count = len(given) if _are_several(given) else 1
+        service.check_room(parameters.n * count, "prompt" if count > 1 else "n")
         prompts = await _prompts(fields, service)
         asked = fields.integer("max_tokens", 0, (1 << 31) - 1)
         is_empty = asked == 0
@@ -73,21 +75,21 @@ class Completion:
         most = service.max_tokens_of("prompt", prompts, asked or None, _DEFAULT_TOKENS)
         echoes = None
         if does_echo:
-            given = fields.get("prompt")
-            texts = [given] if isinstance(given, str) else given
-            if not isinstance(texts[0], str):
-                texts = [model.tokenizer.decode(prompt) for prompt in prompts]
-            echoes = list(texts)
+            texts = given if isinstance(given, list) and len(given) == len(prompts) else [given]
+            echoes = [
+                text if isinstance(text, str) else model.tokenizer.decode(prompt)
+                for text, prompt in zip(texts, prompts, strict=False)
+            ]
         grammar = await service.grammar_of(fields)
-        job = Job(prompts, most, parameters, logprobs, grammar)
+        job = Job(prompts, most, parameters, logprobs, grammar, goes_on=service.is_causal)
         envelope = Envelope("text_completion", "cmpl", service.name, service.fingerprint)
         return cls(service, job, echoes, is_empty, envelope)
 
     def _choice(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if self.job.logprobs is not None:
-            logprobs, self._offsets[answer.index] = completion_logprobs(
-                self.service.model.tokenizer, piece.logprobs, self._offsets.get(answer.index, 0)
+            logprobs = completion_logprobs(
+                self.service.model.tokenizer, piece.logprobs, piece.offsets
             )
         choice: dict[str, Any] = {
             "index": answer.index,
@@ -110,10 +112,7 @@ class Completion:
             {"index": i, "text": self._echo(i), "logprobs": None, "finish_reason": "length"}
             for i in range(n * len(self.job.prompts))
         ]
-        body = self.envelope.body(choices, None)
-        count = sum(map(len, self.job.prompts))
-        body["usage"] = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
-        return body
+        return self.envelope.body(choices, Usage(sum(map(len, self.job.prompts))))
 
     async def whole(self, work: Work) -> dict[str, Any]:
         """Return the body of all answers, when they have ended."""
@@ -138,19 +137,29 @@ class Completion:
             yield self.envelope.body([], work.usage)
 
 
+def _are_several(given: Any) -> bool:
+    """Whether a prompt is a list of prompts, and not one of tokens."""
+    return isinstance(given, list) and not (given and is_int(given[0]))
+
+
 async def _prompts(fields: Fields, service: Service) -> list[list[int]]:
     """Return the tokens of a text, of several, of a list of tokens, or of several."""
     given: Any = fields.get("prompt")
     expected = "a text, a list of tokens, or a list of either"
-    if isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0])):
+    if not _are_several(given):
         given = [given]
     if not isinstance(given, list) or not given or len(given) > _MOST_PROMPTS:
         raise fields.error("prompt", f"{expected}, up to {_MOST_PROMPTS}")
     adds = fields.boolean("add_special_tokens", True)
+    texts = [one for one in given if isinstance(one, str)]
+    read: list[list[int]] = []
+    if texts:
+        read = await service.tokens_of("prompt", texts, add_special_tokens=adds)
+    of_texts = iter(read)
     prompts = []
     for one in given:
         if isinstance(one, str):
-            tokens = await service.tokens_of("prompt", one, add_special_tokens=adds)
+            tokens = next(of_texts)
         elif isinstance(one, list):
             tokens = _token_ids(fields, one, service.vocab)
         else:

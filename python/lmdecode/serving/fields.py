@@ -34,7 +34,8 @@ def body_of(data: bytes) -> Any:
         It is not JSON, or has a lone surrogate, which no tokenizer accepts.
     """
     try:
-        body = json.loads(data, parse_constant=_no_number)
+        # Strictly: of bytes json takes lone surrogates, and UTF-16.
+        body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
         if b"\\ud" in data or b"\\uD" in data:
             json.dumps(body, ensure_ascii=False).encode()
         return body

@@ -23,7 +23,12 @@ _MAX_TERMINAL = 100_000  # characters of a terminal with all that it names
 _SPACE = r"( |\n{1,2}[ \t]{0,20})"
 _SHORT_SPACE = " "
 _DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[a-z]*|//[^\n]*|#[^\n]*')
+# A literal that does not end goes to the end of its line: or else each quote in it begins a search.
+_QUOTED = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+(?:"i?|\\?(?=\n|\Z))'
+    r"|/(?![/*])(?:[^/\\\n]|\\.)++(?:/[a-z]*|\\?(?=\n|\Z))"
+    r"|//[^\n]*|#[^\n]*"
+)
 
 
 class GrammarSource(NamedTuple):

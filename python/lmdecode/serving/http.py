@@ -17,7 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 
-__all__ = ["EventStream", "JSONAnswer", "KeyCheck", "read_body", "read_form", "unless_gone"]
+__all__ = [
+    "EventStream",
+    "JSONAnswer",
+    "KeyCheck",
+    "OriginCheck",
+    "read_body",
+    "read_form",
+    "unless_gone",
+]
 
 _T = TypeVar("_T")
 _MOST_DISCARDED = 1 << 30
@@ -197,11 +205,15 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
-        if scope["type"] != "http" or scope["path"] in self._open or scope["method"] == "OPTIONS":
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(scope.get("root_path", "")) in self._open
+            or scope["method"] == "OPTIONS"
+        ):
             await self._app(scope, receive, send)
             return
         kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key)
+        is_right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key)
         if kind.lower() == "bearer" and is_right:
             await self._app(scope, receive, send)
             return
@@ -210,3 +222,34 @@ class KeyCheck:
             code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
         )  # fmt: skip
         await JSONAnswer.of_error(error)(scope, receive, send)
+
+
+class OriginCheck:
+    """Refuses what web pages of other origins send, but for some.
+
+    A browser lets any page send a form to this machine; it only keeps the answer from the page.
+
+    Parameters
+    ----------
+    app
+        The application behind it.
+    origins
+        Those that may send; "*": all.
+    """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        self._app, self._origins = app, frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+            if not is_own and not self._origins & {origin, "*"}:
+                error = RequestError(
+                    403, "a web page of another origin may not ask", code="origin_not_allowed"
+                )
+                await JSONAnswer.of_error(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

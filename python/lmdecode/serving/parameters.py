@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT
 from lmdecode.serving.errors import BadRequest
-from lmdecode.serving.fields import Fields
+from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.grammar_request import GRAMMAR_FIELDS
 from lmdecode.serving.tokenizer import Tokenizer
 
@@ -16,8 +16,8 @@ __all__ = ["COMMON_FIELDS", "NAMES", "Parameters", "check_names", "read_paramete
 
 _MOST_CHOICES = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 1024
-_MOST_TOKENS = 1 << 16  # of a list of tokens
-_MOST_BIASES = 1 << 16
+_MOST_TOKENS = 4096  # of a list of tokens: each answer of ``n`` checks it again
+_MOST_WORDS, _LONGEST_WORD = 256, 128
 _MIROSTAT_TAU = 5.0  # of llama.cpp
 
 # Passed to the engine as they are, which checks them. The names are those of ``Sampler``.
@@ -89,7 +89,6 @@ class Parameters:
     skips_special: bool
     stream: bool
     includes_usage: bool
-    fields: Fields = field(repr=False)
 
     def seed_of(self, index: int) -> int | None:
         """Return the seed of an answer."""
@@ -105,8 +104,25 @@ def check_names(fields: Fields, known: Iterable[str], refused: Mapping[str, str]
             raise BadRequest(name, f"{name} is no field of this request", "unknown_parameter")
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+def _words(fields: Fields, name: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of the words of a field."""
+    words = []
+    for text in fields.texts(name, _MOST_WORDS, _LONGEST_WORD):
+        try:
+            words.append(tokenizer.encode(text, add_special_tokens=False))
+        except (TypeError, ValueError) as error:
+            raise BadRequest(name, f"{name} has {shown(text)}: {error}") from error
+        if not words[-1]:
+            raise BadRequest(name, f"{name} has {shown(text)}, which has no token")
+    return words
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raise BadRequest for a list of more tokens than are checked in a moment."""
+    inner = value if isinstance(value, list) else []
+    count = sum(len(item) if isinstance(item, list) else 1 for item in inner)
+    if count > _MOST_TOKENS:
+        raise BadRequest(name, f"{name} has {count} tokens; expected at most {_MOST_TOKENS}")
 
 
 def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
@@ -119,6 +135,7 @@ def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, 
         if argument in arguments:
             raise BadRequest(name, f"{name} and {argument} are given; expected one of both")
         value = fields.get(name)
+        _check_size(name, value)
         if isinstance(value, float) and argument in ("top_k", "no_repeat_ngram_size"):
             value = fields.integer(name, -MAX_INT, MAX_INT)
         arguments[argument] = value
@@ -127,15 +144,20 @@ def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, 
             raise fields.error("mirostat", "0 or 2")
         if mode == 2:
             arguments.setdefault("mirostat_tau", _MIROSTAT_TAU)
+        else:
+            arguments.pop("mirostat_tau", None)
+            arguments.pop("mirostat_eta", None)
     for name, low, high in (("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0),
                             ("temperature", 0.0, 100.0)):  # fmt: skip
         if name in arguments:
             fields.number(name, low, high)
-    words = [_ids(tokenizer, word) for word in fields.texts("bad_words", 1024, 1024)]
-    if words:
-        arguments["bad_words_ids"] = [*arguments.get("bad_words_ids", []), *words]
-    if breakers := fields.texts("dry_sequence_breakers", 256, 256):
-        arguments["dry_breakers"] = sorted({_ids(tokenizer, text)[-1] for text in breakers})
+    if words := _words(fields, "bad_words", tokenizer):
+        others = arguments.get("bad_words_ids", [])
+        if not isinstance(others, list):
+            raise fields.error("bad_words_ids", "a list of lists of ints")
+        arguments["bad_words_ids"] = [*others, *words]
+    if breakers := _words(fields, "dry_sequence_breakers", tokenizer):
+        arguments["dry_breakers"] = sorted({tokens[-1] for tokens in breakers})
     bias = fields.object("logit_bias")
     if bias:
         arguments["logit_bias"] = _biases(bias, vocab)
@@ -144,9 +166,9 @@ def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, 
 
 def _biases(bias: Mapping[str, Any], vocab: int) -> dict[int, float]:
     biases = {}
-    if len(bias) > _MOST_BIASES:
+    if len(bias) > _MOST_TOKENS:
         raise BadRequest(
-            "logit_bias", f"logit_bias has {len(bias)} tokens; expected at most {_MOST_BIASES}"
+            "logit_bias", f"logit_bias has {len(bias)} tokens; expected at most {_MOST_TOKENS}"
         )
     of_tokens = Fields(bias)
     for token in of_tokens.names():
@@ -204,7 +226,8 @@ def read_parameters(
                 raise BadRequest(name, f"{name} is given; expected num_beams above 1 with it")
         of_model = {name: defaults[name] for name in (*_SAMPLING, *_EDITS) if name in defaults}
         arguments = {**of_model, **arguments}
-        arguments["do_sample"] = arguments.get("temperature", 1.0) > 0
+        is_greedy = defaults.get("do_sample") is False and "temperature" not in fields
+        arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0
     ends = [] if fields.boolean("ignore_eos") else list(eos_token_ids)
     ends += fields.integers("stop_token_ids", _MOST_TOKENS, 0, vocab - 1)
     arguments["eos_token_id"] = list(dict.fromkeys(ends))
@@ -236,5 +259,4 @@ def read_parameters(
         fields.boolean("skip_special_tokens", True),
         stream,
         includes_usage,
-        fields,
     )

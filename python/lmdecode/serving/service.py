@@ -130,45 +130,58 @@ class Service:
         chosen = source
         try:
             return await asyncio.to_thread(lambda: self._grammars.compile(chosen, prefix=prefix))
-        except (TypeError, ValueError) as error:
+        except (ImportError, TypeError, ValueError) as error:
             raise BadRequest(name, f"{name}: {error}") from error
 
-    def rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    async def rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return messages as the text of a prompt.
 
         Raises
         ------
         BadRequest
-            The model has no chat template, or its template does not take them.
+            The model has no chat template, its template does not take them, or they are longer
+            than any that the model could read.
         """
         template = self.model.template
         if template is None:
             raise BadRequest(
                 "messages", "the model has no chat template; expected a prompt of /v1/completions"
             )
-        try:
+        size = sum(len(message["content"]) for message in messages)
+        if size > self.context * self.model.tokenizer.longest_token:
+            raise self._too_long("messages", f"{size} characters", self.context)
+
+        def render() -> str:
             return template.render(messages, **variables)
-        except (TypeError, ValueError) as error:
+
+        try:
+            return render() if size < _LONG_TEXT else await asyncio.to_thread(render)
+        except (RecursionError, TypeError, ValueError) as error:
             raise BadRequest("messages", f"the chat template refuses them: {error}") from error
 
     async def tokens_of(
-        self, name: str, text: str, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the tokens of a text; a long one does not hold up the others.
+        self, name: str, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the tokens of texts; long ones do not hold up the others.
 
         Raises
         ------
         BadRequest
-            The text is longer than any that the model could read.
+            A text is longer than any that the model could read, or is none.
         """
         most = self.context * self.model.tokenizer.longest_token
-        if len(text) > most:
+        if max(map(len, texts)) > most:
             raise self._too_long(name, f"more than {most} characters", self.context)
 
-        def encode() -> list[int]:
-            return self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        def encode() -> list[list[int]]:
+            tokenizer = self.model.tokenizer
+            return [tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
 
-        return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
+        is_long = sum(map(len, texts)) >= _LONG_TEXT
+        try:
+            return await asyncio.to_thread(encode) if is_long else encode()
+        except (TypeError, ValueError) as error:
+            raise BadRequest(name, f"{name} is no text: {error}") from error
 
     def _too_long(self, name: str, what: str, most: int) -> BadRequest:
         return BadRequest(
@@ -233,7 +246,7 @@ class Service:
         """
         parameters = job.parameters
         count = 1 if parameters.is_search else parameters.n
-        self._check_room(count * len(job.prompts))
+        self.check_room(count * len(job.prompts), waits=True)
         requests: list[Request] = []
         try:
             for prompt in job.prompts:
@@ -253,16 +266,32 @@ class Service:
                     keeps_stop=parameters.keeps_stop,
                     skips_special=parameters.skips_special,
                     kept_special_ids=job.kept_special_ids,
+                    behind=request.prompt_ids[-1:] if job.goes_on else (),
                 )
-                answers.append(Answer(len(answers), request, writer, beam, ends))
+                answers.append(Answer(len(answers), request, writer, beam, ends, job.max_tokens))
         return Work(self.tally, job, requests, answers)
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int, name: str = "n", *, waits: bool = False) -> None:
+        """Raise an error for more answers than there may be at once, or than there is room for now.
+
+        Parameters
+        ----------
+        count
+            Number of answers.
+        name
+            The field that asks for so many.
+        waits
+            Whether those that run and wait count, too.
+        """
         most = self.engine.max_requests + self.max_waiting
-        if self.tally.in_flight + count > most:
+        if count > most:
+            raise BadRequest(name, f"{name} asks for {count} answers; expected at most {most}")
+        stats = self.engine.stats
+        taken = stats.running + stats.waiting
+        if waits and taken + count > most:
             raise RequestError(
                 429,
-                f"{self.tally.in_flight} requests are running or wait; expected at most {most}",
+                f"{taken} requests are running or wait; expected at most {most}",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "1"},
             )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from lmdecode.serving.errors import BadRequest, RequestError
 from lmdecode.serving.fields import Fields, shown
-from lmdecode.serving.metrics import Counter
 from lmdecode.speech.formats import FORMATS
 from lmdecode.speech.segments import Segment, TranscriptionInfo
-from lmdecode.speech.transcriber import Transcriber
+from lmdecode.speech.transcriber import Segments, Transcriber
 
 __all__ = ["Speech", "SpeechService"]
 
@@ -154,13 +155,14 @@ class SpeechService:
     transcriber: Transcriber
     max_waiting: int = 64
     in_flight: int = 0
-    seconds: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "lmdecode speech")
 
     async def segments(self, asked: Speech) -> AsyncIterator[Segment | TranscriptionInfo]:
         """Yield what is known of the sound, and then its segments, as they come.
+
+        The thread does not wait for whoever reads them.
 
         Raises
         ------
@@ -173,27 +175,50 @@ class SpeechService:
                 code="rate_limit_exceeded", headers={"Retry-After": "5"},
             )  # fmt: skip
         self.in_flight += 1
-        loop, opened = asyncio.get_running_loop(), None
-        try:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Segment | TranscriptionInfo | BaseException | None] = asyncio.Queue()
+        opened: list[Segments] = []
+        is_gone = threading.Event()
+
+        def put(item: Segment | TranscriptionInfo | BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        def write() -> None:
             try:
-                opened, info = await loop.run_in_executor(self._worker, self._open, asked)
-            except (ImportError, OSError, TypeError, ValueError) as error:
-                raise _refused(error) from error
-            yield info
-            end = object()
-            while True:
-                segment = await loop.run_in_executor(self._worker, next, opened, end)
-                if segment is end:
-                    break
-                yield segment  # type: ignore[misc]  # it is no object of another kind
-            self.seconds.add(info.duration)
+                if is_gone.is_set():
+                    return
+                segments, info = self.transcriber.transcribe(
+                    io.BytesIO(asked.data), **asked.options
+                )
+                opened.append(segments)
+                put(info)
+                for segment in segments:
+                    put(segment)
+                    if is_gone.is_set():
+                        break
+                segments.close()
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        work = self._worker.submit(write)
+        try:
+            is_open = False
+            while (part := await queue.get()) is not None:
+                if isinstance(part, BaseException):
+                    refusals = (ImportError, OSError, TypeError, ValueError)
+                    if not is_open and isinstance(part, refusals):
+                        raise _refused(part) from part
+                    raise part
+                is_open = True
+                yield part
         finally:
             self.in_flight -= 1
-            if opened is not None:
-                opened.close()
-
-    def _open(self, asked: Speech) -> Any:
-        return self.transcriber.transcribe(io.BytesIO(asked.data), **asked.options)
+            is_gone.set()
+            if not work.cancel() and opened and not work.done():
+                # It waits for a step of the model.
+                loop.run_in_executor(None, opened[0].close)
 
     async def whole(self, asked: Speech) -> tuple[str, str]:
         """Return the text in the request's format, and its media type."""

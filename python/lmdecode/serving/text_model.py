@@ -19,7 +19,7 @@ from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.tokenizer import Tokenizer, read_json
 
-__all__ = ["TextModel", "local_path"]
+__all__ = ["TextModel", "local_path", "name_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
@@ -159,7 +159,7 @@ class TextModel:
             ends.append(end_of_turn(template, found))
         known = name
         if known is None:
-            known = path.stem if path.is_file() else _name_of(model, path)
+            known = name_of(model)
         return TextModel(
             decoding=decoding,
             tokenizer=found,
@@ -173,9 +173,12 @@ class TextModel:
         )
 
 
-def _name_of(model: str | os.PathLike[str], path: Path) -> str:
-    """Return a folder's name, or that of the hub."""
-    return os.fspath(model) if not Path(model).expanduser().exists() else path.resolve().name
+def name_of(model: str | os.PathLike[str]) -> str:
+    """Return what a model is called: its file's or its folder's name, or that of the hub."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.exists() else os.fspath(model)
 
 
 def _decoding(

@@ -34,6 +34,8 @@ class Job:
         Constrains each answer.
     kept_special_ids : frozenset of int
         See ``AnswerWriter``.
+    goes_on : bool
+        Whether an answer goes on with the text of its prompt.
     """
 
     prompts: list[list[int]]
@@ -42,6 +44,7 @@ class Job:
     logprobs: int | None = None
     grammar: CompiledGrammar | None = None
     kept_special_ids: frozenset[int] = frozenset()
+    goes_on: bool = False
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Answer:
         Which sequence of a search it is.
     ends : frozenset of int
         End tokens, which are no part of the text.
+    max_tokens : int
+        Maximum number of tokens.
     finish_reason : str or None
         "stop" or "length", when it has ended.
     """
@@ -69,8 +74,10 @@ class Answer:
     writer: AnswerWriter
     beam: int | None
     ends: frozenset[int]
+    max_tokens: int
     finish_reason: str | None = None
     num_end_tokens: int = 0
+    _is_cut: bool = False  # of a beam: no room was left
 
     @property
     def num_tokens(self) -> int:
@@ -80,10 +87,12 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield its pieces, as they come. The last one has the reason of the end."""
         if self.beam is not None:
-            result = await self.request.wait()
-            assert result.beams is not None
-            tokens = result.beams.sequences[self.beam].tolist()
-            yield self._push(tokens[len(self.request.prompt_ids) :])
+            beams = (await self.request.wait()).beams
+            assert beams is not None
+            if self.beam < len(beams.lengths):  # a search may find fewer
+                tokens = beams.new_tokens(self.beam)
+                self._is_cut = len(tokens) >= self.max_tokens and tokens[-1] not in self.ends
+                yield self._push(tokens)
         else:
             async for items in self.request.parts():
                 piece = self._push(items)
@@ -105,12 +114,14 @@ class Answer:
             "".join(piece.text for piece in pieces),
             [item for piece in pieces for item in piece.logprobs],
             self.finish_reason,
+            [offset for piece in pieces for offset in piece.offsets],
         )
 
     def _last(self) -> Piece:
         """Return the piece behind all tokens."""
         piece = self.writer.finish()
-        is_stopped = self.writer.stop is not None or self.request.finish_reason != "length"
+        is_cut = self._is_cut if self.beam is not None else self.request.finish_reason == "length"
+        is_stopped = self.writer.stop is not None or not is_cut
         self.finish_reason = piece.finish_reason = "stop" if is_stopped else "length"
         return piece
 
@@ -139,10 +150,11 @@ class Tally:
     in_flight: int = 0
     abandoned: int = 0
 
-    def count(self, request: Request) -> None:
-        """Count a request that has ended, or was cancelled."""
+    def count(self, request: Request, reason: str | None) -> None:
+        """Count a request, which ended for a reason; None: it was cancelled, or failed."""
         metrics, stats = self.metrics, request.stats
-        metrics.answers.add(1, request.finish_reason or "cancelled")
+        failed = "error" if request.finish_reason == "error" else "cancelled"
+        metrics.answers.add(1, reason or failed)
         if stats.queued is not None:
             metrics.queued.add(stats.queued)
         if stats.first_token is not None:
@@ -182,10 +194,11 @@ class Work:
             answer.finish_reason is None and answer.request.finish_reason != "error"
             for answer in self.answers
         )
+        reasons = {id(answer.request): answer.finish_reason for answer in self.answers}
         for request in self._requests:
             if not request.finished:
                 request.cancel()
-            tally.count(request)
+            tally.count(request, reasons[id(request)])
 
     async def wholes(self) -> list[Piece]:
         """Return all answers, when they have ended."""

@@ -78,11 +78,14 @@ class Piece:
         Of the tokens whose text is complete with this piece, if they were requested.
     finish_reason : str or None
         "stop" or "length", of the last one.
+    offsets : list of int
+        Where the text of each of these tokens begins in the answer.
     """
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    offsets: list[int] = field(default_factory=list)
 
 
 class AnswerWriter:
@@ -98,6 +101,8 @@ class AnswerWriter:
         Whether special tokens are left out.
     kept_special_ids
         Special tokens that are written all the same, such as those around calls of tools.
+    behind : sequence of int
+        Last tokens of a text that the answer goes on with: a space at its beginning is written.
     """
 
     def __init__(
@@ -108,13 +113,16 @@ class AnswerWriter:
         keeps_stop: bool = False,
         skips_special: bool = True,
         kept_special_ids: Collection[int] = (),
+        behind: Sequence[int] = (),
     ) -> None:
         self._stream = tokenizer.stream(
             skip_special_tokens=skips_special, kept_special_ids=kept_special_ids
         )
+        if behind:
+            self._stream.push(behind)
         self._stops = StopFinder(stops, keeps_stop)
-        # Log-probabilities of tokens whose text is not certain yet, and where that ends.
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()
+        # Where the text of a token begins and ends, for those whose text is not certain yet.
+        self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
         self._read = self._written = 0
         self.num_tokens = 0
 
@@ -135,9 +143,9 @@ class AnswerWriter:
             token = item if isinstance(item, int) else item.token
             text = self._stream.push([token])
             self.num_tokens += 1
-            self._read += len(text)
+            begin, self._read = self._read, self._read + len(text)
             if not isinstance(item, int):
-                self._waiting.append((self._read, item))
+                self._waiting.append((begin, self._read, item))
             certain = self._stops.push(text)
             texts.append(certain)
             if self._stops.found is not None:
@@ -153,13 +161,16 @@ class AnswerWriter:
             text += self._stops.finish()
         piece = self._piece(text)
         if self._stops.found is None:
-            piece.logprobs += [item for _, item in self._waiting]
+            piece.logprobs += [item for _, _, item in self._waiting]
+            piece.offsets += [begin for begin, _, _ in self._waiting]
             self._waiting.clear()
         return piece
 
     def _piece(self, text: str) -> Piece:
         self._written += len(text)
-        ready = []
-        while self._waiting and self._waiting[0][0] <= self._written:
-            ready.append(self._waiting.popleft()[1])
-        return Piece(text, ready)
+        piece = Piece(text)
+        while self._waiting and self._waiting[0][1] <= self._written:
+            begin, _, item = self._waiting.popleft()
+            piece.logprobs.append(item)
+            piece.offsets.append(begin)
+        return piece

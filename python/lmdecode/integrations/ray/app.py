@@ -14,7 +14,7 @@ from lmdecode.integrations.ray.models import CAPACITY, check_is_causal
 from lmdecode.integrations.ray.replica_app import ReplicaApp, set_replica_app
 from lmdecode.linear.formats import FORMATS
 from lmdecode.serving.app import create_app
-from lmdecode.serving.text_model import TextModel
+from lmdecode.serving.text_model import TextModel, name_of
 from lmdecode.store import KVStore
 
 __all__ = ["build_app"]
@@ -31,17 +31,19 @@ class Completions:
 
     def __init__(self, model: str, tokenizer: str | None, name: str, dtype: str | None,
                  max_requests: int, batching: dict[str, Any], store: dict[str, Any] | None,
-                 serving: dict[str, Any]) -> None:  # fmt: skip
+                 max_waiting: int, serving: dict[str, Any]) -> None:  # fmt: skip
         found = TextModel.load(model, dtype=dtype, tokenizer=tokenizer)
         check_is_causal(_OP, found.decoding)
         batching = {"capacity": min(found.context_length or CAPACITY, CAPACITY), **batching}
         opened = None
         if store is not None:
-            opened = KVStore(fingerprint=found.decoding.fingerprint(), **store)
+            opened = KVStore(fingerprint=found.decoding.fingerprint(found.tokenizer), **store)
         self._engine = found.decoding.engine(max_requests=max_requests, store=opened, **batching)
-        # Ray itself holds back what is more than max_ongoing_requests.
+        # Ray holds back further requests of HTTP; here answers count, of which one may have many.
         set_replica_app(
-            create_app(self._engine, found, name=name, store=opened, max_waiting=1 << 20, **serving)
+            create_app(
+                self._engine, found, name=name, store=opened, max_waiting=max_waiting, **serving
+            )
         )
 
     def check_health(self) -> None:
@@ -150,6 +152,6 @@ def build_app(
     )  # fmt: skip
     return deployment.bind(
         folder, None if tokenizer is None else os.fspath(tokenizer),
-        name or os.path.basename(folder.rstrip("/")), dtype, max_requests, dict(batching or {}),
-        store, dict(serving or {}),
+        name or name_of(folder), dtype, max_requests, dict(batching or {}),
+        store, max_waiting, dict(serving or {}),
     )  # fmt: skip
