@@ -29,6 +29,7 @@ WITH_EXAMPLES = (
     "docs/guides/install.md",
     "docs/guides/long_prompts.md",
     "docs/guides/prompts_on_disk.md",
+    "docs/guides/serve.md",
     "docs/guides/serving.md",
     "docs/guides/serving_engines.md",
     "docs/guides/transcribe.md",

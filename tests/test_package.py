@@ -108,7 +108,8 @@ def test_wheel_contents(wheel: Path) -> None:
     assert {folder for folder in top if not folder.endswith(".dist-info")} == {"lmdecode"}
     assert any(re.search(r"\.dist-info/.*LICENSE", name) for name in names)
     suffixes = {Path(name).suffix for name in names if name.startswith("lmdecode/")}
-    assert suffixes <= {".py", ".pyi", ".typed", ".so"}
+    assert suffixes <= {".py", ".pyi", ".typed", ".so", ".html"}
+    assert "lmdecode/serving/page.html" in names
 
 
 @pytest.mark.slow
@@ -163,16 +164,18 @@ def test_capability_can_be_forced(capability: str, tmp_path: Path) -> None:
 
 
 WRONG_CAPABILITY = """
-import lmdecode, lmdecode.__main__, torch
+import contextlib, io, lmdecode, lmdecode.__main__, torch
 for call in (
     lmdecode.cpu_capability,
     lambda: lmdecode.top_k_top_p_sample(torch.zeros(1, 4)),
-    lmdecode.__main__.main,
 ):
     try:
         call()
     except ValueError as error:
         print("ValueError:", error)
+with contextlib.redirect_stderr(io.StringIO()) as told:
+    assert lmdecode.__main__.main([]) == 1
+print("ValueError:", told.getvalue())
 """
 
 

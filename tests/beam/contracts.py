@@ -121,7 +121,7 @@ def every_option() -> dict[str, Any]:
         "log_probs": scores / 2, "status": torch.tensor([0, 1], dtype=torch.uint8),
         "slots": torch.tensor([0, 2]), "row_offsets": torch.tensor([0, 2, 5]),
         "parent_offsets": torch.tensor([0, 2]), "stopped": scores < -3, "bonus": torch.ones(2, 3),
-        "rows": 5, "rules": "scorer",
+        "rows": 5, "dialect": "scorer",
     }  # fmt: skip
 
 
@@ -139,7 +139,8 @@ def finalize(keeps: str, count: int, **options: Any) -> Call:
 ENDS: dict[str, dict[str, Any]] = {
     "groups": {"keeps": "keep_log_probs", "count": 2, "num_groups": 3},
     "slots": {
-        "keeps": "keep_beam_indices", "count": 4, "slots": torch.tensor([2, 0]), "rules": "scorer",
+        "keeps": "keep_beam_indices", "count": 4, "slots": torch.tensor([2, 0]),
+        "dialect": "scorer",
         "scores": torch.ones(2, 3), "sequences": torch.ones(2, 3, 3).long(),
     },
 }  # fmt: skip

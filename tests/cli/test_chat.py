@@ -243,7 +243,10 @@ class Terminal:
 
 def _take_terminal() -> None:
     import fcntl
+    import signal
     import termios
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs in the background ignores it
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

@@ -66,16 +66,20 @@ def test_weights_are_packed_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
     gc.collect()
     counts: list[int] = []
 
-    def counted(*arguments: Any, **keywords: Any) -> PackedLinear:
-        weights = {
-            found.data_ptr()
+    def weights() -> dict[int, torch.Tensor]:
+        return {
+            found.data_ptr(): found
             for found in gc.get_objects()
             if type(found) in (torch.Tensor, nn.Parameter)
             and found.device.type == "cpu"
             and found.is_floating_point()
             and tuple(found.shape) in sizes
         }
-        counts.append(len(weights))
+
+    others = weights()  # of models that other tests keep
+
+    def counted(*arguments: Any, **keywords: Any) -> PackedLinear:
+        counts.append(len(weights().keys() - others.keys()))
         return PackedLinear(*arguments, **keywords)
 
     monkeypatch.setattr(packing, "PackedLinear", counted)
