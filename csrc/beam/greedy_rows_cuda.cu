@@ -1,4 +1,5 @@
 // Launches the choice of rows without beams.
+#include "beam/dtype_launch.h"
 #include "beam/greedy_rows_kernel.cuh"
 #include "sampling/row_launch.h"
 
@@ -17,14 +18,7 @@ void greedy_rows_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors
                       float* values, void* stream) {
   const ProcessedParams all{params, processors, values};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return launch<float>(all, cuda_stream);
-    case DType::kFloat16:
-      return launch<Half>(all, cuda_stream);
-    case DType::kBFloat16:
-      return launch<BFloat16>(all, cuda_stream);
-  }
+  launch_of_dtype(params.dtype, [&]<class T>() { launch<T>(all, cuda_stream); });
 }
 
 }  // namespace lmdecode::beam

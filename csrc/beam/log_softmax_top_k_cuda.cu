@@ -1,5 +1,6 @@
 // Launches log_softmax_top_k: the rows, then the requests.
 #include "beam/beam_tuning.h"
+#include "beam/dtype_launch.h"
 #include "beam/log_softmax_top_k.h"
 #include "beam/log_softmax_top_k_kernel.cuh"
 #include "beam/processor_rows_kernel.cuh"
@@ -27,14 +28,7 @@ void launch(const ProcessedParams& params, cudaStream_t stream) {
 
 template <class Params>
 void launch(DType dtype, const Params& params, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch<float>(params, stream);
-    case DType::kFloat16:
-      return launch<Half>(params, stream);
-    case DType::kBFloat16:
-      return launch<BFloat16>(params, stream);
-  }
+  launch_of_dtype(dtype, [&]<class T>() { launch<T>(params, stream); });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Launches the rows of log_softmax_top_k that are held to a trie.
+#include "beam/dtype_launch.h"
 #include "beam/log_softmax_top_k.h"
 #include "beam/trie_rows_kernel.cuh"
 #include "sampling/row_launch.h"
@@ -25,14 +26,7 @@ void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
   if (params.rows == 0) return;
   const ProcessedParams all{params, processors, values};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return launch<float>(all, cuda_stream);
-    case DType::kFloat16:
-      return launch<Half>(all, cuda_stream);
-    case DType::kBFloat16:
-      return launch<BFloat16>(all, cuda_stream);
-  }
+  launch_of_dtype(params.dtype, [&]<class T>() { launch<T>(all, cuda_stream); });
 }
 
 }  // namespace lmdecode::beam

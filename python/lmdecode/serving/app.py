@@ -31,7 +31,7 @@ from lmdecode.serving.http import (
     read_form,
     unless_gone,
 )
-from lmdecode.serving.parameters import check_names
+from lmdecode.serving.parameters import check_model, check_names
 from lmdecode.serving.service import Service
 from lmdecode.serving.speech import Speech, SpeechService
 from lmdecode.serving.text_model import TextModel
@@ -164,11 +164,7 @@ class Application:
         data = await read_body(request, self._max_body_bytes, self._body_seconds)
         is_long = len(data) >= _LONG_BODY
         fields = Fields(await asyncio.to_thread(body_of, data) if is_long else body_of(data))
-        name = fields.text("model")
-        if name not in (None, "", self.name):
-            raise RequestError(
-                404, f"model is {name!r}; expected {self.name!r}", "model", "model_not_found"
-            )
+        check_model(fields, self.name)
         return fields
 
     # ---- endpoints

@@ -11,7 +11,7 @@ from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.messages import read_messages
-from lmdecode.serving.parameters import COMMON_FIELDS, check_names, read_parameters
+from lmdecode.serving.parameters import COMMON_FIELDS, MOST_LOGPROBS, check_names, read_parameters
 from lmdecode.serving.reasoning import ReasoningDelta, ReasoningParser
 from lmdecode.serving.service import Service
 from lmdecode.serving.tool_calls import CallDelta, ContentDelta, StreamingToolParser
@@ -36,7 +36,6 @@ _REFUSED = {
     "function_call": "expected tool_choice",
     "web_search_options": "the server does not search",
 }
-_MOST_LOGPROBS = 20
 
 
 @dataclass
@@ -134,7 +133,7 @@ class Chat:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         asked = fields.integer(name, 1, (1 << 31) - 1)
         most = service.max_tokens_of("messages", [tokens], asked, None, name)
-        logprobs = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
+        logprobs = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
         if not fields.boolean("logprobs"):
             if logprobs is not None:
                 raise BadRequest("top_logprobs", "top_logprobs is given; expected logprobs true")

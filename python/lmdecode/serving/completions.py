@@ -10,7 +10,7 @@ from lmdecode._checks import is_int
 from lmdecode.serving.answers import Envelope, Usage, completion_logprobs
 from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields
-from lmdecode.serving.parameters import COMMON_FIELDS, check_names, read_parameters
+from lmdecode.serving.parameters import COMMON_FIELDS, MOST_LOGPROBS, check_names, read_parameters
 from lmdecode.serving.service import Service
 from lmdecode.serving.work import Answer, Job, Work
 from lmdecode.serving.writing import Piece
@@ -20,7 +20,6 @@ __all__ = ["Completion"]
 _FIELDS = COMMON_FIELDS | {"prompt", "echo", "best_of", "logprobs", "add_special_tokens"}
 _REFUSED = {"suffix": "the model writes behind the prompt only"}
 _MOST_PROMPTS = 1024
-_MOST_LOGPROBS = 20
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
@@ -60,7 +59,7 @@ class Completion:
         )
         if (best_of := fields.integer("best_of", 1, 128)) not in (None, parameters.n):
             raise BadRequest("best_of", f"best_of is {best_of}; expected n, {parameters.n}")
-        logprobs = fields.integer("logprobs", 0, _MOST_LOGPROBS)
+        logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         does_echo = fields.boolean("echo")
         if does_echo and logprobs is not None:
             raise BadRequest("echo", "echo is true; expected false with logprobs")

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT
-from lmdecode.serving.errors import BadRequest
+from lmdecode.serving.errors import BadRequest, RequestError
 from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.grammar_request import GRAMMAR_FIELDS
 from lmdecode.serving.tokenizer import Tokenizer
 
-__all__ = ["COMMON_FIELDS", "NAMES", "Parameters", "check_names", "read_parameters"]
+__all__ = [
+    "COMMON_FIELDS", "MOST_LOGPROBS", "NAMES", "Parameters", "check_model", "check_names",
+    "read_parameters",
+]  # fmt: skip
 
+MOST_LOGPROBS = 20
 _MOST_CHOICES = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 1024
 _MOST_TOKENS = 4096  # of a list of tokens: each answer of ``n`` checks it again
@@ -102,6 +106,14 @@ def check_names(fields: Fields, known: Iterable[str], refused: Mapping[str, str]
             raise BadRequest(name, f"{name} is not supported: {refused[name]}")
         if name not in known:
             raise BadRequest(name, f"{name} is no field of this request", "unknown_parameter")
+
+
+def check_model(fields: Fields, name: str) -> None:
+    """Raise RequestError, status 404, for a request to another model."""
+    given = fields.text("model")
+    if given and given != name:
+        message = f"model is {shown(given)}; expected {name!r}"
+        raise RequestError(404, message, "model", "model_not_found")
 
 
 def _words(fields: Fields, name: str, tokenizer: Tokenizer) -> list[list[int]]:

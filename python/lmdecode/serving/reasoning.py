@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from lmdecode.serving.tool_grammars import words_of
+from lmdecode.serving.tool_grammars import tokens_of_words, words_of
 
 __all__ = ["ReasoningDelta", "ReasoningFormat", "ReasoningParser"]
 
@@ -75,21 +75,14 @@ class ReasoningFormat:
             is a token counts too.
         """
         source = template_source or ""
-        known: Mapping[str, int] = {}
-        if tokenizer is not None:
-            added = tokenizer.inner.get_added_tokens_decoder().items()
-            known = {token.content: id_ for id_, token in added}
         for found in _FORMATS:
+            token_ids, kept = dict[str, int](), frozenset[int]()
+            if tokenizer is not None:
+                token_ids, kept = tokens_of_words(found.words, tokenizer)
             signs = found.words if found.name == "harmony" else (found.close,)
-            if all(sign in source for sign in signs) or set(found.words) <= known.keys():
-                break
-        else:
-            return None
-        if tokenizer is None:
-            return found
-        token_ids = {word: known[word] for word in found.words if word in known}
-        kept = frozenset(token_ids.values()) & tokenizer.special_ids
-        return replace(found, token_ids=token_ids, kept_special_ids=kept)
+            if all(sign in source for sign in signs) or token_ids.keys() == set(found.words):
+                return replace(found, token_ids=token_ids, kept_special_ids=kept)
+        return None
 
     def starts_inside(self, prompt: str) -> bool:
         """Whether a rendered prompt ends within thoughts: its last word opens them."""

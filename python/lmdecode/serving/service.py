@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.engine import Engine
 from lmdecode.decoder.engine.request import Request
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine
@@ -19,7 +18,7 @@ from lmdecode.serving.grammar_request import GRAMMAR_FIELDS, FieldError, grammar
 from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.parameters import NAMES
 from lmdecode.serving.reasoning import ReasoningFormat
-from lmdecode.serving.text_model import TextModel
+from lmdecode.serving.text_model import TextModel, is_causal
 from lmdecode.serving.tool_calls import ToolFormat
 from lmdecode.serving.work import Answer, Job, Tally, Work
 from lmdecode.serving.writing import AnswerWriter
@@ -65,7 +64,7 @@ class Service:
     @property
     def is_causal(self) -> bool:
         """Whether the model is decoder-only."""
-        return isinstance(self.model.decoding.decoder, PackedCausalModel)
+        return is_causal(self.model.decoding)
 
     @property
     def vocab(self) -> int:

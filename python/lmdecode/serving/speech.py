@@ -14,6 +14,7 @@ from typing import Any
 
 from lmdecode.serving.errors import BadRequest, RequestError
 from lmdecode.serving.fields import Fields, shown
+from lmdecode.serving.parameters import check_model
 from lmdecode.speech.formats import FORMATS
 from lmdecode.speech.segments import Segment, TranscriptionInfo
 from lmdecode.speech.transcriber import Segments, Transcriber
@@ -106,10 +107,7 @@ class Speech:
         if not data:
             raise BadRequest("file", "file is missing or empty; expected a file of sound")
         fields = Fields(given)
-        model = fields.text("model")
-        if model is not None and model != name:
-            message = f"model is {shown(model)}; expected {name!r}"
-            raise RequestError(404, message, "model", "model_not_found")
+        check_model(fields, name)
         response_format = fields.choice("response_format", *_FORMATS) or "json"
         for value in granularities:
             if value not in ("word", "segment"):

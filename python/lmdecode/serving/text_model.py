@@ -19,14 +19,13 @@ from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.tokenizer import Tokenizer, read_json
 
-__all__ = ["TextModel", "local_path", "name_of"]
+__all__ = ["TextModel", "is_causal", "local_path", "name_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
 # What a generation config says of drawing, in words of Engine.submit.
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-             "repetition_penalty", "no_repeat_ngram_size", "do_sample", "max_new_tokens",
-             "max_length")  # fmt: skip
+             "repetition_penalty", "no_repeat_ngram_size", "do_sample")  # fmt: skip
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
             "max_target_positions")  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lmdecode.serving.grammar_source import GrammarSource
-from lmdecode.serving.tool_grammars import CallForm, lark_of_calls
+from lmdecode.serving.tool_grammars import CallForm, lark_of_calls, tokens_of_words
 from lmdecode.serving.tool_parser import CallDelta, ContentDelta, MakeReader, StreamingToolParser
 from lmdecode.serving.tool_readers import CallReader, JsonReader, NamedReader, NoCall
 from lmdecode.serving.tool_text_readers import (
@@ -115,11 +115,7 @@ class ToolFormat:
 
     def with_tokenizer(self, tokenizer: Any) -> ToolFormat:
         """Return the format with the tokens of its words."""
-        known = {
-            token.content: id_ for id_, token in tokenizer.inner.get_added_tokens_decoder().items()
-        }
-        token_ids = {word: known[word] for word in self.words if word in known}
-        kept = frozenset(token_ids.values()) & tokenizer.special_ids
+        token_ids, kept = tokens_of_words(self.words, tokenizer)
         return replace(self, token_ids=token_ids, kept_special_ids=kept)
 
     def grammar(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lmdecode.serving.grammar_source import literal, schema_text
@@ -41,6 +41,16 @@ class CallForm(NamedTuple):
     arguments: Literal["json", "keywords", "tags", "key_values"] = "json"
     quote: str = ""
     is_single: bool = False
+
+
+def tokens_of_words(
+    words: Collection[str], tokenizer: Any
+) -> tuple[dict[str, int], frozenset[int]]:
+    """Return the tokens of words that are tokens, and those of them that texts leave out."""
+    added = tokenizer.inner.get_added_tokens_decoder().items()
+    known = {token.content: id_ for id_, token in added}
+    token_ids = {word: known[word] for word in words if word in known}
+    return token_ids, frozenset(token_ids.values()) & tokenizer.special_ids
 
 
 def words_of(text: str, token_ids: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 __all__ = [
     "MAX_HEADER",
     "MORE",
+    "BracedReader",
     "CallReader",
     "Extent",
     "FoundCalls",
@@ -221,21 +222,33 @@ class JsonReader:
         return MORE if behind is None else FoundCalls(self._calls, behind)
 
 
-class NamedReader:
-    """A name, a word, and an object: ``name[ARGS]{...}``.
+class BracedReader:
+    """A header with a tool's name, and arguments in braces; what these hold is of each kind.
 
     Parameters
     ----------
     at : int
         Where it begins.
     header : re.Pattern
-        What stands before the object; its group ``name`` is the tool's.
+        What stands before the braces; its group ``name`` is the tool's.
+    quotes : sequence of str
+        Words between which a brace is no brace.
+    escapes : bool
+        Whether a backslash takes the meaning of a quote.
     closes : sequence of str
-        Words that may follow the object.
+        Words that may follow.
     """
 
-    def __init__(self, at: int, header: re.Pattern[str], closes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        at: int,
+        header: re.Pattern[str],
+        quotes: Sequence[str],
+        escapes: bool,
+        closes: Sequence[str] = (),
+    ) -> None:
         self._at, self._header, self._closes = at, header, closes
+        self._quotes, self._escapes = tuple(quotes), escapes
         self._name = ""
         self._extent: Extent | None = None
         self._found: tuple[str, str] | None = None
@@ -253,14 +266,28 @@ class NamedReader:
             if found is None:
                 raise NoCall("no name")
             self._name, self._at = found["name"], brace
-            self._extent = Extent(brace, ('"',))
+            self._extent = Extent(brace, self._quotes, escapes=self._escapes)
         if self._found is None:
             end = self._extent.end(text)
             if end is None:
                 if is_last:
-                    raise NoCall("JSON that does not end")
+                    raise NoCall("arguments that do not end")
                 return MORE
-            self._found = self._name, dump_json(load_json(text[self._at : end]))
+            self._found = self._name, self._arguments(text[:end], self._at)
             self._end = end
         behind = after_closes(text, self._end, self._closes, is_last)
         return MORE if behind is None else FoundCalls([self._found], behind)
+
+    def _arguments(self, text: str, brace: int) -> str:
+        """Return the arguments as JSON; the text ends with their braces."""
+        raise NotImplementedError
+
+
+class NamedReader(BracedReader):
+    """A name, a word, and an object: ``name[ARGS]{...}``; see ``BracedReader``."""
+
+    def __init__(self, at: int, header: re.Pattern[str], closes: Sequence[str] = ()) -> None:
+        super().__init__(at, header, ('"',), True, closes)
+
+    def _arguments(self, text: str, brace: int) -> str:
+        return dump_json(load_json(text[brace:]))

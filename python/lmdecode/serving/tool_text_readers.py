@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lmdecode.serving.tool_readers import (
-    MAX_HEADER,
     MORE,
+    BracedReader,
     Extent,
     FoundCalls,
     JsonReader,
@@ -24,6 +24,7 @@ from lmdecode.serving.tool_values import read_arguments, typed_value
 
 __all__ = ["FencedReader", "KeyValueReader", "PythonicReader", "TaggedReader"]
 
+_CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)")
 _TAG = re.compile(r"<function=([^<>\n]{1,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -212,7 +213,7 @@ class FencedReader:
         return FoundCalls(calls, end + 3)
 
 
-class KeyValueReader:
+class KeyValueReader(BracedReader):
     """``call:name{key:value,...}``, whose strings are between tokens.
 
     Parameters
@@ -226,36 +227,11 @@ class KeyValueReader:
     """
 
     def __init__(self, at: int, quote: str, closes: Sequence[str] = ()) -> None:
-        self._at, self._quote, self._closes = at, quote, closes
-        self._name = ""
-        self._extent: Extent | None = None
-        self._found: tuple[str, str] | None = None
-        self._end = 0
+        super().__init__(at, _CALL, (quote,), False, closes)
 
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if self._extent is None:
-            brace = text.find("{", self._at, self._at + MAX_HEADER)
-            if brace < 0:
-                if is_last or len(text) >= self._at + MAX_HEADER:
-                    raise NoCall("no arguments")
-                return MORE
-            found = re.compile(r"\s*call:([\w.\-]+)").fullmatch(text, self._at, brace)
-            if found is None:
-                raise NoCall("no name")
-            self._name, self._at = found[1], brace
-            self._extent = Extent(brace, (self._quote,), escapes=False)
-        if self._found is None:
-            end = self._extent.end(text)
-            if end is None:
-                if is_last:
-                    raise NoCall("arguments that do not end")
-                return MORE
-            try:
-                whole = text[:end]
-                arguments, _ = read_arguments(whole, self._at + 1, "}", ":", (self._quote,), False)
-            except ValueError as error:
-                raise NoCall(str(error)) from None
-            self._found, self._end = (self._name, dump_json(arguments)), end
-        behind = after_closes(text, self._end, self._closes, is_last)
-        return MORE if behind is None else FoundCalls([self._found], behind)
+    def _arguments(self, text: str, brace: int) -> str:
+        try:
+            arguments, _ = read_arguments(text, brace + 1, "}", ":", self._quotes, False)
+        except ValueError as error:
+            raise NoCall(str(error)) from None
+        return dump_json(arguments)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lmdecode.serving.fields import shown
+
 __all__ = ["Tool", "check_tools", "chosen_tools"]
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -108,7 +110,7 @@ def chosen_tools(tools: Sequence[Tool], tool_choice: Any) -> tuple[list[Tool], b
     if tool_choice is None or tool_choice == "auto":
         return list(tools), False
     if not tools:
-        raise ValueError(f"tool_choice is {_short(tool_choice)} without tools; expected tools")
+        raise ValueError(f"tool_choice is {shown(tool_choice)} without tools; expected tools")
     if tool_choice in ("required", "any"):
         return list(tools), True
     if isinstance(tool_choice, Mapping):
@@ -120,7 +122,7 @@ def chosen_tools(tools: Sequence[Tool], tool_choice: Any) -> tuple[list[Tool], b
         elif tool_choice.get("type", "function") == "function":
             return [_named(tools, tool_choice)], True
     raise ValueError(
-        f"tool_choice is {_short(tool_choice)}; expected 'none', 'auto', 'required' or "
+        f"tool_choice is {shown(tool_choice)}; expected 'none', 'auto', 'required' or "
         "{'type': 'function', 'function': {'name': ...}}"
     )
 
@@ -131,12 +133,7 @@ def _named(tools: Sequence[Tool], entry: Any) -> Tool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise ValueError(f"tool_choice names {_short(name)}; expected one of the tools")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    raise ValueError(f"tool_choice names {shown(name)}; expected one of the tools")
 
 
 def _without_repeats(tools: Sequence[Tool]) -> list[Tool]:
