@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,9 @@ CLIENTS = (1, 8, 32)
 LENGTHS = (32, 512)
 NEW_TOKENS = 48
 CONTEXT = 1024
-WORDS = Path(__file__).parents[1].joinpath("docs/guides/generate.md").read_text().split()
+LMDECODE_PORT = 8101
+_TEXT = Path(__file__).parents[1].joinpath("docs/guides/generate.md").read_text()
+WORDS = re.findall("[a-z]{2,9}", _TEXT)
 
 
 @dataclass
@@ -68,8 +71,9 @@ async def ask(server: Server, prompt: str, seed: int) -> Answer:
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 20)
     writer.write(head.encode() + body)
-    first, tokens = 0.0, 0
+    first, tokens, seen = 0.0, 0, b""
     async for line in reader:
+        seen = line.strip() or seen
         if not line.startswith(b"data: {"):
             continue
         piece = json.loads(line[6:])
@@ -79,15 +83,29 @@ async def ask(server: Server, prompt: str, seed: int) -> Answer:
             tokens = piece["usage"]["completion_tokens"]
     writer.close()
     if tokens != NEW_TOKENS:
-        raise RuntimeError(f"{server.name} wrote {tokens} tokens; expected {NEW_TOKENS}")
+        raise RuntimeError(f"{server.name} wrote {tokens} tokens; expected {NEW_TOKENS}: {seen!r}")
     return Answer(tokens, first, time.perf_counter() - begin)
+
+
+def prompt_of(rng: random.Random, length: int) -> str:
+    """Return words of as many tokens, counted by lmdecode's server."""
+    words = rng.choices(WORDS, k=length)
+    while True:
+        body = json.dumps({"model": "m", "content": " ".join(words)}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{LMDECODE_PORT}/tokenize", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            too_many = len(json.load(answer)["tokens"]) - length
+        if too_many <= 0:
+            return " ".join(words)
+        words = words[: len(words) - max(1, too_many // 2)]
 
 
 async def measure(server: Server, clients: int, length: int, number: int) -> tuple[float, float]:
     """Return tokens a second of all clients, and the median time to the first token."""
     rng = random.Random(f"{clients} {length} {number}")
-    # About 1.6 tokens a word here; what counts is that it is the same for all.
-    prompts = [" ".join(rng.choices(WORDS, k=int(length / 2.2))) for _ in range(clients)]
+    prompts = [prompt_of(rng, length) for _ in range(clients)]
     begin = time.perf_counter()
     answers = await asyncio.gather(*(ask(server, p, i) for i, p in enumerate(prompts)))
     seconds = time.perf_counter() - begin
@@ -115,10 +133,54 @@ def started(
                     raise RuntimeError(f"{name} ended: {log.read().decode()[-2000:]}")
                 time.sleep(0.05)
             print(f"{name}: ready after {time.perf_counter() - begin:.2f} s", flush=True)
-            yield Server(name, port, model)
+            try:
+                yield Server(name, port, model)
+            except RuntimeError:
+                log.seek(0)
+                print(f"{name}: {log.read().decode(errors='replace')[-4000:]}", file=sys.stderr)
+                raise
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def failed_in(
+    found: list[tuple[float, float]], server: Server, clients: int, length: int, number: int
+) -> bool:
+    """Measure one round; tell whether the server failed, and print its error."""
+    try:
+        found.append(asyncio.run(measure(server, clients, length, number)))
+    except (RuntimeError, OSError) as error:
+        print(f"{server.name}: {clients} clients, {length} tokens: {error}", file=sys.stderr)
+        return True
+    return False
+
+
+def row_of(
+    servers: list[Server],
+    failed: set[str],
+    found: dict[str, list[tuple[float, float]]],
+    clients: int,
+    length: int,
+) -> str:
+    """Return a row of the table: medians, and how much faster lmdecode is."""
+    cells, ratios, ours = [], [], 0.0
+    for server in servers:
+        if server.name in failed:
+            cells.append("failed")
+            ratios.append("-")
+            continue
+        rate, first = (
+            statistics.median(values) for values in zip(*found[server.name], strict=True)
+        )
+        cells.append(f"{rate:.0f}, {first:.2f} s")
+        ours = ours or rate
+        ratios.append(f"{ours / rate:.2f}x")
+    return f"| {clients} | {length} | {' | '.join(cells)} | {', '.join(ratios[1:])} |"
 
 
 def main() -> int:
@@ -141,10 +203,11 @@ def main() -> int:
             stack.enter_context(
                 started(
                     "lmdecode",
-                    [sys.executable, "-m", "lmdecode", "serve", str(given.model), "--port", "8101",
+                    [sys.executable, "-m", "lmdecode", "serve", str(given.model),
+                     "--port", str(LMDECODE_PORT),
                      "--name", "m", "--threads", threads, "--max-requests", str(most),
                      "--context", str(CONTEXT)],
-                    8101, "m", OMP_WAIT_POLICY="PASSIVE",
+                    LMDECODE_PORT, "m",
                 )
             )
         ]  # fmt: skip
@@ -167,6 +230,7 @@ def main() -> int:
                         8103,
                         "m",
                         VLLM_CPU_OMP_THREADS_BIND=cores,
+                        VLLM_CPU_KVCACHE_SPACE="2",  # GiB: 32 sequences of CONTEXT take 0.75
                     )
                 )
             )
@@ -176,21 +240,18 @@ def main() -> int:
         print("|---|---|" + "---|" * (len(servers) + 1))
         for server in servers:
             asyncio.run(measure(server, 1, 32, -1))
+        failed: set[str] = set()
         for length in given.lengths:
             for clients in given.clients:
                 found: dict[str, list[tuple[float, float]]] = {s.name: [] for s in servers}
                 for number in range(given.rounds):
                     for server in servers:
-                        found[server.name].append(
-                            asyncio.run(measure(server, clients, length, number))
-                        )
-                rates = {n: statistics.median(r for r, _ in v) for n, v in found.items()}
-                firsts = {n: statistics.median(f for _, f in v) for n, v in found.items()}
-                cells = [f"{rates[s.name]:.0f}, {firsts[s.name]:.2f} s" for s in servers]
-                ratios = ", ".join(f"{rates['lmdecode'] / rates[s.name]:.2f}x" for s in servers[1:])
-                print(
-                    f"| {clients} | {length} | " + " | ".join(cells) + f" | {ratios} |", flush=True
-                )
+                        measured = found[server.name]
+                        if server.name not in failed and failed_in(
+                            measured, server, clients, length, number
+                        ):
+                            failed.add(server.name)
+                print(row_of(servers, failed, found, clients, length), flush=True)
     return 0
 
 

@@ -1,12 +1,14 @@
 // Rows to threads, with scratch memory where an op needs some: what the CPU ops share.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
 
 #include "common/float_mode.h"
 #include "common/parallel.h"
+#include "common/parallel_gain.h"
 #include "common/workspace.h"
 
 namespace lmdecode {
@@ -24,10 +26,21 @@ inline int64_t task_rows(double row_nanoseconds, double task_nanoseconds = kMinT
 template <class Body>
 void parallel_rows(int64_t rows, double row_nanoseconds, const Body& body,
                    double task_nanoseconds = kMinTaskNanoseconds) {
-  parallel_for(rows, task_rows(row_nanoseconds, task_nanoseconds), [&](int64_t begin, int64_t end) {
+  const int64_t grain = task_rows(row_nanoseconds, task_nanoseconds);
+  const auto part = [&](int64_t begin, int64_t end) {
     const ScopedIeeeMode ieee;
     body(begin, end);
-  });
+  };
+  if (rows <= 0) return;
+  if (rows <= grain || in_region()) return part(0, rows);
+  const int64_t parts = std::min(std::max<int64_t>(num_threads(), 2), (rows + grain - 1) / grain);
+  const double gain =
+      static_cast<double>(rows) * row_nanoseconds * (1.0 - 1.0 / static_cast<double>(parts));
+  if (!region_pays(gain)) return part(0, rows);
+  RegionTimer timer;
+  torch::stable::parallel_for(
+      0, rows, grain, [&](int64_t begin, int64_t end) { timer.time([&] { part(begin, end); }); });
+  thread_parallel_gain().record(timer.overhead());
 }
 
 // One for each thread, whatever the op: never two ops at a time.

@@ -20,6 +20,7 @@ constexpr int64_t kGroupPrefetchBytes = 12288;
 constexpr double kTaskNanoseconds = 5000.0;
 constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;
+constexpr double kGroupProductsPerNanosecond = 90.0;
 constexpr double kPackNanosecondsPerByte = 0.4;
 constexpr double kNanosecondsPerNormElement = 0.1;
 

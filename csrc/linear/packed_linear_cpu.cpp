@@ -264,6 +264,19 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
   return {input.rows, input.scales, input.row_bytes, rows};
 }
 
+namespace {
+
+// What a panel takes for each row of x, where its weights are in the cache.
+double row_nanoseconds_of_panel(const PackedLinearShape& shape, const PackedLayout& layout) {
+  if (!is_grouped(shape.format)) {
+    return static_cast<double>(layout.panel_bytes) / kProductBytesPerNanosecond;
+  }
+  const int64_t width = linear_kernels_of(shape.format).tile(shape.format).width;
+  return static_cast<double>(shape.in_features * width) / kGroupProductsPerNanosecond;
+}
+
+}  // namespace
+
 int64_t packed_linear_panels(const PackedLinearShape& shape) { return layout_of(shape).panels; }
 
 void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
@@ -281,11 +294,11 @@ void packed_linear(const PackedLinear& linear, const LinearInput& input,
   const PackedLayout layout = layout_of(linear.shape);
   const int64_t blocks = row_blocks(input.count);
   if (blocks == 0) return;
-  const double panel_bytes = static_cast<double>(layout.panel_bytes);
   const double rows_of_block = static_cast<double>(input.count) / static_cast<double>(blocks);
+  const double panel_bytes = static_cast<double>(layout.panel_bytes);
+  const double row_nanoseconds = row_nanoseconds_of_panel(linear.shape, layout);
   const double panel_nanoseconds =
-      1.0 + std::max(panel_bytes / kWeightBytesPerNanosecond,
-                     panel_bytes * rows_of_block / kProductBytesPerNanosecond);
+      1.0 + std::max(panel_bytes / kWeightBytesPerNanosecond, row_nanoseconds * rows_of_block);
   // Tasks are numbered block by block, panel by panel.
   parallel_rows(
       blocks * layout.panels, panel_nanoseconds,

@@ -30,6 +30,7 @@ from lmdecode.decoder.engine.rows import (
 )
 from lmdecode.decoder.engine.stats import EngineStats
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.decoder.worker_threads import release_worker_threads
 
 __all__ = ["Engine"]
 
@@ -279,6 +280,7 @@ class Engine:
         with self._life:
             if not self.is_started:
                 self._stops = False
+                release_worker_threads()  # those of loading the model would slow the engine's
                 self._thread = threading.Thread(
                     target=self._run, name="lmdecode engine", daemon=True
                 )
