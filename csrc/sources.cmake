@@ -11,6 +11,8 @@ set(KERNEL_SOURCES
   beam/log_softmax_top_k_cpu_kernel.cpp
   beam/processor_rows_cpu_kernel.cpp
   decoder/causal_rows_cpu_kernel.cpp
+  decoder/delta_rule_cpu_kernel.cpp
+  decoder/short_convolution_cpu_kernel.cpp
   decoder/step_attention_cpu_kernel.cpp
   kv_cache/reorder_cache_cpu_kernel.cpp
   linear/norms_cpu_kernel.cpp
@@ -47,11 +49,13 @@ set(CPU_SOURCES
   decoder/decoding_read_memory_cpu.cpp
   decoder/encoder_forward_cpu.cpp
   decoder/faster_transformer_search.cpp
+  decoder/state_layer_cpu.cpp
   decoder/step_attention_cpu.cpp
   kv_cache/block_table.cpp
   kv_cache/copy_blocks_cpu.cpp
   kv_cache/reorder_cache_cpu.cpp
   kv_cache/ring_cache_append_cpu.cpp
+  kv_cache/state_slots.cpp
   kv_cache/update_beam_indirection_cpu.cpp
   linear/gguf_blocks.cpp
   linear/norms_cpu.cpp

@@ -1,6 +1,7 @@
 // causal_caches_reorder_, causal_caches_start_ and causal_caches_truncate_: the bookkeeping of a
 // decoder-only model's caches between steps.
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "bindings/block_table_checks.h"
@@ -19,8 +20,9 @@ void check_sequence(const char* op, const PagedCache& cache, int64_t row) {
 }
 
 void reorder(const Tensors& tensors, const Integers& windows, const Tensor& parents) {
-  PagedCache caches[kMaxPagedCaches];
-  const int64_t count = paged_caches(kReorderOp, tensors, windows, caches);
+  const CausalCacheList found = causal_caches(kReorderOp, tensors, windows);
+  const PagedCache* const caches = found.caches;
+  const int64_t count = found.count;
   const int64_t rows = caches[0].table.rows;
   const int64_t* const data =
       Arguments(kReorderOp).contiguous<const int64_t>("parents", parents, {rows});
@@ -32,6 +34,7 @@ void reorder(const Tensors& tensors, const Integers& windows, const Tensor& pare
   map.data = data;
   map.rows = static_cast<int32_t>(rows);
   for (int64_t i = 0; i < count; ++i) reorder_block_table(caches[i].table, rows, map);
+  if (found.has_states()) reorder_states(found.states.slots, map);
 }
 
 // Blocks that would be taken for sequences of these lengths, [rows], and those that are free.
@@ -51,8 +54,9 @@ void check_room(const char* op, const PagedCache& cache, const std::vector<int64
 // lengths [n, 2]: an empty sequence, and the length that it begins with. Layers with a window get
 // the blocks that this length keeps alone.
 void start(const Tensors& tensors, const Integers& windows, const Tensor& lengths) {
-  PagedCache caches[kMaxPagedCaches];
-  const int64_t count = paged_caches(kStartOp, tensors, windows, caches);
+  const CausalCacheList found = causal_caches(kStartOp, tensors, windows);
+  const PagedCache* const caches = found.caches;
+  const int64_t count = found.count;
   const int64_t* const data =
       Arguments(kStartOp).contiguous<const int64_t>("lengths", lengths, {-1, 2});
   const kv_cache::BlockTable& first = caches[0].table;
@@ -73,6 +77,11 @@ void start(const Tensors& tensors, const Integers& windows, const Tensor& length
     of_row = length;
   }
   for (int64_t i = 0; i < count; ++i) check_room(kStartOp, caches[i], started);
+  const int64_t needed = lengths.size(0);
+  if (found.has_states() && found.states.slots.counters[kv_cache::kFreeSlots] < needed) {
+    fail(kStartOp, "caches.counters[0] is ", found.states.slots.counters[kv_cache::kFreeSlots],
+         "; expected ", needed, " free slots at least");
+  }
   for (int64_t i = 0; i < count; ++i) {
     const kv_cache::BlockTable& table = caches[i].table;
     std::vector<int64_t> added = started;
@@ -88,12 +97,30 @@ void start(const Tensors& tensors, const Integers& windows, const Tensor& length
     num_tokens.data = added.data();
     append_to_block_table(table, num_tokens, nullptr);  // no open block: nothing is copied
   }
+  for (size_t row = 0; found.has_states() && row < started.size(); ++row) {
+    if (started[row] == 0) continue;
+    const int64_t sequence = static_cast<int64_t>(row);
+    found.states.slots.prompt_ends[row] = static_cast<int32_t>(started[row]);
+    take_state_slot(found.states.slots, sequence, started[row]);
+  }
+}
+
+// A sequence goes back to where it keeps a state.
+void check_state(const kv_cache::StateSlots& slots, int64_t i, int64_t row, int64_t length) {
+  if (length == 0 || slots.find(row, length) != kv_cache::kNoSlot) return;
+  std::string kept = "0";
+  for (int64_t k = 0; k < slots.kept(row); ++k) {
+    kept += ", " + std::to_string(slots.positions[row * slots.max_kept + k]);
+  }
+  fail(kTruncateOp, "lengths[", i, "] goes back to ", length, " positions of sequence ", row,
+       "; expected one whose state is kept: ", kept);
 }
 
 // lengths [n, 2]: a sequence, and the length that it goes back to.
 void truncate(const Tensors& tensors, const Integers& windows, const Tensor& lengths) {
-  PagedCache caches[kMaxPagedCaches];
-  const int64_t count = paged_caches(kTruncateOp, tensors, windows, caches);
+  const CausalCacheList found = causal_caches(kTruncateOp, tensors, windows);
+  const PagedCache* const caches = found.caches;
+  const int64_t count = found.count;
   const int64_t* const data =
       Arguments(kTruncateOp).contiguous<const int64_t>("lengths", lengths, {-1, 2});
   const int64_t n = lengths.size(0);
@@ -101,6 +128,7 @@ void truncate(const Tensors& tensors, const Integers& windows, const Tensor& len
     const int64_t row = data[2 * i], length = data[2 * i + 1];
     check_number(kTruncateOp, "lengths", 2 * i, row, 0, caches[0].table.rows - 1);
     check_number(kTruncateOp, "lengths", 2 * i + 1, length, 0, caches[0].table.lengths[row]);
+    if (found.has_states()) check_state(found.states.slots, i, row, length);
     for (int64_t c = 0; c < count; ++c) {
       const kv_cache::BlockTable& table = caches[c].table;
       check_sequence(kTruncateOp, caches[c], row);
@@ -115,6 +143,7 @@ void truncate(const Tensors& tensors, const Integers& windows, const Tensor& len
     }
   }
   for (int64_t i = 0; i < n; ++i) {
+    if (found.has_states()) truncate_states(found.states.slots, data[2 * i], data[2 * i + 1]);
     for (int64_t c = 0; c < count; ++c) {
       truncate_row(caches[c].table, data[2 * i],
                    std::min<int64_t>(data[2 * i + 1], caches[c].table.lengths[data[2 * i]]));

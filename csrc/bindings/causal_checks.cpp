@@ -5,7 +5,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-constexpr size_t kConfigEntries = 16, kNumbers = 6;
+constexpr size_t kConfigEntries = 23, kNumbers = 6;
 
 }  // namespace
 
@@ -31,6 +31,26 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.format = list.next_format();
   m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 3));
   c.norm_first = true;
+  c.attention_gate = list.next_flag("attention_gate");
+  m.mixer.size = c.model_size;
+  m.mixer.kind = static_cast<MixerKind>(list.next("mixer", 0, 2));
+  const int64_t least = m.mixer.is_delta_rule() ? 1 : 0;
+  m.mixer.key_heads = list.next("mixer_key_heads", least, 1 << 16);
+  m.mixer.value_heads = list.next("mixer_value_heads", least, 1 << 16);
+  m.mixer.key_size = list.next("mixer_key_size", least, kMostHeadSize);
+  m.mixer.value_size = list.next("mixer_value_size", least, kMostHeadSize);
+  m.mixer.taps = list.next("mixer_taps", m.mixer.kind == MixerKind::kNone ? 0 : 1, kMostTaps);
+  if (m.mixer.is_delta_rule() && m.mixer.value_heads % m.mixer.key_heads != 0) {
+    fail(op, "config.mixer_key_heads is ", m.mixer.key_heads,
+         "; expected a divisor of mixer_value_heads, ", m.mixer.value_heads);
+  }
+  if (m.mixer.kind != MixerKind::kNone) {
+    c.widest_projection = m.mixer.projected();
+    c.widest_mixed = m.mixer.mixed();
+    if (c.widest_projection >= kMaxDecoderSize) {
+      fail(op, "config has a mixer of ", c.widest_projection, " features; expected fewer than 2^31");
+    }
+  }
   if (c.heads % c.kv_heads != 0) {
     fail(op, "config.num_kv_heads is ", c.kv_heads, "; expected a divisor of num_heads, ", c.heads);
   }
@@ -57,6 +77,84 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   }
   return m;
 }
+
+namespace {
+
+void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerWeights* w) {
+  const auto next = [&](const char* name, int64_t count) {
+    const float* const found = parts.next<float>(name, count);
+    if (found == nullptr) fail(op, "weights have no ", name, "; expected it");
+    return found;
+  };
+  w->convolution = next("convolution", m.taps * m.channels());
+  w->convolution_bias = parts.next<float>("convolution_bias", m.channels());
+  if (!m.is_delta_rule()) return;
+  w->decay = next("decay", m.value_heads);
+  w->decay_bias = next("decay_bias", m.value_heads);
+  w->norm = next("mixer_norm_gamma", m.value_size);
+}
+
+// Slots and positions that a step follows. lengths: of the sequences.
+void check_state_slots(const char* op, const kv_cache::StateSlots& table, const int32_t* lengths) {
+  const int32_t free = table.counters[kv_cache::kFreeSlots];
+  if (free < 0 || free > table.num_slots) {
+    fail(op, "caches.counters[0] is ", free, "; expected 0 to ", table.num_slots, " free slots");
+  }
+  for (int32_t i = 0; i < free; ++i) {
+    const int32_t slot = table.free_slots[i];
+    if (slot >= 0 && slot < table.num_slots) continue;
+    fail(op, "caches.free_slots[", i, "] is ", slot, "; expected 0 to ", table.num_slots - 1);
+  }
+  if (table.counters[kv_cache::kRollback] < 0 || table.counters[kv_cache::kInterval] < 0) {
+    fail(op, "caches.counters has a rollback of ", table.counters[kv_cache::kRollback],
+         " and an interval of ", table.counters[kv_cache::kInterval], "; expected 0 at least");
+  }
+  for (int64_t row = 0; row < table.rows; ++row) {
+    int32_t before = 0;
+    for (int64_t i = 0; i < table.max_kept; ++i) {
+      const int64_t at = row * table.max_kept + i;
+      const int32_t slot = table.slots[at], position = table.positions[at];
+      if (slot == kv_cache::kNoSlot) break;
+      if (slot < 0 || slot >= table.num_slots || table.ref_counts[slot] < 1) {
+        fail(op, "caches.slots[", row, ", ", i, "] is ", slot, "; expected a slot in use, 0 to ",
+             table.num_slots - 1);
+      }
+      if (position <= before || position > lengths[row]) {
+        fail(op, "caches.positions[", row, ", ", i, "] is ", position, "; expected ", before + 1,
+             " to ", lengths[row]);
+      }
+      before = position;
+    }
+  }
+}
+
+StateCache state_cache(const char* op, TensorList& list, const kv_cache::BlockTable& first) {
+  StateCache states;
+  kv_cache::StateSlots& slots = states.slots;
+  const Tensor& pool = list.next_tensor();
+  check_rank(op, "caches.states", pool, 2, "[slots, state_size]");
+  states.pool = list.next<float>("states", {-1, -1});
+  slots.num_slots = pool.size(0);
+  states.state_size = pool.size(1);
+  slots.rows = first.rows;
+  const Tensor& positions = list.next_tensor();
+  check_rank(op, "caches.positions", positions, 2, "[sequences, kept]");
+  slots.positions = list.next<int32_t>("positions", {first.rows, -1});
+  slots.max_kept = positions.size(1);
+  slots.slots = list.next<int32_t>("slots", {first.rows, slots.max_kept});
+  slots.ref_counts = list.next<int32_t>("ref_counts", {slots.num_slots});
+  slots.free_slots = list.next<int32_t>("free_slots", {slots.num_slots});
+  slots.counters = list.next<int32_t>("counters", {kv_cache::kStateCounters + first.rows});
+  slots.prompt_ends = slots.counters + kv_cache::kStateCounters;
+  if (states.state_size < 1 || slots.num_slots >= kMaxDecoderSize) {
+    fail(op, "caches.states has shape ", shape_text(pool),
+         "; expected fewer than 2^31 slots of 1 number at least");
+  }
+  check_state_slots(op, slots, first.lengths);
+  return states;
+}
+
+}  // namespace
 
 CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& from,
                                        std::vector<CheckedHeader>* headers)
@@ -114,15 +212,20 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     const int64_t window = number("window", 0, kMaxDecoderSize - 1);
     layer.window = window == 0 ? attention::kUnlimited : window;
     layer.rotary = number("rotary", -1, model.num_rotary - 1);
-    layer.cache = number("cache", 0, kMaxPagedCaches - 1);
-    layer.cache_layer = number("cache_layer", 0, c.layers - 1);
+    const bool has_mixers = model.mixer.kind != MixerKind::kNone;
+    layer.cache = number("cache", has_mixers ? -1 : 0, kMaxPagedCaches - 1);
+    layer.cache_layer =
+        number("cache_layer", 0, layer.has_state() ? kMaxDecoderSize - 1 : c.layers - 1);
+    const bool has_state = layer.has_state();
+    const int64_t projected = has_state ? model.mixer.projected() : c.qkv_size();
+    const int64_t mixed = has_state ? model.mixer.mixed() : c.attention_size();
     LayerWeights& w = layer.weights;
     w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);
-    w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, c.qkv_size());
+    w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, projected);
     layer.query_norm = of_layer.next<float>("query_norm_gamma", head);
     layer.key_norm = of_layer.next<float>("key_norm_gamma", key_head);
-    w.self_out = of_layer.linear("attention_out", "attention_out_bias", c.format,
-                                 c.attention_size(), c.model_size);
+    w.self_out =
+        of_layer.linear("attention_out", "attention_out_bias", c.format, mixed, c.model_size);
     w.self_out_norm = of_layer.norm("attention_out_norm_gamma", nullptr, c.model_size);
     w.ffn_norm = of_layer.norm("ffn_norm_gamma", "ffn_norm_beta", c.model_size);
     w.ffn_up = of_layer.linear("ffn_up", "ffn_up_bias", c.format, c.model_size, c.ffn_size);
@@ -134,18 +237,22 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     }
     w.ffn_down = of_layer.linear("ffn_down", "ffn_down_bias", c.format, c.ffn_size, c.model_size);
     w.ffn_out_norm = of_layer.norm("ffn_out_norm_gamma", nullptr, c.model_size);
+    if (has_state) read_mixer(op, of_layer, model.mixer, &layer.mixer);
     layers.push_back(layer);
   }
   model.layers = layers.data();
 }
 
-int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,
-                     PagedCache* caches) {
-  const int64_t count = static_cast<int64_t>(windows.size());
+CausalCacheList causal_caches(const char* op, const Tensors& tensors, const Integers& windows) {
+  CausalCacheList found;
+  PagedCache* const caches = found.caches;
+  const int64_t count = found.count = static_cast<int64_t>(windows.size());
   if (count < 1 || count > kMaxPagedCaches) {
     fail(op, "windows has ", count, " entries; expected 1 to ", kMaxPagedCaches);
   }
-  TensorList list(op, "caches", tensors, kCacheTensors * windows.size());
+  const size_t paged = kCacheTensors * windows.size();
+  const bool has_states = tensors.size() == paged + kCacheTensors;
+  TensorList list(op, "caches", tensors, has_states ? paged + kCacheTensors : paged);
   for (int64_t i = 0; i < count; ++i) {
     PagedCache& cache = caches[i];
     cache.window = windows[static_cast<size_t>(i)];
@@ -199,7 +306,8 @@ int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& win
       }
     }
   }
-  return count;
+  if (has_states) found.states = state_cache(op, list, caches[0].table);
+  return found;
 }
 
 }  // namespace lmdecode::decoder

@@ -13,7 +13,7 @@ namespace lmdecode::decoder {
 // begins with four numbers. Whether there is the cache that a layer names is checked in
 // causal_forward_, which has the caches.
 struct CausalWeightsModel {
-  static constexpr int64_t kLayoutColumns = 22;
+  static constexpr int64_t kLayoutColumns = 27;
   std::vector<CausalLayer> layers;
   std::vector<float> rotary_scales;
   CausalModel model;
@@ -29,8 +29,16 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
                                std::vector<float>* rotary_scales);
 
 // Six tensors a cache: pool, blocks, lengths, ref_counts, free_blocks, counters. windows: of each.
+// Behind them, where layers keep states: pool, positions, slots, ref_counts, free_slots, counters
+// with the rows' prompt_ends behind.
 constexpr size_t kCacheTensors = 6;
-int64_t paged_caches(const char* op, const Tensors& tensors, const Integers& windows,
-                     PagedCache* caches);
+struct CausalCacheList {
+  PagedCache caches[kMaxPagedCaches];
+  int64_t count = 0;
+  StateCache states;
+
+  bool has_states() const { return states.state_size > 0; }
+};
+CausalCacheList causal_caches(const char* op, const Tensors& tensors, const Integers& windows);
 
 }  // namespace lmdecode::decoder

@@ -58,6 +58,11 @@ int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
            " once more; expected each at most once");
     }
     added[static_cast<size_t>(entry.sequence)] = entry.count;
+    if (m.mixer.kind != MixerKind::kNone && length > 0 &&
+        p.states.slots.find(entry.sequence, length) == kv_cache::kNoSlot) {
+      fail(kForwardOp, "entries[", i, "].sequence has ", length,
+           " positions, and no state behind them; expected one");
+    }
     if (m.weights.positions != nullptr && length + entry.count > m.weights.num_positions) {
       fail(kForwardOp, "entries[", i, "] ends at position ", length + entry.count,
            "; expected at most ", m.weights.num_positions, ", what the model has");
@@ -100,6 +105,12 @@ void check_layers(const CausalForwardParams& p) {
   }
   for (int64_t i = 0; i < c.layers; ++i) {
     const CausalLayer& layer = p.model->layers[i];
+    if (layer.has_state()) {
+      const int64_t end = layer.cache_layer + p.model->mixer.state_size();
+      if (end <= p.states.state_size) continue;
+      fail(kForwardOp, "layout[", i + 1, "] has a state that ends at ", end,
+           "; expected caches.states with so many numbers, not ", p.states.state_size);
+    }
     const bool is_there =
         layer.cache < p.num_caches && layer.cache_layer < p.caches[layer.cache].layers;
     const int64_t kept = is_there ? p.caches[layer.cache].window : 0;
@@ -119,7 +130,10 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
       checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model;
   CausalForwardParams p;
   p.model = &model;
-  p.num_caches = paged_caches(op, caches, windows, p.caches);
+  const CausalCacheList found = causal_caches(op, caches, windows);
+  std::copy_n(found.caches, kMaxPagedCaches, p.caches);
+  p.num_caches = found.count;
+  p.states = found.states;
   check_layers(p);
   for (int64_t i = 0; i < p.num_caches; ++i) check_table(p, i);
   const Arguments arguments(op);

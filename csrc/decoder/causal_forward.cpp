@@ -11,6 +11,7 @@
 #include "common/split_memory.h"
 #include "decoder/causal_rows.h"
 #include "decoder/decoder_tuning.h"
+#include "decoder/state_layer.h"
 #include "linear/norms.h"
 
 namespace lmdecode::decoder {
@@ -52,6 +53,9 @@ struct CausalWorkspace {
   int64_t* num_tokens;               // [sequences]
   kv_cache::BlockCopy* copies;       // [sequences]
   AttentionGroup prompts, generated;
+  StateSegment* state_segments;  // [max_rows], of segments
+  StateTarget* state_targets;    // [max_rows]
+  float* gates;                  // [max_rows, state_layer_gates()]
   unsigned char* layer;
 
   // With null for the memory it only counts. Returns the bytes.
@@ -79,6 +83,11 @@ struct CausalWorkspace {
       block.take(&prompts.tables[cache], most_prompts * max_blocks);
       block.take(&generated.tables[cache], max_rows * max_blocks);
     }
+    if (m.mixer.kind != MixerKind::kNone) {
+      block.take(&state_segments, max_rows);
+      block.take(&state_targets, max_rows);
+      block.take(&gates, max_rows * state_layer_gates(m.mixer));
+    }
     block.take(&layer, static_cast<int64_t>(split_layer_buffers(c, max_rows, nullptr, buffers)));
     if (layer != nullptr) split_layer_buffers(c, max_rows, layer, buffers);
     return block.used();
@@ -96,6 +105,7 @@ class CausalForward {
     while (collect() > 0) {
       append_blocks();
       list_sequences();
+      take_states();
       place_rows();
       embed();
       compute_angles();
@@ -107,9 +117,12 @@ class CausalForward {
 
   // LayerAttention::self() of a layer.
   int64_t attend(const CausalLayer& layer, float* qkv, float* out, float* x);
+  int64_t mix(const CausalLayer& layer, float* projected, float* out, float* x);
 
  private:
   const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
+
+  bool is_last(const CausalLayer& layer) const { return &layer == m_.layers + c_.layers - 1; }
 
   bool is_prompt(const Segment& segment) const { return entry_of(segment).is_prompt != 0; }
 
@@ -154,12 +167,57 @@ class CausalForward {
                                " blocks; expected " + std::to_string(missing) + " more for " +
                                std::to_string(rows_) + " tokens");
     }
+    check_states();
     for (int64_t cache = 0; cache < p_.num_caches; ++cache) {
       const PagedCache& paged = p_.caches[cache];
       append_to_block_table(paged.table, num_tokens, w_.copies);
       const kv_cache::BlockPool pool = paged.block_pool();
       kv_cache::copy_blocks_cpu(
           {&pool, 1, w_.copies, paged.table.counters[kv_cache::kBlockCopies]});
+    }
+  }
+
+  // Room for the states that are to be kept, before anything is changed.
+  void check_states() {
+    if (m_.mixer.kind == MixerKind::kNone) return;
+    const kv_cache::StateSlots& slots = p_.states.slots;
+    int64_t all = 0;
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      const Segment& segment = w_.segments[i];
+      const int64_t sequence = entry_of(segment).sequence;
+      if (is_prompt(segment)) {
+        slots.prompt_ends[sequence] = static_cast<int32_t>(segment.position + segment.count);
+      }
+      const int64_t more = states_to_keep(slots, sequence, segment.position, segment.count);
+      all += more;
+      const int64_t kept = slots.kept(sequence) + more;
+      if (kept <= slots.max_kept) continue;
+      throw std::runtime_error("causal_forward_: caches.slots has room for " +
+                               std::to_string(slots.max_kept) + " states of a sequence; expected " +
+                               std::to_string(kept));
+    }
+    const int64_t free = slots.counters[kv_cache::kFreeSlots];
+    if (all <= free) return;
+    throw std::runtime_error("causal_forward_: caches.states has " + std::to_string(free) +
+                             " free slots; expected " + std::to_string(all));
+  }
+
+  // Which states the segments begin with, and which ones are to be kept.
+  void take_states() {
+    if (m_.mixer.kind == MixerKind::kNone) return;
+    const kv_cache::StateSlots& slots = p_.states.slots;
+    StateTarget* target = w_.state_targets;
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      const Segment& segment = w_.segments[i];
+      const int64_t sequence = entry_of(segment).sequence, end = segment.position + segment.count;
+      StateSegment& of = w_.state_segments[i];
+      of = {segment.row, segment.count, slots.find(sequence, segment.position), target, 0};
+      for (int64_t t = 0; t < segment.count; ++t) {
+        const int64_t position = segment.position + t + 1;
+        if (!slots.keeps(sequence, position, end)) continue;
+        *target++ = {t, take_state_slot(slots, sequence, position)};
+        ++of.num_targets;
+      }
     }
   }
 
@@ -213,10 +271,12 @@ class CausalForward {
   }
 
   // In the last layer keys and values are all that is wanted of rows without logits. Of the others
-  // x and queries [rows, query_bytes] move up.
-  void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes) {
+  // x, queries [rows, query_bytes] and, where they are given, projected [rows, qkv_size] move up.
+  void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes,
+                             float* projected = nullptr) {
     if (num_logits_ == rows_) return;
     char* const bytes = static_cast<char*>(queries);
+    const int64_t size = c_.qkv_size();
     int64_t to = 0;
     for (const bool of_prompts : {true, false}) {  // in the order of rows
       for (int64_t i = 0; i < num_segments_; ++i) {
@@ -227,6 +287,7 @@ class CausalForward {
           if (from == to) continue;
           std::copy_n(bytes + from * query_bytes, query_bytes, bytes + to * query_bytes);
           std::copy_n(x + from * c_.model_size, c_.model_size, x + to * c_.model_size);
+          if (projected != nullptr) std::copy_n(projected + from * size, size, projected + to * size);
         }
         segment.position += segment.count - segment.logits;
         segment.count = segment.logits;
@@ -343,6 +404,11 @@ class CausalForward {
                             paged.first_kept_block(paged.table.lengths[sequence]));
       }
     }
+    if (m_.mixer.kind == MixerKind::kNone) return;
+    for (int64_t i = 0; i < num_segments_; ++i) {
+      const int64_t sequence = entry_of(w_.segments[i]).sequence;
+      drop_states(p_.states.slots, sequence, p_.caches[0].table.lengths[sequence]);
+    }
   }
 
   void write_logits() {
@@ -390,6 +456,7 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   rows.kv_heads = c_.kv_heads;
   rows.head_size = c_.head_size;
   rows.qkv = qkv;
+  rows.row_stride = c_.qkv_size();
   if (layer.rotary >= 0) {
     rows.half = m_.rotary_size / 2;
     rows.cosines = w_.cosines + layer.rotary * p_.max_rows * rows.half;
@@ -406,9 +473,10 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
   parallel_rows(rows_, row_nanoseconds,
                 [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
-  if (&layer == m_.layers + c_.layers - 1) {
+  if (is_last(layer)) {
     is_float ? keep_rows_with_logits(x, qkv, c_.qkv_size() * 4)
-             : keep_rows_with_logits(x, w_.queries, c_.attention_size() * 2);
+             : keep_rows_with_logits(x, w_.queries, c_.attention_size() * 2,
+                                     c_.attention_gate ? qkv : nullptr);
   }
 
   if (w_.prompts.rows > 0) {
@@ -423,11 +491,35 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
     a.q_len = 1;
     sliding_window_decode_cpu(a);
   }
-  if (is_float) return rows_;
-  const ConvertRowsParams converted{w_.context, out, c_.attention_size()};
-  const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
-  parallel_rows(rows_, row_nanoseconds,
-                [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
+  if (!is_float) {
+    const ConvertRowsParams converted{w_.context, out, c_.attention_size()};
+    const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
+    parallel_rows(rows_, row_nanoseconds,
+                  [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
+  }
+  if (c_.attention_gate) {
+    const float* const gates = qkv + c_.qkv_size() - c_.attention_size();
+    const GateRowsParams gated{gates, c_.qkv_size(), out, c_.attention_size()};
+    const auto gate = LMD_SELECT_KERNEL(decoder, gate_rows);
+    parallel_rows(rows_, 2 * row_nanoseconds,
+                  [&](int64_t begin, int64_t end) { gate(gated, begin, end); });
+  }
+  return rows_;
+}
+
+int64_t CausalForward::mix(const CausalLayer& layer, float* projected, float* out, float* x) {
+  StateLayerParams s;
+  s.config = m_.mixer;
+  s.weights = layer.mixer;
+  s.state = {w_.state_segments, num_segments_, p_.states.pool + layer.cache_layer,
+             p_.states.state_size};
+  s.norm_epsilon = c_.norm_epsilon;
+  s.rows = projected;
+  s.num_rows = rows_;
+  s.gates = w_.gates;
+  s.out = out;
+  state_layer_cpu(s);
+  if (is_last(layer)) keep_rows_with_logits(x, out, m_.mixer.mixed() * 4);
   return rows_;
 }
 
@@ -436,7 +528,8 @@ class CausalLayerAttention final : public LayerAttention {
   CausalLayerAttention(CausalForward& forward, const CausalLayer& layer)
       : forward_(forward), layer_(layer) {}
   int64_t self(float* qkv, float* out, float* x) const override {
-    return forward_.attend(layer_, qkv, out, x);
+    return layer_.has_state() ? forward_.mix(layer_, qkv, out, x)
+                              : forward_.attend(layer_, qkv, out, x);
   }
   void cross(const float*, float*) const override {}  // config.memory_size is 0: never called
 

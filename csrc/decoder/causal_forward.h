@@ -9,7 +9,9 @@
 #pragma once
 
 #include "decoder/decoder_layer.h"
+#include "decoder/layer_state.h"
 #include "decoder/paged_cache.h"
+#include "kv_cache/state_slots.h"
 
 namespace lmdecode::decoder {
 
@@ -20,8 +22,11 @@ struct CausalLayer {
   const float* key_norm = nullptr;
   int64_t window = attention::kUnlimited;
   int64_t rotary = -1;  // which of the frequencies; -1: queries and keys are not turned
-  int64_t cache = 0;    // which of the caches
-  int64_t cache_layer = 0;
+  int64_t cache = 0;    // which of the caches; -1: the layer keeps a state instead, see mixer
+  int64_t cache_layer = 0;  // of the cache; or floats before its state in that of the model
+  MixerWeights mixer;
+
+  bool has_state() const { return cache < 0; }
 };
 
 // How the embedding is held.
@@ -34,6 +39,7 @@ struct CausalModel {
   const void* embedding = nullptr;      // [vocab, model_size] of kFloat32 and kBFloat16
   linear::PackedLinear rows;            // whose rows are the embedding: kLogits and kPacked
   const CausalLayer* layers = nullptr;  // [config.layers]
+  MixerConfig mixer;                    // of the layers that keep a state
   int64_t rotary_size = 0;              // features of a head that are turned
   int64_t num_rotary = 0;
   const float* frequencies = nullptr;    // [num_rotary, rotary_size / 2]
@@ -53,10 +59,18 @@ struct CausalEntry {
 
 constexpr int64_t kMaxPagedCaches = 2;
 
+// States of the layers that keep one, all of a sequence side by side.
+struct StateCache {
+  kv_cache::StateSlots slots;  // a row a sequence
+  float* pool = nullptr;       // [num_slots, state_size]
+  int64_t state_size = 0;      // 0: there are none
+};
+
 struct CausalForwardParams {
   const CausalModel* model = nullptr;
   PagedCache caches[kMaxPagedCaches];
   int64_t num_caches = 0;
+  StateCache states;
   const CausalEntry* entries = nullptr;  // [num_entries], each sequence at most once
   int64_t num_entries = 0;
   const int64_t* tokens = nullptr;  // of the entries, one behind the other

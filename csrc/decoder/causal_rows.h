@@ -18,7 +18,8 @@ struct CausalRowsParams {
   int64_t kv_heads = 0;
   int64_t head_size = 0;
   int64_t half = 0;                // pairs of features that are turned
-  float* qkv = nullptr;            // [rows, (heads + 2 kv_heads) * head_size]; queries in place
+  float* qkv = nullptr;            // [rows, row_stride]: queries, in place, keys, values
+  int64_t row_stride = 0;          // at least (heads + 2 kv_heads) * head_size
   const float* cosines = nullptr;  // [rows, half]
   const float* sines = nullptr;    // [rows, half]
   DType dtype = DType::kFloat32;   // of the cache
@@ -38,6 +39,14 @@ struct ConvertRowsParams {
   int64_t size = 0;
 };
 
+// out [rows, size] *= sigmoid(gates).
+struct GateRowsParams {
+  const float* gates = nullptr;  // [rows, gate_stride]
+  int64_t gate_stride = 0;
+  float* out = nullptr;
+  int64_t size = 0;
+};
+
 }  // namespace lmdecode::decoder
 
 // The kernels at every level, and the last of the logits:
@@ -46,4 +55,5 @@ struct ConvertRowsParams {
 LMD_DECLARE_KERNELS(decoder,
                     void causal_rows(const CausalRowsParams& params, int64_t begin, int64_t end);
                     void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end);
+                    void gate_rows(const GateRowsParams& params, int64_t begin, int64_t end);
                     void soft_cap(float* values, int64_t size, float scale, float cap);)

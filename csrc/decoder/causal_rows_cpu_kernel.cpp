@@ -53,7 +53,7 @@ template <class T>
 void run_rows(const CausalRowsParams& p, int64_t begin, int64_t end) {
   const int64_t query_size = p.heads * p.head_size, key_size = p.kv_heads * p.head_size;
   for (int64_t row = begin; row < end; ++row) {
-    float* const queries = p.qkv + row * (query_size + 2 * key_size);
+    float* const queries = p.qkv + row * p.row_stride;
     float* const keys = queries + query_size;
     if (p.half > 0) {
       for (int64_t head = 0; head < p.heads + p.kv_heads; ++head) {
@@ -89,6 +89,23 @@ void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end) {
   const int64_t last = end * params.size;
   for (; i + kLanes <= last; i += kLanes) store(params.to + i, load(from + i));
   for (; i < last; ++i) params.to[i] = to_float(from[i]);
+}
+
+void gate_rows(const GateRowsParams& p, int64_t begin, int64_t end) {
+  const auto gated = [](F32 x, F32 gate) {
+    return x / (splat(1.0f) + exp_of(splat(0.0f) - gate));
+  };
+  for (int64_t row = begin; row < end; ++row) {
+    const float* const gates = p.gates + row * p.gate_stride;
+    float* const out = p.out + row * p.size;
+    int64_t i = 0;
+    for (; i + kLanes <= p.size; i += kLanes) store(out + i, gated(load(out + i), load(gates + i)));
+    if (i < p.size) {
+      const int rest = static_cast<int>(p.size - i);
+      store_part(out + i, gated(load_part(out + i, rest, 0.0f), load_part(gates + i, rest, 0.0f)),
+                 rest);
+    }
+  }
 }
 
 void soft_cap(float* values, int64_t size, float scale, float cap) {

@@ -17,11 +17,12 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
                            LayerBuffers* buffers) {
   SplitMemory split(memory);
   split.take(&buffers->normed, rows * config.model_size);
-  split.take(&buffers->qkv, rows * config.qkv_size());
-  split.take(&buffers->context, rows * config.attention_size());
+  split.take(&buffers->qkv, rows * std::max(config.qkv_size(), config.widest_projection));
+  split.take(&buffers->context, rows * std::max(config.attention_size(), config.widest_mixed));
   split.take(&buffers->ffn, rows * config.ffn_size);
   size_t bytes = 0;
-  for (const int64_t size : {config.model_size, config.attention_size(), config.ffn_size}) {
+  for (const int64_t size :
+       {config.model_size, config.attention_size(), config.ffn_size, config.widest_mixed}) {
     bytes = std::max(bytes, input_bytes(config, size, rows));
   }
   unsigned char* input = nullptr;

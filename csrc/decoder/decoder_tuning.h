@@ -19,6 +19,12 @@ constexpr double kNanosecondsPerAngle = 40.0;
 // Of a logit that is scaled or capped.
 constexpr double kNanosecondsPerLogit = 0.5;
 
+// Of a feature that a convolution over a few tokens sees.
+constexpr double kNanosecondsPerConvolved = 0.5;
+
+// Of an element of the delta rule's state that a token changes.
+constexpr double kNanosecondsPerDelta = 0.06;
+
 // Positions of memories that are read at a time: what they give stays in the processor's cache.
 constexpr int64_t kReadMemoryRows = 256;
 

@@ -55,6 +55,11 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
             "decoder-only model, or generate_with_store"
         )
     config = packed.config
+    if packed.state_size:
+        raise ValueError(
+            "Decoding: layers of the model keep a state, which a store has no place for; expected "
+            "a model all of whose layers have attention"
+        )
     kind, row_size = row_format(config.head_size, decoding.cache_dtype)
     kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
     return Fingerprint(

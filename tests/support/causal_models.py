@@ -11,6 +11,8 @@ import transformers
 VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
 WINDOW = 7
 POSITIONS = 256
+# Types whose norms multiply by 1 + weight.
+_PLUS_ONE = ("gemma", "qwen3_5", "qwen3_next")
 # Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
 SEED = 5
 
@@ -49,6 +51,26 @@ _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
     "logits_scaling": 1.7,
 }  # fmt: skip
+
+_LFM2 = {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "block_multiple_of": 4,
+}  # fmt: skip
+_DELTA = {
+    "num_hidden_layers": 4, "head_dim": 12, "linear_key_head_dim": 10, "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 1],
+    },
+}  # fmt: skip
+_DELTA_LAST = {
+    "num_hidden_layers": 3, "layer_types": ["full_attention", *["linear_attention"] * 2],
+    "linear_conv_kernel_dim": 3, "linear_key_head_dim": 16, "linear_value_head_dim": 40,
+    "linear_num_value_heads": 2, "tie_word_embeddings": False, "attention_bias": True,
+}  # fmt: skip
+_DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
 
 # What each variant of an architecture sets, beside the sizes above.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -116,6 +138,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     },
+    "lfm2": {
+        "convolutions at the ends": _LFM2,
+        "attention last, two taps, untied": {
+            **_LFM2, "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 2,
+            "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, **_GROUP_OF_4,
+        },
+    },
+    "qwen3_5_text": {
+        "plain": _DELTA,
+        "delta rule last, biases": {**_DELTA, **_DELTA_LAST},
+    },
+    "qwen3_5": {"text part": _DELTA},
+    "qwen3_next": {
+        "dense": {**_DELTA, **_DENSE},
+        "dense, delta rule last": {**_DELTA, **_DELTA_LAST, **_DENSE},
+    },
     "olmo2": {
         "plain": _GROUP_OF_1,
         "groups, biases": {"attention_bias": True, "tie_word_embeddings": True},
@@ -152,6 +190,17 @@ def _config(architecture: str, arguments: dict[str, Any]) -> Any:
             image_token_index=VOCAB - 1, boi_token_index=VOCAB - 2, eoi_token_index=VOCAB - 3,
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
         )  # fmt: skip
+    if architecture == "qwen3_5":
+        vision = {
+            "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
+            "patch_size": 4, "out_hidden_size": arguments["hidden_size"],
+        }  # fmt: skip
+        return transformers.Qwen3_5Config(
+            text_config=arguments, vision_config=vision, image_token_id=VOCAB - 1,
+            video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3,
+            tie_word_embeddings=arguments["tie_word_embeddings"],
+            pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+        )  # fmt: skip
     return transformers.AutoConfig.for_model(architecture, **arguments)
 
 
@@ -170,6 +219,8 @@ def model_of(config: Any, seed: int = SEED) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = transformers.AutoModelForCausalLM
+        if config.model_type == "qwen3_5":  # with images
+            kind = transformers.AutoModelForImageTextToText
         model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         with torch.no_grad():
@@ -180,7 +231,10 @@ def model_of(config: Any, seed: int = SEED) -> Any:
                     size = 3.0 if name == "lm_head.weight" else 1.5
                     parameter.normal_(std=size * min(parameter.shape) ** -0.5)
                 elif name.endswith(("model.norm.weight", "ln_f.weight")):
-                    parameter.normal_().sub_(1.0 if "gemma" in config.model_type else 0.0)
+                    parameter.normal_().sub_(float(config.model_type.startswith(_PLUS_ONE)))
+                elif name.endswith("A_log"):
+                    # transformers' prompts lose digits where states decay fast: they divide decays.
+                    parameter.normal_(std=0.5).sub_(1.0)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

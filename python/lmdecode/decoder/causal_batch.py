@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int, is_int, type_error
-from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
+from lmdecode.decoder.causal_caches import (
+    CHECKPOINT_INTERVAL,
+    CausalCaches,
+    check_sizes_of_batch,
+)
 from lmdecode.decoder.causal_weights import PackedCausalModel
 
 __all__ = ["CausalBatch"]
@@ -97,7 +101,12 @@ class CausalBatch:
         )
         self._vocab_size, self._capacity = model.config.vocab_size, capacity
         self._caches = CausalCaches(
-            model, max_requests, capacity, dtype=cache_dtype, max_rows=self._max_step_tokens
+            model,
+            max_requests,
+            capacity,
+            dtype=cache_dtype,
+            max_rows=self._max_step_tokens,
+            checkpoint_interval=CHECKPOINT_INTERVAL,
         )
         self._lock = threading.RLock()
         self._running: dict[Hashable, _Running] = {}  # in the order of adding
@@ -197,11 +206,19 @@ class CausalBatch:
         Raises
         ------
         ValueError
-            It has fewer, or a layer's window needs positions that it has let go of.
+            It has fewer, or a layer's window needs positions that it has let go of, or layers keep
+            states, and none behind these tokens: the error says behind which.
         """
         running = self._of("truncate", request)
         limits = f"0 to {running.length}, its length"
         length = check_int(f"{_OP}.truncate", "length", length, 0, running.length, limits=limits)
+        reachable = self._caches.reachable(running.place, length)
+        if reachable != length:
+            raise ValueError(
+                f"{_OP}.truncate: length is {length} for request {request!r}, whose layers keep no "
+                f"state there; expected {reachable}, the longest one before, or that of "
+                "another checkpoint"
+            )
         try:
             self._caches.truncate([running.place], [length])
         except ValueError as error:

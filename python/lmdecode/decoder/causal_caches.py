@@ -12,11 +12,16 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
-__all__ = ["CACHE_DTYPES", "MOST_REQUESTS", "CausalCaches", "check_sizes_of_batch", "row_format"]
+__all__ = [
+    "BLOCK_SIZE", "CACHE_DTYPES", "CHECKPOINT_INTERVAL", "MOST_REQUESTS", "CausalCaches",
+    "check_sizes_of_batch", "row_format",
+]  # fmt: skip
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4  # before each key and value of int8
+# Of a sequence that may go back, where layers keep states: tokens between those that are kept.
+CHECKPOINT_INTERVAL = 256
 
 
 def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
@@ -71,8 +76,12 @@ class CausalCaches:
     max_rows : int
         Tokens that are computed together: longer steps are cut into these.
     rollback : int
-        Positions that a sequence can go back at any time, where layers have windows; these keep so
-        many more.
+        Positions that a sequence can go back at any time, where layers have windows or states;
+        these keep so many more.
+    checkpoint_interval : int
+        Where layers have states: the sequence can also go back to the end of its prompt, to the
+        token before that, and to the last two whole multiples of this number, of 4 times, of 16
+        times this number and so on. 0: to none of these.
 
     Attributes
     ----------
@@ -89,6 +98,7 @@ class CausalCaches:
         dtype: str = "float32",
         max_rows: int = 512,
         rollback: int = 0,
+        checkpoint_interval: int = 0,
     ) -> None:
         c = self._config = model.config
         self._windows = [window + rollback if window else 0 for window in model.cache_windows]
@@ -121,10 +131,48 @@ class CausalCaches:
                 counters,
             ]
         self.lengths = self._tensors[2]
+        self._states = self._state_tensors(rollback, checkpoint_interval)
+        self._tensors += self._states
         size = ops.causal_workspace_bytes(
             model.sizes, model.numbers, [max_rows, sequences, max_blocks]
         )
         self._workspace = new_memory(size)
+
+    def _state_tensors(self, rollback: int, interval: int) -> list[Tensor]:
+        """Return the tensors of states, which csrc/kv_cache/state_slots.h explains; none: none."""
+        size = self.model.state_size
+        if size == 0:
+            return []
+        kept, step = 1 + rollback, interval
+        if interval:
+            kept += 2
+            while step <= self.max_length:
+                kept, step = kept + 2, 4 * step
+        # What is kept before a step and behind it: slots are taken before others are let go.
+        rows, kept = self.sequences, 2 * kept
+        slots = rows * kept
+        whole = {"dtype": torch.int32, "device": "cpu"}
+        counters = torch.zeros(3 + rows, **whole)  # type: ignore[call-overload]
+        counters[:3] = torch.tensor([slots, rollback, interval])
+        return [
+            self._reserved(4 * slots * size).view(torch.float32).view(slots, size),
+            torch.zeros((rows, kept), dtype=torch.int32, device="cpu"),
+            torch.full((rows, kept), -1, dtype=torch.int32, device="cpu"),
+            torch.zeros(slots, dtype=torch.int32, device="cpu"),
+            # The first ones are taken first.
+            torch.arange(slots - 1, -1, -1, dtype=torch.int32, device="cpu"),
+            counters,
+        ]
+
+    def reachable(self, sequence: int, length: int) -> int:
+        """Return the longest length, at most ``length``, whose state a sequence keeps.
+
+        Where no layer keeps a state it is ``length``; a window may be in the way all the same.
+        """
+        if not self._states:
+            return length
+        positions = self._states[1][sequence]
+        return int(positions[positions <= length].max())
 
     def _reserved(self, size: int) -> Tensor:
         try:
@@ -175,7 +223,14 @@ class CausalCaches:
         ops.causal_caches_reorder_(self._tensors, self._windows, parents)
 
     def truncate(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let sequences go back to lengths; 0 frees a place."""
+        """Let sequences go back to lengths; 0 frees a place.
+
+        Raises
+        ------
+        ValueError
+            A layer's window, or its state, is not kept for one of the lengths. Nothing has changed
+            then. ``reachable`` tells for which lengths there is a state.
+        """
         changes = torch.tensor([sequences, lengths], dtype=torch.int64, device="cpu").T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
 
@@ -193,6 +248,8 @@ class CausalCaches:
             Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
             that there are from ``begin`` on; of a layer with a window the last window - 1 of these
             at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
+            Layers with a state have none; behind all others follows one pair, of which the first
+            is their state, [state_size] float32, and the second is empty.
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, Tensor]]()
@@ -204,7 +261,39 @@ class CausalCaches:
                 for part, states in zip(parts, (keys, values), strict=True):
                     states[:, whole] = part[:, blocks[block], within]
             read.append((keys, values))
-        return read
+        return read + self._read_state(sequence, length)
+
+    def _state(self, sequence: int, length: int) -> Tensor:
+        """Return the state of a sequence behind so many tokens, [state_size], to read and write."""
+        pool, positions, slots, *_ = self._states
+        at = int((positions[sequence] == length).nonzero()[0])
+        return pool[int(slots[sequence, at])]
+
+    def _read_state(self, sequence: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        if not self._states:
+            return []
+        size = self.model.state_size
+        state = self._state(sequence, length).clone() if length else torch.zeros(size)
+        return [(state, state.new_empty(0))]
+
+    def _write_state(
+        self, sequence: int, length: int, states: Iterator[tuple[Tensor, Tensor]]
+    ) -> None:
+        others = list(states)
+        if len(others) != bool(self._states):
+            raise ValueError(
+                f"CausalCaches.write: states have {len(others)} pairs behind those of layers with "
+                f"attention; expected {int(bool(self._states))}"
+            )
+        if not others:
+            return
+        to, given = self._state(sequence, length), others[0][0]
+        if given.shape != to.shape or given.dtype != to.dtype:
+            raise ValueError(
+                f"CausalCaches.write: the state has shape {list(given.shape)} and dtype "
+                f"{given.dtype}; expected {list(to.shape)} and {to.dtype}"
+            )
+        to.copy_(given)
 
     def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Let an empty sequence begin with positions that were computed elsewhere.
@@ -226,9 +315,13 @@ class CausalCaches:
         start = torch.tensor([[sequence, length]], device="cpu")
         ops.causal_caches_start_(self._tensors, self._windows, start)
         try:
-            for layer, ((parts, blocks, window), pair) in enumerate(
-                zip(self._layers(sequence, length), states, strict=True)
-            ):
+            states, layers = iter(states), self._layers(sequence, length)
+            for layer, (parts, blocks, window) in enumerate(layers):
+                if (pair := next(states, None)) is None:
+                    raise ValueError(
+                        f"CausalCaches.write: states have {layer} layers; expected one of each "
+                        "layer with attention"
+                    )
                 held = length if window is None else min(length, window - 1)
                 for name, part, given in zip(("keys", "values"), parts, pair, strict=True):
                     shape = (part.shape[0], held, part.shape[3])
@@ -240,6 +333,7 @@ class CausalCaches:
                         )
                     for block, within, whole in _spans(length - held, length):
                         part[:, blocks[block], within] = given[:, whole]
+            self._write_state(sequence, length, states)
         except BaseException:
             self.truncate([sequence], [0])
             raise
@@ -249,9 +343,12 @@ class CausalCaches:
     ) -> Iterator[tuple[tuple[Tensor, Tensor], list[int], int | None]]:
         """Yield of each layer (keys, values), [H, num_blocks, block, D], blocks and window."""
         used = -(-length // BLOCK_SIZE)
-        of_caches = [blocks[sequence, :used].tolist() for blocks in self._tensors[1::6]]
+        tables = self._tensors[1 : 6 * len(self._windows) : 6]
+        of_caches = [blocks[sequence, :used].tolist() for blocks in tables]
         places = self.model.layout[1:, 2:4].tolist()
         for (cache, layer), window in zip(places, self._config.windows, strict=True):
+            if cache < 0:
+                continue  # a state
             pool = self._tensors[6 * cache]
             if pool.dtype == torch.int8:
                 pool = pool.view(torch.uint8)

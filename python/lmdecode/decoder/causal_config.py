@@ -16,6 +16,7 @@ from lmdecode.decoder.config import (
     check_numbers,
     check_sizes,
 )
+from lmdecode.decoder.mixers import Mixer, checked_mixers
 
 __all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights"]
 
@@ -55,6 +56,12 @@ class CausalConfig:
         ``cap * tanh(x / cap)`` of scores, of logits. 0: none.
     embedding_scale, logits_scale : float
         What embeddings, and logits before their cap, are multiplied by.
+    mixers : tuple of (ShortConvolution or GatedDeltaRule or None)
+        Of each layer: what stands where attention stands, with its sizes. None: attention. Those
+        that are not None are equal. By default all layers have attention. Entries of ``windows``
+        and ``rotary`` are None where there is no attention.
+    attention_gate : bool
+        Attention's output is multiplied by the sigmoid of a part of the projection.
 
     Raises
     ------
@@ -82,6 +89,8 @@ class CausalConfig:
     logits_softcap: float = 0.0
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    mixers: tuple[Mixer | None, ...] = ()
+    attention_gate: bool = False
 
     def __post_init__(self) -> None:
         """Check every argument."""
@@ -105,6 +114,14 @@ class CausalConfig:
                     f"{self.num_layers}"
                 )
             object.__setattr__(self, name, entries)
+        object.__setattr__(self, "mixers", checked_mixers(op, self.mixers, self.num_layers))
+        check_bool(op, "attention_gate", self.attention_gate)
+        for i, mixer in enumerate(self.mixers):
+            if mixer is not None and (self.windows[i], self.rotary[i]) != (None, None):
+                raise ValueError(
+                    f"{op}: windows[{i}] and rotary[{i}] are {self.windows[i]} and "
+                    f"{self.rotary[i]}; expected None, as mixers has no attention there"
+                )
         for window in self.windows:
             if window is not None:
                 check_int(op, "windows", window, 1, (1 << 31) - 1, limits="1 to 2^31 - 1, or None")
@@ -135,6 +152,11 @@ class CausalConfig:
         return self.num_heads * self.head_size
 
     @property
+    def projected_size(self) -> int:
+        """Features of queries, keys, values and, where there is one, the gate."""
+        return self.query_size * (1 + self.attention_gate) + 2 * self.key_size
+
+    @property
     def key_size(self) -> int:
         """Features of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_size
@@ -153,15 +175,20 @@ class CausalLayerWeights(NamedTuple):
     attention_out_norm_gamma, ffn_out_norm_gamma : Tensor or None
         [D]: of what the sublayer gives, before it is added.
     qkv, qkv_bias : Tensor
-        [Q + 2 K, D], [Q + 2 K]: queries, keys and values.
+        [Q + 2 K, D], [Q + 2 K]: queries, keys and values. With ``attention_gate`` the gate's Q rows
+        follow. Of a layer with a mixer its first projection, [``mixer.projected``, D].
     query_norm_gamma, key_norm_gamma : Tensor or None
         [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
     attention_out : Tensor
-        [D, Q], with bias [D].
+        [D, Q], with bias [D]; of a layer with a mixer [D, ``mixer.mixed``].
     ffn_up, ffn_gate : Tensor
         [F, D], with bias [F].
     ffn_down : Tensor
         [D, F], with bias [D].
+    convolution, convolution_bias : Tensor or None
+        [``mixer.channels``, taps], the last tap the token's own, and [``mixer.channels``].
+    decay, decay_bias, mixer_norm_gamma : Tensor or None
+        Of a ``GatedDeltaRule``: [num_value_heads] each, and [value_size].
     """
 
     attention_norm_gamma: Tensor | None
@@ -182,6 +209,11 @@ class CausalLayerWeights(NamedTuple):
     ffn_down: Tensor
     ffn_down_bias: Tensor | None
     ffn_out_norm_gamma: Tensor | None
+    convolution: Tensor | None = None
+    convolution_bias: Tensor | None = None
+    decay: Tensor | None = None
+    decay_bias: Tensor | None = None
+    mixer_norm_gamma: Tensor | None = None
 
 
 class CausalWeights(NamedTuple):

@@ -14,6 +14,7 @@ from lmdecode._checks import check_format
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
 from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.decoder.mixers import GatedDeltaRule, Mixer, mixer_numbers
 from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
@@ -26,7 +27,7 @@ from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, Quantiz
 __all__ = ["PackedCausalModel"]
 
 _ALIGNMENT = 64  # bytes
-_MOST_PARTS = 3  # of a linear weight, as in csrc/decoder/decoder_config.h
+_MOST_PARTS = 4  # of a linear weight, as in csrc/decoder/decoder_config.h
 _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
@@ -74,12 +75,16 @@ def _check(
         )
 
 
-def linear_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight, which is packed; ``logits`` is the model's."""
-    size, queries, ffn = config.model_size, config.query_size, config.ffn_size
+def linear_shapes(config: CausalConfig, mixer: Mixer | None = None) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight, which is packed; ``logits`` is the model's.
+
+    Of a layer with attention, or with a mixer.
+    """
+    size, ffn = config.model_size, config.ffn_size
+    projected = config.projected_size if mixer is None else mixer.projected
     return {
-        "qkv": (queries + 2 * config.key_size, size),
-        "attention_out": (size, queries),
+        "qkv": (projected, size),
+        "attention_out": (size, config.query_size if mixer is None else mixer.mixed),
         "ffn_up": (ffn, size),
         "ffn_gate": (ffn, size),
         "ffn_down": (size, ffn),
@@ -87,21 +92,51 @@ def linear_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights) -> None:
-    c, linear = config, linear_shapes(config)
+def _check_layer(
+    config: CausalConfig, name: str, layer: CausalLayerWeights, mixer: Mixer | None
+) -> None:
+    c, linear = config, linear_shapes(config, mixer)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "query_norm_gamma": ((c.head_size,), (c.query_size,)),
         "key_norm_gamma": ((c.head_size,), (c.key_size,)),
     }
+    of_mixer = state_shapes(mixer)
+    shapes |= {field: (shape,) for field, shape in of_mixer.items()}
+    foreign = set(_STATE_FIELDS) - of_mixer.keys()
+    foreign |= {"query_norm_gamma", "key_norm_gamma"} if mixer is not None else set()
+    for field in sorted(foreign):
+        if getattr(layer, field) is not None:
+            raise ValueError(
+                f"Decoding: weights.{name}.{field} was given; expected none, as the layer has "
+                f"{'attention' if mixer is None else mixer.kind}"
+            )
     for field, shape in linear.items():
         shapes[field], shapes[f"{field}_bias"] = (shape,), (shape[:1],)
     for field, tensor in layer._asdict().items():
         optional = field not in linear or (field == "ffn_gate" and not c.gated)
+        optional &= field not in of_mixer or field == "convolution_bias"
         _check(f"{name}.{field}", tensor, *shapes.get(field, ((c.model_size,),)), optional=optional)
     if not c.gated and layer.ffn_gate is not None:
         raise ValueError(
             f"Decoding: weights.{name}.ffn_gate was given; expected none, as not gated"
         )
+
+
+_STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma")
+
+
+def state_shapes(mixer: Mixer | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that only a layer with this mixer has."""
+    if mixer is None:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "convolution": (mixer.channels, mixer.taps),
+        "convolution_bias": (mixer.channels,),
+    }
+    if isinstance(mixer, GatedDeltaRule):
+        heads = (mixer.num_value_heads,)
+        shapes |= {"decay": heads, "decay_bias": heads, "mixer_norm_gamma": (mixer.value_size,)}
+    return shapes
 
 
 def _checked_format(weight_format: object) -> str:
@@ -139,7 +174,7 @@ class PackedCausalModel:
     Attributes
     ----------
     memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, 22]: where they lie. See
+        uint8 [bytes] with all weights, and int64 [layers + 1, 27]: where they lie. See
         csrc/bindings/causal_checks.h.
     sizes, numbers : list
         The config as the ops take it.
@@ -147,6 +182,8 @@ class PackedCausalModel:
         Of the model's caches: 0 keeps all positions, another number so many.
     cache_layers : list of int
         How many layers each cache has.
+    state_size : int
+        Float32 numbers of a sequence's state, of all layers that have one.
     max_positions : int or None
         That the model has embeddings for.
     saved_hash : str or None
@@ -262,7 +299,8 @@ class PackedCausalModel:
         places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
         if self.sizes[_EMBEDDING_FORMAT] == _IS_PACKED:
             places.append((int(self.layout[0, _EMBEDDING]), shapes["logits"]))
-        for row in self.layout[1:]:
+        for row, mixer in zip(self.layout[1:], self.config.mixers, strict=True):
+            shapes = linear_shapes(self.config, mixer)
             for column, name in enumerate(CausalLayerWeights._fields, start=4):
                 if name in shapes and int(row[column]) != _NONE:
                     places.append((int(row[column]), shapes[name]))
@@ -313,6 +351,8 @@ class PackedCausalModel:
             ACTIVATIONS[c.activation],
             format_number(self.weight_format),
             embedding_format,
+            int(c.attention_gate),
+            *mixer_numbers(c.mixers),
         ]
         self.numbers = [
             c.norm_epsilon,
@@ -334,8 +374,13 @@ class PackedCausalModel:
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
         self.layout = torch.full((len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64)
+        self._set_states()
         for has_window in (False, True):
-            layers = [i for i, w in enumerate(windows) if (w is not None) == has_window]
+            layers = [
+                i
+                for i, (w, mixer) in enumerate(zip(windows, self.config.mixers, strict=True))
+                if mixer is None and (w is not None) == has_window
+            ]
             if not layers:
                 continue
             for place, layer in enumerate(layers):
@@ -348,6 +393,15 @@ class PackedCausalModel:
                 self.layout[layer + 1, :4] = torch.tensor(numbers)
             self.cache_windows.append(widest if has_window else 0)
             self.cache_layers.append(len(layers))
+
+    def _set_states(self) -> None:
+        """Say of layers with a state where it begins in that of the model: see ``state_size``."""
+        self.state_size = 0
+        for layer, mixer in enumerate(self.config.mixers, start=1):
+            if mixer is None:
+                continue
+            self.layout[layer, :4] = torch.tensor([0, _NONE, _NONE, self.state_size])
+            self.state_size += -(-mixer.state_size // 16) * 16
 
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
@@ -370,9 +424,13 @@ class PackedCausalModel:
         of_model = sizes.pop("logits")
         if not c.gated:
             del sizes["ffn_gate"]
-        size, qkv = c.model_size, c.query_size + 2 * c.key_size
+        size = c.model_size
+        qkv = max(linear_shapes(c, mixer)["qkv"][0] for mixer in set(c.mixers))
         layer = sum(sizes.values()) + _NUM_COLUMNS * _ALIGNMENT
         layer += 4 * (10 * size + 2 * qkv + 2 * c.ffn_size)
+        layer += 4 * max(
+            sum(map(math.prod, state_shapes(mixer).values())) for mixer in set(c.mixers)
+        )
         positions = 0 if weights.positions is None else weights.positions.numel()
         rotary = sum(frequencies.numel() for frequencies in weights.rotary)
         table = c.vocab_size * size
@@ -382,10 +440,12 @@ class PackedCausalModel:
 
     def _packed_sizes(self) -> dict[str, int]:
         """Return the bytes that each linear weight takes at most."""
-        return {
-            name: most_packed_bytes(shape, self.weight_format)
-            for name, shape in linear_shapes(self.config).items()
-        }
+        sizes: dict[str, int] = {}
+        for mixer in set(self.config.mixers):
+            for name, shape in linear_shapes(self.config, mixer).items():
+                size = most_packed_bytes(shape, self.weight_format)
+                sizes[name] = max(size, sizes.get(name, 0))
+        return sizes
 
     def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
         c, layout = self.config, self.layout
@@ -402,6 +462,7 @@ class PackedCausalModel:
                 size = pack_weight_into(value, kind, memory[used:])
             else:
                 value = value if isinstance(value, Tensor) else value.dequantize()
+                value = value.T if name == "convolution" else value  # tap by tap
                 is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
                 dtype = torch.bfloat16 if is_half else torch.float32
                 size = value.numel() * dtype.itemsize
@@ -419,7 +480,7 @@ class PackedCausalModel:
             norms_all_heads = None
             for i in range(c.num_layers):
                 layer = weights.layers[i]
-                _check_layer(c, f"layers[{i}]", layer)
+                _check_layer(c, f"layers[{i}]", layer, c.mixers[i])
                 for_all = _norms_all_heads(c, layer)
                 if None not in (norms_all_heads, for_all) and norms_all_heads != for_all:
                     raise ValueError(

@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
 from lmdecode.reference.decoder import feed_forward, normed
+from lmdecode.reference.mixers import gated_delta_rule, short_convolution
 
 __all__ = ["CausalCache", "causal_logits"]
 
-# Keys and values of each layer, [num_kv_heads, length, head_size]; an empty list before a text.
+# Keys and values of each layer, [num_kv_heads, length, head_size]; of a layer with a mixer the
+# convolution's last inputs and what else its state is. An empty list before a text.
 CausalCache = list[tuple[Tensor, Tensor]]
 
 
@@ -46,14 +49,15 @@ def _attention(
     rotary: tuple[Tensor, ...],
     x: Tensor,
     cache: CausalCache,
+    past: int,
 ) -> Tensor:
     assert config.attention_scale is not None
     qkv = F.linear(x, w.qkv, w.qkv_bias)
-    q, k, v = qkv.split((config.query_size, config.key_size, config.key_size), dim=-1)
+    sizes = [config.query_size, config.key_size, config.key_size]
+    q, k, v, gate = qkv.split([*sizes, config.projected_size - sum(sizes)], dim=-1)
     q, k = _heads(config, q, w.query_norm_gamma), _heads(config, k, w.key_norm_gamma)
     v = _heads(config, v)
 
-    past = cache[number][0].shape[1] if number < len(cache) else 0
     positions = torch.arange(past, past + x.shape[0])
     turn = config.rotary[number]
     if turn is not None:
@@ -76,6 +80,22 @@ def _attention(
         visible &= back < window
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     out = (weights @ v).transpose(0, 1).flatten(1)
+    if config.attention_gate:
+        out = out * gate.sigmoid()
+    return F.linear(out, w.attention_out, w.attention_out_bias)
+
+
+def _mixed(
+    config: CausalConfig, number: int, w: CausalLayerWeights, x: Tensor, cache: CausalCache
+) -> Tensor:
+    mixer, projected = config.mixers[number], F.linear(x, w.qkv, w.qkv_bias)
+    state = cache[number] if number < len(cache) else None
+    if isinstance(mixer, ShortConvolution):
+        out, state = short_convolution(mixer, w, projected, state)
+    else:
+        assert isinstance(mixer, GatedDeltaRule)
+        out, state = gated_delta_rule(mixer, w, config.norm_epsilon, projected, state)
+    cache[number : number + 1] = [state]
     return F.linear(out, w.attention_out, w.attention_out_bias)
 
 
@@ -98,7 +118,8 @@ def causal_logits(
         int64 [T]: the text, or what follows on that whose keys and values are in ``cache``.
     cache : list, optional
         Of each layer the keys, turned, and the values, [num_kv_heads, length, head_size], all from
-        position 0 on. Those of ``tokens`` are appended. Begin with an empty list.
+        position 0 on. Those of ``tokens`` are appended. Of layers with a mixer the state behind the
+        last token; see ``lmdecode.reference.mixers``. Begin with an empty list.
     dtype : torch.dtype
         In which everything is computed, angles too: float32 or float64.
 
@@ -112,7 +133,8 @@ def causal_logits(
     def wide(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(dtype)
 
-    past = cache[0][0].shape[1] if cache else 0
+    attention = config.mixers.index(None)
+    past = cache[attention][0].shape[1] if cache else 0
     embedding = weights.embedding.to(dtype)
     x = embedding[tokens] * config.embedding_scale
     if weights.positions is not None:
@@ -120,7 +142,10 @@ def causal_logits(
     for number, layer in enumerate(weights.layers):
         w = CausalLayerWeights(*map(wide, layer))  # type: ignore[arg-type]
         given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
-        out = _attention(config, number, w, weights.rotary, given, cache)
+        if config.mixers[number] is None:
+            out = _attention(config, number, w, weights.rotary, given, cache, past)
+        else:
+            out = _mixed(config, number, w, given, cache)
         x = x + _norm(config, out, w.attention_out_norm_gamma, None)
         given = _norm(config, x, w.ffn_norm_gamma, w.ffn_norm_beta)
         out = feed_forward(config, w, given, F.linear)

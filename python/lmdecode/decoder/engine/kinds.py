@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from lmdecode._checks import check_choice, check_int
 from lmdecode.beam.engine.request import BeamRequest
-from lmdecode.decoder.causal_caches import CausalCaches, check_sizes_of_batch
+from lmdecode.decoder.causal_caches import (
+    CHECKPOINT_INTERVAL,
+    CausalCaches,
+    check_sizes_of_batch,
+)
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.causal_steps import CausalSteps
 from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
@@ -68,7 +72,12 @@ def causal_parts(
         )
     check_choice(_OP, "dialect", dialect, SAMPLER_DIALECTS)
     caches = CausalCaches(
-        model, max_requests, capacity, dtype=cache_dtype, max_rows=max_step_tokens
+        model,
+        max_requests,
+        capacity,
+        dtype=cache_dtype,
+        max_rows=max_step_tokens,
+        checkpoint_interval=CHECKPOINT_INTERVAL,
     )
     most_beams = max_requests, "max_requests"
     submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)

@@ -93,34 +93,37 @@ class Places:
         for place, other in self._prompts.items():
             if place == but or other[: longest + 1] != prompt[: longest + 1]:
                 continue
-            common = common_length(other, prompt)
-            if common > longest and min(common, len(prompt) - 1) >= self._loaded.get(place, 0):
+            common = min(common_length(other, prompt), len(prompt) - 1)
+            if common <= int(self._caches.lengths[place]):  # else it is still being read
+                common = self._caches.reachable(place, common)
+            if common > longest and common >= self._loaded.get(place, 0):
                 best, longest = place, common
-        longest = min(longest, len(prompt) - 1)
         return (best, longest) if best >= 0 and longest >= BLOCK_SIZE else (-1, 0)
 
-    def share(self, place: int, of: int, length: int) -> bool:
+    def share(self, place: int, of: int, length: int) -> int:
         """Make a place begin with the first tokens of another, or go back to them if it is its own.
 
         Returns
         -------
-        bool
-            Whether this succeeded; if not, the place is empty.
+        int
+            With how many tokens it begins: where layers keep states, up to the last state that is
+            kept. 0: the place is empty.
         """
         least = self._loaded.get(of, 0)
         parents = torch.arange(self._caches.sequences, device="cpu")
         parents[place] = of
         self._caches.reorder(parents)
+        length = self._caches.reachable(place, length)
         try:
-            if length < least:
+            if length < max(least, 1):
                 raise ValueError(f"{length} tokens; expected at least {least}")
             self._caches.truncate([place], [length])
         except ValueError:  # a layer's window has moved on, or was loaded without these tokens
             self._caches.truncate([place], [0])
             self._loaded.pop(place, None)
-            return False
+            return 0
         self._loaded[place] = least
-        return True
+        return length
 
     def _forget(self, place: int) -> None:
         self._loaded.pop(place, None)

@@ -93,8 +93,8 @@ class PromptReader:
             sequence.keep_at = 0
 
     def _share(self, sequence: WrittenSequence, of: int, length: int) -> None:
-        if self._places.share(sequence.places[0], of, length):
-            self._has_read(sequence, length)
+        if (shared := self._places.share(sequence.places[0], of, length)) > 0:
+            self._has_read(sequence, shared)
 
     def _has_read(self, sequence: WrittenSequence, length: int) -> None:
         sequence.read = sequence.request._cached_tokens = length

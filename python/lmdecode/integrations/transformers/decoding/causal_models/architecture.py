@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lmdecode.decoder.config import Norm
+from torch import Tensor
 
-__all__ = ["Architecture", "LayerModules", "Trunk", "refused"]
+from lmdecode.decoder.config import ActivationName, Norm
+from lmdecode.decoder.mixers import Mixer
+
+__all__ = ["Architecture", "LayerModules", "Rows", "Trunk", "refused"]
 
 
 def refused(what: str, others: str = "other models", function: str = "pack_linears_") -> ValueError:
@@ -43,17 +46,28 @@ class Trunk(NamedTuple):
     positions: Any = None
 
 
+class Rows(NamedTuple):
+    """Some rows of a linear module's weights, in another order: ``index`` is [n] int64."""
+
+    module: Any
+    index: Tensor
+
+
 class LayerModules(NamedTuple):
     """The modules of one layer; the norms' names are those of ``CausalLayerWeights``.
 
     Attributes
     ----------
     attention
-        Has ``head_dim`` and ``scaling``.
+        Has ``head_dim`` and ``scaling``. None if the layer has a mixer.
     qkv
-        Modules of queries, keys and values, or one for all three.
+        Modules of queries, keys and values, or one for all three, or ``Rows`` of modules. Of a
+        layer with a mixer those of its first projection.
     ffn_gate, ffn_up
         If both are the same module, its outputs are the gate's, then the other's. None: no gate.
+    mixer, convolution, delta_rule
+        A mixer's sizes, the module of its convolution, and of a ``GatedDeltaRule`` the module that
+        has ``A_log``, ``dt_bias`` and ``norm``.
     """
 
     attention: Any
@@ -68,6 +82,9 @@ class LayerModules(NamedTuple):
     key_norm: Any = None
     ffn_norm: Any = None
     ffn_out_norm: Any = None
+    mixer: Mixer | None = None
+    convolution: Any = None
+    delta_rule: Any = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,10 @@ class Architecture:
         Norms multiply by 1 + weight.
     activation
         The entry of the activation's name.
+    fixed_activation
+        The activation, if the config has no such entry.
+    attention_gate : bool
+        The last rows of attention layers' ``qkv`` are an output gate's.
     windows
         Which layers have a window: none; all, of ``sliding_window`` tokens, if that is not None; or
         those that ``layer_types`` calls ``sliding_attention``.
@@ -103,6 +124,8 @@ class Architecture:
     norm_epsilon: str = "rms_norm_eps"
     gamma_plus_one: bool = False
     activation: str = "hidden_act"
+    fixed_activation: ActivationName | None = None
+    attention_gate: bool = False
     windows: Literal["none", "sliding_window", "layer_types"] = "none"
     layers_without_positions: bool = False
     embedding_scaled: bool = False

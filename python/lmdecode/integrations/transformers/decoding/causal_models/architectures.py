@@ -10,6 +10,12 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     LayerModules,
     Trunk,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
+    lfm2_layer,
+    lfm2_trunk,
+    qwen3_5_layer,
+    qwen3_next_layer,
+)
 
 __all__ = ["CAUSAL_MODEL_TYPES"]
 
@@ -19,7 +25,7 @@ def _trunk(model: Any) -> Trunk:
     return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
 
 
-def _gemma3_text_part(model: Any) -> Trunk:
+def _text_part(model: Any) -> Trunk:
     body = model.model.language_model
     return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
 
@@ -115,12 +121,14 @@ _GEMMA = Architecture(
     must_be_off=("use_bidirectional_attention",),
 )
 
+_QWEN3_5 = Architecture(_trunk, qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
+
 CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "gemma2": replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
     # transformers' Gemma 3 does not apply attn_logit_softcapping.
     "gemma3_text": replace(_GEMMA, layer=_gemma3_layer),
     # Text only; transformers' Gemma 3 with images does not cap its logits.
-    "gemma3": replace(_GEMMA, trunk=_gemma3_text_part, layer=_gemma3_layer, logits_softcap=None),
+    "gemma3": replace(_GEMMA, trunk=_text_part, layer=_gemma3_layer, logits_softcap=None),
     "gpt2": Architecture(
         _gpt2_trunk,
         _gpt2_layer,
@@ -136,12 +144,19 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
     ),
+    "lfm2": Architecture(
+        lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu"
+    ),
     "llama": Architecture(_trunk, _llama_layer),
     "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
     "olmo2": Architecture(_trunk, _olmo2_layer),
     "phi3": Architecture(_trunk, _phi3_layer, windows="sliding_window"),
     "qwen2": Architecture(_trunk, _llama_layer, windows="layer_types"),
     "qwen3": Architecture(_trunk, _qwen3_layer, windows="layer_types"),
+    # Text only.
+    "qwen3_5": replace(_QWEN3_5, trunk=_text_part),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": replace(_QWEN3_5, layer=qwen3_next_layer),
     "smollm3": Architecture(
         _trunk, _llama_layer, windows="layer_types", layers_without_positions=True
     ),

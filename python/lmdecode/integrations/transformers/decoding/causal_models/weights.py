@@ -14,6 +14,7 @@ from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, Cau
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
     LayerModules,
+    Rows,
     Trunk,
     refused,
 )
@@ -125,6 +126,10 @@ class _Reader:
         self.head = head
         self.trunk: Trunk = architecture.trunk(model)
         self.layers = [architecture.layer(layer) for layer in self.trunk.layers]
+        attentions = [modules.attention for modules in self.layers]
+        if all(attention is None for attention in attentions):
+            raise refused("model has no layer with attention; expected one at least")
+        self.attention = next(attention for attention in attentions if attention is not None)
         self.names = {module: name for name, module in model.named_modules()}
         self._check(model)
         self._check_modules()
@@ -166,7 +171,7 @@ class _Reader:
                 model_size=embedding.shape[1],
                 num_heads=heads,
                 num_kv_heads=getattr(config, "num_key_value_heads", heads),
-                head_size=first.attention.head_dim,
+                head_size=self.attention.head_dim,
                 ffn_size=self._ffn_size(),
                 vocab_size=embedding.shape[0],
                 windows=self._windows(),
@@ -177,11 +182,13 @@ class _Reader:
                 norm_epsilon=getattr(config, architecture.norm_epsilon),
                 activation=self._activation(),
                 gated=first.ffn_gate is not None,
-                attention_scale=first.attention.scaling,
+                attention_scale=self.attention.scaling,
                 attention_softcap=self._number(architecture.attention_softcap, 0.0),
                 logits_softcap=self._number(architecture.logits_softcap, 0.0),
                 embedding_scale=self._embedding_scale(),
                 logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
+                mixers=tuple(modules.mixer for modules in self.layers),
+                attention_gate=architecture.attention_gate,
             ),
             weights,
         )
@@ -194,6 +201,8 @@ class _Reader:
         return default if number is None else float(number)
 
     def _activation(self) -> Any:
+        if self.architecture.fixed_activation is not None:
+            return self.architecture.fixed_activation
         name = getattr(self.config, self.architecture.activation)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             raise refused(
@@ -242,10 +251,10 @@ class _Reader:
             places, rope_types, prefixes = [0] * len(self.layers), {"": module.rope_type}, [""]
         for rope_type in rope_types.values():
             _refuse_rope_type(rope_type)
-        if self.architecture.layers_without_positions:
-            for place, layer in enumerate(self.layers):
-                if not layer.attention.use_rope:
-                    places[place] = None
+        for place, layer in enumerate(self.layers):
+            attention, some = layer.attention, self.architecture.layers_without_positions
+            if attention is None or (some and not attention.use_rope):
+                places[place] = None
         frequencies = tuple(
             getattr(module, f"{prefix}inv_freq").to(torch.float32) for prefix in prefixes
         )
@@ -267,6 +276,11 @@ class _Reader:
 
     def _linear(self, module: Any) -> tuple[Any, Tensor | None]:
         """Return [out, in] weights, and a bias."""
+        if isinstance(module, Rows):
+            weight, bias = self._linear(module.module)
+            index = module.index
+            rows = weight[index] if isinstance(weight, Tensor) else weight.index_rows(index)
+            return rows, None if bias is None else bias[index]
         weight, bias = self._weight(module), self._parameter(module, "bias")
         if type(module) is Conv1D and isinstance(weight, Tensor):
             weight = weight.T
@@ -289,7 +303,8 @@ class _Reader:
         """Return the weights of a layer."""
         qkv, qkv_bias = joined([self._linear(module) for module in modules.qkv])
         # A scale of scores that differs from the first layer's is folded into the queries.
-        ratio = modules.attention.scaling / self.layers[0].attention.scaling
+        of_layer = self.attention if modules.attention is None else modules.attention
+        ratio = of_layer.scaling / self.attention.scaling
         if ratio != 1.0:
             qkv = _wide(qkv)
             factors = torch.ones(qkv.shape[0], dtype=qkv.dtype, device=qkv.device)
@@ -325,7 +340,25 @@ class _Reader:
             ffn_down=down,
             ffn_down_bias=down_bias,
             **norms,
+            **self._state_weights(modules),
         )
+
+    def _state_weights(self, modules: LayerModules) -> dict[str, Tensor | None]:
+        """Return the weights that only a layer with a mixer has."""
+        if modules.convolution is None:
+            return {}
+        kernel = _floats(self._weight(modules.convolution))  # [channels, 1, taps], or without 1
+        weights: dict[str, Tensor | None] = {
+            "convolution": kernel.flatten(1),
+            "convolution_bias": self._parameter(modules.convolution, "bias"),
+        }
+        if (delta := modules.delta_rule) is not None:
+            decay, decay_bias = self._parameter(delta, "A_log"), self._parameter(delta, "dt_bias")
+            assert decay is not None
+            weights["decay"] = -_wide(decay).exp()
+            weights["decay_bias"] = decay_bias
+            weights["mixer_norm_gamma"] = self._weight(delta.norm)
+        return weights
 
     def _check_modules(self) -> None:
         """Raise ValueError for unexpected modules, and for parameters that are not read."""
@@ -333,7 +366,8 @@ class _Reader:
         modules = [trunk.embedding, trunk.final_norm, trunk.positions]
         linears = [self.head]
         for layer in self.layers:
-            linears += [*layer.qkv, layer.attention_out, layer.ffn_up, layer.ffn_down]
+            linears += [part.module if isinstance(part, Rows) else part for part in layer.qkv]
+            linears += [layer.attention_out, layer.ffn_up, layer.ffn_down]
             linears += [] if layer.ffn_gate is None else [layer.ffn_gate]
             for name in _NORMS:
                 norm = getattr(layer, name)
@@ -341,6 +375,9 @@ class _Reader:
                 if has_bias and f"{name}_beta" not in CausalLayerWeights._fields:
                     raise refused(f"{self.names[norm]} has a bias; expected none")
                 modules.append(norm)
+            modules.append(layer.convolution)
+            if layer.delta_rule is not None:
+                modules.append(layer.delta_rule.norm)
         for module in linears:
             if type(module) not in (torch.nn.Linear, Conv1D):
                 raise refused(
@@ -356,6 +393,9 @@ class _Reader:
         read = {
             id(parameter) for module in modules for parameter in module.parameters(recurse=False)
         }
+        for layer in self.layers:
+            if layer.delta_rule is not None:
+                read |= {id(layer.delta_rule.A_log), id(layer.delta_rule.dt_bias)}
         others = [
             name for name, parameter in trunk.root.named_parameters() if id(parameter) not in read
         ]

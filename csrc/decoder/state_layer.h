@@ -1,0 +1,27 @@
+// What stands where attention stands in a layer with a state, on the rows of a step.
+#pragma once
+
+#include "decoder/layer_state.h"
+
+namespace lmdecode::decoder {
+
+struct StateLayerParams {
+  MixerConfig config;
+  MixerWeights weights;
+  StateSegments state;  // of the layer
+  float norm_epsilon = 0.0f;
+  float* rows = nullptr;  // [num_rows, config.projected()]; overwritten
+  int64_t num_rows = 0;
+  float* gates = nullptr;  // [num_rows, state_layer_gates()] scratch
+  float* out = nullptr;    // [num_rows, config.mixed()]
+};
+
+// Floats of scratch for each row.
+inline int64_t state_layer_gates(const MixerConfig& config) {
+  return 2 * config.value_heads + config.key_heads;
+}
+
+// On torch's threads. Each row is in one segment.
+void state_layer_cpu(const StateLayerParams& params);
+
+}  // namespace lmdecode::decoder

@@ -1,0 +1,150 @@
+"""Modules of architectures some of whose layers keep a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
+from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    LayerModules,
+    Rows,
+    Trunk,
+    refused,
+)
+
+__all__ = ["lfm2_layer", "lfm2_trunk", "qwen3_5_layer", "qwen3_next_layer"]
+
+
+def lfm2_trunk(model: Any) -> Trunk:
+    """Return the modules of LFM2."""
+    body = model.model
+    return Trunk(body, body.embed_tokens, body.layers, body.embedding_norm, rotary=body.rotary_emb)
+
+
+def lfm2_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of LFM2, with attention or with a short convolution."""
+    ffn = layer.feed_forward
+    if layer.is_attention_layer:
+        attention = layer.self_attn
+        modules = LayerModules(
+            attention=attention,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=attention.q_layernorm,
+            key_norm=attention.k_layernorm,
+            attention_out=attention.out_proj,
+            ffn_gate=None,
+            ffn_up=None,
+            ffn_down=None,
+        )
+    else:
+        conv = layer.conv
+        modules = LayerModules(
+            attention=None,
+            qkv=(conv.in_proj,),
+            attention_out=conv.out_proj,
+            mixer=ShortConvolution(conv.conv.in_channels, conv.conv_kernel_size),
+            convolution=conv.conv,
+            ffn_gate=None,
+            ffn_up=None,
+            ffn_down=None,
+        )
+    return modules._replace(
+        attention_norm=layer.operator_norm,
+        ffn_norm=layer.ffn_norm,
+        ffn_gate=ffn.w1,
+        ffn_up=ffn.w3,
+        ffn_down=ffn.w2,
+    )
+
+
+def _query_rows(heads: int, head_size: int, part: int) -> Tensor:
+    """Return the rows of queries, part 0, or of the gate: they alternate by head."""
+    return torch.arange(heads * 2 * head_size).view(heads, 2, head_size)[:, part].flatten()
+
+
+def _gated_attention(attention: Any) -> LayerModules:
+    query, size = attention.q_proj, attention.head_dim
+    heads = query.out_features // (2 * size)
+    return LayerModules(
+        attention=attention,
+        qkv=(
+            Rows(query, _query_rows(heads, size, 0)),
+            attention.k_proj,
+            attention.v_proj,
+            Rows(query, _query_rows(heads, size, 1)),
+        ),
+        query_norm=attention.q_norm,
+        key_norm=attention.k_norm,
+        attention_out=attention.o_proj,
+        ffn_gate=None,
+        ffn_up=None,
+        ffn_down=None,
+    )
+
+
+def _delta_rule(module: Any, projections: tuple[Any, ...]) -> LayerModules:
+    if module.activation not in ("silu", "swish"):
+        raise refused(f"the activation of linear attention is {module.activation!r}; expected silu")
+    return LayerModules(
+        attention=None,
+        qkv=projections,
+        attention_out=module.out_proj,
+        mixer=GatedDeltaRule(
+            module.num_k_heads,
+            module.num_v_heads,
+            module.head_k_dim,
+            module.head_v_dim,
+            module.conv_kernel_size,
+        ),
+        convolution=module.conv1d,
+        delta_rule=module,
+        ffn_gate=None,
+        ffn_up=None,
+        ffn_down=None,
+    )
+
+
+def _with_ffn(layer: Any, modules: LayerModules) -> LayerModules:
+    ffn = layer.mlp
+    if not hasattr(ffn, "gate_proj"):
+        raise refused(f"a layer has a {type(ffn).__name__}, a mixture of experts; expected none")
+    return modules._replace(
+        attention_norm=layer.input_layernorm,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_gate=ffn.gate_proj,
+        ffn_up=ffn.up_proj,
+        ffn_down=ffn.down_proj,
+    )
+
+
+def qwen3_5_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Qwen 3.5, with attention or with a gated delta rule."""
+    if hasattr(layer, "self_attn"):
+        return _with_ffn(layer, _gated_attention(layer.self_attn))
+    delta = layer.linear_attn
+    projections = (delta.in_proj_qkv, delta.in_proj_z, delta.in_proj_b, delta.in_proj_a)
+    return _with_ffn(layer, _delta_rule(delta, projections))
+
+
+def _part_rows(key_heads: int, sizes: list[int]) -> Tensor:
+    """Return rows part by part of a projection that has all parts, of these sizes, by key head."""
+    rows = torch.arange(key_heads * sum(sizes)).view(key_heads, sum(sizes))
+    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+
+def qwen3_next_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Qwen 3 Next: as Qwen 3.5 has them, in another order."""
+    if hasattr(layer, "self_attn"):
+        return _with_ffn(layer, _gated_attention(layer.self_attn))
+    delta = layer.linear_attn
+    group = delta.num_v_heads // delta.num_k_heads
+    values = group * delta.head_v_dim
+    sizes = [delta.head_k_dim, delta.head_k_dim, values, values]
+    projections = (
+        Rows(delta.in_proj_qkvz, _part_rows(delta.num_k_heads, sizes)),
+        Rows(delta.in_proj_ba, _part_rows(delta.num_k_heads, [group, group])),
+    )
+    return _with_ffn(layer, _delta_rule(delta, projections))
