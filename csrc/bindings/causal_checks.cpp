@@ -48,7 +48,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
     c.widest_projection = m.mixer.projected();
     c.widest_mixed = m.mixer.mixed();
     if (c.widest_projection >= kMaxDecoderSize) {
-      fail(op, "config has a mixer of ", c.widest_projection, " features; expected fewer than 2^31");
+      fail(op, "config has a mixer of ", c.widest_projection,
+           " features; expected fewer than 2^31");
     }
   }
   if (c.heads % c.kv_heads != 0) {
@@ -251,7 +252,7 @@ CausalCacheList causal_caches(const char* op, const Tensors& tensors, const Inte
     fail(op, "windows has ", count, " entries; expected 1 to ", kMaxPagedCaches);
   }
   const size_t paged = kCacheTensors * windows.size();
-  const bool has_states = tensors.size() == paged + kCacheTensors;
+  const bool has_states = tensors.size() == paged + kCacheTensors && tensors[paged].dim() == 2;
   TensorList list(op, "caches", tensors, has_states ? paged + kCacheTensors : paged);
   for (int64_t i = 0; i < count; ++i) {
     PagedCache& cache = caches[i];

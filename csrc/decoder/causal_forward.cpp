@@ -287,7 +287,8 @@ class CausalForward {
           if (from == to) continue;
           std::copy_n(bytes + from * query_bytes, query_bytes, bytes + to * query_bytes);
           std::copy_n(x + from * c_.model_size, c_.model_size, x + to * c_.model_size);
-          if (projected != nullptr) std::copy_n(projected + from * size, size, projected + to * size);
+          if (projected != nullptr)
+            std::copy_n(projected + from * size, size, projected + to * size);
         }
         segment.position += segment.count - segment.logits;
         segment.count = segment.logits;

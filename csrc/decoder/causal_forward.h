@@ -21,8 +21,8 @@ struct CausalLayer {
   const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
   const float* key_norm = nullptr;
   int64_t window = attention::kUnlimited;
-  int64_t rotary = -1;  // which of the frequencies; -1: queries and keys are not turned
-  int64_t cache = 0;    // which of the caches; -1: the layer keeps a state instead, see mixer
+  int64_t rotary = -1;      // which of the frequencies; -1: queries and keys are not turned
+  int64_t cache = 0;        // which of the caches; -1: the layer keeps a state instead, see mixer
   int64_t cache_layer = 0;  // of the cache; or floats before its state in that of the model
   MixerWeights mixer;
 

@@ -92,9 +92,7 @@ void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end) {
 }
 
 void gate_rows(const GateRowsParams& p, int64_t begin, int64_t end) {
-  const auto gated = [](F32 x, F32 gate) {
-    return x / (splat(1.0f) + exp_of(splat(0.0f) - gate));
-  };
+  const auto gated = [](F32 x, F32 gate) { return x / (splat(1.0f) + exp_of(splat(0.0f) - gate)); };
   for (int64_t row = begin; row < end; ++row) {
     const float* const gates = p.gates + row * p.gate_stride;
     float* const out = p.out + row * p.size;

@@ -33,15 +33,13 @@ struct DecoderConfig {
   float denominator_epsilon = 0.0f;  // added to the sum that softmax divides by
   float embedding_scale = 1.0f;
 
-  bool attention_gate = false;     // behind queries, keys and values, [attention_size()]
-  int64_t widest_projection = 0;   // of layers with something in attention's place, or 0
-  int64_t widest_mixed = 0;        // likewise, of what their last projection takes
+  bool attention_gate = false;    // behind queries, keys and values, [attention_size()]
+  int64_t widest_projection = 0;  // of layers with something in attention's place, or 0
+  int64_t widest_mixed = 0;       // likewise, of what their last projection takes
 
   int64_t attention_size() const { return heads * head_size; }
   int64_t key_size() const { return kv_heads * head_size; }
-  int64_t qkv_size() const {
-    return attention_size() * (attention_gate ? 2 : 1) + 2 * key_size();
-  }
+  int64_t qkv_size() const { return attention_size() * (attention_gate ? 2 : 1) + 2 * key_size(); }
 };
 
 struct NormWeights {
@@ -49,8 +47,8 @@ struct NormWeights {
   const float* beta = nullptr;   // [model_size] or null
 };
 
-// Queries, keys, values and a gate may each have their own format: the weight then consists of parts, with
-// concatenated outputs.
+// Queries, keys, values and a gate may each have their own format: the weight then consists of
+// parts, with concatenated outputs.
 constexpr int64_t kMaxLinearParts = 4;
 
 struct LinearWeights {

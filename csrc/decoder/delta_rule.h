@@ -2,10 +2,10 @@
 //
 //   S = g S + k delta^T,  delta = beta (v - g S^T k),  out = g S^T q + (k q) delta
 //
-// so that out is the new S^T q. A few columns of S lie in the L1 cache and are read and written once
-// a token: the update of a token and the products of the next one are one pass. The sum over the
-// keys has one order, so the bits depend neither on how rows are cut nor on threads. The chunked
-// form of the rule (products of matrices) was not taken: docs/internals/measurements.md.
+// so that out is the new S^T q. A few columns of S lie in the L1 cache and are read and written
+// once a token: the update of a token and the products of the next one are one pass. The sum over
+// the keys has one order, so the bits depend neither on how rows are cut nor on threads. The
+// chunked form of the rule (products of matrices) was not taken: docs/internals/measurements.md.
 #pragma once
 
 #include "decoder/layer_state.h"
@@ -15,11 +15,11 @@ namespace lmdecode::decoder {
 
 struct DeltaRuleParams {
   MixerConfig config;
-  StateSegments state;            // of a state what is behind convolution_state()
-  float* rows = nullptr;          // [rows, config.projected()]: q, k, v, z, b, a
-  float* gates = nullptr;         // [rows, gate_stride()]: g, beta of value heads, k q of key heads
-  float* out = nullptr;           // [rows, config.mixed()]
-  const float* gamma = nullptr;   // [value_size], of the norm of out
+  StateSegments state;           // of a state what is behind convolution_state()
+  float* rows = nullptr;         // [rows, config.projected()]: q, k, v, z, b, a
+  float* gates = nullptr;        // [rows, gate_stride()]: g, beta of value heads, k q of key heads
+  float* out = nullptr;          // [rows, config.mixed()]
+  const float* gamma = nullptr;  // [value_size], of the norm of out
   float norm_epsilon = 0.0f;
 
   int64_t gate_stride() const { return 2 * config.value_heads + config.key_heads; }
@@ -35,10 +35,10 @@ constexpr int64_t kDeltaColumns = 32;    // of S that are taken at a time
 }  // namespace lmdecode::decoder
 
 // delta_rule_keys: queries and keys of rows to length 1, queries by key_size^-1/2, and their
-// products. delta_rule: of parts of [begin, end), which are (value head, kDeltaColumns columns), all
-// segments. delta_rule_norm: out = rms_norm(out) silu(z) of rows.
-LMD_DECLARE_KERNELS(decoder, void delta_rule_keys(const DeltaRuleParams& params, int64_t begin,
-                                                  int64_t end);
+// products. delta_rule: of parts of [begin, end), which are (value head, kDeltaColumns columns),
+// all segments. delta_rule_norm: out = rms_norm(out) silu(z) of rows.
+LMD_DECLARE_KERNELS(decoder,
+                    void delta_rule_keys(const DeltaRuleParams& params, int64_t begin, int64_t end);
                     void delta_rule(const DeltaRuleParams& params, int64_t begin, int64_t end);
                     void delta_rule_norm(const DeltaRuleParams& params, int64_t begin,
                                          int64_t end);)

@@ -1,5 +1,6 @@
 // Layers that keep a state of a sequence instead of keys and values: what stands where attention
-// stands, and which rows go on from which state. docs/reference/causal_models.md is the user's page.
+// stands, and which rows go on from which state. docs/reference/causal_models.md is the user's
+// page.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@ enum class MixerKind : int32_t { kNone = 0, kShortConvolution = 1, kGatedDeltaRu
 constexpr int64_t kMostTaps = 16;
 constexpr int64_t kMostHeadSize = 1024;  // of keys, and of values, of the delta rule
 
-// Sizes, the same in all layers of a model. python/lmdecode/decoder/mixers.py says what is computed.
+// Sizes, the same in all layers of a model. python/lmdecode/decoder/mixers.py says what is
+// computed.
 struct MixerConfig {
   MixerKind kind = MixerKind::kNone;
   int64_t size = 0;  // of the model

@@ -76,11 +76,11 @@ Change = Callable[[Any], Any]
         (WEIGHTS, strided, "weights has shape .* contiguous"),
         (WEIGHTS, at_odd_address, "weights has shape .* aligned to 64"),
         (LAYOUT, lambda t: t.int(), "layout has dtype int32; expected int64"),
-        (LAYOUT, lambda t: t[:-1], r"layout has shape \[3, 22\]; expected \[4, 22\]"),
-        (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 21\]"),
-        (LAYOUT, lambda t: t[0], r"layout has shape \[22\]"),
+        (LAYOUT, lambda t: t[:-1], r"layout has shape \[3, 27\]; expected \[4, 27\]"),
+        (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 26\]"),
+        (LAYOUT, lambda t: t[0], r"layout has shape \[27\]"),
         (LAYOUT, strided, "layout has shape .* contiguous"),
-        (CONFIG, lambda c: c[:-1], "config has 15 numbers; expected 16"),
+        (CONFIG, lambda c: c[:-1], "config has 22 numbers; expected 23"),
         (NUMBERS, lambda n: n[:-1], "numbers has 7 entries; expected 8"),
         (WINDOWS, lambda w: [], "windows has 0 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [*w, 1], "windows has 3 entries; expected 1 to 2"),
@@ -220,7 +220,7 @@ def test_weights_that_lie_elsewhere() -> None:
     layout[1, QKV] = layout[1, NORM]
     check_refused(ops.causal_forward_, arguments, "weights.qkv holds other bytes than a packed")
     arguments = arguments_of(running("llama", "int8"))
-    arguments[CONFIG] = [*arguments[CONFIG][:14], 0, 1]
+    arguments[CONFIG] = [*arguments[CONFIG][:14], 0, 1, *arguments[CONFIG][16:]]
     check_refused(ops.causal_forward_, arguments, "layout has embedding at byte|weights.logits has")
     arguments = arguments_of(running("llama", "int8"))
     layout = arguments[LAYOUT] = arguments[LAYOUT].clone()

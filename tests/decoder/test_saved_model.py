@@ -210,7 +210,7 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
         (lambda m: m["facts"].pop("model_offsets"), r"damaged lmdecode\.json \('model_offsets'\)"),
         (
             lambda m: m["facts"]["layer_offsets"].pop(),
-            r"layer_offsets has shape \[2, 18\]; expected",
+            r"layer_offsets has shape \[2, 23\]; expected",
         ),
         (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
         (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),

@@ -319,8 +319,8 @@ class CausalCaches:
             for layer, (parts, blocks, window) in enumerate(layers):
                 if (pair := next(states, None)) is None:
                     raise ValueError(
-                        f"CausalCaches.write: states have {layer} layers; expected one of each "
-                        "layer with attention"
+                        f"CausalCaches.write: states have {layer} pairs, which is shorter than "
+                        "expected: one of each layer with attention"
                     )
                 held = length if window is None else min(length, window - 1)
                 for name, part, given in zip(("keys", "values"), parts, pair, strict=True):

@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 import lmdecode
 from lmdecode.decoder.causal_config import CausalLayerWeights
+from lmdecode.decoder.causal_weights import linear_shapes, state_shapes
+from lmdecode.decoder.mixers import GatedDeltaRule
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
     causal_model_of,
@@ -82,7 +84,12 @@ def test_a_text_may_come_in_pieces(architecture: str, variant: str) -> None:
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-9)
     assert len(cache) == config.num_layers
     shape = (config.num_kv_heads, LENGTH, config.head_size)
-    assert {tensor.shape for pair in cache for tensor in pair} == {shape}
+    for pair, mixer in zip(cache, config.mixers, strict=True):
+        if mixer is None:
+            assert {tensor.shape for tensor in pair} == {shape}
+        else:
+            assert pair[0].shape == (mixer.taps - 1, mixer.channels)
+            assert sum(tensor.numel() for tensor in pair) == mixer.state_size
 
 
 @cases
@@ -99,8 +106,8 @@ def test_shapes(architecture: str, variant: str) -> None:
         assert frequencies.shape == (config.rotary_size // 2,)
         assert frequencies.dtype == torch.float32
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "qkv": ((query + 2 * key, size),),
-        "qkv_bias": ((query + 2 * key,),),
+        "qkv": ((config.projected_size, size),),
+        "qkv_bias": ((config.projected_size,),),
         "query_norm_gamma": ((config.head_size,), (query,)),
         "key_norm_gamma": ((config.head_size,), (key,)),
         "attention_out": ((size, query),),
@@ -110,10 +117,17 @@ def test_shapes(architecture: str, variant: str) -> None:
         "ffn_gate_bias": ((config.ffn_size,),),
         "ffn_down": ((size, config.ffn_size),),
     }
-    for layer in weights.layers:
+    for layer, mixer in zip(weights.layers, config.mixers, strict=True):
+        if mixer is not None:
+            of_layer = dict.fromkeys(("query_norm_gamma", "key_norm_gamma"), ())
+            of_layer |= {name: (shape,) for name, shape in linear_shapes(config, mixer).items()}
+            of_layer |= {name: (shape,) for name, shape in state_shapes(mixer).items()}
+        else:
+            of_layer = dict.fromkeys(state_shapes(GatedDeltaRule(1, 1, 1, 1, 1)), ())
+        of_layer = {**shapes, **of_layer}
         for name, tensor in zip(CausalLayerWeights._fields, layer, strict=True):
             if tensor is not None:
-                assert tuple(tensor.shape) in shapes.get(name, ((size,),)), name
+                assert tuple(tensor.shape) in of_layer.get(name, ((size,),)), name
         assert (layer.ffn_gate is not None) == config.gated
 
 
@@ -122,6 +136,8 @@ def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
     models = [causal_model_of(random_model(*case)) for case in CASES]
     for field in CausalLayerWeights._fields:
         given = {getattr(w.layers[0], field) is None for _, w in models}
+        if field == "convolution_bias":
+            continue  # transformers computes it of padding, too: see test_causal_states
         always = {"qkv", "attention_out", "ffn_up", "ffn_down"}
         assert given == ({False} if field in always else {False, True}), field
     for name in ("norm", "gated", "activation", "attention_softcap", "logits_softcap",

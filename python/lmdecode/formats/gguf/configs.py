@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.state_configs import lfm2, qwen35
 
 __all__ = ["CONFIGS", "config_entries"]
 
@@ -17,6 +18,10 @@ __all__ = ["CONFIGS", "config_entries"]
 def _special_tokens(facts: Facts, vocab_size: int) -> dict[str, int | None]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     return {name: facts.token(f"{key}_token_id", vocab_size) for key, name in names.items()}
+
+
+def _vocab_size(facts: Facts) -> int:
+    return facts.shape("token_embd.weight")[0]
 
 
 def _head_sizes(facts: Facts) -> dict[str, int]:
@@ -248,11 +253,13 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "gpt2": _gpt2,
     "granite": _granite,
+    "lfm2": lambda facts: {**lfm2(facts), **_special_tokens(facts, _vocab_size(facts))},
     "llama": _llama,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen35": lambda facts: {**qwen35(facts), **_special_tokens(facts, _vocab_size(facts))},
     "smollm3": _smollm3,
 }
 

@@ -17,6 +17,10 @@ def refused(file: GgufFile, what: str) -> ValueError:
     return ValueError(f"Decoding.from_pretrained: {file.path} {what}")
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, (array, bytes, list, tuple))
+
+
 class Facts:
     """Metadata of a file's model; a key is what follows the architecture's name.
 
@@ -51,6 +55,20 @@ class Facts:
                 self.file, f"has {_shown(value)} for {name}; expected one int of at least {least}"
             )
         return value
+
+    def counts(self, key: str, length: int) -> list[int]:
+        """Return a list of as many ints or flags, each at least 0; one int stands for all."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        numbers = [value] * length if whole else list(value) if _is_list(value) else []
+        if len(numbers) != length or not all(
+            isinstance(n, int) and 0 <= n < _MAX_COUNT for n in numbers
+        ):
+            raise refused(
+                self.file, f"has {_shown(value)} for {name}; expected {length} ints of at least 0"
+            )
+        return [int(n) for n in numbers]
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above 0, neither tiny nor huge."""

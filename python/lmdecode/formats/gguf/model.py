@@ -38,6 +38,9 @@ class _Weights:
             "q_proj": config.num_attention_heads,
             "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
         }
+        self._value_heads = None
+        if self._architecture == "qwen35":
+            self._value_heads = _ValueHeads(config)
         self._check(model)
 
     def _name(self, parameter: str) -> str:
@@ -50,8 +53,13 @@ class _Weights:
     def _check(self, model: Any) -> None:
         """Raise for what is missing, is left over, or has another shape."""
         left = set(self._file.tensors) - set(IGNORED)
+        if self._architecture == "qwen35":  # layers that predict more tokens than one
+            first = model.config.num_hidden_layers
+            left = {name for name in left if not _is_of_block(name, first)}
         for parameter, value in model.named_parameters():
             name, shape = self._name(parameter), tuple(value.shape)
+            if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
+                shape = (shape[0], shape[2])
             if self._is_transposed(parameter):
                 shape = shape[::-1]
             if name not in self._file.tensors:
@@ -78,15 +86,61 @@ class _Weights:
         module = parameter.split(".")[-2]
         if self._architecture in PERMUTED and module in self._heads:
             tensor = _in_halves(tensor, self._heads[module])
+        if self._value_heads is not None:
+            tensor = self._value_heads.in_groups(parameter, tensor)
         if isinstance(tensor, QuantizedWeight):
             if self._keeps_blocks:
                 return tensor
             tensor = tensor.dequantize()
         if tensor.dtype == torch.float16:
             tensor = tensor.float()
-        if self._architecture.startswith("gemma") and module.endswith("norm"):
+        if parameter.endswith("A_log"):
+            tensor = (-tensor.float()).log()  # the file has -exp of it
+        is_plain = not self._architecture.startswith(("gemma", "qwen35"))
+        if not is_plain and module.endswith("norm") and ".linear_attn." not in parameter:
             tensor = tensor.float() - 1.0  # the file has 1 + weight
         return tensor.T if self._is_transposed(parameter) else tensor
+
+
+def _is_of_block(name: str, first: int) -> bool:
+    """Whether a tensor is of a block from the first-th on."""
+    parts = name.split(".")
+    return parts[0] == "blk" and int(parts[1]) >= first
+
+
+class _ValueHeads:
+    """The order of the delta rule's value heads: llama.cpp has those of a key head apart.
+
+    Its i-th value head is of key head i modulo the number of these.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self._group, self._size = heads // self._key_heads, config.linear_value_head_dim
+        self._before = 2 * self._key_heads * config.linear_key_head_dim
+
+    def _index(self, size: int, before: int = 0) -> Tensor:
+        rows = torch.arange(self._group * self._key_heads * size) + before
+        grouped = rows.view(self._group, self._key_heads, size).transpose(0, 1).flatten()
+        return torch.cat((torch.arange(before), grouped))
+
+    def in_groups(self, parameter: str, tensor: Any) -> Any:
+        """Return a parameter with value heads of a key head side by side."""
+        name = parameter.rpartition("linear_attn.")[2]
+        if self._group == 1 or name == parameter:
+            return tensor
+        if name == "out_proj.weight":  # columns: blocks of columns cannot be moved in general
+            floats = tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
+            return floats[:, self._index(self._size)]
+        if name in ("in_proj_qkv.weight", "conv1d.weight"):
+            index = self._index(self._size, self._before)
+        elif name == "in_proj_z.weight":
+            index = self._index(self._size)
+        elif name == "norm.weight":
+            return tensor
+        else:
+            index = self._index(1)
+        return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
 
 
 def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | QuantizedWeight:

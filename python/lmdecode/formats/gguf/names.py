@@ -9,6 +9,7 @@ __all__ = ["IGNORED", "PERMUTED", "tensor_name"]
 _WHOLE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
@@ -30,6 +31,24 @@ _OF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output",
@@ -37,8 +56,11 @@ _OF_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-# Architectures whose layers have a norm behind the attention, too.
-_NORM_BEHIND = ("gemma2", "gemma3", "olmo2")
+# Architectures whose layers call the norm behind the attention by its name.
+_NORM_BEHIND = ("gemma2", "gemma3", "olmo2", "qwen35")
+# Parameters of a layer that are no weight or bias of a module.
+_OWN = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_OF_OWN = re.compile(r"model\.layers\.(\d+)\.(linear_attn\.(?:A_log|dt_bias))")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
 #: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
@@ -57,6 +79,8 @@ def tensor_name(parameter: str, architecture: str) -> str:
     architecture
         That of the file.
     """
+    if (own := _OF_OWN.fullmatch(parameter)) is not None:
+        return f"blk.{own[1]}.{_OWN[own[2]]}"
     found = _LAYER.fullmatch(parameter)
     if found is None:
         module, _, field = parameter.rpartition(".")

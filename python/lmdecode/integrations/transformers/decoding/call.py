@@ -99,6 +99,9 @@ def call_generate(
         _check_decoder_arguments(arguments)
     arguments = _without_cache(arguments)
     if isinstance(packed, PackedCausalModel):
+        if getattr(model, "_is_stateful", False):  # with drafts transformers refuses such models
+            model = copy.copy(model)
+            model._is_stateful = False
         generate = _generate_of(decoding, model, inputs)
 
         def run() -> Any:

@@ -89,7 +89,7 @@ def _refuse(
     model: Any,
     input_ids: Tensor,
     model_kwargs: dict[str, Any],
-    has_windows: bool,
+    sees_padding: bool,
 ) -> None:
     """Raise ValueError for arguments of ``generate()`` that are not supported here."""
     refuse_inner_outputs(config)
@@ -126,11 +126,11 @@ def _refuse(
             f'padding_side="left" does, got 0 for the last token of row {_first(~seen[:, -1])}'
         )
     within = seen[:, :-1] & ~seen[:, 1:]
-    if has_windows and bool(within.any()):
+    if sees_padding and bool(within.any()):
         raise ValueError(
             "attention_mask: expected padding on the left alone, got 0 behind 1 in row "
-            f"{_first(within.any(-1))}: the windows of transformers' layers count what is masked "
-            "within a prompt, those of Decoding do not"
+            f"{_first(within.any(-1))}: the windows and convolutions of transformers' layers count "
+            "what is masked within a prompt, those of Decoding do not"
         )
     positions = model_kwargs.get("position_ids")
     if positions is None:
@@ -194,7 +194,8 @@ def causal_call(
         with ending(streamer):
             config, lookup = lookup_of(generation_config, _OP)
             refuse_assistance(config, assistant_model, "Decoding runs the model itself")
-            _refuse(config, model, input_ids, model_kwargs, any(packed.cache_windows))
+            sees_padding = any(packed.cache_windows) or packed.state_size > 0
+            _refuse(config, model, input_ids, model_kwargs, sees_padding)
             has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
             if has_beams:
                 refuse_seed_of_beams(seed)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     GenerationConfig,
@@ -38,6 +39,10 @@ _TOKENIZER_FILES = (
     "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
 )  # fmt: skip
+
+
+# Types whose causal language model would have parameters of other names than their files.
+_WITH_IMAGES = ("qwen3_5",)
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -76,6 +81,8 @@ def without_weights(model: Any) -> Any:
 
 def auto_class_of(config: Any) -> Any:
     """Return the transformers class that makes the model for a config's ``Decoding``."""
+    if config.model_type in _WITH_IMAGES:
+        return AutoModelForImageTextToText
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     speech = AutoModelForSpeechSeq2Seq

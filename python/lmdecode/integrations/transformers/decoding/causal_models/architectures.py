@@ -144,9 +144,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
     ),
-    "lfm2": Architecture(
-        lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu"
-    ),
+    "lfm2": Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu"),
     "llama": Architecture(_trunk, _llama_layer),
     "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
     "olmo2": Architecture(_trunk, _olmo2_layer),
