@@ -20,7 +20,7 @@ __all__ = [
 ARCHITECTURES = {
     "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "granite": "granite",
     "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
-    "qwen3": "qwen3", "smollm3": "smollm3",
+    "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
 }  # fmt: skip
 _PAIRS = ("llama", "granite", "smollm3")
 
@@ -29,6 +29,33 @@ def _neighbours(weight: Tensor, heads: int) -> Tensor:
     """Llama's rows of a head as pairs, as convert_hf_to_gguf's permute has them."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _qwen35(parameter: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
+    """Name and values as convert_hf_to_gguf has them: value heads of a key head lie apart."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    before = 2 * keys * config.linear_key_head_dim
+
+    def apart(values: Tensor, size: int) -> Tensor:
+        heads = values.unflatten(0, (keys, -1, size))
+        return heads.transpose(0, 1).reshape(values.shape)
+
+    name = parameter.rpartition("linear_attn.")[2]
+    if name in ("in_proj_qkv.weight", "conv1d.weight"):
+        tensor = torch.cat((tensor[:before], apart(tensor[before:], size)))
+    elif name == "in_proj_z.weight":
+        tensor = apart(tensor, size)
+    elif name == "out_proj.weight" and name != parameter:
+        tensor = apart(tensor.T, size).T
+    elif name in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"):
+        tensor = apart(tensor, 1)
+    if name == "A_log":
+        tensor = -tensor.exp()
+    elif name == "dt_bias":
+        parameter = parameter.replace("dt_bias", "dt_proj.bias")
+    elif parameter.endswith("norm.weight") and ".linear_attn." not in parameter:
+        tensor = tensor + 1
+    return parameter, tensor
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
@@ -50,6 +77,10 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             tensor = tensor.T
         if architecture.startswith("gemma") and parameter.endswith("norm.weight"):
             tensor = tensor + 1
+        if architecture == "qwen35":
+            parameter, tensor = _qwen35(parameter, tensor, config)
+        if tensor.dim() == 3:
+            tensor = tensor.squeeze(1)
         name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
         assert name is not None, parameter
         tensors[name] = tensor.contiguous()
@@ -88,7 +119,27 @@ def _write_config(writer: Any, config: Any) -> None:
         writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
+    size = config.intermediate_size
+    if kind == "lfm2" and config.block_auto_adjust_ff_dim:
+        size = -(-int(2 * size / 3) // config.block_multiple_of) * config.block_multiple_of
+    writer.add_feed_forward_length(size)
+    if kind == "lfm2":
+        writer.add_head_count_kv(
+            [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
+        )
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        _write_rope(writer, config)
+        return
+    if kind == "qwen3_5_text":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+        writer.add_rope_dimension_sections([1, 1, 1, 0])
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if getattr(config, "head_dim", None):

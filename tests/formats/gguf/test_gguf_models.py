@@ -23,6 +23,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "plain", {}),
     ("granite", "plain", {}),
     ("granite", "multipliers, biases", {}),
+    ("lfm2", "convolutions at the ends", {}),
+    ("lfm2", "attention last, two taps, untied", {}),
     ("llama", "plain", {}),
     ("llama", "biases, tied, wide heads", {}),
     ("llama", "linear", {}),
@@ -35,6 +37,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "partial, window", {}),
     ("qwen2", "plain, group of 7", {}),
     ("qwen3", "plain", {}),
+    ("qwen3_5_text", "plain", {"rms_norm_eps": 1e-5}),
+    ("qwen3_5_text", "delta rule last, biases", {"attention_bias": False}),
     ("smollm3", "layers without positions", {}),
 ]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

@@ -59,7 +59,7 @@ class Facts:
     def counts(self, key: str, length: int) -> list[int]:
         """Return a list of as many ints or flags, each at least 0; one int stands for all."""
         name = f"{self.architecture}.{key}"
-        value = self.file.metadata.get(name)
+        value: Any = self.file.metadata.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         numbers = [value] * length if whole else list(value) if _is_list(value) else []
         if len(numbers) != length or not all(

@@ -47,10 +47,10 @@ class Trunk(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a linear module's weights, in another order: ``index`` is [n] int64."""
+    """Some rows of a linear module's weights, in another order: ``order`` is [n] int64."""
 
     module: Any
-    index: Tensor
+    order: Tensor
 
 
 class LayerModules(NamedTuple):

@@ -278,7 +278,7 @@ class _Reader:
         """Return [out, in] weights, and a bias."""
         if isinstance(module, Rows):
             weight, bias = self._linear(module.module)
-            index = module.index
+            index = module.order
             rows = weight[index] if isinstance(weight, Tensor) else weight.index_rows(index)
             return rows, None if bias is None else bias[index]
         weight, bias = self._weight(module), self._parameter(module, "bias")

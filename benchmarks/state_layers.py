@@ -1,0 +1,137 @@
+"""Qwen 3.5 0.8B's shape with random weights: a prompt and steps, ours and llama.cpp's in turns.
+
+    python -m benchmarks.state_layers [--rounds 3] [--keep model.gguf]
+
+Both read the same GGUF file of Q8_0: ours packs it as int8. llama-bench is to be on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import lmdecode
+from benchmarks.quality.llama_cpp import speeds
+from benchmarks.report import machine
+from lmdecode.decoder.causal_caches import CausalCaches
+
+SIZE, FFN, LAYERS, VOCAB = 1024, 3584, 24, 248320
+HEADS, KEY_HEADS, HEAD = 8, 2, 256
+DELTA_HEADS, DELTA_SIZE, TAPS = 16, 128, 4
+PROMPT, NEW = 2048, 64
+
+
+def write_model(path: Path) -> None:
+    """Write a file as llama.cpp's converter does; matrices are of Q8_0."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "qwen35")
+    kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(0)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(SIZE)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_HEADS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_vocab_size(VOCAB)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_rope_dimension_count(HEAD // 4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(TAPS)
+    writer.add_ssm_state_size(DELTA_SIZE)
+    writer.add_ssm_group_count(DELTA_HEADS)
+    writer.add_ssm_time_step_rank(DELTA_HEADS)
+    writer.add_ssm_inner_size(DELTA_SIZE * DELTA_HEADS)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    writer.add_tokenizer_model("no_vocab")
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        values = random.standard_normal((rows, columns), dtype=np.float32) * columns**-0.5
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+    def vector(name: str, values: Any) -> None:
+        writer.add_tensor(name, np.asarray(values, dtype=np.float32))
+
+    values = DELTA_SIZE * DELTA_HEADS
+    matrix("token_embd", VOCAB, SIZE)
+    vector("output_norm.weight", np.ones(SIZE))
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        for name in ("attn_norm", "post_attention_norm"):
+            vector(f"{block}{name}.weight", np.ones(SIZE))
+        if (layer + 1) % 4 == 0:
+            matrix(f"{block}attn_q", 2 * HEADS * HEAD, SIZE)
+            matrix(f"{block}attn_k", KEY_HEADS * HEAD, SIZE)
+            matrix(f"{block}attn_v", KEY_HEADS * HEAD, SIZE)
+            matrix(f"{block}attn_output", SIZE, HEADS * HEAD)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                vector(f"{block}{name}.weight", np.ones(HEAD))
+        else:
+            matrix(f"{block}attn_qkv", 3 * values, SIZE)
+            matrix(f"{block}attn_gate", values, SIZE)
+            matrix(f"{block}ssm_beta", DELTA_HEADS, SIZE)
+            matrix(f"{block}ssm_alpha", DELTA_HEADS, SIZE)
+            vector(f"{block}ssm_conv1d.weight", random.standard_normal((3 * values, TAPS)) * 0.5)
+            vector(f"{block}ssm_dt.bias", random.standard_normal(DELTA_HEADS))
+            vector(f"{block}ssm_a", -np.exp(random.standard_normal(DELTA_HEADS)))
+            vector(f"{block}ssm_norm.weight", np.ones(DELTA_SIZE))
+            matrix(f"{block}ssm_out", SIZE, values)
+        for name, rows, columns in (("gate", FFN, SIZE), ("up", FFN, SIZE), ("down", SIZE, FFN)):
+            matrix(f"{block}ffn_{name}", rows, columns)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def ours(model: Any, prompt: int, new: int) -> tuple[float, float]:
+    """Return tokens a second of reading a prompt, and of steps behind one token, as llama-bench."""
+    caches = CausalCaches(model, 1, prompt + new + 1)
+    tokens = torch.arange(prompt) * 7919 % VOCAB
+    begin = time.perf_counter()
+    caches.forward(tokens, torch.tensor([[0, prompt, 1, 1]]), 1)
+    read = time.perf_counter() - begin
+    caches.truncate([0], [0])
+    entry = torch.tensor([[0, 1, 0, 1]])
+    caches.forward(tokens[:1], entry, 1)
+    begin = time.perf_counter()
+    for token in tokens[:new].split(1):
+        caches.forward(token, entry, 1)
+    return prompt / read, new / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    """Write the model, let both take turns, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="of the file: made where it is not there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.keep or Path(folder) / "model.gguf"
+        if not path.exists():
+            write_model(path)
+        decoding = lmdecode.Decoding.from_pretrained(path, "int8")
+        ours(decoding.decoder, 64, 4)
+        threads, rows = torch.get_num_threads(), list[tuple[float, ...]]()
+        for _ in range(arguments.rounds):
+            theirs = speeds(path, prompt=PROMPT, new=NEW, threads=threads)
+            rows.append((*ours(decoding.decoder, PROMPT, NEW), *theirs))
+    print(machine(), "\n")
+    print("| tokens a second | ours, int8 | llama.cpp, Q8_0 | ratio |\n|---|---|---|---|")
+    for name, at in ((f"a prompt of {PROMPT}", 0), ("steps", 1)):
+        own, peer = (statistics.median(row[i] for row in rows) for i in (at, at + 2))
+        print(f"| {name} | {own:.1f} | {peer:.1f} | {own / peer:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
