@@ -26,6 +26,8 @@ set(BF16_KERNEL_SOURCES
   linear/packed_linear_cpu_kernel.cpp)
 # Those that also multiply quads of bytes, where the processor can.
 set(VNNI_KERNEL_SOURCES linear/packed_linear_cpu_kernel.cpp)
+# Those that also multiply tiles, where the processor can.
+set(AMX_KERNEL_SOURCES linear/packed_linear_cpu_kernel.cpp)
 
 # ---- everything else of the CPU, but for the store: rows to threads, plans, the loop of decoding
 
@@ -159,8 +161,8 @@ set(STORE_SOURCES
   store/store_transfer.cpp
   store/token_chain.cpp)
 
-foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES CPU_SOURCES BINDING_SOURCES CPU_BINDING_SOURCES
-             CUDA_BINDING_SOURCES CUDA_KERNEL_SOURCES STORE_SOURCES)
+foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES AMX_KERNEL_SOURCES CPU_SOURCES BINDING_SOURCES
+             CPU_BINDING_SOURCES CUDA_BINDING_SOURCES CUDA_KERNEL_SOURCES STORE_SOURCES)
   list(TRANSFORM ${list} PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 endforeach()
 
@@ -169,11 +171,12 @@ endforeach()
 set(LEVELS default_)
 set(LEVEL_SOURCES_default_ ${KERNEL_SOURCES})
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND LEVELS avx2 avx512 avx512_bf16 avx512_vnni)
+  list(APPEND LEVELS avx2 avx512 avx512_bf16 avx512_vnni avx512_amx)
   set(LEVEL_SOURCES_avx2 ${KERNEL_SOURCES})
   set(LEVEL_SOURCES_avx512 ${KERNEL_SOURCES})
   set(LEVEL_SOURCES_avx512_bf16 ${BF16_KERNEL_SOURCES})
   set(LEVEL_SOURCES_avx512_vnni ${VNNI_KERNEL_SOURCES})
+  set(LEVEL_SOURCES_avx512_amx ${AMX_KERNEL_SOURCES})
   set(avx2 -mavx2 -mfma -mbmi -mbmi2 -mf16c)
   # gcc 12 takes the undefined operand inside its own AVX-512 intrinsics for an uninitialised variable.
   set(avx512 -DLMD_SIMD_AVX512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl
@@ -182,6 +185,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(LEVEL_FLAGS_avx512 ${avx512})
   set(LEVEL_FLAGS_avx512_bf16 ${avx512} -DLMD_SIMD_AVX512_BF16 -mavx512bf16)
   set(LEVEL_FLAGS_avx512_vnni ${avx512} -DLMD_SIMD_AVX512_VNNI -mavx512vnni)
+  # Without the instructions of tiles, for an emulation of them.
+  set(amx ${avx512} -DLMD_SIMD_AVX512_BF16 -DLMD_SIMD_AVX512_VNNI -DLMD_SIMD_AVX512_AMX
+          -mavx512bf16 -mavx512vnni)
+  set(LEVEL_FLAGS_avx512_amx ${amx} -mamx-tile -mamx-bf16 -mamx-int8)
   # Of what is linked with all levels (csrc/simd/kernel_levels.h).
   set(LEVEL_DEFINITIONS LMD_HAS_X86_KERNELS)
 endif()

@@ -24,14 +24,22 @@ constexpr LinearTile tile_of() {
 }
 
 // Calls body(Dot{}) for the products of a format. The builds that have their own instructions for
-// some formats hold these alone.
+// some formats hold these alone; that of tiles all but float32.
 template <class Body>
 inline void with_products([[maybe_unused]] LinearFormat format, const Body& body) {
-#if defined(LMD_SIMD_AVX512_BF16)
+#if defined(LMD_SIMD_AVX512_BF16) && !defined(LMD_SIMD_AVX512_AMX)
   body(BFloat16Pairs{});
 #else
   switch (format) {
-#if defined(LMD_SIMD_AVX512_VNNI)
+#if defined(LMD_SIMD_AVX512_AMX)
+    case LinearFormat::kFloat32:
+      return;
+    case LinearFormat::kBFloat16:
+      return body(BFloat16Pairs{});
+    case LinearFormat::kInt8:
+    case LinearFormat::kInt8Rotated:
+      return body(Int8Quads{});
+#elif defined(LMD_SIMD_AVX512_VNNI)
     case LinearFormat::kFloat32:
     case LinearFormat::kBFloat16:
       return;

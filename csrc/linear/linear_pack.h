@@ -127,6 +127,12 @@ void prepare_row(const LinearInputRows& input, int64_t row, const uint32_t* larg
       }
     }
   }
+#if defined(LMD_SIMD_AVX512_AMX)
+  // Tiles take whole cache lines of a row.
+  const int64_t vectors = (input.in_features + kLanes - 1) / kLanes;
+  const int64_t used = vectors * kLanes * (kIsInt8<Dot> ? 1 : 2);
+  __builtin_memset(to + used, 0, static_cast<size_t>(input.row_bytes - used));
+#endif
 }
 
 }  // namespace lmdecode::LMD_SIMD::linear

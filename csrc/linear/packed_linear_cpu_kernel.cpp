@@ -6,6 +6,10 @@
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
 #include "linear/rotated_input.h"
+#if defined(LMD_SIMD_AVX512_AMX)
+#include "linear/linear_matrix_groups.h"
+#include "linear/linear_matrix_tiles.h"
+#endif
 
 namespace lmdecode::LMD_SIMD::linear {
 
@@ -20,31 +24,32 @@ constexpr int64_t kChainSteps = [] {
   return kChainLength;
 }();
 
-template <class Dot>
+// add(input_at, weights, depth, is_first) for the chains of a panel. Without in_features, one empty
+// chain: the sums are 0.
+template <class Dot, class Add>
+void for_chains(const PackedLayout& layout, const char* weights, const Add& add) {
+  int64_t at = 0;
+  do {
+    const int64_t left = layout.depth - at;
+    const int64_t depth = left < kChainSteps<Dot> ? left : kChainSteps<Dot>;
+    add(at * tile_of<Dot>().input_bytes, weights + at * layout.row_bytes, depth, at == 0);
+    at += kChainSteps<Dot>;
+  } while (at < layout.depth);
+}
+
+// Panels [begin, end): add(layout, weights, sums) gives the sums of a panel, those of a row at
+// place(row).
+template <class Dot, class Add, class Place>
 void multiply_panels(const PackedLinear& linear, const LinearInput& input,
-                     const LinearOutput& output, int64_t begin, int64_t end) {
+                     const LinearOutput& output, int64_t begin, int64_t end, const Add& add,
+                     const Place& place) {
   constexpr int64_t kWidth = tile_of<Dot>().width;
   using Scalar = typename Dot::Scalar;
   const PackedLayout layout = PackedLayout::of(linear.shape, tile_of<Dot>());
   const char* const base = static_cast<const char*>(linear.packed);
   alignas(64) Scalar sums[tuning::kRowBlock * kWidth];
   for (int64_t panel = begin; panel < end; ++panel) {
-    const char* const weights = base + sizeof(PackedHeader) + panel * layout.panel_bytes;
-    // Without in_features, one empty chain: the sums are 0.
-    int64_t at = 0;
-    do {
-      const int64_t left = layout.depth - at;
-      const int64_t depth = left < kChainSteps<Dot> ? left : kChainSteps<Dot>;
-      const int64_t input_at = at * tile_of<Dot>().input_bytes;
-      const char* const part = weights + at * layout.row_bytes;
-      if constexpr (kIsGrouped<Dot>) {
-        add_groups_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
-      } else {
-        add_chain_to_rows<Dot>(input, input_at, part, depth, at == 0, sums);
-      }
-      at += kChainSteps<Dot>;
-    } while (at < layout.depth);
-
+    add(layout, base + sizeof(PackedHeader) + panel * layout.panel_bytes, sums);
     const int64_t column = panel * kWidth;
     const int64_t left = linear.shape.out_features - column;
     const int count = static_cast<int>(left < kWidth ? left : kWidth);
@@ -55,10 +60,58 @@ void multiply_panels(const PackedLinear& linear, const LinearInput& input,
     }
     for (int64_t row = 0; row < input.count; ++row) {
       const float scale = kIsInt8<Dot> ? input.scales[row] : 1.0f;
-      finish_row(sums + row * kWidth, row, column, count, scale, columns, output);
+      finish_row(sums + place(row) * kWidth, row, column, count, scale, columns, output);
     }
   }
 }
+
+template <class Dot>
+void multiply_panels(const PackedLinear& linear, const LinearInput& input,
+                     const LinearOutput& output, int64_t begin, int64_t end) {
+  const auto add_to_rows = [&](const PackedLayout& layout, const char* panel,
+                               typename Dot::Scalar* sums) {
+    for_chains<Dot>(layout, panel,
+                    [&](int64_t input_at, const char* weights, int64_t depth, bool is_first) {
+                      if constexpr (kIsGrouped<Dot>) {
+                        add_groups_to_rows<Dot>(input, input_at, weights, depth, is_first, sums);
+                      } else {
+                        add_chain_to_rows<Dot>(input, input_at, weights, depth, is_first, sums);
+                      }
+                    });
+  };
+  multiply_panels<Dot>(linear, input, output, begin, end, add_to_rows,
+                       [](int64_t row) { return row; });
+}
+
+#if defined(LMD_SIMD_AVX512_AMX)
+template <class Dot>
+void multiply_panels_by_tiles(const PackedLinear& linear, const LinearInput& input,
+                              const LinearOutput& output, int64_t begin, int64_t end) {
+  if (input.count == 0) return;
+  const RowTiles tiles = RowTiles::of(input.count);
+  if constexpr (kIsGrouped<Dot>) {
+    if (input.count <= tuning::kGroupVectorRows) {
+      return multiply_panels<Dot>(linear, input, output, begin, end);
+    }
+    const TileScope scope(group_tile_config<Dot>(tiles));
+    const auto add = [&](const PackedLayout& layout, const char* panel, float* sums) {
+      for_chains<Dot>(
+          layout, panel, [&](int64_t input_at, const char* weights, int64_t depth, bool is_first) {
+            add_groups_by_tiles<Dot>(input, tiles, input_at, weights, depth, is_first, sums);
+          });
+    };
+    multiply_panels<Dot>(linear, input, output, begin, end, add, [](int64_t row) { return row; });
+  } else {
+    const TileScope scope(row_tile_config(tiles));
+    const auto add = [&](const PackedLayout& layout, const char* panel,
+                         typename Dot::Scalar* sums) {
+      add_panel_by_tiles<Dot>(input, tiles, panel, layout.depth, sums);
+    };
+    multiply_panels<Dot>(linear, input, output, begin, end, add,
+                         [&](int64_t row) { return tiles.place(row); });
+  }
+}
+#endif
 
 LinearTile tile(LinearFormat format) {
   LinearTile result = {};
@@ -114,8 +167,13 @@ void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
 
 void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
               int64_t begin, int64_t end) {
-  with_products(linear.shape.format,
-                [&]<class Dot>(Dot) { multiply_panels<Dot>(linear, input, output, begin, end); });
+  with_products(linear.shape.format, [&]<class Dot>(Dot) {
+#if defined(LMD_SIMD_AVX512_AMX)
+    multiply_panels_by_tiles<Dot>(linear, input, output, begin, end);
+#else
+                  multiply_panels<Dot>(linear, input, output, begin, end);
+#endif
+  });
 }
 
 }  // namespace

@@ -38,9 +38,11 @@ LMD_DECLARE_KERNELS(linear, extern const LinearKernels linear_kernels;)
 namespace lmdecode::linear {
 
 inline const LinearKernels& linear_kernels_of(LinearFormat format) {
-  return format == LinearFormat::kFloat32    ? *LMD_SELECT_KERNEL(linear, linear_kernels)
-         : format == LinearFormat::kBFloat16 ? *LMD_SELECT_BF16_KERNEL(linear, linear_kernels)
-                                             : *LMD_SELECT_VNNI_KERNEL(linear, linear_kernels);
+  if (format == LinearFormat::kFloat32) return *LMD_SELECT_KERNEL(linear, linear_kernels);
+  return *LMD_SELECT_AMX_KERNEL(linear, linear_kernels,
+                                format == LinearFormat::kBFloat16
+                                    ? LMD_SELECT_BF16_KERNEL(linear, linear_kernels)
+                                    : LMD_SELECT_VNNI_KERNEL(linear, linear_kernels));
 }
 
 }  // namespace lmdecode::linear

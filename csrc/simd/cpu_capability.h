@@ -5,20 +5,27 @@
 
 namespace lmdecode {
 
-enum class CpuCapability : int32_t { kDefault = 0, kAvx2 = 1, kAvx512 = 2 };
+// kAmx: kAvx512 with AVX512_BF16 and AVX512_VNNI, and Intel's matrix units (AMX_TILE, AMX_BF16,
+// AMX_INT8), which the system has permitted to this process.
+enum class CpuCapability : int32_t { kDefault = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 // The level in use. Throws std::invalid_argument where the environment variable holds another word
-// than default, avx2 or avx512, or a level that this machine lacks.
+// than default, avx2, avx512 or amx, or a level that this machine lacks.
 CpuCapability cpu_capability();
 
-// The best level of this machine.
+// The best level of this machine. The first call asks the system for the use of tiles, where the
+// processor has them.
 CpuCapability max_cpu_capability();
 
-// Whether avx512 is in use on a machine that multiplies bfloat16 pairs as well (AVX512_BF16).
+// Whether avx512 or amx is in use on a machine that multiplies bfloat16 pairs as well
+// (AVX512_BF16), faster than floats.
 bool use_avx512_bf16();
 
 // Likewise, on a machine that multiplies four pairs of bytes at once (AVX512_VNNI).
 bool use_avx512_vnni();
+
+// Whether amx is in use.
+bool use_avx512_amx();
 
 const char* cpu_capability_name(CpuCapability capability);
 
@@ -26,6 +33,7 @@ const char* cpu_capability_name(CpuCapability capability);
 template <class Function>
 Function* select_kernel(Function* by_default, Function* avx2, Function* avx512) {
   switch (cpu_capability()) {
+    case CpuCapability::kAmx:
     case CpuCapability::kAvx512:
       return avx512;
     case CpuCapability::kAvx2:

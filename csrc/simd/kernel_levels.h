@@ -22,7 +22,8 @@
   LMD_DECLARE_KERNELS_AT(avx2, area, __VA_ARGS__)        \
   LMD_DECLARE_KERNELS_AT(avx512, area, __VA_ARGS__)      \
   LMD_DECLARE_KERNELS_AT(avx512_bf16, area, __VA_ARGS__) \
-  LMD_DECLARE_KERNELS_AT(avx512_vnni, area, __VA_ARGS__)
+  LMD_DECLARE_KERNELS_AT(avx512_vnni, area, __VA_ARGS__) \
+  LMD_DECLARE_KERNELS_AT(avx512_amx, area, __VA_ARGS__)
 #define LMD_DECLARE_KERNELS_AT(level, area, ...) \
   namespace lmdecode::level::area {              \
   using namespace lmdecode::area;                \
@@ -31,8 +32,9 @@
 
 // A pointer to a kernel (or to a constant object) at the level in use, from wherever it is used.
 // LMD_SELECT_BF16_KERNEL and LMD_SELECT_VNNI_KERNEL: for kernels compiled for these too, at
-// avx512_bf16 or avx512_vnni where the machine has them. LMD_HAS_X86_KERNELS is defined for code
-// that is linked with more than the default level.
+// avx512_bf16 or avx512_vnni where the machine has them. LMD_SELECT_AMX_KERNEL: for kernels
+// compiled for tiles too, at avx512_amx where these are in use, else what is given last.
+// LMD_HAS_X86_KERNELS is defined for code that is linked with more than the default level.
 #if defined(LMD_HAS_X86_KERNELS)
 #define LMD_SELECT_KERNEL(area, kernel)                                                            \
   (::lmdecode::select_kernel(&::lmdecode::default_::area::kernel, &::lmdecode::avx2::area::kernel, \
@@ -43,8 +45,11 @@
 #define LMD_SELECT_VNNI_KERNEL(area, kernel)                              \
   (::lmdecode::use_avx512_vnni() ? &::lmdecode::avx512_vnni::area::kernel \
                                  : LMD_SELECT_KERNEL(area, kernel))
+#define LMD_SELECT_AMX_KERNEL(area, kernel, otherwise) \
+  (::lmdecode::use_avx512_amx() ? &::lmdecode::avx512_amx::area::kernel : (otherwise))
 #else
 #define LMD_SELECT_KERNEL(area, kernel) (&::lmdecode::default_::area::kernel)
 #define LMD_SELECT_BF16_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
 #define LMD_SELECT_VNNI_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
+#define LMD_SELECT_AMX_KERNEL(area, kernel, otherwise) (otherwise)
 #endif

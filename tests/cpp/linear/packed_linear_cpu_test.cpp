@@ -1,5 +1,6 @@
 // The kernels of packed_linear at every level, in memory of exactly the size that they may touch,
-// against sums in double precision. int8 and int4 have the same bits at every level.
+// against sums in double precision. int8 and int4 have the same bits at every level. Tiles run
+// emulated, and on the processor where it has them: bfloat16 in the order of their sums.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -8,9 +9,15 @@
 #include <random>
 #include <vector>
 
+#include "amx_emulation.h"
 #include "check.h"
+#include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
 #include "linear/rotation.h"
+
+#if defined(LMD_HAS_X86_KERNELS)
+LMD_DECLARE_KERNELS_AT(avx512_amx_emulated, linear, extern const LinearKernels linear_kernels;)
+#endif
 
 namespace lmdecode::linear {
 namespace {
@@ -40,6 +47,7 @@ struct Level {
   const char* name;
   const LinearKernels* kernels;
   bool has_floats, has_bfloat16, has_ints;
+  bool has_tiles = false;
 
   bool has(LinearFormat format) const {
     return format == LinearFormat::kFloat32    ? has_floats
@@ -64,6 +72,13 @@ std::vector<Level> levels() {
       all.push_back({"avx512_vnni", &avx512_vnni::linear::linear_kernels, false, false, true});
     }
   }
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+    const LinearKernels* const emulated = &avx512_amx_emulated::linear::linear_kernels;
+    all.push_back({"avx512_amx, emulated", emulated, false, true, true, true});
+  }
+  if (best == CpuCapability::kAmx) {
+    all.push_back({"avx512_amx", &avx512_amx::linear::linear_kernels, false, true, true, true});
+  }
 #endif
   return all;
 }
@@ -78,6 +93,7 @@ struct Case {
 float rounded_to_bfloat16(float value) {
   uint32_t bits = 0;
   std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return value;
   bits = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
   std::memcpy(&value, &bits, 4);
   return value;
@@ -142,7 +158,7 @@ class Call {
     }
     const Memory<float> y(shape_.rows * shape_.outputs);
     std::copy_n(residual_.get(), shape_.rows * shape_.outputs, y.get());
-    const auto multiply = [&](int64_t first, int64_t last) {
+    const auto multiply_block = [&](int64_t first, int64_t last) {
       LinearOutput output;
       output.y = y.get() + first * shape_.outputs;  // the residual lies where y goes
       output.y_stride = shape_.outputs;
@@ -153,10 +169,55 @@ class Call {
       kernels.multiply({shape, packed.get()}, input.slice(first, last), output, 0, split);
       kernels.multiply({shape, packed.get()}, input.slice(first, last), output, split,
                        layout.panels);
+      CHECK(!amx_emulation::in_use());
+    };
+    const auto multiply = [&](int64_t first, int64_t last) {
+      while (last - first > tuning::kRowBlock) {
+        multiply_block(first, first + tuning::kRowBlock);
+        first += tuning::kRowBlock;
+      }
+      multiply_block(first, last);
     };
     if (row_split > 0) multiply(0, row_split);
     multiply(row_split, shape_.rows);
     return {y.get(), y.get() + shape_.rows * shape_.outputs};
+  }
+
+  // Some numbers become others, of x and of the weight.
+  void plant(const std::vector<float>& numbers) {
+    std::mt19937 random(5);
+    for (const float number : numbers) {
+      x_.get()[static_cast<int64_t>(random()) % (shape_.rows * shape_.inputs)] = number;
+      weight_.get()[static_cast<int64_t>(random()) % (shape_.outputs * shape_.inputs)] = number;
+    }
+  }
+
+  // y in bfloat16 by the order of the sums of tiles, without an activation.
+  std::vector<float> in_order_of_tiles() const {
+    const auto element = [&](const Memory<float>& from, int64_t row, int64_t row_stride, int64_t i,
+                             int64_t stride) {
+      return i < shape_.inputs ? rounded_to_bfloat16(from.get()[row * row_stride + i * stride])
+                               : 0.0f;
+    };
+    std::vector<float> y;
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      for (int64_t o = 0; o < shape_.outputs; ++o) {
+        float sum = 0.0f;
+        for (int64_t first = 0; first < shape_.inputs; first += 32) {
+          float chain[2] = {0.0f, 0.0f};
+          for (int64_t i = first; i < first + 32; ++i) {
+            const float a =
+                element(x_, r, shape_.inputs * shape_.element_stride, i, shape_.element_stride);
+            const float b = element(weight_, o, out_stride_, i, shape_.in_stride);
+            chain[i % 2] = amx_emulation::flushed_multiply_add(a, b, chain[i % 2]);
+          }
+          const float both = amx_emulation::flushed_multiply_add(chain[0], 1.0f, chain[1]);
+          sum = amx_emulation::flushed_multiply_add(both, 1.0f, sum);
+        }
+        y.push_back((sum + bias_.get()[o]) + residual_.get()[r * shape_.outputs + o]);
+      }
+    }
+    return y;
   }
 
   // The largest error in units of what rounding may make of f32 or bfloat16 sums.
@@ -202,6 +263,16 @@ class Call {
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return false;
   return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Bits of NaN aside.
+bool same_numbers(const std::vector<float>& a, const std::vector<float>& b) {
+  for (size_t i = 0; i < a.size() && a.size() == b.size(); ++i) {
+    if (std::isnan(a[i]) ? !std::isnan(b[i]) : std::memcmp(&a[i], &b[i], sizeof(float)) != 0) {
+      return false;
+    }
+  }
+  return a.size() == b.size();
 }
 
 const Case kCases[] = {
@@ -314,25 +385,32 @@ TEST(weights_with_groups_are_what_their_codes_stand_for) {
                      StepCursor(panel + s * layout.row_bytes, tile.width, o % tile.width));
         }
       }
-      const Memory<float> x(inputs), y(outputs);
+      // Tiles of rows with groups serve more rows than four.
+      const int64_t most = level.has_tiles ? 21 : 1;
+      const Memory<float> x(most * inputs), y(most * outputs);
       const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
-      const Memory<char> prepared(row_bytes);
-      for (int64_t i = 0; i < inputs; ++i) {
-        for (int64_t k = 0; k < inputs; ++k) x.get()[k] = k == i ? 127.0f : 0.0f;
+      const Memory<char> prepared(most * row_bytes);
+      for (int64_t first = 0; first < inputs; first += most) {
+        const int64_t rows = std::min(most, inputs - first);
+        for (int64_t k = 0; k < rows * inputs; ++k) {
+          x.get()[k] = k % inputs == first + k / inputs ? 127.0f : 0.0f;
+        }
         level.kernels->prepare(
-            {kind, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr, nullptr}, 0, 1);
+            {kind, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr, nullptr}, 0,
+            rows);
         LinearOutput output;
         output.y = y.get();
         output.y_stride = outputs;
-        level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, 1},
+        level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, rows},
                                 output, 0, layout.panels);
-        for (int64_t o = 0; o < outputs; ++o) {
+        for (int64_t at_y = 0; at_y < rows * outputs; ++at_y) {
+          const int64_t i = first + at_y / outputs, o = at_y % outputs;
           const GroupedStep& step = weights[static_cast<size_t>(o * steps + i / format.step())];
           const int at = static_cast<int>(i % format.step()), group = at / format.group;
           const GroupNumbers numbers = group_numbers(format, step, group);
           const int zero = format.has_zeros() ? step.groups[group].offset : format.middle();
           const float whole = static_cast<float>(127 * (format.number(step.codes[at]) - zero));
-          CHECK(y.get()[o] == std::fmaf(numbers.minimum, 127.0f, whole * numbers.scale));
+          CHECK(y.get()[at_y] == std::fmaf(numbers.minimum, 127.0f, whole * numbers.scale));
         }
       }
     }
@@ -351,6 +429,40 @@ TEST(a_row_does_not_depend_on_what_is_computed_beside_it) {
         for (const int64_t row_split : {1, 2, 3, 4, 5, 6}) {
           CHECK(same_bits(call.run(*level.kernels, format, 1, row_split), want));
         }
+      }
+    }
+  }
+}
+
+TEST(tiles_add_bfloat16_in_their_order) {
+  std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+  std::erase_if(cases, [](const Case& shape) { return shape.activation != Activation::kNone; });
+  for (int64_t rows = 1; rows <= 130; ++rows)
+    cases.push_back({rows, 40 + rows % 64, 1 + rows % 70});
+  cases.push_back({512, 70, 33});
+  cases.push_back({40, 1100, 70});
+  unsigned seed = 200;
+  for (const Case& shape : cases) {
+    Call call(shape, ++seed);
+    if (shape.rows * shape.inputs * shape.outputs > 0 && shape.in_stride == 1 && seed % 3 == 0) {
+      call.plant({1e-40f, -1e-39f, 0x1p-70f, -0x1p-70f, 0x1p-63f, 3e38f, INFINITY, -INFINITY, NAN});
+    }
+    const std::vector<float> want = call.in_order_of_tiles();
+    for (const Level& level : levels()) {
+      if (!level.has_tiles) continue;
+      if (same_numbers(call.run(*level.kernels, LinearFormat::kBFloat16), want)) continue;
+      check::report(level.name, static_cast<int>(shape.rows), "other bits than in order");
+    }
+  }
+}
+
+TEST(tiles_have_the_bits_of_ints_for_every_number_of_rows) {
+  for (const LinearFormat format : kRounded) {
+    for (int64_t rows = 1; rows <= 131; rows += rows < 36 ? 1 : 19) {
+      const Call call({rows, 40 + rows * 7 % 200, 1 + rows * 5 % 140}, static_cast<unsigned>(rows));
+      const std::vector<float> want = call.run(default_::linear::linear_kernels, format);
+      for (const Level& level : levels()) {
+        if (level.has_tiles) CHECK(same_bits(call.run(*level.kernels, format), want));
       }
     }
   }

@@ -1,0 +1,179 @@
+#include "amx_emulation.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace amx_emulation {
+namespace {
+
+constexpr int kTiles = 8, kMaxRows = 16, kMaxBytes = 64;
+
+struct Tile {
+  int rows = 0, row_bytes = 0;
+  unsigned char bytes[kMaxRows][kMaxBytes] = {};
+};
+
+struct Registers {
+  bool in_use = false;
+  Tile tile[kTiles];
+};
+
+thread_local Registers registers;
+
+[[noreturn]] void fault(const char* what) {
+  std::fprintf(stderr, "amx_emulation: %s\n", what);
+  std::abort();
+}
+
+Tile& tile_of(int number) {
+  if (!registers.in_use) fault("an instruction of tiles without a configuration");
+  if (number < 0 || number >= kTiles) fault("no such tile");
+  Tile& tile = registers.tile[number];
+  if (tile.rows == 0 || tile.row_bytes == 0) fault("a tile without a size");
+  return tile;
+}
+
+// Rows of c, and the elements of 4 bytes along the depth.
+struct Sizes {
+  int rows, columns, depth;
+};
+
+Sizes sizes_of(const Tile& c, const Tile& a, const Tile& b) {
+  if (&c == &a || &c == &b || &a == &b) fault("one tile twice in a product");
+  if (a.rows != c.rows || b.row_bytes != c.row_bytes || a.row_bytes != 4 * b.rows) {
+    fault("the sizes of the tiles of a product do not fit");
+  }
+  return {c.rows, c.row_bytes / 4, a.row_bytes / 4};
+}
+
+template <class T>
+T read(const unsigned char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+float bfloat16(const unsigned char* from) {
+  const uint32_t bits = static_cast<uint32_t>(read<uint16_t>(from)) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+constexpr float kLeastNormal = 0x1p-126f;
+
+float flushed(float value) {
+  return std::fabs(value) < kLeastNormal ? std::copysign(0.0f, value) : value;
+}
+
+float flushed_sum(float a, float b) { return flushed_multiply_add(a, 1.0f, b); }
+
+// A and B: int8_t or uint8_t.
+template <class A, class B>
+void multiply_bytes(int c_number, int a_number, int b_number) {
+  Tile& c = tile_of(c_number);
+  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
+  const Sizes sizes = sizes_of(c, a, b);
+  for (int row = 0; row < sizes.rows; ++row) {
+    for (int column = 0; column < sizes.columns; ++column) {
+      unsigned char* const to = c.bytes[row] + 4 * column;
+      uint32_t sum = read<uint32_t>(to);
+      for (int k = 0; k < sizes.depth; ++k) {
+        for (int e = 0; e < 4; ++e) {
+          const int32_t left = read<A>(a.bytes[row] + 4 * k + e);
+          const int32_t right = read<B>(b.bytes[k] + 4 * column + e);
+          sum += static_cast<uint32_t>(left * right);
+        }
+      }
+      std::memcpy(to, &sum, sizeof(sum));
+    }
+  }
+}
+
+}  // namespace
+
+float flushed_multiply_add(float a, float b, float c) {
+  a = flushed(a);
+  b = flushed(b);
+  c = flushed(c);
+  const float result = std::fma(a, b, c);
+  if (!(std::fabs(result) <= kLeastNormal) || result == 0.0f) return result;
+  // Here the sum is exact in double precision, as far as it tells on which side of the limit it is:
+  // what rounds to 24 bits below 2^-126 is subnormal, although rounded to multiples of 2^-149 it
+  // may be 2^-126.
+  const double exact = static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c);
+  return std::fabs(exact) < 0x1p-126 - 0x1p-151 ? std::copysign(0.0f, result) : result;
+}
+
+void load_config(const void* config) {
+  const unsigned char* const bytes = static_cast<const unsigned char*>(config);
+  if (bytes[0] != 1) fault("a configuration of another palette than 1");
+  for (int i = 1; i < 16; ++i) {
+    if (bytes[i] != 0) fault("reserved bytes of a configuration are not 0");
+  }
+  registers = {};
+  registers.in_use = true;
+  for (int t = 0; t < 16; ++t) {
+    const int row_bytes = read<uint16_t>(bytes + 16 + 2 * t), rows = bytes[48 + t];
+    if (t >= kTiles && (row_bytes != 0 || rows != 0)) fault("a configuration of more than 8 tiles");
+    if (rows > kMaxRows || row_bytes > kMaxBytes || (rows == 0) != (row_bytes == 0)) {
+      fault("a tile of a wrong size");
+    }
+    if (t >= kTiles) continue;
+    registers.tile[t].rows = rows;
+    registers.tile[t].row_bytes = row_bytes;
+  }
+}
+
+void release() { registers = {}; }
+
+bool in_use() { return registers.in_use; }
+
+void zero(int number) {
+  Tile& tile = tile_of(number);
+  std::memset(tile.bytes, 0, sizeof(tile.bytes));
+}
+
+void load(int number, const void* rows, int64_t row_stride) {
+  Tile& tile = tile_of(number);
+  std::memset(tile.bytes, 0, sizeof(tile.bytes));
+  for (int row = 0; row < tile.rows; ++row) {
+    std::memcpy(tile.bytes[row], static_cast<const char*>(rows) + row * row_stride,
+                static_cast<std::size_t>(tile.row_bytes));
+  }
+}
+
+void store(int number, void* rows, int64_t row_stride) {
+  const Tile& tile = tile_of(number);
+  for (int row = 0; row < tile.rows; ++row) {
+    std::memcpy(static_cast<char*>(rows) + row * row_stride, tile.bytes[row],
+                static_cast<std::size_t>(tile.row_bytes));
+  }
+}
+
+void dpbf16ps(int c_number, int a_number, int b_number) {
+  Tile& c = tile_of(c_number);
+  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
+  const Sizes sizes = sizes_of(c, a, b);
+  for (int row = 0; row < sizes.rows; ++row) {
+    for (int column = 0; column < sizes.columns; ++column) {
+      float chain[2] = {0.0f, 0.0f};
+      for (int k = 0; k < sizes.depth; ++k) {
+        for (int e = 0; e < 2; ++e) {
+          chain[e] = flushed_multiply_add(bfloat16(a.bytes[row] + 4 * k + 2 * e),
+                                          bfloat16(b.bytes[k] + 4 * column + 2 * e), chain[e]);
+        }
+      }
+      unsigned char* const to = c.bytes[row] + 4 * column;
+      const float sum = flushed_sum(read<float>(to), flushed_sum(chain[0], chain[1]));
+      std::memcpy(to, &sum, sizeof(sum));
+    }
+  }
+}
+
+void dpbusd(int c, int a, int b) { multiply_bytes<uint8_t, int8_t>(c, a, b); }
+void dpbsud(int c, int a, int b) { multiply_bytes<int8_t, uint8_t>(c, a, b); }
+
+}  // namespace amx_emulation
