@@ -13,9 +13,9 @@ struct AttentionWorkspace {
   float* keys;              // panels of a step's keys
   float* values;            // panels of a step's values
   float* out;               // [rows, padded value_size]
-  float* scores;            // [6, kStepKeys]
-  uint32_t* weights;        // [6, kStepKeys / 2], where weights are bfloat16
-  float* terms;             // [6, kStepKeys]
+  float* scores;            // [strip, kStepKeys]
+  uint32_t* weights;        // [strip, kStepKeys / 2], where weights are bfloat16
+  float* terms;             // [strip, kStepKeys]
   float* row_max;           // [rows]
   float* row_sum;           // [rows, 16]
   int64_t* row_begin;       // [rows]
@@ -24,8 +24,9 @@ struct AttentionWorkspace {
   const void** value_rows;  // [kStepKeys]
 };
 
-// Rows and sizes as the kernels pad them.
-constexpr int64_t padded_rows(int64_t rows) { return (rows + 5) / 6 * 6; }
+// The most rows that kernels take together: rows are padded to whole strips of 6 or 16.
+constexpr int64_t kMostStripRows = 16;
+// Sizes as the kernels pad them.
 constexpr int64_t padded_size(int64_t size) { return (size + 63) / 64 * 64; }
 
 // Deals out `memory`, of attention_workspace_bytes(); with null it only counts.
@@ -40,14 +41,14 @@ inline size_t split_attention_workspace(void* memory, int64_t rows, int64_t head
     used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
   };
   constexpr int64_t kStep = tuning::kStepKeys;
-  rows = padded_rows(rows);
+  rows += kMostStripRows - 1;
   take(&w->queries, rows * padded_size(head_size));
-  take(&w->keys, kStep * head_size);
+  take(&w->keys, kStep * (head_size < 16 ? 16 : head_size));  // of tiles, 16 pairs or more
   take(&w->values, kStep * padded_size(value_size));
   take(&w->out, rows * padded_size(value_size));
-  take(&w->scores, 6 * kStep);
-  take(&w->weights, 6 * kStep / 2);
-  take(&w->terms, 6 * kStep);
+  take(&w->scores, kMostStripRows * kStep);
+  take(&w->weights, kMostStripRows * kStep / 2);
+  take(&w->terms, kMostStripRows * kStep);
   take(&w->row_max, rows);
   take(&w->row_sum, rows * 16);
   take(&w->row_begin, rows);

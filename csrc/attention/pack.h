@@ -29,6 +29,19 @@ inline F32 load_pairs(const HeadRow<BFloat16>& row, int64_t at) {
   return {_mm512_castsi512_ps(_mm512_load_si512(lane))};
 }
 
+#if defined(LMD_SIMD_AVX512_AMX)
+// Of floats, rounded to bfloat16.
+inline F32 load_pairs(const HeadRow<float>& row, int64_t at) {
+  const F32 first = load_elements(row, 2 * at), second = load_elements(row, 2 * at + kLanes);
+  return {reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(second.v, first.v))};
+}
+
+// Bits of bfloat16 in the low half of each lane.
+inline __m512i rounded_bits(F32 a) {
+  return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v)));
+}
+#endif
+
 inline void store_vector(uint32_t* p, F32 a) { _mm512_storeu_si512(p, _mm512_castps_si512(a.v)); }
 #endif
 inline void store_vector(float* p, F32 a) { store(p, a); }
@@ -49,7 +62,15 @@ inline F32 load_depth(const HeadRow<T>& row, int64_t at) {
 // Elements of Dot that a head of `size` takes.
 template <class Dot>
 constexpr int64_t depth_of(int64_t size) {
-  return (size + Dot::kPerElement - 1) / Dot::kPerElement;
+  constexpr int64_t kUnit = Dot::kPerElement * Dot::kDepthUnit;
+  return (size + kUnit - 1) / kUnit * Dot::kDepthUnit;
+}
+
+// The elements of Dot that hold a range of a step's keys, to whole units of a depth.
+template <class Dot>
+constexpr KeyRange elements_of(KeyRange keys) {
+  constexpr int64_t kUnit = Dot::kPerElement * Dot::kDepthUnit;
+  return {keys.begin / kUnit * Dot::kDepthUnit, (keys.end + kUnit - 1) / kUnit * Dot::kDepthUnit};
 }
 
 // The keys of a range of a step, to their places in its panels, with zeros to the ends of their
@@ -76,16 +97,15 @@ void pack_keys(const HeadRows<T>& keys, KeyRange range, typename Dot::Element* p
   }
 }
 
-// The values beside pack_keys(); where values are paired, a missing partner is zero.
+// The values beside pack_keys(); what a pair or a unit of the depth lacks is zero.
 template <class Dot, class T>
 void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Element* panels) {
   constexpr int64_t kPanelRows = tuning::kStepKeys / Dot::kPerElement;
   for (int64_t at = 0; at < values.size; at += kLanes) {
     typename Dot::Element* panel =
         panels + at / kPanelWidth * kPanelWidth * kPanelRows + at % kPanelWidth;
-    const int64_t begin = range.begin / Dot::kPerElement;
-    const int64_t end = (range.end + Dot::kPerElement - 1) / Dot::kPerElement;
-    for (int64_t row = begin; row < end; ++row) {
+    const KeyRange rows = elements_of<Dot>(range);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
       typename Dot::Element* to = panel + row * kPanelWidth;
 #if defined(LMD_SIMD_AVX512_BF16)
       if constexpr (Dot::kPerElement == 2) {
@@ -93,6 +113,14 @@ void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Elemen
           const bool in_range = key >= range.begin && key < range.end;
           return in_range ? load_elements(values.row(key), at) : splat(0.0f);
         };
+#if defined(LMD_SIMD_AVX512_AMX)
+        if constexpr (sizeof(T) == sizeof(float)) {
+          const __m512i high = _mm512_slli_epi32(rounded_bits(half(2 * row + 1)), 16);
+          store_vector(to,
+                       {_mm512_castsi512_ps(_mm512_or_si512(rounded_bits(half(2 * row)), high))});
+          continue;
+        }
+#endif
         // Floats that were bfloat16: the upper half of each lane.
         store_vector(to, {_mm512_castsi512_ps(_mm512_or_si512(
                              _mm512_srli_epi32(_mm512_castps_si512(half(2 * row).v), 16),

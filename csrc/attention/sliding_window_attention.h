@@ -59,6 +59,9 @@ struct SlidingWindowAttentionParams {
   AttentionStrides q_strides, k_strides, v_strides;  // ragged: sequence is 0
   // k and v are rows of Int8Cell, only on the CPU; dtype, of q and out, is float32.
   bool has_int8_keys = false;
+  // q, k and v of float32 without int8 may be rounded to bfloat16, as tiles multiply them; on the
+  // CPU alone. Without tiles nothing is rounded.
+  bool may_round_to_bfloat16 = false;
   // With a table, k and v are [places.rows, kv_heads, block_size or kv_len, ...], and the sequence
   // stride is the row stride.
   KeyPlaces places;

@@ -63,9 +63,14 @@ WorkList work_list(const SlidingWindowAttentionParams& p) {
 }  // namespace
 
 void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
-  const auto run = given.dtype == DType::kBFloat16
-                       ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_attention_tiles)
-                       : LMD_SELECT_KERNEL(attention, sliding_window_attention_tiles);
+  const bool is_bfloat16 = given.dtype == DType::kBFloat16;
+  const auto by_vectors = is_bfloat16
+                              ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_attention_tiles)
+                              : LMD_SELECT_KERNEL(attention, sliding_window_attention_tiles);
+  const auto run =
+      is_bfloat16 || given.may_round_to_bfloat16
+          ? LMD_SELECT_AMX_KERNEL(attention, sliding_window_attention_tiles, by_vectors)
+          : by_vectors;
   SlidingWindowAttentionParams params = given;
   if (params.mask_type != MaskType::kNone && params.q_positions == nullptr &&
       params.kv_lengths == nullptr) {

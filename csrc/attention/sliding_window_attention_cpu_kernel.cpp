@@ -20,7 +20,13 @@ void run_tiles(const SlidingWindowAttentionParams& params, const AttentionTile* 
 void sliding_window_attention_tiles(const SlidingWindowAttentionParams& params,
                                     const AttentionTile* tiles, int64_t begin, int64_t end,
                                     int64_t most_rows, void* workspace) {
-#if defined(LMD_SIMD_AVX512_BF16)
+#if defined(LMD_SIMD_AVX512_AMX)
+  const TileScope scope(matrix_product_config());
+  if (params.dtype == DType::kFloat32) {
+    return run_tiles<float, TilePairs>(params, tiles, begin, end, most_rows, workspace);
+  }
+  run_tiles<BFloat16, TilePairs>(params, tiles, begin, end, most_rows, workspace);
+#elif defined(LMD_SIMD_AVX512_BF16)
   run_tiles<BFloat16, BFloat16Pairs>(params, tiles, begin, end, most_rows, workspace);
 #else
   if (params.has_int8_keys) {

@@ -1,9 +1,10 @@
 // sliding_window_attention on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
 // A tile has some queries of a sequence with all query heads of one KV head as its rows, token by
-// token, six rows a strip. Keys and values come in steps of kStepKeys, packed once for all of the
-// tile's rows; within a step each strip takes the groups of keys that its own rows see: scores,
-// softmax with the maximum so far, and the product with the values, added to what the strip has.
+// token, six rows a strip (16 by tiles of the matrix units). Keys and values come in steps of
+// kStepKeys, packed once for all of the tile's rows; within a step each strip takes the groups of
+// keys that its own rows see: scores, softmax with the maximum so far, and the product with the
+// values, added to what the strip has.
 #pragma once
 
 #include "attention/attention_workspace.h"
@@ -11,6 +12,9 @@
 #include "attention/pack.h"
 #include "attention/score_terms.h"
 #include "attention/sliding_window_attention.h"
+#if defined(LMD_SIMD_AVX512_AMX)
+#include "attention/matrix_product.h"
+#endif
 
 namespace lmdecode::LMD_SIMD::attention {
 
@@ -52,8 +56,9 @@ class TileAttention {
  private:
   static constexpr int64_t kStep = tuning::kStepKeys;
   // A score is the sum of one chain of additions for each 128 elements of the head, in their order:
-  // one chain for all of a head of 512 has twice the rounding error.
-  static constexpr int64_t kChain = 128 / Dot::kPerElement;
+  // one chain for all of a head of 512 has twice the rounding error. Tiles have a chain for each 32
+  // elements by themselves.
+  static constexpr int64_t kChain = Dot::kDepthUnit > 1 ? int64_t{1} << 30 : 128 / Dot::kPerElement;
 
   static AttentionWorkspace split(const SlidingWindowAttentionParams& params, int64_t rows,
                                   void* memory) {
@@ -92,7 +97,7 @@ class TileAttention {
     const T* q = static_cast<const T*>(p_.q) + tile_.sequence * s.sequence +
                  p_.first_query(tile_.sequence) * s.token;
     Element* queries = reinterpret_cast<Element*>(w_.queries);
-    const int64_t padded = padded_rows(rows_);
+    const int64_t padded = (rows_ + kTileRowCount - 1) / kTileRowCount * kTileRowCount;
     KeyRange seen = {0, 0}, of_token = {0, 0};
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t token = token_of(row);
@@ -139,6 +144,12 @@ class TileAttention {
         hide_outside(scores, groups.begin, groups.end, part[r]);
       }
       add_row(row, scores, groups, weights + r * (kStep / Dot::kPerElement));
+      if constexpr (Dot::kDepthUnit > 1) {
+        Element* const of_row = weights + r * (kStep / Dot::kPerElement);
+        const KeyRange all = elements_of<Dot>(groups);
+        for (int64_t i = all.begin; i < groups.begin / Dot::kPerElement; ++i) of_row[i] = 0;
+        for (int64_t i = groups.end / Dot::kPerElement; i < all.end; ++i) of_row[i] = 0;
+      }
     }
     multiply_values(first_row, seen, weights);
   }
@@ -183,8 +194,7 @@ class TileAttention {
 
   void multiply_values(int64_t first_row, KeyRange seen, const Element* weights) {
     constexpr int64_t kPanelRows = kStep / Dot::kPerElement;
-    const int64_t begin = seen.begin / Dot::kPerElement;
-    const int64_t end = (seen.end + Dot::kPerElement - 1) / Dot::kPerElement;
+    const auto [begin, end] = elements_of<Dot>(seen);
     for (int64_t at = 0; at < value_columns_; at += kPanelWidth) {
       const Element* values =
           reinterpret_cast<Element*>(w_.values) + at * kPanelRows + begin * kPanelWidth;

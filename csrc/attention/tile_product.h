@@ -1,4 +1,5 @@
-// C (+)= A B for six rows: the inner loop of attention.
+// C (+)= A B for the six rows of a strip: the inner loop of attention. By tiles of the matrix units
+// a strip has 16 rows (matrix_product.h).
 //
 // A [6, depth] has its rows apart; B [depth, kPanelWidth] is packed, its rows side by side; C [6,
 // columns] is f32. An element of A and B is a float, or two bfloat16 numbers that are multiplied
@@ -11,7 +12,11 @@
 
 namespace lmdecode::LMD_SIMD::attention {
 
+#if defined(LMD_SIMD_AVX512_AMX)
+constexpr int kTileRowCount = 16;
+#else
 constexpr int kTileRowCount = 6;
+#endif
 constexpr int64_t kPanelWidth = 64;
 
 #if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
@@ -26,6 +31,7 @@ struct Floats {
   using Vector = F32;
   static constexpr int kVectorLanes = kLanes;
   static constexpr int kPerElement = 1;
+  static constexpr int kDepthUnit = 1;
   static Vector b(const float* p) { return load(p); }
   static Vector a(const float* p) { return splat(*p); }
   static F32 add(F32 c, Vector a, Vector b) { return multiply_add(a, b, c); }
@@ -42,6 +48,7 @@ struct Floats {
   using Vector = float __attribute__((vector_size(16)));
   static constexpr int kVectorLanes = 4;
   static constexpr int kPerElement = 1;
+  static constexpr int kDepthUnit = 1;
   static Vector b(const float* p) {
     Vector v;
     __builtin_memcpy(&v, p, sizeof(v));
@@ -61,6 +68,7 @@ struct BFloat16Pairs {
   using Vector = __m512bh;
   static constexpr int kVectorLanes = 16;
   static constexpr int kPerElement = 2;
+  static constexpr int kDepthUnit = 1;  // elements of a depth are padded to
   static Vector b(const uint32_t* p) { return reinterpret_cast<Vector>(_mm512_loadu_si512(p)); }
   static Vector a(const uint32_t* p) {
     return reinterpret_cast<Vector>(_mm512_set1_epi32(static_cast<int>(*p)));
@@ -108,6 +116,7 @@ inline void tile_product(const typename Dot::Element* a, int64_t a_stride,
 
 // The columns [0, columns) of one panel; columns is a multiple of 8, at most kPanelWidth.
 template <class Dot, bool kAdd>
+  requires(Dot::kDepthUnit == 1)
 inline void panel_product(const typename Dot::Element* a, int64_t a_stride,
                           const typename Dot::Element* b, int64_t depth, float* c, int64_t c_stride,
                           int64_t columns) {

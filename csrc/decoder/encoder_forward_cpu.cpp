@@ -52,6 +52,9 @@ class EncoderAttention final : public LayerAttention {
     a.q_strides = a.k_strides = a.v_strides = {0, c.head_size, c.qkv_size(), 1};
     a.window_right = attention::kUnlimited;
     a.scale = c.attention_scale;
+    // Rows of x are rounded as far, or further, where weights are no float32.
+    a.may_round_to_bfloat16 =
+        model_.layers[layer_].qkv.parts[0].shape.format != linear::LinearFormat::kFloat32;
     if (model_.relative_bias != nullptr) {
       // The table as a mask: a row further on begins one entry further left.
       const int64_t entries = 2 * model_.num_distances - 1;
