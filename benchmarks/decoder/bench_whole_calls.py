@@ -83,12 +83,29 @@ def _decoding(model: Any, dtype: str) -> lmdecode.Decoding:
     return lmdecode.Decoding.from_pretrained(model, dtype)
 
 
+def _tokens(results: Any) -> int:
+    """Count the new tokens of the best sequences of either side, of all rows."""
+    if isinstance(results, torch.Tensor):  # ours, of generate
+        return results.numel() - len(results) * len(_START)
+    if hasattr(results[0], "sequences_ids"):  # CTranslate2's, of speech
+        return sum(len(result.sequences_ids[0]) for result in results)
+    if hasattr(results[0], "hypotheses"):
+        return sum(len(result.hypotheses[0]) for result in results)
+    return sum(int(result.lengths[0]) - result.prompt_length for result in results)
+
+
 def _pair(
-    with_peers: bool, ours: Callable[[], object], peer: Callable[[], Any]
+    with_peers: bool, ours: Callable[[], Any], peer: Callable[[], Callable[[], Any]]
 ) -> list[Contestant]:
     contestants = [Contestant(OURS, ours)]
     if with_peers and find_spec("ctranslate2") is not None:
-        contestants.append(Contestant(CTRANSLATE2, peer()))
+        theirs = peer()
+        results = [run() for run in (ours, theirs)]
+        counts = [_tokens(of_all) for of_all in results]
+        # Ours may count the ends of rows. Formats round differently, and few texts end elsewhere.
+        if max(counts) > 1.3 * min(counts) + 2 * len(results[1]):
+            raise ValueError(f"ours has {counts[0]} tokens, {CTRANSLATE2} {counts[1]}: no pair")
+        contestants.append(Contestant(CTRANSLATE2, theirs))
     return contestants
 
 

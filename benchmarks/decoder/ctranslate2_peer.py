@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ def _load(runner: type, spec: Any, compute_type: str) -> Any:
 def _spec(model: Any) -> Any:
     from ctranslate2.converters import transformers as converters
 
-    return getattr(converters, _LOADERS[model.config.model_type])().get_model_spec(model)
+    loader = getattr(converters, _LOADERS[model.config.model_type])()
+    # Of a copy: a specification has the model's own memory, and is rounded to int8 in place.
+    return loader.get_model_spec(copy.deepcopy(model))
 
 
 def translator(model: Any, compute_type: str) -> Any:

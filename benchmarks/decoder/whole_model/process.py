@@ -44,7 +44,8 @@ class EngineProcess:
     def __init__(self, python: str, setup: dict[str, object]) -> None:
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.decoder.whole_model.worker"],
+            # A process that the system ends tells where it was.
+            [python, "-X", "faulthandler", "-m", "benchmarks.decoder.whole_model.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -65,8 +66,11 @@ class EngineProcess:
         line = self._process.stdout.readline()
         if not line:
             self._errors.seek(0)
-            last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
-            raise RuntimeError(f"the process ended: {last[0]}")
+            lines = self._errors.read().strip().splitlines()
+            fatal = [text for text in lines if text.startswith("Fatal Python error")]
+            told = (fatal[:1] or lines[-1:] or ["no message"])[0]
+            status = self._process.wait()
+            raise RuntimeError(f"the process ended with status {status}: {told}")
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(answer["error"])
