@@ -211,7 +211,7 @@ def test_avx_code_is_in_the_kernel_namespaces_alone() -> None:
     found = functions_with(text, AVX_REGISTER)
     assert any("lmdecode::avx512::" in name for name in found)
     assert any("lmdecode::avx2::" in name for name in found)
-    levels = re.compile(r"\blmdecode::(avx2|avx512|avx512_bf16|avx512_vnni)::")
+    levels = re.compile(r"\blmdecode::(avx2|avx512|avx512_bf16|avx512_vnni|avx512_amx)::")
     outside = {name for name in found if not levels.search(name)}
     assert not outside
 
@@ -229,10 +229,10 @@ def test_kernel_objects_share_no_symbol(path: Path) -> None:
     rows = [line.split() for line in output.splitlines()]
     defined = demangle([row[-1] for row in rows if row[-2] in "WVuTDBR"])
     assert defined
-    pattern = r"\blmdecode::(default_|avx2|avx512|avx512_bf16|avx512_vnni)::"
+    pattern = r"\blmdecode::(default_|avx2|avx512|avx512_bf16|avx512_vnni|avx512_amx)::"
     shared = {text for text in defined.values() if not re.search(pattern, text)}
     assert not {text for text in shared if not text.startswith("DW.ref.")}
 
 
 def test_capability_of_the_machine_is_one_of_the_known() -> None:
-    assert lmdecode.cpu_capability() in ("default", "avx2", "avx512")
+    assert lmdecode.cpu_capability() in ("default", "avx2", "avx512", "amx")

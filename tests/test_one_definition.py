@@ -30,6 +30,10 @@ LEVELS = {
     "avx512": ["-DLMD_SIMD_AVX512"],
     "avx512_bf16": ["-DLMD_SIMD_AVX512", "-DLMD_SIMD_AVX512_BF16"],
     "avx512_vnni": ["-DLMD_SIMD_AVX512", "-DLMD_SIMD_AVX512_VNNI"],
+    "avx512_amx": [
+        *("-DLMD_SIMD_AVX512", "-DLMD_SIMD_AVX512_BF16", "-DLMD_SIMD_AVX512_VNNI"),
+        "-DLMD_SIMD_AVX512_AMX",
+    ],
 }
 # Alternatives, of which simd/vec.h takes one.
 VECTORS = {CSRC / "simd" / f"vec_{level}.h" for level in ("default", "avx2", "avx512")}

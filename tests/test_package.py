@@ -120,7 +120,7 @@ def test_report(installed: Path, tmp_path: Path) -> None:
     lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", lines["lmdecode"])
     assert lines["torch"] == torch.__version__
-    assert lines["CPU capability"] in ("default", "avx2", "avx512")
+    assert lines["CPU capability"] in ("default", "avx2", "avx512", "amx")
     assert re.match(r"off: .+|kernels loaded, .+", lines["CUDA"])
     ops = lines["ops"].split(", ")
     assert {"cpu_capability", "top_k_top_p_sample", "top_k_top_p_sample.out"} <= set(ops)
@@ -179,6 +179,17 @@ print("ValueError:", told.getvalue())
 """
 
 
+@pytest.mark.slow
+def test_matrix_units_are_used_where_they_are_and_demanded_elsewhere(tmp_path: Path) -> None:
+    code = "import lmdecode; print(lmdecode.cpu_capability())"
+    free, forced = run_at("", code, tmp_path), run_at("amx", code, tmp_path)
+    if free.stdout.strip() == "amx":
+        assert forced.stdout.strip() == "amx"
+        return
+    assert forced.returncode != 0
+    assert "LMDECODE_CPU_CAPABILITY is amx, but this machine has at most" in forced.stderr
+
+
 @pytest.mark.parametrize("word", ["bogus", "AVX2", " avx2"])
 @pytest.mark.slow
 def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
@@ -188,7 +199,7 @@ def test_a_capability_that_does_not_exist(word: str, tmp_path: Path) -> None:
     messages = [line for line in done.stdout.splitlines() if line.startswith("ValueError: ")]
     assert len(messages) == 3, done.stdout
     for message in messages:
-        for text in ("LMDECODE_CPU_CAPABILITY", word, "default", "avx2", "avx512"):
+        for text in ("LMDECODE_CPU_CAPABILITY", word, "default", "avx2", "avx512", "amx"):
             assert text in message
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from lmdecode import _ops
 
-_CAPABILITIES = ("default", "avx2", "avx512")
+_CAPABILITIES = ("default", "avx2", "avx512", "amx")
 
 
 def cpu_capability() -> str:
-    """The build of the CPU kernels in use: "default", "avx2" or "avx512".
+    """The build of the CPU kernels in use: "default", "avx2", "avx512" or "amx".
 
-    The best that the machine has; the environment variable ``LMDECODE_CPU_CAPABILITY``, read once,
-    chooses a lower one. Sampling, beams and caches have the same bits at each; products of floats,
-    and so attention and decoding, do not.
+    The best that the machine has. "amx" is "avx512" with Intel's matrix units, where the system
+    permits their use to this process. The environment variable ``LMDECODE_CPU_CAPABILITY``, read
+    once, chooses a lower one. Sampling, beams and caches have the same bits at each; products of
+    floats, and so attention and decoding, do not.
 
     Raises
     ------

@@ -40,6 +40,7 @@ from lmdecode.reference.linear import (
     quantize_rows,
     rms_norm,
     rotate_rows,
+    tile_product,
 )
 from lmdecode.reference.sampling import top_k_top_p_sample
 from lmdecode.reference.trie import trie_build, trie_step
@@ -71,6 +72,7 @@ __all__ = [
     "sliding_window_attention",
     "sliding_window_decode",
     "swa_mask",
+    "tile_product",
     "token_mass",
     "token_noise",
     "token_weight",

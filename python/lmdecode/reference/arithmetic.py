@@ -40,10 +40,25 @@ def exponent_factor(temperature: float) -> float:
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor) -> torch.Tensor:
-    """Return a * b + c in float32, rounded once.
+    """Return a * b + c in float32, rounded once."""
+    return _odd_multiply_add(a, b, c).float()
 
-    The product of two float32 is exact in float64. The sum is rounded to odd there, so that the
-    second rounding, to float32, is as if it had been the only one.
+
+def flushed_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return a * b + c in float32, rounded once; subnormal numbers are 0 before and after.
+
+    A result counts as subnormal if it is one after it is rounded to 24 bits.
+    """
+    a, b, c = (torch.where(x.abs() < 2.0**-126, x * 0.0, x) for x in (a, b, c))
+    total = _odd_multiply_add(a, b, c)
+    return torch.where(total.abs() < 2.0**-126 - 2.0**-151, total * 0.0, total).float()
+
+
+def _odd_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor) -> torch.Tensor:
+    """Return a * b + c in float64.
+
+    The product of two float32 is exact there. The sum is rounded to odd, so that the second
+    rounding, to float32, is as if it had been the only one.
     """
     c = c.double() if isinstance(c, torch.Tensor) else c
     product = a.double() * b.double()
@@ -55,7 +70,7 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor
     away = (lost > 0) == (total > 0)  # the exact sum lies further from zero than the rounded one
     odd = torch.where(away, bits + 1, bits - 1)
     is_rounded = (lost != 0) & (bits & 1 == 0) & total.isfinite()  # inf is what it is
-    return torch.where(is_rounded, odd, bits).view(torch.float64).float()
+    return torch.where(is_rounded, odd, bits).view(torch.float64)
 
 
 def scaled_weight(x: torch.Tensor, x_max: float, factor: float, scale: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.reference.arithmetic import fused_multiply_add
+from lmdecode.reference.arithmetic import flushed_multiply_add, fused_multiply_add
 
 __all__ = [
     "layer_norm",
@@ -16,6 +16,7 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rotate_rows",
+    "tile_product",
 ]
 
 _LEAST_SCALED_MAGNITUDE = 2.0**-100
@@ -235,6 +236,40 @@ def packed_quantized_linear(
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
     size = weight.shape[1] // max(scales.shape[1], 1)
     return _group_sums(x, weight, scales, max(size, 1), zeros)
+
+
+def tile_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` of bfloat16 in the order in which Intel's matrix units add (TDPBF16PS).
+
+    ``PackedLinear(weight, dtype="bfloat16")`` has these bits where ``cpu_capability()`` is "amx". A
+    sum starts from 0. For each 32 elements along ``in_features`` two chains start from 0, of the
+    even and of the odd elements: each product is added with one rounding. Even + odd, rounded, is
+    added to the sum, rounded. Subnormal numbers are 0 before and after each of these operations.
+
+    Parameters
+    ----------
+    x
+        float32 ``[rows, in_features]``, rounded to bfloat16 here.
+    weight
+        float32 ``[out_features, in_features]``, likewise.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[rows, out_features]``, the same bits on any machine, those of NaN aside.
+    """
+    padding = (0, -x.shape[1] % 32)
+    a = F.pad(x.bfloat16().float(), padding).view(x.shape[0], 1, -1, 16, 2)
+    b = F.pad(weight.bfloat16().float(), padding).view(1, weight.shape[0], -1, 16, 2)
+    chains = torch.zeros(x.shape[0], weight.shape[0], a.shape[2], 2)
+    for pair in range(16):
+        chains = flushed_multiply_add(a[..., pair, :], b[..., pair, :], chains)
+    one = torch.ones(())
+    both = flushed_multiply_add(chains[..., 0], one, chains[..., 1])
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for part in both.unbind(2):
+        total = flushed_multiply_add(part, one, total)
+    return total
 
 
 def _activate(x: Tensor, activation: str | None) -> Tensor:
