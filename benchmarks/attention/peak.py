@@ -34,7 +34,9 @@ def _instruction(dtype: str) -> tuple[str, str, int] | None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     level = lmdecode.cpu_capability()
-    if level == "avx512":
+    if level == "amx" and dtype != "f32":
+        return None  # tiles: not measured yet
+    if level in ("avx512", "amx"):
         file = Path("/proc/cpuinfo")
         flags = file.read_text() if file.exists() else ""
         if dtype == "bf16" and " avx512_bf16 " in flags:
