@@ -61,6 +61,7 @@ OF_CHATS: dict[str, list[Any]] = {
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": "x", "tool_calls": [{}]}],
         [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "a"}}] * 5000}],
         [{"role": "user", "content": "x", "colour": 1}], [{"role": "user", "content": "w " * 9999}],
         TALK * 5000,
     ],
@@ -69,7 +70,9 @@ OF_CHATS: dict[str, list[Any]] = {
     "max_completion_tokens": [0, "x", 600],
     "tools": [5, {}, [5], [{}], [{"type": "function", "function": {}}],
               [{"type": "function", "function": {"name": "a", "parameters": 5}}],
-              [{"type": "function", "function": {"name": "a"}}] * 2],
+              [{"type": "function", "function": {"name": "a"}}] * 2,
+              [{"type": "function", "function": {"name": "a" * 9999}}],
+              [{"type": "a" * 9999, "function": {"name": "a"}}]],
     "tool_choice": ["required", "x", 5, {"type": "function", "function": {"name": "a"}}],
     "parallel_tool_calls": [5],
     "chat_template_kwargs": [5, {"messages": 1}, {"self": 1}],
@@ -184,6 +187,39 @@ def test_a_quote_that_does_not_end_takes_no_time(port: int) -> None:
     for text in ('start: "' + '\\"' * 120_000, "start: /" + "\\/" * 120_000):
         status, got = post(port, "/v1/completions", {"prompt": "a", "grammar": text})
         assert status == 400 and got["error"]["param"] == "grammar"
+
+
+def test_a_name_of_any_length_makes_a_short_error(port: int) -> None:
+    for body in ({"x" * 9999: 1}, {"stream": True, "stream_options": {"x" * 9999: 1}},
+                 {"structured_outputs": {"x" * 9999: 1}}):  # fmt: skip
+        status, got = post(port, "/v1/completions", {"prompt": "a", **body})
+        assert status == 400 and len(str(got)) < 500
+
+
+@pytest.mark.parametrize("multiple", [HUGE, 1e300, 10**30])
+def test_a_multiple_of_any_size(port: int, multiple: float) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": multiple}}}
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    asked = {"messages": TALK, "tools": [tool], "tool_choice": "required"}
+    status, got = post(port, "/v1/chat/completions", asked)
+    assert status == 400 and got["error"]["param"] == "tools", got
+    status, got = post(port, "/v1/completions", {"prompt": "a", "guided_json": schema})
+    assert status == 400 and got["error"]["param"] == "guided_json", got
+
+
+def test_a_grammar_that_needs_too_much_is_no_fault_of_the_server(port: int) -> None:
+    ask = {"prompt": "a", "max_tokens": 60, "grammar": 'root ::= "a"{1000000000}'}
+    status, got = post(port, "/v1/completions", ask)
+    assert status == 400 and "the grammar" in got["error"]["message"], got
+    (piece,) = events(post(port, "/v1/completions", {**ask, "stream": True})[1])[-1:]
+    assert piece["error"]["type"] == "invalid_request_error"
+
+
+def test_a_grammar_of_many_rules_takes_no_time(port: int) -> None:
+    rules = "\n".join(f"r{i} ::= r{i + 1} | r{i + 1} r{i + 1}" for i in range(5000))
+    ask = {"prompt": "a", "grammar": f'root ::= r0\n{rules}\nr5000 ::= "a"'}
+    status, got = post(port, "/v1/completions", ask)
+    assert status == 400 and "5002 rules; expected at most 2000" in got["error"]["message"]
 
 
 def test_other_origins_may_not_ask_unless_told(port: int) -> None:

@@ -87,9 +87,11 @@ def error_of_engine(error: Exception, names: Mapping[str, str]) -> BadRequest:
 
 
 def error_of_step(error: Exception) -> RequestError:
-    """Return the error of an answer that failed, which is the server's fault but for one."""
+    """Return the error of an answer that failed, which is the server's fault but for two."""
     message = str(error)
     if isinstance(error, RuntimeError) and "no logit above -inf" in message:  # its rules leave none
         return BadRequest(None, f"the parameters of the request leave no token: {message}")
+    if isinstance(error, (RuntimeError, ValueError)) and message.startswith("the grammar "):
+        return BadRequest(None, message)  # of a GrammarState: the request's grammar needs too much
     logger.error("an answer failed", exc_info=error)
     return RequestError(500, "the server failed; its log has the reason", code="server_error")

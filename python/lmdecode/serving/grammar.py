@@ -23,6 +23,7 @@ from lmdecode.serving.grammar_source import GrammarSource, check_lark, check_tex
 __all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarState"]
 
 _OP = "GrammarCompiler"
+_MAX_GBNF_RULES = 2_000  # the time of their translation is quadratic
 _STACK = 64 << 20  # bytes; the compiler is recursive
 _stack_lock = threading.Lock()
 
@@ -331,6 +332,8 @@ def _entry_of(source: GrammarSource) -> dict[str, Any]:
 def _lark_of_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    if (count := text.count("::=")) > _MAX_GBNF_RULES:
+        raise ValueError(f"the grammar has {count} rules; expected at most {_MAX_GBNF_RULES}")
     try:
         return gbnf_to_lark(text)
     except RecursionError:

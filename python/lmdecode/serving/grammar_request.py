@@ -108,7 +108,7 @@ def _structured_outputs(param: str, value: Any) -> GrammarSource | None:
             continue
         if name not in _STRUCTURED:
             expected = ", ".join(_STRUCTURED)
-            raise FieldError(f"{param}.{name}", f"is unknown; expected one of {expected}")
+            raise FieldError(f"{param}.{name:.80}", f"is unknown; expected one of {expected}")
         source = _within(f"{param}.{name}", given, _STRUCTURED[name])
         if source is not None:
             found[name] = source

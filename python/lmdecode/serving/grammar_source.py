@@ -155,7 +155,7 @@ def _common_multiple(multiple: int, value: object) -> int:
     """Return the least common multiple with a value of multipleOf, without its decimal point."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return multiple  # the compiler says what is wrong
-    if not math.isfinite(value) or value <= 0:
+    if value <= 0 or (isinstance(value, float) and not math.isfinite(value)):
         return multiple
     digits = Fraction(str(value))
     while digits.denominator > 1:

@@ -13,6 +13,7 @@ __all__ = ["read_messages"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MOST_MESSAGES = 4096
+_MOST_CALLS = 4096  # of tools, in one message
 _FIELDS_OF_MESSAGES = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
      "refusal", "annotations", "audio", "function_call")
@@ -76,6 +77,10 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         if role != "assistant" or not isinstance(calls, list):
             raise BadRequest(where, f"{where}.tool_calls is {shown(calls)}; expected a list, in a "
                              "message of the assistant")  # fmt: skip
+        if len(calls) > _MOST_CALLS:
+            raise BadRequest(
+                where, f"{where}.tool_calls has {len(calls)} calls; expected at most {_MOST_CALLS}"
+            )
         message["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]

@@ -105,6 +105,7 @@ def check_names(fields: Fields, known: Iterable[str], refused: Mapping[str, str]
         if name in refused:
             raise BadRequest(name, f"{name} is not supported: {refused[name]}")
         if name not in known:
+            name = name[:80]
             raise BadRequest(name, f"{name} is no field of this request", "unknown_parameter")
 
 

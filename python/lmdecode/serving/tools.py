@@ -55,7 +55,7 @@ def check_tools(tools: Any) -> list[Tool]:
         if not isinstance(entry, Mapping):
             raise ValueError(f"{where} is of type {type(entry).__name__}; expected an object")
         if entry.get("type", "function") != "function":
-            raise ValueError(f"{where}.type is {entry['type']!r}; expected 'function'")
+            raise ValueError(f"{where}.type is {shown(entry['type'])}; expected 'function'")
         function = entry.get("function", entry)
         if not isinstance(function, Mapping):
             kind = type(function).__name__
@@ -63,7 +63,8 @@ def check_tools(tools: Any) -> list[Tool]:
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"{where}.function.name is {name!r}; expected 1 to 128 letters, digits, _, - and ."
+                f"{where}.function.name is {shown(name)}; expected 1 to 128 letters, digits, _, - "
+                "and ."
             )
         if name in found:
             raise ValueError(f"{where}.function.name is {name!r}, as of another tool")
