@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,6 +222,20 @@ def test_a_grammar_of_many_rules_takes_no_time(port: int) -> None:
     ask = {"prompt": "a", "grammar": f'root ::= r0\n{rules}\nr5000 ::= "a"'}
     status, got = post(port, "/v1/completions", ask)
     assert status == 400 and "5002 rules; expected at most 2000" in got["error"]["message"]
+
+
+def test_answers_with_long_lists_do_not_hold_up_others(port: int) -> None:
+    ask = {"prompt": "a", "n": 64, "max_tokens": 1, "bad_words_ids": [[i] for i in range(4096)]}
+    ask["bad_words_ids"].pop(5)
+    longest, found = 0.0, []
+    thread = threading.Thread(target=lambda: found.append(post(port, "/v1/completions", ask)))
+    thread.start()
+    while thread.is_alive():
+        begin = time.monotonic()
+        assert call(port, "GET", "/health")[0] == 200
+        longest = max(longest, time.monotonic() - begin)
+    assert found[0][0] == 200 and len(found[0][1]["choices"]) == 64
+    assert longest < 2.0, "each of the answers takes a tenth of a second to check"
 
 
 def test_other_origins_may_not_ask_unless_told(port: int) -> None:

@@ -186,7 +186,7 @@ class Application:
     async def _answered(
         self, request: Request, service: Service, asked: Completion | Chat
     ) -> Response:
-        work = service.submit(asked.job)
+        work = await service.submit(asked.job)
         try:
             if asked.job.parameters.stream:
                 return EventStream(asked.stream(work), work.close)

@@ -54,6 +54,7 @@ class Service:
     max_waiting: int = 256
     store: Any = None
     tally: Tally = field(default_factory=Tally)
+    _num_coming: int = 0  # answers that have room and are not submitted yet
 
     def __post_init__(self) -> None:
         decoder: Any = self.model.decoding.decoder
@@ -228,8 +229,8 @@ class Service:
             )
         return asked
 
-    def submit(self, job: Job) -> Work:
-        """Submit a job's requests.
+    async def submit(self, job: Job) -> Work:
+        """Submit a job's requests; others have a turn between two of them.
 
         Returns
         -------
@@ -245,12 +246,19 @@ class Service:
         """
         parameters = job.parameters
         count = 1 if parameters.is_search else parameters.n
-        self.check_room(count * len(job.prompts), waits=True)
+        total = count * len(job.prompts)
+        self.check_room(total, waits=True)
         requests: list[Request] = []
+        self._num_coming += total
         try:
-            for prompt in job.prompts:
-                requests += [self._submit_one(job, prompt, i) for i in range(count)]
+            for i in range(total):
+                if i > 0:  # the engine checks all arguments of each
+                    await asyncio.sleep(0)
+                prompt = job.prompts[i // count]
+                requests.append(self._submit_one(job, prompt, i % count))
+                self._num_coming -= 1
         except BaseException:
+            self._num_coming -= total - len(requests)
             for request in requests:
                 request.cancel()
             raise
@@ -286,7 +294,7 @@ class Service:
         if count > most:
             raise BadRequest(name, f"{name} asks for {count} answers; expected at most {most}")
         stats = self.engine.stats
-        taken = stats.running + stats.waiting
+        taken = stats.running + stats.waiting + self._num_coming
         if waits and taken + count > most:
             raise RequestError(
                 429,
