@@ -138,7 +138,9 @@ def test_prompts_survive_kill_9(tmp_path: Path) -> None:
     [
         (["--port", "99999"], "--port is 99999"), (["--dtype", "int3"], "int3"),
         (["--max-requests", "0"], "--max-requests is 0"), (["--host", "256.1.1.1"], "256.1.1.1"),
-        (["--chat-template", "/no/such"], "/no/such"),
+        (["--chat-template", "/no/such"], "--chat-template is '/no/such'"),
+        (["--cors", "example.com"], "--cors is 'example.com'"),
+        (["--cors", "http://example.com/"], "--cors is 'http://example.com/'"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_one_line(options: list[str], message: str) -> None:

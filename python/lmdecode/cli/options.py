@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lmdecode._checks import MAX_INT
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.terminal import busy
 from lmdecode.serving.text_model import TextModel, is_causal
@@ -87,6 +89,9 @@ def load_model(given: argparse.Namespace) -> TextModel:
     """Load the model of the options; an error names the option."""
     set_threads(given)
     check_at_least_1(given, "context")
+    template = given.chat_template or "{"
+    if "{" not in template and not Path(template).expanduser().is_file():
+        raise CommandError(f"--chat-template is {template!r}; expected a file")
     be_quiet()
     try:
         with busy(f"Loading {given.model}"):
@@ -135,6 +140,10 @@ def sampling_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
 
     What is not given is as the model's generation config has it.
     """
+    if "" in given.stop:
+        raise CommandError("--stop is empty; expected a text")
+    if given.seed is not None and not 0 <= given.seed <= MAX_INT:
+        raise CommandError(f"--seed is {given.seed}; expected 0 to {MAX_INT}")
     known = model.generation_defaults
     found: dict[str, Any] = {name: known[name] for name in _OF_CONFIG if name in known}
     if not found.keys() - {"repetition_penalty"}:

@@ -75,11 +75,11 @@ def _tokens(given: argparse.Namespace, model: TextModel, prompt: str) -> list[in
 def _schema(given: str) -> Any:
     """Return the schema that is written, or that a file has."""
     text = given
-    if not given.lstrip().startswith("{"):
-        text = Path(given).expanduser().read_text(encoding="utf-8")
     try:
+        if not given.lstrip().startswith("{"):
+            text = Path(given).expanduser().read_text(encoding="utf-8")
         return json.loads(text)
-    except ValueError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CommandError(f"--json-schema: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -61,6 +62,11 @@ def _check(given: argparse.Namespace) -> None:
         if not low <= value <= high:
             option = name.replace("_", "-")
             raise CommandError(f"--{option} is {value}; expected {low} to {high:g}")
+    for origin in given.cors:
+        if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise CommandError(
+                f"--cors is {origin!r}; expected one such as http://example.com, or *"
+            )
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
