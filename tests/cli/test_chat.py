@@ -88,6 +88,14 @@ def test_a_talk_without_a_template(
     ]  # fmt: skip
 
 
+def test_bytes_that_are_no_utf8_do_not_end_a_talk(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [b"caf\xe9".decode(errors="surrogateescape"), LINES[0]]
+    chat(monkeypatch, lines, model, "--store", tmp_path, "--max-tokens", 3)
+    assert [message["content"] for message in talk_of(tmp_path)][::2] == ["caf?", LINES[0]]
+
+
 def test_what_is_said_in_thoughts(
     endless: Path,
     tmp_path: Path,

@@ -252,6 +252,7 @@ class _Chat:
             if not line:
                 raise EOFError
             line = line.removesuffix("\n")
+        line = line.encode(errors="replace").decode()  # bytes that are no UTF-8 come as surrogates
         if line.endswith("\\"):
             return f"{line[:-1]}\n{self._line('. ')}"
         return line
