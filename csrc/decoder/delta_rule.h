@@ -5,7 +5,7 @@
 // so that out is the new S^T q. A few columns of S lie in the L1 cache and are read and written
 // once a token: the update of a token and the products of the next one are one pass. The sum over
 // the keys has one order, so the bits depend neither on how rows are cut nor on threads. The
-// chunked form of the rule (products of matrices) was not taken: docs/internals/measurements.md.
+// chunked form of the rule (products of matrices) has not been tried.
 #pragma once
 
 #include "decoder/layer_state.h"
