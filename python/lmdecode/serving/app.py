@@ -112,7 +112,8 @@ class Application:
         ]
         if has_page:
             routes.append(self._route("/", self._page, "GET"))
-        middleware = [Middleware(OriginCheck, origins=tuple(cors_origins))]
+        has_key = api_key is not None
+        middleware = [Middleware(OriginCheck, origins=tuple(cors_origins), has_key=has_key)]
         if cors_origins:
             middleware.append(
                 Middleware(

@@ -7,7 +7,9 @@ import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -224,10 +226,21 @@ class KeyCheck:
         await JSONAnswer.of_error(error)(scope, receive, send)
 
 
+def _is_loopback(host: str) -> bool:
+    """Whether a host, with a port or without, is this machine by its name or address."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 class OriginCheck:
     """Refuses what web pages of other origins send, but for some.
 
-    A browser lets any page send a form to this machine; it only keeps the answer from the page.
+    A browser lets any page send a form to this machine; it only keeps the answer from the page. A
+    page whose name leads to this machine (DNS rebinding) would also get the answer: without a key,
+    a page that asks at a loopback address must have a name of this machine.
 
     Parameters
     ----------
@@ -235,18 +248,28 @@ class OriginCheck:
         The application behind it.
     origins
         Those that may send; "*": all.
+    has_key
+        Whether requests must have a key.
     """
 
-    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
-        self._app, self._origins = app, frozenset(origins)
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...], has_key: bool) -> None:
+        self._app, self._origins, self._has_key = app, frozenset(origins), has_key
+
+    def _is_own(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if origin is None:
+            return True
+        if origin.partition("://")[2] != host:
+            return False
+        address = (scope.get("server") or ("", None))[0]
+        return self._has_key or not _is_loopback(address) or _is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            is_own = origin is None or origin.partition("://")[2] == headers.get("host")
-            if not is_own and not self._origins & {origin, "*"}:
+            allowed = {Headers(scope=scope).get("origin"), "*"}
+            if not self._is_own(scope) and not self._origins & allowed:
                 error = RequestError(
                     403, "a web page of another origin may not ask", code="origin_not_allowed"
                 )
