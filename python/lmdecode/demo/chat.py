@@ -68,7 +68,7 @@ def run(
     folder, path = model_folder(model_path), store_path or default_store()
     model = _loaded(folder, dtype)
     given = argparse.Namespace(
-        context=None, temperature=None, top_p=None, top_k=None, min_p=None, seed=None
+        context=None, temperature=None, top_p=None, top_k=None, min_p=None, seed=None, stop=[]
     )
     arguments = {**sampling_of(given, model), "max_new_tokens": tokens}
     try:
