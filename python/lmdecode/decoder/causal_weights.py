@@ -32,6 +32,7 @@ _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
+_FORMER_PARTS = (18,)  # of a layer in models that were saved before there were more
 _NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 7, 0, 5  # in the layout's row of the model
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16, _IS_PACKED = 0, 1, 2, 3
@@ -241,6 +242,9 @@ class PackedCausalModel:
         model._set_caches()
         for name, part in model._offsets().items():
             offsets = torch.tensor(facts[name], dtype=torch.int64)
+            if offsets.dim() == 2 and offsets.shape[1] in _FORMER_PARTS:
+                more = part.shape[1] - offsets.shape[1]
+                offsets = torch.nn.functional.pad(offsets, (0, more), value=_NONE)
             if offsets.shape != part.shape:
                 raise ValueError(
                     f"{name} has shape {list(offsets.shape)}; expected {list(part.shape)}"
