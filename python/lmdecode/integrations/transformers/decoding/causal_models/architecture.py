@@ -73,9 +73,9 @@ class LayerModules(NamedTuple):
     attention: Any
     qkv: tuple[Any, ...]
     attention_out: Any
-    ffn_gate: Any
-    ffn_up: Any
-    ffn_down: Any
+    ffn_gate: Any = None
+    ffn_up: Any = None
+    ffn_down: Any = None
     attention_norm: Any = None
     attention_out_norm: Any = None
     query_norm: Any = None

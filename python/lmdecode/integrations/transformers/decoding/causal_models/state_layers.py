@@ -35,9 +35,6 @@ def lfm2_layer(layer: Any) -> LayerModules:
             query_norm=attention.q_layernorm,
             key_norm=attention.k_layernorm,
             attention_out=attention.out_proj,
-            ffn_gate=None,
-            ffn_up=None,
-            ffn_down=None,
         )
     else:
         conv = layer.conv
@@ -47,9 +44,6 @@ def lfm2_layer(layer: Any) -> LayerModules:
             attention_out=conv.out_proj,
             mixer=ShortConvolution(conv.conv.in_channels, conv.conv_kernel_size),
             convolution=conv.conv,
-            ffn_gate=None,
-            ffn_up=None,
-            ffn_down=None,
         )
     return modules._replace(
         attention_norm=layer.operator_norm,
@@ -79,9 +73,6 @@ def _gated_attention(attention: Any) -> LayerModules:
         query_norm=attention.q_norm,
         key_norm=attention.k_norm,
         attention_out=attention.o_proj,
-        ffn_gate=None,
-        ffn_up=None,
-        ffn_down=None,
     )
 
 
@@ -101,9 +92,6 @@ def _delta_rule(module: Any, projections: tuple[Any, ...]) -> LayerModules:
         ),
         convolution=module.conv1d,
         delta_rule=module,
-        ffn_gate=None,
-        ffn_up=None,
-        ffn_down=None,
     )
 
 
