@@ -12,6 +12,7 @@ set(KERNEL_SOURCES
   beam/processor_rows_cpu_kernel.cpp
   decoder/causal_rows_cpu_kernel.cpp
   decoder/delta_rule_cpu_kernel.cpp
+  decoder/experts_cpu_kernel.cpp
   decoder/short_convolution_cpu_kernel.cpp
   decoder/step_attention_cpu_kernel.cpp
   kv_cache/reorder_cache_cpu_kernel.cpp
@@ -52,6 +53,7 @@ set(CPU_SOURCES
   decoder/decoding_cpu.cpp
   decoder/decoding_read_memory_cpu.cpp
   decoder/encoder_forward_cpu.cpp
+  decoder/experts_cpu.cpp
   decoder/faster_transformer_search.cpp
   decoder/state_layer_cpu.cpp
   decoder/step_attention_cpu.cpp

@@ -5,7 +5,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-constexpr size_t kConfigEntries = 23, kNumbers = 6;
+constexpr size_t kConfigEntries = 30, kNumbers = 10;
 
 }  // namespace
 
@@ -52,6 +52,14 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
            " features; expected fewer than 2^31");
     }
   }
+  ExpertsConfig& e = c.experts;
+  e.count = list.next("num_experts", 0, 1 << 16);
+  e.chosen = list.next("experts_per_token", e.count > 0 ? 1 : 0, e.count);
+  e.size = list.next("expert_size", e.count > 0 ? 1 : 0);
+  e.shared_size = list.next("shared_size", 0);
+  e.router = static_cast<RouterKind>(list.next("router", 0, 2));
+  e.is_normalized = list.next_flag("is_normalized");
+  e.is_clamped = list.next_flag("is_clamped");
   if (c.heads % c.kv_heads != 0) {
     fail(op, "config.num_kv_heads is ", c.kv_heads, "; expected a divisor of num_heads, ", c.heads);
   }
@@ -73,6 +81,10 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   m.logits_softcap = static_cast<float>(numbers[3]);
   c.embedding_scale = static_cast<float>(numbers[4]);
   m.logits_scale = static_cast<float>(numbers[5]);
+  e.epsilon = static_cast<float>(numbers[6]);
+  e.scale = static_cast<float>(numbers[7]);
+  e.alpha = static_cast<float>(numbers[8]);
+  e.limit = static_cast<float>(numbers[9]);
   for (size_t i = 0; i < rotary; ++i) {
     rotary_scales->push_back(static_cast<float>(numbers[kNumbers + i]));
   }
@@ -80,6 +92,10 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
 }
 
 namespace {
+
+// In the row of a layer.
+constexpr int64_t kFfnUpColumn = 15, kMixerColumn = 22, kSinksColumn = 27, kExpertsColumn = 28;
+constexpr int64_t kDecayColumn = kMixerColumn + 2;
 
 void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerWeights* w) {
   const auto next = [&](const char* name, int64_t count) {
@@ -89,7 +105,7 @@ void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerW
   };
   w->convolution = next("convolution", m.taps * m.channels());
   w->convolution_bias = parts.next<float>("convolution_bias", m.channels());
-  if (!m.is_delta_rule()) return;
+  if (!m.is_delta_rule()) return parts.skip(kSinksColumn - kDecayColumn);
   w->decay = next("decay", m.value_heads);
   w->decay_bias = next("decay_bias", m.value_heads);
   w->norm = next("mixer_norm_gamma", m.value_size);
@@ -153,6 +169,25 @@ StateCache state_cache(const char* op, TensorList& list, const kv_cache::BlockTa
   }
   check_state_slots(op, slots, first.lengths);
   return states;
+}
+
+ExpertsWeights experts_of(WeightParts& parts, const DecoderConfig& c) {
+  const ExpertsConfig& e = c.experts;
+  ExpertsWeights w;
+  w.router = parts.matrix("router", linear::LinearFormat::kFloat32, c.model_size, e.count);
+  w.router_bias = parts.next<float>("router_bias", e.count);
+  w.choice_bias = parts.next<float>("router_choice_bias", e.count);
+  const auto matrices = [&](const char* name, const char* bias, int64_t in, int64_t out) {
+    ExpertMatrices found;
+    found.first = parts.matrices(name, c.format, e.count, in, out, &found.stride);
+    found.bias = parts.next<float>(bias, e.count * out);
+    return found;
+  };
+  w.gate = matrices("experts_gate", "experts_gate_bias", c.model_size, e.size);
+  w.up = matrices("experts_up", "experts_up_bias", c.model_size, e.size);
+  w.down = matrices("experts_down", "experts_down_bias", e.size, c.model_size);
+  w.shared_gate = parts.next<float>("shared_gate", c.model_size);
+  return w;
 }
 
 }  // namespace
@@ -229,16 +264,30 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
         of_layer.linear("attention_out", "attention_out_bias", c.format, mixed, c.model_size);
     w.self_out_norm = of_layer.norm("attention_out_norm_gamma", nullptr, c.model_size);
     w.ffn_norm = of_layer.norm("ffn_norm_gamma", "ffn_norm_beta", c.model_size);
-    w.ffn_up = of_layer.linear("ffn_up", "ffn_up_bias", c.format, c.model_size, c.ffn_size);
-    if (c.gated) {
-      w.ffn_gate = of_layer.linear("ffn_gate", "ffn_gate_bias", c.format, c.model_size, c.ffn_size);
-    } else {
-      of_layer.skip();
-      of_layer.skip();
-    }
-    w.ffn_down = of_layer.linear("ffn_down", "ffn_down_bias", c.format, c.ffn_size, c.model_size);
+    const bool has_experts = of_layer.has(kExpertsColumn - kFfnUpColumn);
+    if (has_experts && c.experts.count == 0) fail(op, "layout[", i, "] has experts; expected none");
+    const int64_t inner = has_experts ? c.experts.shared_size : c.ffn_size;
+    const auto linear = [&](const char* name, const char* bias, bool is_there, int64_t in,
+                            int64_t out) {
+      LinearWeights found;
+      if (is_there) {
+        found = of_layer.linear(name, bias, c.format, in, out);
+      } else {
+        of_layer.skip(2);
+      }
+      return found;
+    };
+    w.ffn_up = linear("ffn_up", "ffn_up_bias", inner > 0, c.model_size, inner);
+    w.ffn_gate = linear("ffn_gate", "ffn_gate_bias", inner > 0 && c.gated, c.model_size, inner);
+    w.ffn_down = linear("ffn_down", "ffn_down_bias", inner > 0, inner, c.model_size);
     w.ffn_out_norm = of_layer.norm("ffn_out_norm_gamma", nullptr, c.model_size);
-    if (has_state) read_mixer(op, of_layer, model.mixer, &layer.mixer);
+    if (has_state) {
+      read_mixer(op, of_layer, model.mixer, &layer.mixer);
+    } else {
+      of_layer.skip(kSinksColumn - kMixerColumn);
+    }
+    layer.sinks = of_layer.next<float>("sinks", c.heads);
+    if (has_experts) w.experts = experts_of(of_layer, c);
     layers.push_back(layer);
   }
   model.layers = layers.data();

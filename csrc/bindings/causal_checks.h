@@ -13,7 +13,7 @@ namespace lmdecode::decoder {
 // begins with four numbers. Whether there is the cache that a layer names is checked in
 // causal_forward_, which has the caches.
 struct CausalWeightsModel {
-  static constexpr int64_t kLayoutColumns = 27;
+  static constexpr int64_t kLayoutColumns = 38;
   std::vector<CausalLayer> layers;
   std::vector<float> rotary_scales;
   CausalModel model;

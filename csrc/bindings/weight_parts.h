@@ -74,6 +74,25 @@ class WeightParts {
     return parts[0];
   }
 
+  // Of several matrices of one shape and format, one behind the other, the first, and the bytes
+  // from one to the next. The header of the first alone is looked at again at each step.
+  linear::PackedLinear matrices(const char* name, std::optional<linear::LinearFormat> format,
+                                int64_t count, int64_t in_features, int64_t out_features,
+                                int64_t* stride) {
+    const linear::PackedLinear first = matrix(name, format, in_features, out_features);
+    *stride = static_cast<int64_t>(linear::packed_linear_bytes(first.shape));
+    const char* const packed = static_cast<const char*>(first.packed);
+    if (count > (memory_ + bytes_ - packed) / *stride) {
+      fail(op_, "weights.", name, " has fewer than ", count, " matrices; expected one an expert");
+    }
+    for (int64_t i = 1; i < count; ++i) {
+      linear::check_packed_weight(op_,
+                                  std::string("weights.") + name + "[" + std::to_string(i) + "]",
+                                  packed + i * *stride, *stride, first.shape, ", from config");
+    }
+    return first;
+  }
+
   LinearWeights linear(const char* name, const char* bias,
                        std::optional<linear::LinearFormat> format, int64_t in_features,
                        int64_t out_features) {
@@ -85,7 +104,10 @@ class WeightParts {
     return weights;
   }
 
-  void skip() { ++row_; }
+  void skip(int64_t columns = 1) { row_ += columns; }
+
+  // Whether there is the part that many columns on.
+  bool has(int64_t columns) const { return row_[columns] != -1; }
 
  private:
   int64_t read(const char* name, std::optional<linear::LinearFormat> format, int64_t in_features,

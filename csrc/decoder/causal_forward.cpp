@@ -316,6 +316,7 @@ class CausalForward {
     a.places.rows = cache.table.num_blocks;
     a.kv_lengths = group.lengths;
     a.window = layer.window;
+    a.sinks = layer.sinks;
     a.scale = c_.attention_scale;
     a.softcap = m_.attention_softcap;
     return a;

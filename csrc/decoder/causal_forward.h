@@ -20,6 +20,7 @@ struct CausalLayer {
   LayerWeights weights;
   const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
   const float* key_norm = nullptr;
+  const float* sinks = nullptr;  // [heads]: of scores without a value; null: none
   int64_t window = attention::kUnlimited;
   int64_t rotary = -1;      // which of the frequencies; -1: queries and keys are not turned
   int64_t cache = 0;        // which of the caches; -1: the layer keeps a state instead, see mixer

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "decoder/experts_config.h"
 #include "linear/packed_linear.h"
 
 namespace lmdecode::decoder {
@@ -32,6 +33,7 @@ struct DecoderConfig {
   float attention_scale = 1.0f;
   float denominator_epsilon = 0.0f;  // added to the sum that softmax divides by
   float embedding_scale = 1.0f;
+  ExpertsConfig experts;  // of layers that have any: these have no gated layer but a shared one
 
   bool attention_gate = false;    // behind queries, keys and values, [attention_size()]
   int64_t widest_projection = 0;  // of layers with something in attention's place, or 0
@@ -71,6 +73,7 @@ struct LayerWeights {
   LinearWeights ffn_up;
   LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
   LinearWeights ffn_down;
+  ExpertsWeights experts;    // where there are any, ffn_up and so on are the shared expert's
   NormWeights ffn_out_norm;  // of the feed-forward layer's output, before the residual
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decoder/decoder_config.h"
+#include "decoder/experts.h"
 
 namespace lmdecode::decoder {
 
@@ -24,7 +25,8 @@ struct LayerBuffers {
   float* normed = nullptr;   // [rows, model_size]
   float* qkv = nullptr;      // [rows, qkv_size]
   float* context = nullptr;  // [rows, attention_size]
-  float* ffn = nullptr;      // [rows, ffn_size]
+  float* ffn = nullptr;      // [rows, ffn_size], or of a shared expert
+  ExpertsBuffers experts;
   void* linear_input = nullptr;
 };
 

@@ -19,15 +19,23 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
   split.take(&buffers->normed, rows * config.model_size);
   split.take(&buffers->qkv, rows * std::max(config.qkv_size(), config.widest_projection));
   split.take(&buffers->context, rows * std::max(config.attention_size(), config.widest_mixed));
-  split.take(&buffers->ffn, rows * config.ffn_size);
+  const int64_t ffn_size = std::max(config.ffn_size, config.experts.shared_size);
+  split.take(&buffers->ffn, rows * ffn_size);
   size_t bytes = 0;
   for (const int64_t size :
-       {config.model_size, config.attention_size(), config.ffn_size, config.widest_mixed}) {
+       {config.model_size, config.attention_size(), ffn_size, config.widest_mixed}) {
     bytes = std::max(bytes, input_bytes(config, size, rows));
   }
   unsigned char* input = nullptr;
   split.take(&input, static_cast<int64_t>(bytes));
   buffers->linear_input = input;
+  unsigned char* experts = nullptr;
+  const size_t of_experts =
+      split_experts_buffers(config.experts, config.model_size, rows, nullptr, &buffers->experts);
+  split.take(&experts, static_cast<int64_t>(of_experts));
+  if (experts != nullptr) {
+    split_experts_buffers(config.experts, config.model_size, rows, experts, &buffers->experts);
+  }
   return split.used();
 }
 
@@ -79,12 +87,7 @@ class Layer {
     if (out_norm.gamma != nullptr) {
       output.y = buffers_.normed;
       apply_linear(weights, from, rows_, buffers_.linear_input, output);
-      apply_norm(config_, out_norm, buffers_.normed, buffers_.normed, rows_);
-      const int64_t size = config_.model_size;
-      const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-      parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin * size; i < end * size; ++i) x_[i] += buffers_.normed[i];
-      });
+      add_normed(out_norm);
     } else {
       output.y = x_;
       output.residual = x_;
@@ -92,6 +95,47 @@ class Layer {
       apply_linear(weights, from, rows_, buffers_.linear_input, output);
     }
     if (!config_.norm_first) apply_norm(config_, norm, x_, x_, rows_);
+  }
+
+  // x += the norm of buffers.normed, in place.
+  void add_normed(const NormWeights& norm) const {
+    apply_norm(config_, norm, buffers_.normed, buffers_.normed, rows_);
+    const int64_t size = config_.model_size;
+    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
+    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * size; i < end * size; ++i) x_[i] += buffers_.normed[i];
+    });
+  }
+
+  // The inner features of a feed-forward layer, in buffers.ffn.
+  void project_ffn(const LayerWeights& weights, const float* from) const {
+    if (config_.gated) {
+      PreparedRows kept;
+      project(weights.ffn_up, from, buffers_.ffn, linear::Activation::kNone, nullptr, &kept);
+      project(weights.ffn_gate, from, buffers_.ffn, config_.activation, buffers_.ffn, &kept);
+    } else {
+      project(weights.ffn_up, from, buffers_.ffn, config_.activation);
+    }
+  }
+
+  // x += what the experts make of `from`.
+  void add_experts(const LayerWeights& weights, const float* from) const {
+    if (config_.experts.shared_size > 0) {
+      project_ffn(weights, from);
+      project(weights.ffn_down, buffers_.ffn, buffers_.experts.shared);
+    }
+    const bool has_norm = weights.ffn_out_norm.gamma != nullptr;
+    ExpertsParams params;
+    params.config = &config_.experts;
+    params.weights = &weights.experts;
+    params.activation = config_.activation;
+    params.model_size = config_.model_size;
+    params.rows = rows_;
+    params.x = from;
+    params.residual = has_norm ? nullptr : x_;
+    params.out = has_norm ? buffers_.normed : x_;
+    experts_cpu(params, buffers_.experts);
+    if (has_norm) add_normed(weights.ffn_out_norm);
   }
 
   void project(const LinearWeights& weights, const float* from, float* to,
@@ -132,13 +176,8 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
   }
 
   const float* const input = layer.input(weights.ffn_norm);
-  if (config.gated) {
-    PreparedRows kept;
-    layer.project(weights.ffn_up, input, buffers.ffn, linear::Activation::kNone, nullptr, &kept);
-    layer.project(weights.ffn_gate, input, buffers.ffn, config.activation, buffers.ffn, &kept);
-  } else {
-    layer.project(weights.ffn_up, input, buffers.ffn, config.activation);
-  }
+  if (weights.experts.are_there()) return layer.add_experts(weights, input);
+  layer.project_ffn(weights, input);
   layer.add(weights.ffn_down, weights.ffn_out_norm, weights.ffn_norm, buffers.ffn);
 }
 

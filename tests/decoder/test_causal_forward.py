@@ -47,6 +47,8 @@ FEW_CASES = [
     ("gemma3_text", "capped"),
     ("smollm3", "these slide, biases"),
     ("gpt2", "odd heads, no scale"),
+    ("gpt_oss", "plain"),
+    ("qwen3_moe", "few of many"),
 ]
 few_cases = pytest.mark.parametrize(("architecture", "variant"), FEW_CASES)
 

@@ -66,16 +66,21 @@ OF_STATES = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_no
 def test_columns_of_a_layer(row: int) -> None:
     fields = CausalLayerWeights._fields
     assert _NUM_COLUMNS == 4 + len(fields)
+    first_of_experts = 4 + fields.index("router")
     for column, name in enumerate(fields, start=4):
         if name in OF_STATES:
             continue
-        assert _error(row, column).startswith(f"layout has {name} at byte {FAR}; expected")
+        case = ("gemma3_text" if column < first_of_experts else "gpt_oss", "plain")
+        error = _error(row, column, case=case)
+        assert error.startswith(f"layout has {name} at byte {FAR}; expected")
+    assert _error(row, first_of_experts) == f"layout[{row}] has experts; expected none"
     for column, name in enumerate(("window", "rotary", "cache", "cache_layer")):
         assert _error(row, column).startswith(f"layout[{row}].{name} is {FAR}; expected")
 
 
 def test_columns_of_a_layer_with_a_state() -> None:
-    for column, name in enumerate(CausalLayerWeights._fields, start=4):
+    fields = CausalLayerWeights._fields
+    for column, name in enumerate(fields[: fields.index("router")], start=4):
         error = _error(1, column, case=("qwen3_5_text", "plain"))
         assert error.startswith(f"layout has {name} at byte {FAR}; expected")
     error = _error(1, 3, case=("qwen3_5_text", "plain"))

@@ -218,12 +218,30 @@ def test_folders_of_former_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "switches"),
+    [(18, ("mixers", "attention_gate", "experts")), (23, ("experts",))],
+    ids=["before states", "before experts"],
+)
+def test_folders_of_former_versions(parts: int, switches: tuple[str, ...], tmp_path: Path) -> None:
+    """Their layers have fewer parts, and their config fewer switches."""
+    ids = random_tokens(5)[None]
+    expected = _saved(tmp_path).generate(ids, max_new_tokens=4)
+    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
+    facts = manifest["facts"]
+    facts["layer_offsets"] = [row[:parts] for row in facts["layer_offsets"]]
+    for switch in switches:
+        del manifest["config"][switch]
+    _write_manifest(tmp_path, manifest)
+    assert lmdecode.Decoding.load(tmp_path).generate(ids, max_new_tokens=4).equal(expected)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m["facts"].pop("model_offsets"), r"damaged lmdecode\.json \('model_offsets'\)"),
         (
             lambda m: m["facts"]["layer_offsets"].pop(),
-            r"layer_offsets has shape \[2, 23\]; expected",
+            r"layer_offsets has shape \[2, 34\]; expected",
         ),
         (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
         (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),

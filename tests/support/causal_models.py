@@ -71,6 +71,8 @@ _DELTA_LAST = {
     "linear_num_value_heads": 2, "tie_word_embeddings": False, "attention_bias": True,
 }  # fmt: skip
 _DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 
 # What each variant of an architecture sets, beside the sizes above.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -162,6 +164,40 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "multipliers, biases": {**_MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
     },
+    "qwen3_moe": {
+        "plain": {"head_dim": 12, **_EXPERTS},
+        "normalized, dense layers, window": {
+            "head_dim": 12, **_EXPERTS, "norm_topk_prob": True, "num_hidden_layers": 5,
+            "decoder_sparse_step": 2, "mlp_only_layers": [3], "use_sliding_window": True,
+            "sliding_window": WINDOW, "attention_bias": True, "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        },
+        "few of many": {**_EXPERTS, "num_experts": 40, "num_experts_per_tok": 5},
+    },
+    "gpt_oss": {
+        "plain": {
+            "head_dim": 12, **_LOCAL_EXPERTS, "num_hidden_layers": 3, "sliding_window": WINDOW,
+            **_rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_YARN),
+        },
+        "all experts, tight limits": {
+            **_LOCAL_EXPERTS, "num_experts_per_tok": 6, "sliding_window": WINDOW,
+            "swiglu_limit": 0.4, "swiglu_alpha": 0.9, "attention_bias": False,
+            "tie_word_embeddings": True, **_GROUP_OF_4, **_rope("default"),
+        },
+    },
+    "olmoe": {
+        "plain": {**_EXPERTS, "clip_qkv": None},
+        "normalized, biases": {
+            **_EXPERTS, "norm_topk_prob": True, "attention_bias": True, **_GROUP_OF_1,
+        },
+    },
+    "granitemoe": {
+        "plain": {**_LOCAL_EXPERTS, "attention_multiplier": 0.25},
+        "multipliers, biases": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "attention_bias": True},
+    },
+    "granitemoeshared": {
+        "shared": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "shared_intermediate_size": 28},
+    },
     "gpt2": {
         "plain": {},
         "scales of layers, relu, untied": {
@@ -227,6 +263,10 @@ def model_of(config: Any, seed: int = SEED) -> Any:
             for name, parameter in model.named_parameters():
                 if id(parameter) in embeddings:
                     parameter.normal_(std=0.5)
+                elif parameter.dim() == 3 and ".experts." in name:
+                    parameter.normal_(std=1.5 * min(parameter.shape[1:]) ** -0.5)
+                elif parameter.dim() == 2 and name.endswith("bias"):
+                    parameter.normal_(std=0.2)
                 elif parameter.dim() == 2:
                     size = 3.0 if name == "lm_head.weight" else 1.5
                     parameter.normal_(std=size * min(parameter.shape) ** -0.5)

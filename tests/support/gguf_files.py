@@ -19,10 +19,12 @@ __all__ = [
 #: llama.cpp's name of each type of model.
 ARCHITECTURES = {
     "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "granite": "granite",
+    "gpt_oss": "gpt-oss", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
+    "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
     "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
     "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
 }  # fmt: skip
-_PAIRS = ("llama", "granite", "smollm3")
+_PAIRS = ("llama", "granite", "granitemoe", "smollm3")
 
 
 def _neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -79,12 +81,59 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             tensor = tensor + 1
         if architecture == "qwen35":
             parameter, tensor = _qwen35(parameter, tensor, config)
+        if ".experts." in parameter or "shared_mlp.input_linear" in parameter:
+            tensors |= _experts_of(parameter, tensor, architecture)
+            continue
         if tensor.dim() == 3:
             tensor = tensor.squeeze(1)
-        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        name = _name_of(names, parameter)
         assert name is not None, parameter
         tensors[name] = tensor.contiguous()
     return tensors
+
+
+def _experts_of(parameter: str, tensor: Tensor, architecture: str) -> dict[str, Tensor]:
+    """Return the tensors of what transformers has as one parameter for all experts."""
+    layer, is_oss = parameter.split(".")[2], architecture == "gpt-oss"
+    if parameter.endswith("shared_mlp.input_linear.weight"):
+        gate, up = tensor.chunk(2)
+        return {f"blk.{layer}.ffn_gate_shexp.weight": gate.contiguous(),
+                f"blk.{layer}.ffn_up_shexp.weight": up.contiguous()}  # fmt: skip
+    field = "bias" if parameter.endswith("_bias") else "weight"
+    if is_oss and field == "weight":
+        tensor = tensor.swapaxes(1, 2)
+    if ".down_proj" in parameter:
+        return {f"blk.{layer}.ffn_down_exps.{field}": tensor.contiguous()}
+    gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_oss else tensor.chunk(2, dim=1)
+    return {f"blk.{layer}.ffn_gate_exps.{field}": gate.contiguous(),
+            f"blk.{layer}.ffn_up_exps.{field}": up.contiguous()}  # fmt: skip
+
+
+def _name_of(names: Any, parameter: str) -> str:
+    """Return the tensor of a parameter that gguf's map has under another name."""
+    layer = parameter.split(".")[2] if parameter.startswith("model.layers.") else ""
+    if parameter.endswith("self_attn.sinks"):
+        return f"blk.{layer}.attn_sinks.weight"
+    for module in ("mlp.gate", "mlp.router", "block_sparse_moe.router"):
+        for field in ("weight", "bias"):
+            if parameter == f"model.layers.{layer}.{module}.{field}":
+                return f"blk.{layer}.ffn_gate_inp.{field}"
+    if parameter.endswith("shared_mlp.output_linear.weight"):
+        return f"blk.{layer}.ffn_down_shexp.weight"
+    name: str = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+    return name
+
+
+def _write_experts(writer: Any, config: Any) -> None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not count:
+        return
+    size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(size)
+    if shared := getattr(config, "shared_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _write_rope(writer: Any, config: Any) -> None:
@@ -146,7 +195,8 @@ def _write_config(writer: Any, config: Any) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     _write_rope(writer, config)
-    if kind in ("gemma2", "gemma3_text", "mistral", "phi3"):
+    _write_experts(writer, config)
+    if kind in ("gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if kind.startswith("gemma"):
         if config.final_logit_softcapping:
@@ -154,7 +204,7 @@ def _write_config(writer: Any, config: Any) -> None:
         writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if kind == "granite":
+    if kind.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -194,7 +244,9 @@ def write_file(
         entry(writer)
     for name, tensor in tensors.items():
         values = tensor.numpy() if isinstance(tensor, Tensor) else tensor
-        kind = kinds(name) if kinds is not None and values.ndim == 2 else None
+        kind = (
+            kinds(name) if kinds is not None and values.ndim >= 2 and ".bias" not in name else None
+        )
         if kind in (None, "F32"):
             writer.add_tensor(name, values)
         elif kind == "F16":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,9 @@ from lmdecode.decoder.config import (
     check_numbers,
     check_sizes,
 )
+from lmdecode.decoder.experts import ExpertsConfig
 from lmdecode.decoder.mixers import Mixer, checked_mixers
+from lmdecode.linear.quantized_weight import LinearWeight
 
 __all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights"]
 
@@ -62,6 +64,8 @@ class CausalConfig:
         and ``rotary`` are None where there is no attention.
     attention_gate : bool
         Attention's output is multiplied by the sigmoid of a part of the projection.
+    experts : ExpertsConfig, optional
+        Of layers whose feed-forward layer consists of experts.
 
     Raises
     ------
@@ -91,6 +95,7 @@ class CausalConfig:
     logits_scale: float = 1.0
     mixers: tuple[Mixer | None, ...] = ()
     attention_gate: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         """Check every argument."""
@@ -145,6 +150,20 @@ class CausalConfig:
         check_norm_and_activation(op, self)
         check_numbers(op, self, "norm_epsilon", "attention_scale", "attention_softcap",
                       "logits_softcap", "embedding_scale", "logits_scale")  # fmt: skip
+        if isinstance(self.experts, Mapping):  # as dataclasses.asdict has it
+            object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
+        if self.experts is not None:
+            if len(self.experts.layers) != self.num_layers:
+                raise ValueError(
+                    f"{op}: experts.layers has {len(self.experts.layers)} entries; expected "
+                    f"num_layers, {self.num_layers}"
+                )
+            if not self.gated:
+                raise ValueError(f"{op}: gated is False; expected True with experts")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward layer of a layer consists of experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def query_size(self) -> int:
@@ -184,11 +203,24 @@ class CausalLayerWeights(NamedTuple):
     ffn_up, ffn_gate : Tensor
         [F, D], with bias [F].
     ffn_down : Tensor
-        [D, F], with bias [D].
+        [D, F], with bias [D]. Of a layer with experts ``ffn_up``, ``ffn_gate`` and ``ffn_down`` are
+        the shared expert's, with F ``experts.shared_size``, or None.
     convolution, convolution_bias : Tensor or None
         [``mixer.channels``, taps], the last tap the token's own, and [``mixer.channels``].
     decay, decay_bias, mixer_norm_gamma : Tensor or None
         Of a ``GatedDeltaRule``: [num_value_heads] each, and [value_size].
+    sinks : Tensor or None
+        [num_heads]: scores of a key without a value, one more for each query head.
+    router, router_bias, router_choice_bias : Tensor or None
+        Of a layer with E experts: [E, D]; [E], added to its product; and [E], added to what experts
+        are chosen by.
+    experts_gate, experts_up, experts_down : sequence of Tensor
+        Of its E experts: each [X, D], [X, D] and [D, X], of X ``experts.size``; one tensor with E
+        in front will do. Each is asked for once when they are packed.
+    experts_gate_bias, experts_up_bias, experts_down_bias : Tensor or None
+        [E, X], [E, X] and [E, D].
+    shared_gate : Tensor or None
+        [D]: the sigmoid of its product scales what the shared expert gives.
     """
 
     attention_norm_gamma: Tensor | None
@@ -202,11 +234,11 @@ class CausalLayerWeights(NamedTuple):
     attention_out_norm_gamma: Tensor | None
     ffn_norm_gamma: Tensor | None
     ffn_norm_beta: Tensor | None
-    ffn_up: Tensor
+    ffn_up: Tensor | None
     ffn_up_bias: Tensor | None
     ffn_gate: Tensor | None
     ffn_gate_bias: Tensor | None
-    ffn_down: Tensor
+    ffn_down: Tensor | None
     ffn_down_bias: Tensor | None
     ffn_out_norm_gamma: Tensor | None
     convolution: Tensor | None = None
@@ -214,6 +246,17 @@ class CausalLayerWeights(NamedTuple):
     decay: Tensor | None = None
     decay_bias: Tensor | None = None
     mixer_norm_gamma: Tensor | None = None
+    sinks: Tensor | None = None
+    router: Tensor | None = None
+    router_bias: Tensor | None = None
+    router_choice_bias: Tensor | None = None
+    experts_gate: Sequence[LinearWeight] | Tensor | None = None
+    experts_gate_bias: Tensor | None = None
+    experts_up: Sequence[LinearWeight] | Tensor | None = None
+    experts_up_bias: Tensor | None = None
+    experts_down: Sequence[LinearWeight] | Tensor | None = None
+    experts_down_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 class CausalWeights(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,17 @@ from torch import Tensor
 
 from lmdecode._checks import check_format
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_weight_checks import (
+    check_layer,
+    check_weight,
+    expert_shapes,
+    linear_shapes,
+    state_shapes,
+)
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
+from lmdecode.decoder.experts import NO_NUMBERS, NO_SIZES
 from lmdecode.decoder.huge_memory import new_memory
-from lmdecode.decoder.mixers import GatedDeltaRule, Mixer, mixer_numbers
+from lmdecode.decoder.mixers import mixer_numbers
 from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
@@ -22,122 +30,20 @@ from lmdecode.linear.formats import (
     pack_weight_into,
     parts_of_packed,
 )
-from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight
 
 __all__ = ["PackedCausalModel"]
 
 _ALIGNMENT = 64  # bytes
-_MOST_PARTS = 4  # of a linear weight, as in csrc/decoder/decoder_config.h
 _NONE = -1
 # The columns of a layout's row: four numbers, then the parts of a layer.
 _NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
-_FORMER_PARTS = (18,)  # of a layer in models that were saved before there were more
+_FORMER_PARTS = (18, 23)  # of a layer in models that were saved before there were more
 _NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 7, 0, 5  # in the layout's row of the model
 # Formats of an embedding, as in csrc/decoder/causal_forward.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16, _IS_PACKED = 0, 1, 2, 3
 _EMBEDDINGS = {"float32": _IS_FLOAT32, "bfloat16": _IS_BFLOAT16}  # others are packed
-
-
-def _shape_error(name: str, tensor: LinearWeight, expected: Iterable[int]) -> ValueError:
-    return ValueError(
-        f"Decoding: weights.{name} has shape {list(tensor.shape)}; expected {list(expected)}"
-    )
-
-
-def _check(
-    name: str, tensor: LinearWeight | None, *shapes: tuple[int, ...], optional: bool
-) -> None:
-    if isinstance(tensor, (QuantizedWeight, JoinedWeight)):
-        if tensor.shape not in shapes:
-            raise _shape_error(name, tensor, shapes[0])
-        most = 1 if name in ("embedding", "logits") else _MOST_PARTS
-        if isinstance(tensor, JoinedWeight) and len(tensor.parts) > most:
-            raise ValueError(
-                f"Decoding: weights.{name} has {len(tensor.parts)} parts; expected {most} at most"
-            )
-        return
-    if tensor is None:
-        if optional:
-            return
-        raise ValueError(f"Decoding: weights.{name} is None; expected a tensor")
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"Decoding: weights.{name} has type {type(tensor).__name__}; expected a tensor"
-        )
-    if tensor.shape not in shapes:
-        raise _shape_error(name, tensor, shapes[0])
-    if not tensor.is_floating_point():
-        raise ValueError(f"Decoding: weights.{name} has dtype {tensor.dtype}; expected floats")
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"Decoding: weights.{name} is on {tensor.device}; expected cpu, where decoder-only "
-            "models run"
-        )
-
-
-def linear_shapes(config: CausalConfig, mixer: Mixer | None = None) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight, which is packed; ``logits`` is the model's.
-
-    Of a layer with attention, or with a mixer.
-    """
-    size, ffn = config.model_size, config.ffn_size
-    projected = config.projected_size if mixer is None else mixer.projected
-    return {
-        "qkv": (projected, size),
-        "attention_out": (size, config.query_size if mixer is None else mixer.mixed),
-        "ffn_up": (ffn, size),
-        "ffn_gate": (ffn, size),
-        "ffn_down": (size, ffn),
-        "logits": (config.vocab_size, size),
-    }
-
-
-def _check_layer(
-    config: CausalConfig, name: str, layer: CausalLayerWeights, mixer: Mixer | None
-) -> None:
-    c, linear = config, linear_shapes(config, mixer)
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "query_norm_gamma": ((c.head_size,), (c.query_size,)),
-        "key_norm_gamma": ((c.head_size,), (c.key_size,)),
-    }
-    of_mixer = state_shapes(mixer)
-    shapes |= {field: (shape,) for field, shape in of_mixer.items()}
-    foreign = set(_STATE_FIELDS) - of_mixer.keys()
-    foreign |= {"query_norm_gamma", "key_norm_gamma"} if mixer is not None else set()
-    for field in sorted(foreign):
-        if getattr(layer, field) is not None:
-            raise ValueError(
-                f"Decoding: weights.{name}.{field} was given; expected none, as the layer has "
-                f"{'attention' if mixer is None else mixer.kind}"
-            )
-    for field, shape in linear.items():
-        shapes[field], shapes[f"{field}_bias"] = (shape,), (shape[:1],)
-    for field, tensor in layer._asdict().items():
-        optional = field not in linear or (field == "ffn_gate" and not c.gated)
-        optional &= field not in of_mixer or field == "convolution_bias"
-        _check(f"{name}.{field}", tensor, *shapes.get(field, ((c.model_size,),)), optional=optional)
-    if not c.gated and layer.ffn_gate is not None:
-        raise ValueError(
-            f"Decoding: weights.{name}.ffn_gate was given; expected none, as not gated"
-        )
-
-
-_STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma")
-
-
-def state_shapes(mixer: Mixer | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that only a layer with this mixer has."""
-    if mixer is None:
-        return {}
-    shapes: dict[str, tuple[int, ...]] = {
-        "convolution": (mixer.channels, mixer.taps),
-        "convolution_bias": (mixer.channels,),
-    }
-    if isinstance(mixer, GatedDeltaRule):
-        heads = (mixer.num_value_heads,)
-        shapes |= {"decay": heads, "decay_bias": heads, "mixer_norm_gamma": (mixer.value_size,)}
-    return shapes
 
 
 def _checked_format(weight_format: object) -> str:
@@ -145,6 +51,11 @@ def _checked_format(weight_format: object) -> str:
     if weight_format is None:
         return AS_IT_IS
     return check_format("Decoding", weight_format, FORMATS)
+
+
+def _format_of(name: str, weight_format: str) -> str:
+    """Return the format of a linear weight: experts are chosen by floats."""
+    return "float32" if name == "router" else weight_format
 
 
 def _norms_all_heads(config: CausalConfig, layer: CausalLayerWeights) -> bool | None:
@@ -175,7 +86,7 @@ class PackedCausalModel:
     Attributes
     ----------
     memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, 27]: where they lie. See
+        uint8 [bytes] with all weights, and int64 [layers + 1, 38]: where they lie. See
         csrc/bindings/causal_checks.h.
     sizes, numbers : list
         The config as the ops take it.
@@ -303,20 +214,33 @@ class PackedCausalModel:
         places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
         if self.sizes[_EMBEDDING_FORMAT] == _IS_PACKED:
             places.append((int(self.layout[0, _EMBEDDING]), shapes["logits"]))
-        for row, mixer in zip(self.layout[1:], self.config.mixers, strict=True):
-            shapes = linear_shapes(self.config, mixer)
+        for i, row in enumerate(self.layout[1:]):
+            packed = self._layer_shapes(i)
             for column, name in enumerate(CausalLayerWeights._fields, start=4):
-                if name in shapes and int(row[column]) != _NONE:
-                    places.append((int(row[column]), shapes[name]))
+                if name in packed and int(row[column]) != _NONE:
+                    count, (outputs, inputs) = packed[name]
+                    places.append((int(row[column]), (count * outputs, inputs)))
         return places
+
+    def _layer_shapes(self, layer: int) -> dict[str, tuple[int, tuple[int, int]]]:
+        """Return how many matrices each packed weight of a layer has, and their shape."""
+        c, has_experts = self.config, self.config.has_experts(layer)
+        linear = linear_shapes(c, layer)
+        shapes = {name: (1, shape) for name, shape in linear.items() if name != "logits"}
+        if has_experts:
+            assert c.experts is not None
+            count = c.experts.num_experts
+            shapes["router"] = (1, (count, c.model_size))
+            shapes |= {name: (count, shape) for name, shape in expert_shapes(c).items()}
+        return shapes
 
     def _check(self, weights: CausalWeights) -> None:
         c = self.config
         table = (c.vocab_size, c.model_size)
-        _check("embedding", weights.embedding, table, optional=False)
+        check_weight("embedding", weights.embedding, table, optional=False)
         if weights.positions is not None:
             shape = (len(weights.positions), c.model_size)
-            _check("positions", weights.positions, shape, optional=False)
+            check_weight("positions", weights.positions, shape, optional=False)
         if len(weights.rotary) != len(c.rotary_scales):
             raise ValueError(
                 f"Decoding: weights.rotary has {len(weights.rotary)} entries; expected "
@@ -324,11 +248,11 @@ class PackedCausalModel:
             )
         assert c.rotary_size is not None
         for i, frequencies in enumerate(weights.rotary):
-            _check(f"rotary[{i}]", frequencies, (c.rotary_size // 2,), optional=False)
+            check_weight(f"rotary[{i}]", frequencies, (c.rotary_size // 2,), optional=False)
         for name in ("final_norm_gamma", "final_norm_beta"):
-            _check(name, getattr(weights, name), (c.model_size,), optional=True)
-        _check("logits", weights.logits, table, optional=True)
-        _check("logits_bias", weights.logits_bias, (c.vocab_size,), optional=True)
+            check_weight(name, getattr(weights, name), (c.model_size,), optional=True)
+        check_weight("logits", weights.logits, table, optional=True)
+        check_weight("logits_bias", weights.logits_bias, (c.vocab_size,), optional=True)
         if len(weights.layers) != c.num_layers:
             raise ValueError(
                 f"Decoding: weights.layers has {len(weights.layers)} entries; expected "
@@ -357,6 +281,7 @@ class PackedCausalModel:
             embedding_format,
             int(c.attention_gate),
             *mixer_numbers(c.mixers),
+            *(NO_SIZES if c.experts is None else c.experts.sizes()),
         ]
         self.numbers = [
             c.norm_epsilon,
@@ -365,6 +290,7 @@ class PackedCausalModel:
             c.logits_softcap,
             c.embedding_scale,
             c.logits_scale,
+            *(NO_NUMBERS if c.experts is None else c.experts.numbers()),
             *c.rotary_scales,
         ]
 
@@ -424,46 +350,64 @@ class PackedCausalModel:
 
     def _most_bytes(self, weights: CausalWeights) -> int:
         """Return an upper bound in bytes: every optional weight in every layer."""
-        c, sizes = self.config, self._packed_sizes()
-        of_model = sizes.pop("logits")
-        if not c.gated:
-            del sizes["ffn_gate"]
+        c = self.config
         size = c.model_size
-        qkv = max(linear_shapes(c, mixer)["qkv"][0] for mixer in set(c.mixers))
-        layer = sum(sizes.values()) + _NUM_COLUMNS * _ALIGNMENT
-        layer += 4 * (10 * size + 2 * qkv + 2 * c.ffn_size)
-        layer += 4 * max(
-            sum(map(math.prod, state_shapes(mixer).values())) for mixer in set(c.mixers)
-        )
+        layers = sum(self._most_layer_bytes(i) for i in range(c.num_layers))
         positions = 0 if weights.positions is None else weights.positions.numel()
         rotary = sum(frequencies.numel() for frequencies in weights.rotary)
         table = c.vocab_size * size
+        of_model = most_packed_bytes((c.vocab_size, size), self.weight_format)
         of_model += most_packed_bytes((c.vocab_size, size), format_of_head(self.weight_format))
         of_model += 4 * (table + positions + rotary + 2 * size + c.vocab_size)
-        return of_model + c.num_layers * layer + _NUM_COLUMNS * _ALIGNMENT
+        return of_model + layers + _NUM_COLUMNS * _ALIGNMENT
 
-    def _packed_sizes(self) -> dict[str, int]:
-        """Return the bytes that each linear weight takes at most."""
-        sizes: dict[str, int] = {}
-        for mixer in set(self.config.mixers):
-            for name, shape in linear_shapes(self.config, mixer).items():
-                size = most_packed_bytes(shape, self.weight_format)
-                sizes[name] = max(size, sizes.get(name, 0))
-        return sizes
+    def _most_layer_bytes(self, layer: int) -> int:
+        c = self.config
+        total, floats = _NUM_COLUMNS * _ALIGNMENT, 10 * c.model_size + c.num_heads
+        for name, (count, shape) in self._layer_shapes(layer).items():
+            if 0 in shape or (name == "ffn_gate" and not c.gated):
+                continue
+            kind = _format_of(name, self.weight_format)
+            total += count * most_packed_bytes(shape, kind)
+            floats += 2 * count * shape[0]
+        floats += sum(map(math.prod, state_shapes(c.mixers[layer]).values()))
+        return total + 4 * floats
+
+    def _pack_matrices(
+        self, name: str, matrices: Any, shape: tuple[int, int], memory: Tensor
+    ) -> int:
+        """Write the matrices of experts one behind the other; return their bytes."""
+        used, size = 0, None
+        for i in range(len(matrices)):
+            matrix = matrices[i]  # one at a time
+            check_weight(f"{name}[{i}]", matrix, shape, optional=False)
+            if isinstance(matrix, JoinedWeight):
+                matrix = matrix.dequantize()
+            added = pack_weight_into(matrix, self.weight_format, memory[used:])
+            if size not in (None, added):
+                raise ValueError(
+                    f"Decoding: weights.{name}[{i}] takes {added} bytes; expected {size}, in the "
+                    "format of those before"
+                )
+            used, size = used + added, added
+        return used
 
     def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
         c, layout = self.config, self.layout
         # Pages that nothing is written to are never had of the system.
         memory, used = new_memory(self._most_bytes(weights)), 0
-        linear = linear_shapes(c)
+        linear, matrices = {*linear_shapes(c), "router"}, expert_shapes(c)
 
-        def put(row: int, column: int, name: str, value: LinearWeight) -> None:
+        def put(row: int, column: int, name: str, value: Any) -> None:
             nonlocal used
             layout[row, column] = used
-            if name in linear or (name == "embedding" and embedding_format == _IS_PACKED):
+            if name in matrices:
+                size = self._pack_matrices(f"layers[{row - 1}].{name}", value, matrices[name],
+                                           memory[used:])  # fmt: skip
+            elif name in linear or (name == "embedding" and embedding_format == _IS_PACKED):
                 is_table = name in ("embedding", "logits")
                 kind = format_of_head(self.weight_format) if is_table else self.weight_format
-                size = pack_weight_into(value, kind, memory[used:])
+                size = pack_weight_into(value, _format_of(name, kind), memory[used:])
             else:
                 value = value if isinstance(value, Tensor) else value.dequantize()
                 value = value.T if name == "convolution" else value  # tap by tap
@@ -484,7 +428,7 @@ class PackedCausalModel:
             norms_all_heads = None
             for i in range(c.num_layers):
                 layer = weights.layers[i]
-                _check_layer(c, f"layers[{i}]", layer, c.mixers[i])
+                check_layer(c, f"layers[{i}]", layer, i)
                 for_all = _norms_all_heads(c, layer)
                 if None not in (norms_all_heads, for_all) and norms_all_heads != for_all:
                     raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,27 @@ __all__ = ["check_as_it_is", "files_of", "load_parts"]
 
 
 def check_as_it_is(source: object) -> None:
-    """Raise ValueError where ``dtype=None`` is asked of something else than a GGUF file."""
-    if not isinstance(source, (str, os.PathLike)) or not is_gguf(source):
+    """Raise ValueError where ``dtype=None`` is asked of what has no quantized weights to keep."""
+    is_path = isinstance(source, (str, os.PathLike))
+    if not is_path or not (is_gguf(source) or has_mxfp4(Path(source))):  # type: ignore[arg-type]
         what = source if isinstance(source, (str, os.PathLike)) else f"a {type(source).__name__}"
         raise ValueError(
             f"Decoding.from_pretrained: dtype is None for {what}; expected a format, as GGUF files "
-            "alone have weights that are kept as they are"
+            "and folders of gpt-oss in MXFP4 alone have weights that are kept as they are"
         )
+
+
+def has_mxfp4(folder: Path) -> bool:
+    """Whether a folder has a model of gpt-oss whose experts are blocks of MXFP4."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        settings = config.get("quantization_config") or {}
+        return bool(config["model_type"] == "gpt_oss" and settings["quant_method"] == "mxfp4")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _is_path(source: str | os.PathLike[str]) -> bool:

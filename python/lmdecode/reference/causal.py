@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
 from lmdecode.reference.decoder import feed_forward, normed
+from lmdecode.reference.experts import experts
 from lmdecode.reference.mixers import gated_delta_rule, short_convolution
 
 __all__ = ["CausalCache", "causal_logits"]
@@ -78,7 +81,10 @@ def _attention(
     window = config.windows[number]
     if window is not None:
         visible &= back < window
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if w.sinks is not None:
+        scores = torch.cat((scores, w.sinks[:, None, None].expand(-1, x.shape[0], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]]
     out = (weights @ v).transpose(0, 1).flatten(1)
     if config.attention_gate:
         out = out * gate.sigmoid()
@@ -130,8 +136,8 @@ def causal_logits(
     """
     cache = [] if cache is None else cache
 
-    def wide(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(dtype)
+    def wide(tensor: Any) -> Any:  # experts' matrices are widened when they are used
+        return tensor.to(dtype) if isinstance(tensor, Tensor) else tensor
 
     attention = config.mixers.index(None)
     past = cache[attention][0].shape[1] if cache else 0
@@ -140,7 +146,7 @@ def causal_logits(
     if weights.positions is not None:
         x = x + weights.positions[past : past + tokens.shape[0]].to(dtype)
     for number, layer in enumerate(weights.layers):
-        w = CausalLayerWeights(*map(wide, layer))  # type: ignore[arg-type]
+        w = CausalLayerWeights(*map(wide, layer))
         given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
         if config.mixers[number] is None:
             out = _attention(config, number, w, weights.rotary, given, cache, past)
@@ -148,7 +154,8 @@ def causal_logits(
             out = _mixed(config, number, w, given, cache)
         x = x + _norm(config, out, w.attention_out_norm_gamma, None)
         given = _norm(config, x, w.ffn_norm_gamma, w.ffn_norm_beta)
-        out = feed_forward(config, w, given, F.linear)
+        layer_of = experts if config.has_experts(number) else feed_forward
+        out = layer_of(config, w, given, F.linear)
         x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
     x = _norm(config, x, wide(weights.final_norm_gamma), wide(weights.final_norm_beta))
     head = embedding if weights.logits is None else weights.logits.to(dtype)

@@ -70,6 +70,7 @@ def feed_forward(
     linear: Linear = F.linear,
 ) -> Tensor:
     """Apply the feed-forward layer to x."""
+    assert w.ffn_up is not None and w.ffn_down is not None
     inner = linear(x, w.ffn_up, w.ffn_up_bias)
     if config.gated:
         assert w.ffn_gate is not None

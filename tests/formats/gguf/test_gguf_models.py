@@ -40,6 +40,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_5_text", "plain", {"rms_norm_eps": 1e-5}),
     ("qwen3_5_text", "delta rule last, biases", {"attention_bias": False}),
     ("smollm3", "layers without positions", {}),
+    ("gpt_oss", "plain", {}),
+    ("granitemoe", "multipliers, biases", {}),
+    ("granitemoeshared", "shared", {}),
+    ("olmoe", "plain", {}),
+    ("qwen3_moe", "few of many", {"norm_topk_prob": True, "head_dim": 12}),
 ]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",

@@ -14,8 +14,8 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 import lmdecode
-from lmdecode.decoder.causal_config import CausalLayerWeights
-from lmdecode.decoder.causal_weights import linear_shapes, state_shapes
+from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
+from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
 from lmdecode.decoder.mixers import GatedDeltaRule
 from lmdecode.integrations.transformers.decoding.causal_models import (
     CAUSAL_MODEL_TYPES,
@@ -62,10 +62,12 @@ def test_logits_are_those_of_transformers(architecture: str, variant: str) -> No
 def test_in_float64(architecture: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers computes norms, angles and softmax in float32 by name: here that is float64."""
     model = model_of(random_config(architecture, variant)).double()
+    model.set_experts_implementation("eager")  # others have no float64
     tokens = random_tokens(LENGTH)
     got = causal_logits(*causal_model_of(model), tokens, dtype=torch.float64)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         expected = expected_logits(model, tokens)
     assert expected.dtype == torch.float64
@@ -116,19 +118,56 @@ def test_shapes(architecture: str, variant: str) -> None:
         "ffn_up_bias": ((config.ffn_size,),),
         "ffn_gate_bias": ((config.ffn_size,),),
         "ffn_down": ((size, config.ffn_size),),
+        "sinks": ((config.num_heads,),),
     }
-    for layer, mixer in zip(weights.layers, config.mixers, strict=True):
+    for number, (layer, mixer) in enumerate(zip(weights.layers, config.mixers, strict=True)):
         if mixer is not None:
-            of_layer = dict.fromkeys(("query_norm_gamma", "key_norm_gamma"), ())
-            of_layer |= {name: (shape,) for name, shape in linear_shapes(config, mixer).items()}
+            of_layer = dict.fromkeys(("query_norm_gamma", "key_norm_gamma", "sinks"), ())
+            of_layer |= {name: (shape,) for name, shape in linear_shapes(config, number).items()}
             of_layer |= {name: (shape,) for name, shape in state_shapes(mixer).items()}
         else:
             of_layer = dict.fromkeys(state_shapes(GatedDeltaRule(1, 1, 1, 1, 1)), ())
-        of_layer = {**shapes, **of_layer}
+        of_layer = {**shapes, **of_layer, **_shapes_of_experts(config, number)}
         for name, tensor in zip(CausalLayerWeights._fields, layer, strict=True):
+            if name in EXPERTS and tensor is not None:
+                assert config.experts is not None and len(tensor) == config.experts.num_experts
+                tensor = tensor[len(tensor) - 1]
             if tensor is not None:
                 assert tuple(tensor.shape) in of_layer.get(name, ((size,),)), name
-        assert (layer.ffn_gate is not None) == config.gated
+        is_there = not config.has_experts(number) or _shared_size(config) > 0
+        assert (layer.ffn_gate is not None) == (config.gated and is_there)
+        assert (layer.ffn_up is not None) == (layer.ffn_down is not None) == is_there
+
+
+EXPERTS = ("experts_gate", "experts_up", "experts_down")
+
+
+def _shared_size(config: CausalConfig) -> int:
+    return 0 if config.experts is None else config.experts.shared_size
+
+
+def _shapes_of_experts(config: CausalConfig, number: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the shapes of what only layers with experts have, or others have in other sizes."""
+    if not config.has_experts(number):
+        names = (*EXPERTS, *(f"{name}_bias" for name in EXPERTS), "router", "router_bias")
+        return dict.fromkeys((*names, "router_choice_bias", "shared_gate"), ())
+    assert config.experts is not None
+    e, size = config.experts, config.model_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "router": (e.num_experts, size),
+        "router_bias": (e.num_experts,),
+        "router_choice_bias": (e.num_experts,),
+        "experts_gate": (e.size, size),
+        "experts_up": (e.size, size),
+        "experts_down": (size, e.size),
+        "experts_gate_bias": (e.num_experts, e.size),
+        "experts_up_bias": (e.num_experts, e.size),
+        "experts_down_bias": (e.num_experts, size),
+        "ffn_up": (e.shared_size, size),
+        "ffn_gate": (e.shared_size, size),
+        "ffn_down": (size, e.shared_size),
+    }
+    return {name: (shape,) for name, shape in shapes.items()}
 
 
 def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
@@ -138,7 +177,7 @@ def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
         given = {getattr(w.layers[0], field) is None for _, w in models}
         if field == "convolution_bias":
             continue  # transformers computes it of padding, too: see test_causal_states
-        always = {"qkv", "attention_out", "ffn_up", "ffn_down"}
+        always = {"qkv", "attention_out"}
         assert given == ({False} if field in always else {False, True}), field
     for name in ("norm", "gated", "activation", "attention_softcap", "logits_softcap",
                  "embedding_scale", "logits_scale", "norm_epsilon"):  # fmt: skip

@@ -37,6 +37,12 @@ def _head_sizes(facts: Facts) -> dict[str, int]:
     }
 
 
+def _ffn_size(facts: Facts) -> int:
+    """Inner features of layers without experts; files of experts need not tell."""
+    default = facts.count("expert_feed_forward_length", 1) if facts.has("expert_count") else None
+    return facts.count("feed_forward_length", default)
+
+
 def _common(facts: Facts) -> dict[str, Any]:
     """Return the config entries that Llama-like models share, except the rotary embedding."""
     vocab_size, size = facts.shape("token_embd.weight")
@@ -56,7 +62,7 @@ def _common(facts: Facts) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "hidden_size": size,
         "num_hidden_layers": facts.count("block_count"),
-        "intermediate_size": facts.count("feed_forward_length"),
+        "intermediate_size": _ffn_size(facts),
         "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
@@ -248,20 +254,102 @@ def _gpt2(facts: Facts) -> dict[str, Any]:
     }
 
 
+def _experts(facts: Facts) -> dict[str, int]:
+    count = facts.count("expert_count")
+    chosen = facts.count("expert_used_count")
+    if chosen > count:
+        raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")
+    return {"num_experts": count, "num_experts_per_tok": chosen}
+
+
+def _expert_size(facts: Facts) -> int:
+    """Features of an expert; files need not tell, their tensors do."""
+    return facts.shape("blk.0.ffn_up_exps.weight")[1]
+
+
+def _qwen3_moe(facts: Facts) -> dict[str, Any]:
+    layers = facts.count("block_count")
+    return {
+        **_qwen3(facts),
+        **_experts(facts),
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": _expert_size(facts),
+        "norm_topk_prob": True,  # in llama.cpp, too, whatever the file
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [
+            i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in facts.file.tensors
+        ],
+    }
+
+
+def _olmoe(facts: Facts) -> dict[str, Any]:
+    entries = _with_rope(facts)
+    entries.pop("head_dim")
+    return {
+        **entries,
+        **_experts(facts),
+        "model_type": "olmoe",
+        "intermediate_size": _expert_size(facts),
+        "norm_topk_prob": False,  # in llama.cpp, too
+        "clip_qkv": None,
+        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+    }
+
+
+def _granitemoe(facts: Facts) -> dict[str, Any]:
+    experts = _experts(facts)
+    shared = facts.count("expert_shared_feed_forward_length", 0, least=0)
+    more = {"shared_intermediate_size": shared} if shared else {}
+    return {
+        **_granite(facts),
+        **more,
+        "model_type": "granitemoeshared" if shared else "granitemoe",
+        "intermediate_size": _expert_size(facts),
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+    }
+
+
+def _gpt_oss(facts: Facts) -> dict[str, Any]:
+    entries, experts = _common(facts), _experts(facts)
+    layers, rope = entries["num_hidden_layers"], _rope(facts, entries["head_dim"])
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
+    kinds = ("sliding_attention", "full_attention")
+    return {
+        **entries,
+        "model_type": "gpt_oss",
+        "intermediate_size": _expert_size(facts),
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+        "sliding_window": facts.count("attention.sliding_window"),
+        "layer_types": [kinds[i % 2] for i in range(layers)],
+        "rope_parameters": rope,
+    }
+
+
 CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitemoe": _granitemoe,
     "lfm2": lambda facts: {**lfm2(facts), **_special_tokens(facts, _vocab_size(facts))},
     "llama": _llama,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen35": lambda facts: {**qwen35(facts), **_special_tokens(facts, _vocab_size(facts))},
+    "qwen3moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
+
+
+_OF_EXPERTS = ("gpt-oss", "granitemoe", "olmoe", "qwen3moe")
 
 
 def config_entries(facts: Facts) -> dict[str, Any]:
@@ -284,8 +372,11 @@ def config_entries(facts: Facts) -> dict[str, Any]:
             file, f"is one of {split!r} files of a model; expected one file, as "
             "llama-gguf-split --merge makes of them"
         )  # fmt: skip
-    if facts.count("expert_count", 0, least=0):
-        raise refused(file, "is a mixture of experts; expected a dense model")
+    if facts.architecture not in _OF_EXPERTS and facts.count("expert_count", 0, least=0):
+        raise refused(
+            file, "is a mixture of experts; expected a dense model, or one of the architectures "
+            f"{', '.join(_OF_EXPERTS)}"
+        )  # fmt: skip
     layers = facts.count("block_count")
     names = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if names != {str(i) for i in range(min(layers, len(names) + 1))}:

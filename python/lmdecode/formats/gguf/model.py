@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lmdecode.formats.gguf.configs import config_entries
 from lmdecode.formats.gguf.ends import end_tokens
+from lmdecode.formats.gguf.experts import expert_tensors, read_parts
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
@@ -38,6 +40,7 @@ class _Weights:
             "q_proj": config.num_attention_heads,
             "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
         }
+        self._parts = dict[str, list[str]]()
         self._value_heads = None
         if self._architecture == "qwen35":
             self._value_heads = _ValueHeads(config)
@@ -50,18 +53,26 @@ class _Weights:
         """Whether a parameter is [in, out], of the module ``Conv1D``."""
         return self._architecture == "gpt2" and ".c_" in parameter and parameter.endswith("weight")
 
+    def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of the tensors that a model's parameters are in."""
+        for parameter, value in model.named_parameters():
+            shape = tuple(value.shape)
+            parts = expert_tensors(parameter, shape, self._architecture)
+            if parts is not None:
+                self._parts[parameter] = list(parts)
+                yield from parts.items()
+            else:
+                if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
+                    shape = (shape[0], shape[2])
+                yield self._name(parameter), shape[:: -1 if self._is_transposed(parameter) else 1]
+
     def _check(self, model: Any) -> None:
         """Raise for what is missing, is left over, or has another shape."""
         left = set(self._file.tensors) - set(IGNORED)
         if self._architecture == "qwen35":  # layers that predict more tokens than one
             first = model.config.num_hidden_layers
             left = {name for name in left if not _is_of_block(name, first)}
-        for parameter, value in model.named_parameters():
-            name, shape = self._name(parameter), tuple(value.shape)
-            if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
-                shape = (shape[0], shape[2])
-            if self._is_transposed(parameter):
-                shape = shape[::-1]
+        for name, shape in self._expected(model):
             if name not in self._file.tensors:
                 raise refused(self._file, f"has no tensor {name!r}; expected one")
             if self._file.tensors[name].shape != shape:
@@ -70,7 +81,7 @@ class _Weights:
                     f"has {name} of shape {list(self._file.tensors[name].shape)}; expected "
                     f"{list(shape)}",
                 )
-            if isinstance(self._file.tensors[name].kind, str) and len(shape) != 2:
+            if isinstance(self._file.tensors[name].kind, str) and len(shape) < 2:
                 raise refused(self._file, f"has {name} in blocks; expected floats")
             left.discard(name)
         if left:
@@ -82,6 +93,8 @@ class _Weights:
 
     def read(self, parameter: str) -> Any:
         """Return a parameter's values: floats, or a ``QuantizedWeight``, which is [out, in]."""
+        if parameter in self._parts:
+            return read_parts(self._file, self._parts[parameter], self._keeps_blocks)
         tensor = self._file.tensor(self._name(parameter))
         module = parameter.split(".")[-2]
         if self._architecture in PERMUTED and module in self._heads:

@@ -27,6 +27,10 @@ _OF_LAYER = {
     "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -56,15 +60,20 @@ _OF_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-# Architectures whose layers call the norm behind the attention by its name.
-_NORM_BEHIND = ("gemma2", "gemma3", "olmo2", "qwen35")
+# Architectures with a name of its own for the norm behind the attention, or for that before the
+# feed-forward layer.
+_NORM_BEHIND = ("gemma2", "gemma3", "gpt-oss", "olmo2", "qwen35")
 # Parameters of a layer that are no weight or bias of a module.
-_OWN = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-_OF_OWN = re.compile(r"model\.layers\.(\d+)\.(linear_attn\.(?:A_log|dt_bias))")
+_OWN = {
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+}
+_OF_OWN = re.compile(r"model\.layers\.(\d+)\.(linear_attn\.(?:A_log|dt_bias)|self_attn\.sinks)")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
 #: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
-PERMUTED = ("granite", "llama", "smollm3")
+PERMUTED = ("granite", "granitemoe", "llama", "smollm3")
 #: Tensors that are no parameters.
 IGNORED = ("rope_freqs.weight",)
 

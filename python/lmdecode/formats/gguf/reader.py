@@ -341,3 +341,21 @@ class GgufFile:
                 f"tensor {name!r} in blocks has shape {list(info.shape)}; expected a matrix",
             )
         return QuantizedWeight(data.view(info.shape[0], -1), info.kind)
+
+    def matrix(self, name: str, index: int) -> Tensor | QuantizedWeight:
+        """Return a matrix of a tensor of three dimensions, without a copy: see ``tensor``.
+
+        Raises
+        ------
+        KeyError
+            There is no tensor of this name.
+        """
+        info = self.tensors[name]
+        count, rows, _ = info.shape
+        size = (info.end - info.begin) // count
+        data = self._memory[info.begin + index * size : info.begin + (index + 1) * size]
+        if isinstance(info.kind, torch.dtype):
+            if data.storage_offset() % info.kind.itemsize:
+                data = data.clone()
+            return data.view(info.kind).view(info.shape[1:])
+        return QuantizedWeight(data.view(rows, -1), info.kind)

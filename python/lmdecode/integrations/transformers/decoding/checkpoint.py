@@ -22,6 +22,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from lmdecode.integrations.transformers.decoding.checkpoint_experts import ExpertTensors
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
 __all__ = [
@@ -167,6 +168,7 @@ class Checkpoint:
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
         self._open: dict[Path, Any] = {}
+        self._experts = ExpertTensors(files, self._part, self.shape)
 
     @classmethod
     def of(cls, folder: Path, model: Any) -> Checkpoint | None:
@@ -188,8 +190,11 @@ class Checkpoint:
             if both and not checkpoint._are_equal(target, source):
                 return None
         for name, parameter in model.named_parameters():
-            if name in files:
-                if checkpoint.shape(name) != list(parameter.shape):
+            if checkpoint._experts.has(name, list(parameter.shape)):
+                continue
+            found = checkpoint._experts.renamed(name) or name
+            if found in files:
+                if checkpoint.shape(found) != list(parameter.shape):
                     return None
             elif name not in tied:
                 return None
@@ -210,10 +215,18 @@ class Checkpoint:
         shape: list[int] = self._file(name).get_slice(name).get_shape()
         return shape
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in its own dtype."""
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
+    def _part(self, name: str, index: int | None) -> Tensor:
+        """Return a tensor, or the part of it that its first index has."""
+        if index is None:
+            whole: Tensor = self._file(name).get_tensor(name)
+            return whole
+        part: Tensor = self._file(name).get_slice(name)[index : index + 1][0]
+        return part
+
+    def read(self, name: str) -> Any:
+        """Return a tensor in its own dtype; of matrices of experts what gives those of one."""
+        experts = self._experts.read(name)
+        return self._part(self._experts.renamed(name) or name, None) if experts is None else experts
 
 
 def folder_of_file(name: str, file: str) -> Path | None:

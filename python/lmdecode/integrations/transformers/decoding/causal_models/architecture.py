@@ -11,7 +11,7 @@ from torch import Tensor
 from lmdecode.decoder.config import ActivationName, Norm
 from lmdecode.decoder.mixers import Mixer
 
-__all__ = ["Architecture", "LayerModules", "Rows", "Trunk", "refused"]
+__all__ = ["Architecture", "ExpertModules", "LayerModules", "Rows", "Trunk", "refused"]
 
 
 def refused(what: str, others: str = "other models", function: str = "pack_linears_") -> ValueError:
@@ -53,6 +53,31 @@ class Rows(NamedTuple):
     order: Tensor
 
 
+class ExpertModules(NamedTuple):
+    """The modules of a layer's experts.
+
+    Attributes
+    ----------
+    router
+        Has ``weight`` [E, D], and may have ``bias``.
+    experts
+        Has ``gate_up_proj`` and ``down_proj``, with E in front, and may have their biases.
+    choice_bias
+        A module and the name of its parameter or buffer [E], added to what experts are chosen by.
+    shared_gate
+        Of the shared expert, whose layers are ``ffn_gate`` and so on: [1, D].
+    is_interleaved : bool
+        Whether ``gate_up_proj`` is [E, D, 2 X], gates at even places; else it is [E, 2 X, D], gates
+        first. ``down_proj`` likewise is [E, X, D], or [E, D, X].
+    """
+
+    router: Any
+    experts: Any
+    choice_bias: tuple[Any, str] | None = None
+    shared_gate: Any = None
+    is_interleaved: bool = False
+
+
 class LayerModules(NamedTuple):
     """The modules of one layer; the norms' names are those of ``CausalLayerWeights``.
 
@@ -68,6 +93,10 @@ class LayerModules(NamedTuple):
     mixer, convolution, delta_rule
         A mixer's sizes, the module of its convolution, and of a ``GatedDeltaRule`` the module that
         has ``A_log``, ``dt_bias`` and ``norm``.
+    experts : ExpertModules or None
+        Where there are any, ``ffn_up`` and so on are the shared expert's, or None.
+    sinks
+        Whether the attention has a parameter ``sinks``.
     """
 
     attention: Any
@@ -85,6 +114,8 @@ class LayerModules(NamedTuple):
     mixer: Mixer | None = None
     convolution: Any = None
     delta_rule: Any = None
+    experts: ExpertModules | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,8 @@ class Architecture:
         The embedding has an ``embed_scale``.
     attention_softcap, logits_softcap, embedding_multiplier, residual_multiplier, logits_divisor
         Entries; None if the architecture has no such number.
+    experts : callable, optional
+        Returns, for a config, the arguments of ``ExpertsConfig`` but ``layers``.
     must_be_off : tuple of str
         Entries that must be off, as their feature is not supported.
     """
@@ -134,4 +167,5 @@ class Architecture:
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     logits_divisor: str | None = None
+    experts: Callable[[Any], dict[str, Any]] | None = None
     must_be_off: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
+    ExpertModules,
     LayerModules,
     Trunk,
 )
@@ -110,6 +111,80 @@ def _gpt2_layer(layer: Any) -> LayerModules:
     )
 
 
+def _experts_layer(layer: Any, experts: ExpertModules) -> LayerModules:
+    attention = layer.self_attn
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention_out=attention.o_proj,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_gate=None,
+        ffn_up=None,
+        ffn_down=None,
+        experts=experts,
+    )
+
+
+def _with_head_norms(modules: LayerModules) -> LayerModules:
+    attention = modules.attention
+    return modules._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+
+
+def _qwen3_moe_layer(layer: Any) -> LayerModules:
+    if not hasattr(layer.mlp, "experts"):
+        return _qwen3_layer(layer)
+    experts = ExpertModules(layer.mlp.gate, layer.mlp.experts)
+    return _with_head_norms(_experts_layer(layer, experts))
+
+
+def _gpt_oss_layer(layer: Any) -> LayerModules:
+    experts = ExpertModules(layer.mlp.router, layer.mlp.experts, is_interleaved=True)
+    return _experts_layer(layer, experts)._replace(sinks=True)
+
+
+def _granitemoe_layer(layer: Any) -> LayerModules:
+    moe = layer.block_sparse_moe
+    return _experts_layer(layer, ExpertModules(moe.router, moe.experts))
+
+
+def _granitemoeshared_layer(layer: Any) -> LayerModules:
+    shared = layer.shared_mlp
+    if shared is None:
+        return _granitemoe_layer(layer)
+    return _granitemoe_layer(layer)._replace(
+        ffn_gate=shared.input_linear, ffn_up=shared.input_linear, ffn_down=shared.output_linear
+    )
+
+
+def _softmax_experts(config: Any) -> dict[str, Any]:
+    return {
+        "num_experts": config.num_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "router": "softmax",
+        "normalized": bool(config.norm_topk_prob),
+    }
+
+
+def _chosen_experts(config: Any) -> dict[str, Any]:
+    return {
+        "num_experts": config.num_local_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "router": "softmax_of_chosen",
+    }
+
+
+def _gpt_oss_experts(config: Any) -> dict[str, Any]:
+    return {**_chosen_experts(config), "alpha": config.swiglu_alpha, "limit": config.swiglu_limit}
+
+
+_GRANITE = Architecture(
+    _trunk,
+    _llama_layer,
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logits_divisor="logits_scaling",
+)
 _GEMMA = Architecture(
     _trunk,
     _gemma2_layer,
@@ -137,23 +212,33 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         activation="activation_function",
         must_be_off=("add_cross_attention",),
     ),
-    "granite": Architecture(
-        _trunk,
-        _llama_layer,
-        embedding_multiplier="embedding_multiplier",
-        residual_multiplier="residual_multiplier",
-        logits_divisor="logits_scaling",
+    "gpt_oss": Architecture(
+        _trunk, _gpt_oss_layer, windows="layer_types", experts=_gpt_oss_experts
     ),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, layer=_granitemoe_layer, experts=_chosen_experts),
+    "granitemoeshared": replace(_GRANITE, layer=_granitemoeshared_layer, experts=_chosen_experts),
     "lfm2": Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu"),
     "llama": Architecture(_trunk, _llama_layer),
     "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
     "olmo2": Architecture(_trunk, _olmo2_layer),
+    "olmoe": Architecture(
+        _trunk,
+        lambda layer: _with_head_norms(
+            _experts_layer(layer, ExpertModules(layer.mlp.gate, layer.mlp.experts))
+        ),
+        experts=_softmax_experts,
+        must_be_off=("clip_qkv",),
+    ),
     "phi3": Architecture(_trunk, _phi3_layer, windows="sliding_window"),
     "qwen2": Architecture(_trunk, _llama_layer, windows="layer_types"),
     "qwen3": Architecture(_trunk, _qwen3_layer, windows="layer_types"),
     # Text only.
     "qwen3_5": replace(_QWEN3_5, trunk=_text_part),
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_moe": Architecture(
+        _trunk, _qwen3_moe_layer, windows="sliding_window", experts=_softmax_experts
+    ),
     "qwen3_next": replace(_QWEN3_5, layer=qwen3_next_layer),
     "smollm3": Architecture(
         _trunk, _llama_layer, windows="layer_types", layers_without_positions=True

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.experts import ExpertMatrices, ExpertsConfig
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
+    ExpertModules,
     LayerModules,
     Rows,
     Trunk,
@@ -62,7 +64,9 @@ def causal_model_of(
     read : callable, optional
         Returns the parameter of a name, for a model whose parameters have no values. A linear
         weight or an embedding may be a ``QuantizedWeight``, [out, in] even for a ``Conv1D``. Then
-        those of the result are, too, unless a factor is folded in.
+        those of the result are, too, unless a factor is folded in. Of ``gate_up_proj`` and
+        ``down_proj`` of experts it returns a function of an expert's index: to its gate and its up,
+        or to its down, [out, in].
 
     Raises
     ------
@@ -148,7 +152,6 @@ class _Reader:
     def read(self) -> tuple[CausalConfig, CausalWeights]:
         """Return the config and the weights."""
         config, architecture, trunk = self.config, self.architecture, self.trunk
-        first = self.layers[0]
         rotary = self._rotary()
         embedding = self._weight(trunk.embedding)
         is_tied = self.head.weight is trunk.embedding.weight
@@ -181,7 +184,7 @@ class _Reader:
                 norm=architecture.norm,
                 norm_epsilon=getattr(config, architecture.norm_epsilon),
                 activation=self._activation(),
-                gated=first.ffn_gate is not None,
+                gated=self._is_gated(),
                 attention_scale=self.attention.scaling,
                 attention_softcap=self._number(architecture.attention_softcap, 0.0),
                 logits_softcap=self._number(architecture.logits_softcap, 0.0),
@@ -189,6 +192,7 @@ class _Reader:
                 logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
                 mixers=tuple(modules.mixer for modules in self.layers),
                 attention_gate=architecture.attention_gate,
+                experts=self._experts_config(),
             ),
             weights,
         )
@@ -287,9 +291,69 @@ class _Reader:
         return weight, bias
 
     def _ffn_size(self) -> int:
-        up = self.layers[0].ffn_up
-        size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
-        return size // 2 if up is self.layers[0].ffn_gate else size
+        """Return the inner size of layers without experts; of a shared or an expert's without."""
+        dense = [layer for layer in self.layers if layer.experts is None]
+        if dense:
+            return _inner_size(dense[0])
+        config = self._experts_config()
+        assert config is not None
+        return config.shared_size or config.size
+
+    def _is_gated(self) -> bool:
+        return any(layer.experts is not None or layer.ffn_gate is not None for layer in self.layers)
+
+    def _experts_config(self) -> ExpertsConfig | None:
+        """Return what the layers' experts have in common."""
+        layers = [layer.experts is not None for layer in self.layers]
+        if self.architecture.experts is None or not any(layers):
+            return None
+        first = self.layers[layers.index(True)]
+        assert first.experts is not None
+        down = first.experts.experts.down_proj
+        return ExpertsConfig(
+            size=int(down.shape[1 if first.experts.is_interleaved else 2]),
+            shared_size=0 if first.ffn_up is None else _inner_size(first),
+            layers=tuple(layers),
+            **self.architecture.experts(self.config),
+        )
+
+    def _experts(self, modules: ExpertModules, factor: float) -> dict[str, Any]:
+        """Return the weights of a layer's experts; matrices are read as they are asked for."""
+        experts, count = modules.experts, modules.router.weight.shape[0]
+        gate_up, down = _slices(experts, modules.is_interleaved)
+        if self.read_parameter is not None:
+            name = self.names[experts]
+            gate_up = self.read_parameter(f"{name}.gate_up_proj")
+            down = self.read_parameter(f"{name}.down_proj")
+        choice = modules.choice_bias
+
+        def half(index: int) -> ExpertMatrices:
+            return ExpertMatrices(count, lambda e: gate_up(e)[index])
+
+        gate_up_bias = self._parameter(experts, "gate_up_proj_bias")
+        down_bias = self._parameter(experts, "down_proj_bias")
+        gate_bias, up_bias = None, None
+        if gate_up_bias is not None:
+            halves = (
+                (gate_up_bias[:, ::2], gate_up_bias[:, 1::2])
+                if modules.is_interleaved
+                else gate_up_bias.chunk(2, dim=1)
+            )
+            gate_bias, up_bias = halves
+        return {
+            "router": self._weight(modules.router),
+            "router_bias": self._parameter(modules.router, "bias"),
+            "router_choice_bias": None if choice is None else self._parameter(*choice),
+            "experts_gate": half(0),
+            "experts_gate_bias": gate_bias,
+            "experts_up": half(1),
+            "experts_up_bias": up_bias,
+            "experts_down": ExpertMatrices(count, lambda e: _times(factor, down(e), None)[0]),
+            "experts_down_bias": None if down_bias is None else _times(factor, down_bias, None)[0],
+            "shared_gate": None
+            if modules.shared_gate is None
+            else _floats(self._weight(modules.shared_gate)).reshape(-1),
+        }
 
     def _norm(self, module: Any) -> tuple[Tensor | None, Tensor | None]:
         if module is None:
@@ -313,10 +377,12 @@ class _Reader:
             qkv_bias = None if qkv_bias is None else qkv_bias * factors
         factor = self._number(self.architecture.residual_multiplier, 1.0)
         out, out_bias = _times(factor, *self._linear(modules.attention_out))
-        down, down_bias = _times(factor, *self._linear(modules.ffn_down))
-        up, up_bias = self._linear(modules.ffn_up)
+        down, down_bias, up, up_bias = None, None, None, None
+        if modules.ffn_down is not None:
+            down, down_bias = _times(factor, *self._linear(modules.ffn_down))
+            up, up_bias = self._linear(modules.ffn_up)
         gate, gate_bias = None, None
-        if modules.ffn_gate is modules.ffn_up:
+        if modules.ffn_gate is not None and modules.ffn_gate is modules.ffn_up:
             gate, up = _chunks(up)
             if up_bias is not None:
                 gate_bias, up_bias = up_bias.chunk(2)
@@ -339,6 +405,8 @@ class _Reader:
             ffn_gate_bias=gate_bias,
             ffn_down=down,
             ffn_down_bias=down_bias,
+            sinks=self._parameter(modules.attention, "sinks") if modules.sinks else None,
+            **({} if modules.experts is None else self._experts(modules.experts, factor)),
             **norms,
             **self._state_weights(modules),
         )
@@ -364,11 +432,23 @@ class _Reader:
         """Raise ValueError for unexpected modules, and for parameters that are not read."""
         trunk = self.trunk
         modules = [trunk.embedding, trunk.final_norm, trunk.positions]
-        linears = [self.head]
+        linears, read = [self.head], set[int]()
         for layer in self.layers:
             linears += [part.module if isinstance(part, Rows) else part for part in layer.qkv]
-            linears += [layer.attention_out, layer.ffn_up, layer.ffn_down]
-            linears += [] if layer.ffn_gate is None else [layer.ffn_gate]
+            linears.append(layer.attention_out)
+            ffn = (layer.ffn_gate, layer.ffn_up, layer.ffn_down)
+            linears += [module for module in ffn if module is not None]
+            if layer.experts is not None:
+                shared_gate = layer.experts.shared_gate
+                linears += [] if shared_gate is None else [shared_gate]
+                modules.append(layer.experts.router)
+                read |= {id(parameter) for parameter in layer.experts.experts.parameters()}
+                if layer.experts.choice_bias is not None:
+                    read.add(id(getattr(*layer.experts.choice_bias)))
+            if layer.sinks:
+                read.add(id(layer.attention.sinks))
+            if layer.delta_rule is not None:
+                read |= {id(layer.delta_rule.A_log), id(layer.delta_rule.dt_bias)}
             for name in _NORMS:
                 norm = getattr(layer, name)
                 has_bias = getattr(norm, "bias", None) is not None
@@ -390,12 +470,9 @@ class _Reader:
             if not weight.is_floating_point() or not is_there:
                 come = f"of {weight.dtype}" if is_there else "not loaded"
                 raise refused(f"the weights of {self.names[module]} are {come}; expected floats")
-        read = {
+        read |= {
             id(parameter) for module in modules for parameter in module.parameters(recurse=False)
         }
-        for layer in self.layers:
-            if layer.delta_rule is not None:
-                read |= {id(layer.delta_rule.A_log), id(layer.delta_rule.dt_bias)}
         others = [
             name for name, parameter in trunk.root.named_parameters() if id(parameter) not in read
         ]
@@ -404,6 +481,26 @@ class _Reader:
                 f"model has {len(others)} parameters that its type does not have, {others[0]} "
                 "the first; expected none"
             )
+
+
+def _inner_size(layer: LayerModules) -> int:
+    up = layer.ffn_up
+    size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
+    return size // 2 if up is layer.ffn_gate else size
+
+
+def _slices(experts: Any, is_interleaved: bool) -> tuple[Any, Any]:
+    """Return functions that give an expert's gate and up, and its down, [out, in], of a module."""
+
+    def gate_up(expert: int) -> Any:
+        both = experts.gate_up_proj[expert]
+        return (both[:, ::2].T, both[:, 1::2].T) if is_interleaved else both.chunk(2)
+
+    def down(expert: int) -> Any:
+        matrix = experts.down_proj[expert]
+        return matrix.T if is_interleaved else matrix
+
+    return gate_up, down
 
 
 def _floats(weight: LinearWeight) -> Tensor:

@@ -1,0 +1,142 @@
+"""Feed-forward layers of experts: sizes and switches, and matrices that are read one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from lmdecode._checks import check_bool, check_int, check_number
+from lmdecode.linear.quantized_weight import LinearWeight
+
+__all__ = ["ExpertMatrices", "ExpertsConfig", "Router"]
+
+Router = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+ROUTERS: dict[str, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes and switches of feed-forward layers that consist of experts.
+
+    A token's output is ``sum(weight * expert(x))`` over the experts that its router chose, and
+    ``shared(x)``, where there is a shared expert. An expert is
+    ``down(activation(gate(x)) * up(x))`` with the model's activation.
+
+    Parameters
+    ----------
+    num_experts, num_chosen, size : int
+        Experts of a layer, those of a token, and the inner features of one.
+    layers : tuple of bool
+        Which layers have experts; the others have a feed-forward layer.
+    router : {"softmax", "softmax_of_chosen", "sigmoid"}
+        What weights are: the softmax of the logits of all experts, or of those that were chosen; or
+        the sigmoid of each. The largest are chosen, with ``router_choice_bias`` added where there
+        is one, which weights do not have. Of equal ones the lower index is chosen.
+    normalized : bool
+        Weights are divided by their sum + ``epsilon``, after they were chosen.
+    epsilon, scale : float
+        See there, of ``"sigmoid"`` alone; and what weights are multiplied by at last.
+    alpha, limit : float, optional
+        Where given, an expert is ``down(g * sigmoid(alpha * g) * (u + 1))``, g being ``gate(x)``
+        of at most ``limit``, and ``u`` = ``up(x)`` within ``-limit`` and ``limit``.
+    shared_size : int
+        Inner features of the shared expert, whose weights are ``ffn_up`` and so on. 0: none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    """
+
+    num_experts: int
+    num_chosen: int
+    size: int
+    layers: tuple[bool, ...]
+    router: Router = "softmax"
+    normalized: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    alpha: float | None = None
+    limit: float | None = None
+    shared_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "ExpertsConfig"
+        check_int(op, "num_experts", self.num_experts, 1, 1 << 16, limits="1 to 65536")
+        check_int(op, "num_chosen", self.num_chosen, 1, self.num_experts,
+                  limits="1 to num_experts")  # fmt: skip
+        limits = "0 to 2^31 - 1"
+        check_int(op, "size", self.size, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
+        check_int(op, "shared_size", self.shared_size, 0, (1 << 31) - 1, limits=limits)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for is_of_experts in self.layers:
+            check_bool(op, "layers", is_of_experts)
+        check_bool(op, "normalized", self.normalized)
+        if self.router not in tuple(ROUTERS):
+            raise ValueError(
+                f"{op}: router is {self.router!r}; expected one of {', '.join(ROUTERS)}"
+            )
+        if (self.alpha is None) != (self.limit is None):
+            raise ValueError(
+                f"{op}: alpha is {self.alpha} and limit is {self.limit}; expected both, or none"
+            )
+        for name in ("epsilon", "scale", "alpha", "limit"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = check_number(op, name, value)
+            if not math.isfinite(number) or (name in ("epsilon", "limit") and number < 0):
+                expected = " of at least 0" if name in ("epsilon", "limit") else ""
+                raise ValueError(f"{op}: {name} is {number}; expected a finite number{expected}")
+            object.__setattr__(self, name, number)
+        if self.epsilon and self.router != "sigmoid":
+            raise ValueError(f"{op}: epsilon is {self.epsilon}; expected 0 with {self.router!r}")
+
+    def sizes(self) -> list[int]:
+        """Return the integers that the ops take."""
+        return [
+            self.num_experts,
+            self.num_chosen,
+            self.size,
+            self.shared_size,
+            ROUTERS[self.router],
+            int(self.normalized),
+            int(self.limit is not None),
+        ]
+
+    def numbers(self) -> list[float]:
+        """Return the floats that the ops take."""
+        return [self.epsilon, self.scale, self.alpha or 0.0, self.limit or 0.0]
+
+
+#: What the ops take of a model without experts.
+NO_SIZES, NO_NUMBERS = [0] * 7, [0.0] * 4
+
+
+class ExpertMatrices(Sequence[LinearWeight]):
+    """The matrices of one kind of a layer's experts, each read when it is asked for.
+
+    Parameters
+    ----------
+    count : int
+        Of experts.
+    read : callable
+        Returns the [out, in] matrix of an expert.
+    """
+
+    def __init__(self, count: int, read: Callable[[int], LinearWeight]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> LinearWeight: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LinearWeight]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        places = range(self._count)[index]
+        return self._read(places) if isinstance(places, int) else list(map(self._read, places))

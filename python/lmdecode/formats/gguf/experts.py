@@ -1,0 +1,71 @@
+"""Where the parameters of transformers' experts are in a GGUF file: several tensors each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.linear.quantized_weight import QuantizedWeight, join_rows
+
+__all__ = ["expert_tensors", "read_parts"]
+
+_PARAMETER = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?"
+)
+_SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.input_linear\.weight")
+
+
+def expert_tensors(
+    parameter: str, shape: tuple[int, ...], architecture: str
+) -> dict[str, tuple[int, ...]] | None:
+    """Return the names and shapes of the tensors of a parameter that has several, else None.
+
+    Parameters
+    ----------
+    parameter, shape
+        Of the model.
+    architecture
+        That of the file. Matrices of gpt-oss are [E, in, out] in the model.
+    """
+    if found := _SHARED.fullmatch(parameter):
+        names = [f"blk.{found[1]}.ffn_{name}_shexp.weight" for name in ("gate", "up")]
+        return dict.fromkeys(names, (shape[0] // 2, shape[1]))
+    found = _PARAMETER.fullmatch(parameter)
+    if found is None:
+        return None
+    layer, kind, bias = found.groups()
+    field = "bias" if bias else "weight"
+    parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+    whole = list(shape)
+    if architecture == "gpt-oss" and not bias:
+        whole[1:] = whole[:0:-1]
+    whole[1] //= len(parts)
+    return {f"blk.{layer}.ffn_{name}_exps.{field}": tuple(whole) for name in parts}
+
+
+def read_parts(file: GgufFile, names: list[str], keeps_blocks: bool) -> Any:
+    """Return what ``causal_model_of`` reads of a parameter with these tensors."""
+    if names[0].endswith("_exps.weight"):
+        return _matrices(file, names, keeps_blocks)
+    parts = [file.tensor(name) for name in names]
+    if names[0].endswith(".bias"):  # of gates and others in turn
+        floats = [part.float() for part in parts if isinstance(part, Tensor)]
+        return floats[0] if len(floats) == 1 else torch.stack(floats, dim=-1).flatten(1)
+    joined = join_rows(parts)
+    is_kept = keeps_blocks and isinstance(joined, QuantizedWeight)
+    return joined if isinstance(joined, Tensor) or is_kept else joined.dequantize()
+
+
+def _matrices(file: GgufFile, names: list[str], keeps_blocks: bool) -> Callable[[int], Any]:
+    def read(expert: int) -> Any:
+        parts = [file.matrix(name, expert) for name in names]
+        if not keeps_blocks:
+            parts = [p.dequantize() if isinstance(p, QuantizedWeight) else p for p in parts]
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    return read
