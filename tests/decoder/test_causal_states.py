@@ -29,7 +29,7 @@ from tests.decoder.causal_steps import (
 )
 from tests.support.causal_models import VARIANTS, model_of, random_config, random_tokens
 
-STATEFUL = ("lfm2", "qwen3_5_text", "qwen3_next")
+STATEFUL = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 CASES = [(kind, variant) for kind in STATEFUL for variant in VARIANTS[kind]]
 cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
 FEW = [("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")]

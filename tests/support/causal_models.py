@@ -13,6 +13,9 @@ WINDOW = 7
 POSITIONS = 256
 # Types whose norms multiply by 1 + weight.
 _PLUS_ONE = ("gemma", "qwen3_5", "qwen3_next")
+_WITH_IMAGES = {
+    "qwen3_5": transformers.Qwen3_5Config, "qwen3_5_moe": transformers.Qwen3_5MoeConfig,
+}  # fmt: skip
 # Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
 SEED = 5
 
@@ -151,8 +154,28 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": _DELTA,
         "delta rule last, biases": {**_DELTA, **_DELTA_LAST},
     },
+    "lfm2_moe": {
+        "plain": {**_LFM2, **_EXPERTS, "num_dense_layers": 0},
+        "a dense layer, no bias, scale, attention last": {
+            **_LFM2, **_EXPERTS, "layer_types": ["conv", "conv", "full_attention"],
+            "num_dense_layers": 1, "use_expert_bias": False, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.3, "tie_word_embeddings": False, **_GROUP_OF_4,
+        },
+    },
     "qwen3_5": {"text part": _DELTA},
+    "qwen3_5_moe_text": {
+        "plain": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 28},
+        "delta rule last, biases": {
+            **_DELTA, **_DELTA_LAST, **_EXPERTS, "shared_expert_intermediate_size": 52,
+        },
+    },
+    "qwen3_5_moe": {
+        "text part": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 28},
+    },
     "qwen3_next": {
+        "experts and dense layers": {
+            **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1],
+        },
         "dense": {**_DELTA, **_DENSE},
         "dense, delta rule last": {**_DELTA, **_DELTA_LAST, **_DENSE},
     },
@@ -226,12 +249,12 @@ def _config(architecture: str, arguments: dict[str, Any]) -> Any:
             image_token_index=VOCAB - 1, boi_token_index=VOCAB - 2, eoi_token_index=VOCAB - 3,
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
         )  # fmt: skip
-    if architecture == "qwen3_5":
+    if architecture in _WITH_IMAGES:
         vision = {
             "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
             "patch_size": 4, "out_hidden_size": arguments["hidden_size"],
         }  # fmt: skip
-        return transformers.Qwen3_5Config(
+        return _WITH_IMAGES[architecture](
             text_config=arguments, vision_config=vision, image_token_id=VOCAB - 1,
             video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3,
             tie_word_embeddings=arguments["tie_word_embeddings"],
@@ -255,7 +278,7 @@ def model_of(config: Any, seed: int = SEED) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = transformers.AutoModelForCausalLM
-        if config.model_type == "qwen3_5":  # with images
+        if config.model_type in _WITH_IMAGES:
             kind = transformers.AutoModelForImageTextToText
         model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -277,6 +300,9 @@ def model_of(config: Any, seed: int = SEED) -> Any:
                     parameter.normal_(std=0.5).sub_(1.0)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("expert_bias"):
+                    buffer.normal_(std=0.2)
     return model
 
 

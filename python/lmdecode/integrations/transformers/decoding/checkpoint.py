@@ -43,7 +43,7 @@ _TOKENIZER_FILES = (
 
 
 # Types whose causal language model would have parameters of other names than their files.
-_WITH_IMAGES = ("qwen3_5",)
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -189,6 +189,10 @@ class Checkpoint:
             both = target in files and source in files
             if both and not checkpoint._are_equal(target, source):
                 return None
+        if any(
+            name.endswith(".expert_bias") and name not in files for name, _ in model.named_buffers()
+        ):
+            return None
         for name, parameter in model.named_parameters():
             if checkpoint._experts.has(name, list(parameter.shape)):
                 continue

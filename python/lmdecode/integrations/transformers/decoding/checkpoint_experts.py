@@ -18,7 +18,10 @@ from lmdecode.linear.quantized_weight import QuantizedWeight
 __all__ = ["ExpertTensors", "mxfp4_weight"]
 
 _PARAMETER = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
-_OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_OF_EXPERT = (
+    {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},  # LFM2's
+)
 _FUSED = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}  # granite's
 _ROUTER = (re.compile(r"(.+\.block_sparse_moe\.router)\.weight"), r"\1.layer.weight")
 
@@ -90,8 +93,9 @@ class ExpertTensors:
             return self._mxfp4(blocks, scales, kind)
         if (fused := f"{prefix}.{_FUSED[kind]}") in self._names:
             return self._whole(fused, kind)
-        if f"{prefix}.experts.0.{_OF_EXPERT[kind][0]}.weight" in self._names:
-            return self._single(prefix, kind)
+        for parts in _OF_EXPERT:
+            if f"{prefix}.experts.0.{parts[kind][0]}.weight" in self._names:
+                return self._single(prefix, parts[kind])
         return None
 
     def _whole(self, name: str, kind: str) -> _Found:
@@ -118,19 +122,18 @@ class ExpertTensors:
 
         return _Found(fits, read)
 
-    def _single(self, prefix: str, kind: str) -> _Found:
+    def _single(self, prefix: str, parts: tuple[str, ...]) -> _Found:
         def name(expert: int, of_expert: str) -> str:
             return f"{prefix}.experts.{expert}.{of_expert}.weight"
 
         def fits(shape: list[int]) -> bool:
-            parts = _OF_EXPERT[kind]
             expected = [shape[1] // len(parts), shape[2]]
             names = [name(e, part) for e in range(shape[0]) for part in parts]
             return all(n in self._names and self._shape(n) == expected for n in names)
 
         def read(expert: int) -> Any:
-            parts = [self._part(name(expert, part), None) for part in _OF_EXPERT[kind]]
-            return tuple(parts) if len(parts) > 1 else parts[0]
+            read = [self._part(name(expert, part), None) for part in parts]
+            return tuple(read) if len(read) > 1 else read[0]
 
         return _Found(fits, read)
 

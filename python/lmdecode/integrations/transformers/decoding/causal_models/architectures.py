@@ -178,6 +178,24 @@ def _gpt_oss_experts(config: Any) -> dict[str, Any]:
     return {**_chosen_experts(config), "alpha": config.swiglu_alpha, "limit": config.swiglu_limit}
 
 
+def _normalized_experts(config: Any) -> dict[str, Any]:
+    return {
+        "num_experts": config.num_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "router": "softmax",
+        "normalized": True,
+    }
+
+
+def _sigmoid_experts(config: Any) -> dict[str, Any]:
+    return {
+        **_softmax_experts(config),
+        "router": "sigmoid",
+        "epsilon": 1e-6,
+        "scale": config.routed_scaling_factor,
+    }
+
+
 _GRANITE = Architecture(
     _trunk,
     _llama_layer,
@@ -196,7 +214,9 @@ _GEMMA = Architecture(
     must_be_off=("use_bidirectional_attention",),
 )
 
+_LFM2 = Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu")
 _QWEN3_5 = Architecture(_trunk, qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
+_QWEN3_5_MOE = replace(_QWEN3_5, experts=_normalized_experts)
 
 CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "gemma2": replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
@@ -218,7 +238,8 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, layer=_granitemoe_layer, experts=_chosen_experts),
     "granitemoeshared": replace(_GRANITE, layer=_granitemoeshared_layer, experts=_chosen_experts),
-    "lfm2": Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu"),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, experts=_sigmoid_experts),
     "llama": Architecture(_trunk, _llama_layer),
     "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
     "olmo2": Architecture(_trunk, _olmo2_layer),
@@ -235,11 +256,13 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "qwen3": Architecture(_trunk, _qwen3_layer, windows="layer_types"),
     # Text only.
     "qwen3_5": replace(_QWEN3_5, trunk=_text_part),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, trunk=_text_part),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": Architecture(
         _trunk, _qwen3_moe_layer, windows="sliding_window", experts=_softmax_experts
     ),
-    "qwen3_next": replace(_QWEN3_5, layer=qwen3_next_layer),
+    "qwen3_next": replace(_QWEN3_5, layer=qwen3_next_layer, experts=_softmax_experts),
     "smollm3": Architecture(
         _trunk, _llama_layer, windows="layer_types", layers_without_positions=True
     ),

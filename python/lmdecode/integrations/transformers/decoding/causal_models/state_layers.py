@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    ExpertModules,
     LayerModules,
     Rows,
     Trunk,
@@ -21,11 +22,15 @@ __all__ = ["lfm2_layer", "lfm2_trunk", "qwen3_5_layer", "qwen3_next_layer"]
 def lfm2_trunk(model: Any) -> Trunk:
     """Return the modules of LFM2."""
     body = model.model
-    return Trunk(body, body.embed_tokens, body.layers, body.embedding_norm, rotary=body.rotary_emb)
+    rotary = body.rotary_emb if hasattr(body, "rotary_emb") else body.pos_emb  # with experts
+    return Trunk(body, body.embed_tokens, body.layers, body.embedding_norm, rotary=rotary)
 
 
 def lfm2_layer(layer: Any) -> LayerModules:
-    """Return the modules of a layer of LFM2, with attention or with a short convolution."""
+    """Return the modules of a layer of LFM2, with attention or with a short convolution.
+
+    That of a mixture of experts may have experts.
+    """
     ffn = layer.feed_forward
     if layer.is_attention_layer:
         attention = layer.self_attn
@@ -45,9 +50,11 @@ def lfm2_layer(layer: Any) -> LayerModules:
             mixer=ShortConvolution(conv.conv.in_channels, conv.conv_kernel_size),
             convolution=conv.conv,
         )
+    modules = modules._replace(attention_norm=layer.operator_norm, ffn_norm=layer.ffn_norm)
+    if hasattr(ffn, "experts"):
+        choice_bias = (ffn, "expert_bias") if ffn.use_expert_bias else None
+        return modules._replace(experts=ExpertModules(ffn.gate, ffn.experts, choice_bias))
     return modules._replace(
-        attention_norm=layer.operator_norm,
-        ffn_norm=layer.ffn_norm,
         ffn_gate=ffn.w1,
         ffn_up=ffn.w3,
         ffn_down=ffn.w2,
@@ -97,8 +104,12 @@ def _delta_rule(module: Any, projections: tuple[Any, ...]) -> LayerModules:
 
 def _with_ffn(layer: Any, modules: LayerModules) -> LayerModules:
     ffn = layer.mlp
-    if not hasattr(ffn, "gate_proj"):
-        raise refused(f"a layer has a {type(ffn).__name__}, a mixture of experts; expected none")
+    if hasattr(ffn, "experts"):
+        gate = ffn.shared_expert_gate
+        modules = modules._replace(
+            experts=ExpertModules(ffn.gate, ffn.experts, shared_gate=gate),
+        )
+        ffn = ffn.shared_expert
     return modules._replace(
         attention_norm=layer.input_layernorm,
         ffn_norm=layer.post_attention_layernorm,
